@@ -1,0 +1,1 @@
+"""The OpenAI-compatible application on the Unix socket."""

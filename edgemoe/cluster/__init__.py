@@ -1,0 +1,1 @@
+"""What daemons say to each other."""

@@ -1,0 +1,1 @@
+"""Messages and transport, used by both processes."""

@@ -1,0 +1,1 @@
+"""The small Mixture-of-Experts model that ships with the package."""

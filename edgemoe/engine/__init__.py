@@ -1,0 +1,1 @@
+"""Requests to tokens: scheduler, KV blocks, prefix cache, sampler, the step loop."""

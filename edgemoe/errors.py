@@ -1,0 +1,133 @@
+"""Every error that edgemoe raises on purpose.
+
+    EdgemoeError
+    |-- ConfigError             a setting that is unknown, of the wrong type or impossible
+    |-- CheckpointError         a Hugging Face checkpoint that cannot be packed or loaded
+    |   `-- UnsupportedModel    an architecture, or a variant of one, that the decoder does not have
+    |-- StoreError              a packed store that cannot be used
+    |   |-- StoreVersionError   written by another version of the format
+    |   |-- CorruptExpert       bytes on disk (or from a peer) that differ from the manifest
+    |   `-- MissingExpert       an expert that is nowhere to be had
+    |-- CapacityError           a memory budget too small for what it must hold
+    |-- RequestError            one request failed; carries the HTTP status and the OpenAI error type
+    |   |-- InvalidRequest      400: the request itself is wrong
+    |   |-- ModelNotFound       404
+    |   |-- QueueFull           429: carries retry_after_s
+    |   |-- DeadlineExceeded    504
+    |   `-- EngineUnavailable   503: no engine, and none coming back in time
+    `-- ServiceError            the daemon, its socket or its unit files
+
+A message says what was wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class EdgemoeError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(EdgemoeError):
+    """A setting is unknown, of the wrong type, or impossible."""
+
+
+class CheckpointError(EdgemoeError):
+    """A Hugging Face checkpoint cannot be packed or loaded."""
+
+
+class UnsupportedModel(CheckpointError):
+    """The checkpoint's architecture, or a variant of it, is not one that the decoder has."""
+
+
+class StoreError(EdgemoeError):
+    """A packed store cannot be used."""
+
+
+class StoreVersionError(StoreError):
+    """The store was written by another version of the format."""
+
+
+class CorruptExpert(StoreError):
+    """The bytes of one expert differ from what the manifest promises."""
+
+    def __init__(self, file: str, layer: int, expert: int, why: str) -> None:
+        super().__init__(
+            f"{file}: expert {expert} of layer {layer} is damaged ({why}); "
+            "pack the checkpoint again, or copy the file from a good store"
+        )
+        self.file, self.layer, self.expert = file, layer, expert
+
+
+class MissingExpert(StoreError):
+    """An expert is in no tier, on no disk and at no peer."""
+
+    def __init__(self, layer: int, expert: int, why: str) -> None:
+        super().__init__(f"expert {expert} of layer {layer} is nowhere to be had: {why}")
+        self.layer, self.expert = layer, expert
+
+
+class CapacityError(EdgemoeError):
+    """A memory budget is too small for what it must hold."""
+
+
+class RequestError(EdgemoeError):
+    """One request failed; the daemon goes on.
+
+    `status` is the HTTP status, `kind` the OpenAI error type, `param` the offending field, `code` a stable word.
+    """
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(RequestError):
+    """The request itself is wrong: bad JSON, a wrong type, a prompt longer than the context."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ModelNotFound(InvalidRequest):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class QueueFull(RequestError):
+    """The waiting queue is full; try again after `retry_after_s` seconds."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(RequestError):
+    """The request's deadline passed before it was finished."""
+
+    status = 504
+    kind = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class EngineUnavailable(RequestError):
+    """There is no engine to serve the request, and none is coming back in time."""
+
+    status = 503
+    kind = "server_error"
+    code = "engine_unavailable"
+
+
+class ServiceError(EdgemoeError):
+    """The daemon, its socket or its unit files cannot be put in place."""

@@ -1,0 +1,1 @@
+"""Experts across NVMe, RAM and VRAM: store, arenas, residency, mover, compute."""

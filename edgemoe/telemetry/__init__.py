@@ -1,0 +1,1 @@
+"""Probes, metrics and the routing recorder."""

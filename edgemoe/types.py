@@ -1,0 +1,188 @@
+"""The nouns that several rooms share, and the protocols that cross them. Imports nothing of ours, and no torch.
+
+Conventions: L layers, E experts per layer, T tokens of one step, k experts per token, H hidden width,
+I expert width, V vocabulary. Sizes carry their unit in the name (`_bytes`, `_s`, `_ms`, `_tokens`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+BLOCK_TOKENS = 16  # tokens per KV block, everywhere
+
+
+class Tier(enum.IntEnum):
+    """Where an expert can be. Lower is faster."""
+
+    VRAM = 0
+    RAM = 1
+    NVME = 2
+
+
+class ExpertId(NamedTuple):
+    """One expert of one layer, both counted from 0."""
+
+    layer: int
+    expert: int
+
+
+# --- requests: built by the front, carried over the wire, run by the engine ---------------------------------
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  # None: none; 0: of the chosen token; n: also the n likeliest
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; the stop token itself is not delivered
+    max_tokens: int = 16
+    min_tokens: int = 0
+    grammar: str | None = None  # a serialised llguidance grammar, already checked by the front
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate. A request for n choices is n of these, told apart by `choice`.
+
+    The engine's state for a request is a function of this object and the tokens emitted so far (random numbers
+    are a hash of seed, choice and position), so that it can be replayed on any engine after any crash.
+    """
+
+    id: str  # unique per front and choice
+    prompt: tuple[int, ...]  # token ids
+    sampling: Sampling
+    seed: int  # 64 bit; the front draws one where the app gave none
+    choice: int = 0
+    user: str = ""  # for fairness: peer uid, or the request's `user`
+
+
+class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
+    """What one step adds to one request: a token, an end, or both.
+
+    `index` counts the request's tokens from 0 (replayed ones included), `attempt` the submissions by the front.
+    `finish` is "", "stop", "length" or "error"; with "error" the message and code say why.
+    """
+
+    request: str
+    attempt: int
+    index: int
+    token: int | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish: str = ""
+    error: str = ""
+    error_code: str = ""
+    cached_tokens: int = 0  # prompt tokens that the prefix cache supplied; on the first emission only
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know of the served model."""
+
+    id: str
+    family: str
+    digest: str
+    context_tokens: int
+    vocab: int
+    layers: int
+    experts: int
+    top_k: int
+    dtype: str
+    expert_bytes: int
+
+
+# --- the step, as the decoder sees it ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tokens: S sequences, each contributing `query_lens[s]` tokens, laid end to end (T in all).
+
+    A decoding sequence contributes one token, a prefilling one a chunk. The keys and values of the T tokens are
+    written to the KV blocks first; each token then attends to its sequence's positions up to its own.
+    """
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    query_lens: Sequence[int]  # [S]
+    context_lens: Sequence[int]  # [S] tokens of the sequence after this step
+    block_tables: Sequence[Sequence[int]]  # [S][blocks] KV block ids, in order
+    logit_rows: torch.Tensor  # [R] int64, the rows of T whose logits are wanted
+    decode: bool  # every sequence contributes one token
+
+
+class Experts(Protocol):
+    """The expert side of a MoE layer, as the decoder calls it. Called on the compute thread only."""
+
+    lookahead: int  # how many layers ahead `hint` is wanted (0: never call it)
+
+    def forward(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of the chosen experts' outputs, [T, H].
+
+        `hidden` [T, H] in the model's dtype; `ids` [T, k] int64; `weights` [T, k] float32.
+        Raises MissingExpert, CorruptExpert.
+        """
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        """Layer `layer`'s real gate applied to an earlier layer's hidden state: `probs` [T, E] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRouting:
+    """What the gates chose in one step: the one observation that cache policy, predictors and recorder share."""
+
+    requests: tuple[str, ...]  # [S] request ids
+    query_lens: IntArray  # [S] tokens that each contributed
+    decode: npt.NDArray[np.bool_]  # [S] true where the sequence was decoding
+    tokens: IntArray  # [T] input token ids
+    positions: IntArray  # [T]
+    ids: npt.NDArray[np.int16]  # [L, T, k]
+    weights: FloatArray  # [L, T, k]
+    hints: dict[int, FloatArray]  # distance in layers -> [L, T, E]; empty where not collected
+    step_s: float  # wall time of the step
+    stall_s: float  # of it, spent waiting for experts
+
+
+# --- the cache policy, as residency and replay drive it --------------------------------------------------------
+
+
+class CachePolicy(Protocol):
+    """Ranks experts for one tier. Pure: no clock, thread or device; the same object runs live and in replay."""
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        """One layer-step demanded these distinct experts [n]."""
+
+    def rank(self, layer: int) -> FloatArray:
+        """Worth of keeping each expert while `layer` executes, [L, E]; the lowest unpinned one goes first."""
+
+
+class Store(Protocol):
+    """Where experts are read from: the NVMe tier."""
+
+    def expert_bytes(self, layer: int, expert: int) -> int:
+        """Size of one expert as stored, padding excluded."""
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        """Reads one expert into `into` and verifies it. Raises CorruptExpert, MissingExpert."""
+
+
+Json = dict[str, Any]

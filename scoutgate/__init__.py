@@ -1,0 +1,1 @@
+"""The learned expert predictor and its training (optional extra: train)."""

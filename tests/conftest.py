@@ -1,0 +1,3 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
