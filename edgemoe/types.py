@@ -133,9 +133,7 @@ class Experts(Protocol):
 
     lookahead: int  # how many layers ahead `hint` is wanted (0: never call it)
 
-    def forward(
-        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs, [T, H].
 
         `hidden` [T, H] in the model's dtype; `ids` [T, k] int64; `weights` [T, k] float32.
