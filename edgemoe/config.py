@@ -1,93 +1,140 @@
 """The settings of a daemon, one frozen struct per section of the TOML file. Imports nothing of ours but errors.
 
 Sizes are bytes and may be written "12GiB" or "1.5 GB" in TOML; rates are bytes per second ("8GB/s").
-0 means "decide from what the machine has" where a field says so.
+0 and "" mean "decide from what the machine has" where a field says so. `config_load` reads files, and fills
+in the paths that depend on the environment.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
+
+from edgemoe.errors import ConfigError
+
+Bytes = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+Rate = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: immutable, and an unknown key is an error."""
 
 
-class ModelSettings(Section):
+class ModelSettings(Section, frozen=True, kw_only=True):
     path: str = ""  # a packed store or a Hugging Face checkpoint directory; "" is the demo model
     name: str = ""  # what clients call it; "" is the directory's name
-    store_dir: str = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe (or the service's state directory)
+    store_dir: str = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
 
 
-class MemorySettings(Section):
-    ram_bytes: int = 0  # expert bytes kept in RAM; 0: free memory minus headroom
-    kv_bytes: int = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by what is free
-    headroom_bytes: int = 1 << 30  # left free on the host when budgets are worked out
-    vram_headroom_bytes: int = 1 << 30  # left free on each GPU
+class MemorySettings(Section, frozen=True, kw_only=True):
+    ram_bytes: Bytes = 0  # expert bytes kept in RAM; 0: free memory minus headroom
+    kv_bytes: Bytes = 0  # keys and values; 0: enough for max_sequences of typical length, bounded by what is free
+    headroom_bytes: Bytes = 1 << 30  # left free on the host when budgets are worked out
+    vram_headroom_bytes: Bytes = 1 << 30  # left free on each GPU
 
 
-class DeviceSettings(Section):
-    kind: str = "auto"  # auto | cuda:N | cpu | emulated
-    expert_bytes: int = 0  # slab for experts; 0: what is free minus headroom (cuda); required for emulated
-    link_bytes_per_s: float = 0.0  # emulated only: speed of the RAM -> device link
+class DeviceSettings(Section, frozen=True, kw_only=True):
+    kind: Annotated[str, Meta(pattern=r"^(auto|cpu|emulated|cuda:\d+)$")] = "auto"  # auto | cuda:N | cpu | emulated
+    expert_bytes: Bytes = 0  # slab for experts; 0: what is free minus headroom (cuda); required for emulated
+    link_bytes_per_s: Rate = 0.0  # emulated only: speed of the RAM -> device link
 
 
-class EngineSettings(Section):
-    max_sequences: int = 64  # running at once
-    step_tokens: int = 512  # token budget of one step, decode and chunked prefill together
-    max_queue: int = 256  # waiting requests; beyond it 429
-    context_tokens: int = 0  # 0: the model's own
-    scheduler: str = "linear"  # linear | gimbal | fcfs
-    aging_tokens_per_s: float = 1500.0  # linear aging: tokens of prefill that a second of waiting makes up for
-    aging_threshold_s: float = 5.0  # gimbal: age at which a request goes first
-    output_reserve: float = 0.25  # share of the expected remaining output reserved in KV per running request
-    preemption: str = "recompute"  # recompute | park
+class EngineSettings(Section, frozen=True, kw_only=True):
+    max_sequences: Count = 64  # running at once
+    step_tokens: Count = 512  # token budget of one step, decode and chunked prefill together
+    max_queue: Count = 256  # waiting requests; beyond it 429
+    context_tokens: Natural = 0  # 0: the model's own
+    scheduler: Literal["linear", "gimbal", "fcfs"] = "linear"
+    aging_tokens_per_s: Rate = 1500.0  # linear aging: tokens of prefill that a second of waiting makes up for
+    aging_threshold_s: Seconds = 5.0  # gimbal: age at which a request goes first
+    output_reserve: Share = 0.25  # share of the expected remaining output reserved in KV per running request
+    preemption: Literal["recompute", "park"] = "recompute"
     prefix_cache: bool = True
-    threads: int = 0  # compute threads; 0: all cores that the process may use
+    threads: Natural = 0  # compute threads; 0: all cores that the process may use
 
 
-class CacheSettings(Section):
-    policy: str = "lru"  # lru | lfu | lfru | ewma | paper | full
+class CacheSettings(Section, frozen=True, kw_only=True):
+    policy: Literal["lru", "lfu", "lfru", "ewma", "paper", "full"] = "lru"
     containment: bool = True  # what is in VRAM is in RAM too
     prefetch: bool = True
-    hysteresis: float = 0.1
+    hysteresis: Share = 0.1
     state_file: str = ""  # learned state kept across restarts; "" is beside the store
 
 
-class ApiSettings(Section):
+class ApiSettings(Section, frozen=True, kw_only=True):
     socket: str = ""  # "" is $XDG_RUNTIME_DIR/edgemoe.sock, or /run/edgemoe/edgemoe.sock as a service
     socket_group: str = ""  # group that may use the socket; "" leaves the process's own
     tcp: str = ""  # HOST:PORT of an optional TCP listener; needs api_key_file
     api_key_file: str = ""
-    max_body_bytes: int = 8 << 20
-    request_timeout_s: float = 600.0
+    max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20
+    request_timeout_s: Seconds = 600.0
 
 
-class LogSettings(Section):
-    level: str = "info"  # debug | info | warning | error
-    format: str = "text"  # text | json
+class LogSettings(Section, frozen=True, kw_only=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
 
 
-class RecordSettings(Section):
+class RecordSettings(Section, frozen=True, kw_only=True):
     dir: str = ""  # "" records nothing
-    max_bytes: int = 1 << 30  # oldest files go first
-    file_bytes: int = 64 << 20
+    max_bytes: Bytes = 1 << 30  # oldest files go first
+    file_bytes: Bytes = 64 << 20
 
 
-class ServiceSettings(Section):
+class ServiceSettings(Section, frozen=True, kw_only=True):
     runtime_dir: str = ""  # 0700, holds the ipc sockets; "" is beside the API socket
-    drain_s: float = 30.0  # SIGTERM: how long running requests may take to finish
-    max_restarts: int = 5  # engine crashes within restart_window_s before giving up
-    restart_window_s: float = 300.0
+    drain_s: Seconds = 30.0  # SIGTERM: how long running requests may take to finish
+    max_restarts: Natural = 5  # engine crashes within restart_window_s before giving up
+    restart_window_s: Seconds = 300.0
 
 
-class Settings(Section):
+class Settings(Section, frozen=True, kw_only=True):
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
-    device: tuple[DeviceSettings, ...] = (DeviceSettings(),)
+    device: Annotated[tuple[DeviceSettings, ...], Meta(min_length=1, max_length=64)] = (DeviceSettings(),)
     engine: EngineSettings = EngineSettings()
     cache: CacheSettings = CacheSettings()
     api: ApiSettings = ApiSettings()
     log: LogSettings = LogSettings()
     record: RecordSettings = RecordSettings()
     service: ServiceSettings = ServiceSettings()
+
+
+def check(settings: Settings) -> Settings:
+    """The same settings, or ConfigError naming the first combination that cannot work and its remedy."""
+    kinds = [device.kind for device in settings.device]
+    for index, device in enumerate(settings.device):
+        _check_device(f"device.{index}", device, kinds)
+    api, record = settings.api, settings.record
+    if api.tcp:
+        host, _, port = api.tcp.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"')
+        if not api.api_key_file:
+            raise ConfigError("api.tcp needs api.api_key_file: a TCP port without a key is open to everybody on it")
+    elif api.api_key_file:
+        raise ConfigError("api.api_key_file is used for api.tcp only; set api.tcp, or drop the key file")
+    if record.dir and record.file_bytes > record.max_bytes:
+        raise ConfigError("record.file_bytes is larger than record.max_bytes; one file must fit the limit")
+    return settings
+
+
+def _check_device(name: str, device: DeviceSettings, kinds: list[str]) -> None:
+    if device.kind == "emulated":
+        for field in ("expert_bytes", "link_bytes_per_s"):
+            if not getattr(device, field):
+                raise ConfigError(f"{name} is emulated and needs {name}.{field}, as there is nothing to measure")
+    elif device.link_bytes_per_s:
+        raise ConfigError(f"{name}.link_bytes_per_s is for emulated devices; {device.kind} has a real link")
+    if device.kind == "cpu" and device.expert_bytes:
+        raise ConfigError(f"{name} is the cpu, whose experts lie in RAM: set memory.ram_bytes instead")
+    if device.kind != "emulated" and kinds.count(device.kind) > 1:
+        raise ConfigError(f"{name}: {device.kind} is listed twice")
+    if len(kinds) > 1 and device.kind in ("auto", "cpu"):
+        raise ConfigError(f"{name} is {device.kind}, which must be the only device; name each one (cuda:N)")

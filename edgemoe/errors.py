@@ -15,6 +15,8 @@
     |   |-- QueueFull           429: carries retry_after_s
     |   |-- DeadlineExceeded    504
     |   `-- EngineUnavailable   503: no engine, and none coming back in time
+    |-- WireError               a message between processes that cannot be sent or read
+    |   `-- WireVersionError    sent by another version of the protocol
     `-- ServiceError            the daemon, its socket or its unit files
 
 A message says what was wrong, where, and what to do about it.
@@ -73,7 +75,8 @@ class CapacityError(EdgemoeError):
 class RequestError(EdgemoeError):
     """One request failed; the daemon goes on.
 
-    `status` is the HTTP status, `kind` the OpenAI error type, `param` the offending field, `code` a stable word.
+    `status` is the HTTP status, `kind` the OpenAI error type, `param` the offending field, `code` a stable
+    word.
     """
 
     status = 500
@@ -127,6 +130,14 @@ class EngineUnavailable(RequestError):
     status = 503
     kind = "server_error"
     code = "engine_unavailable"
+
+
+class WireError(EdgemoeError):
+    """A message between processes that cannot be sent, or cannot be read."""
+
+
+class WireVersionError(WireError):
+    """The other side speaks another version of the protocol."""
 
 
 class ServiceError(EdgemoeError):

@@ -1,4 +1,4 @@
-"""The nouns that several rooms share, and the protocols that cross them. Imports nothing of ours, and no torch.
+"""The nouns that several rooms share, and the protocols between them. Imports nothing of ours, and no torch.
 
 Conventions: L layers, E experts per layer, T tokens of one step, k experts per token, H hidden width,
 I expert width, V vocabulary. Sizes carry their unit in the name (`_bytes`, `_s`, `_ms`, `_tokens`).
@@ -39,7 +39,7 @@ class ExpertId(NamedTuple):
     expert: int
 
 
-# --- requests: built by the front, carried over the wire, run by the engine ---------------------------------
+# --- requests: built by the front, carried over the wire, run by the engine -----------------------------
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,7 +53,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # None: none; 0: of the chosen token; n: also the n likeliest
-    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; the stop token itself is not delivered
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; never delivered
     max_tokens: int = 16
     min_tokens: int = 0
     grammar: str | None = None  # a serialised llguidance grammar, already checked by the front
@@ -62,8 +62,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate. A request for n choices is n of these, told apart by `choice`.
 
-    The engine's state for a request is a function of this object and the tokens emitted so far (random numbers
-    are a hash of seed, choice and position), so that it can be replayed on any engine after any crash.
+    The engine's state for a request is a function of this object and the tokens emitted so far (random
+    numbers are a hash of seed, choice and position), so that any engine can replay it after any crash.
     """
 
     id: str  # unique per front and choice
@@ -77,7 +77,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
     """What one step adds to one request: a token, an end, or both.
 
-    `index` counts the request's tokens from 0 (replayed ones included), `attempt` the submissions by the front.
+    `index` counts the request's tokens from 0 (replayed ones included), `attempt` the front's submissions.
     `finish` is "", "stop", "length" or "error"; with "error" the message and code say why.
     """
 
@@ -108,15 +108,15 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes: int
 
 
-# --- the step, as the decoder sees it ------------------------------------------------------------------------
+# --- the step, as the decoder sees it -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's tokens: S sequences, each contributing `query_lens[s]` tokens, laid end to end (T in all).
 
-    A decoding sequence contributes one token, a prefilling one a chunk. The keys and values of the T tokens are
-    written to the KV blocks first; each token then attends to its sequence's positions up to its own.
+    A decoding sequence contributes one token, a prefilling one a chunk. The keys and values of the T tokens
+    are written to the KV blocks first; each token then attends to its sequence's positions up to its own.
     """
 
     tokens: torch.Tensor  # [T] int64
@@ -146,7 +146,7 @@ class Experts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepRouting:
-    """What the gates chose in one step: the one observation that cache policy, predictors and recorder share."""
+    """What the gates chose in one step: the one observation of cache policy, predictors and recorder."""
 
     requests: tuple[str, ...]  # [S] request ids
     query_lens: IntArray  # [S] tokens that each contributed
@@ -160,11 +160,11 @@ class StepRouting:
     stall_s: float  # of it, spent waiting for experts
 
 
-# --- the cache policy, as residency and replay drive it --------------------------------------------------------
+# --- the cache policy, as residency and replay drive it -------------------------------------------------
 
 
 class CachePolicy(Protocol):
-    """Ranks experts for one tier. Pure: no clock, thread or device; the same object runs live and in replay."""
+    """Ranks experts for one tier. Pure: no clock, thread or device; runs the same live and in replay."""
 
     def touch(self, layer: int, experts: IntArray) -> None:
         """One layer-step demanded these distinct experts [n]."""
