@@ -39,6 +39,19 @@ class ExpertId(NamedTuple):
     expert: int
 
 
+class Move(NamedTuple):
+    """A copy of one expert to a faster tier, wished for before it is needed.
+
+    `score` is its worth in the units of the target tier's `CachePolicy.rank`: it takes the place of an expert
+    ranked lower, or none. Where the order alone is known, infinity stands for "needed for certain".
+    """
+
+    expert: ExpertId
+    source: Tier
+    target: Tier
+    score: float
+
+
 # --- requests: built by the front, carried over the wire, run by the engine -----------------------------
 
 
