@@ -103,6 +103,7 @@ class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ar
     finish: str = ""
     error: str = ""
     error_code: str = ""
+    retry_after_s: float = 0.0  # with error_code "queue_full"
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied; on the first emission only
 
 
