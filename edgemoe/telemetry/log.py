@@ -1,0 +1,98 @@
+"""Logs are events with fields: `log.info("engine.ready", boot_id=id, start_s=3.2)`, as text or as a line of JSON.
+
+Libraries' plain messages come out of the same handler. Under systemd the text form leaves time to the journal and
+carries the level as its priority prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, TextIO
+
+from edgemoe.config import LogSettings
+
+_PRIORITY = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
+
+
+class EventLog:
+    """One component's events. Cheap when the level is off; safe from any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._logger.debug(event, extra={"fields": fields})
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._logger.info(event, extra={"fields": fields})
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._logger.warning(event, extra={"fields": fields})
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._logger.error(event, extra={"fields": fields})
+
+    def exception(self, event: str, **fields: Any) -> None:
+        """An error with the traceback of the exception being handled."""
+        self._logger.exception(event, extra={"fields": fields})
+
+
+def configure(settings: LogSettings, *, stream: TextIO | None = None, journal: bool = False) -> None:
+    """Sends every log of the process to `stream` (stderr by default). May be called again; the last call counts."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if settings.format == "json" else TextFormatter(journal=journal))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)  # libraries: what goes wrong
+    logging.getLogger("edgemoe").setLevel(settings.level.upper())
+    logging.captureWarnings(True)
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.123 INFO engine.ready boot_id=ab start_s=3.2`."""
+
+    def __init__(self, *, journal: bool = False) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = [record.getMessage(), *(f"{key}={_word(value)}" for key, value in _fields(record).items())]
+        line = " ".join(words) + _traceback(self, record)
+        if self._journal:
+            prefix = f"<{_PRIORITY.get(record.levelno, 6)}>"
+            return "\n".join(prefix + part for part in line.splitlines())
+        return f"{_stamp(record)} {record.levelname} {line}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time, level, logger, event, then the event's fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = {"time": _stamp(record), "level": record.levelname.lower(), "logger": record.name}
+        row = head | {"event": record.getMessage()} | _fields(record)
+        if trace := _traceback(self, record).strip():
+            row["traceback"] = trace
+        return json.dumps(row, default=str, ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+def _stamp(record: logging.LogRecord) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03d}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text, ensure_ascii=False)
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return "\n" + formatter.formatException(record.exc_info) if record.exc_info and record.exc_info[0] else ""
