@@ -117,7 +117,8 @@ class EngineEnd:
 
 def _sent(attempt: Awaitable[object]) -> bool:
     """Whether a DONTWAIT send, which is over when it returns, went through. Raises zmq.ZMQError otherwise."""
-    assert isinstance(attempt, asyncio.Future) and attempt.done()
+    assert isinstance(attempt, asyncio.Future)
+    assert attempt.done()
     try:
         attempt.result()
     except zmq.Again:

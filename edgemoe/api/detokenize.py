@@ -1,0 +1,72 @@
+"""From token ids to text, one token at a time, never splitting a character.
+
+A token is bytes: byte-level BPE spells them in the printable alphabet of GPT-2, byte-fallback BPE writes spaces as
+U+2581 and single bytes as <0xHH>. So a text is the concatenation of its tokens' bytes through an incremental
+UTF-8 decoder: constant work per token, whatever came before.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+from tokenizers import Tokenizer
+
+SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(shifted)}
+
+
+class Vocabulary:
+    """The bytes of every token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+        self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._alphabet = byte_alphabet() if tokenizer.token_to_id("\u0120") is not None else None
+        self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
+
+    def _bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for; of an added token, its name; of an unknown id, none."""
+        if (name := self._added.get(token)) is not None:
+            return name.encode()
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._alphabet is not None:
+            return bytes(self._alphabet[letter] for letter in piece if letter in self._alphabet)
+        if byte := _BYTE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        return piece.replace(SPACE, " ").encode()
+
+    def text(self, tokens: Iterable[int], skip_special: bool = False) -> str:
+        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        kept = (token for token in tokens if not (skip_special and token in self.special))
+        return b"".join(map(self.bytes_of, kept)).decode(errors="replace")
+
+
+class Detokenizer:
+    """One text under way. Special tokens are left out."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: int) -> str:
+        """The characters that this token completes."""
+        if token in self._vocabulary.special:
+            return ""
+        return self._decoder.decode(self._vocabulary.bytes_of(token))
+
+    def flush(self) -> str:
+        """U+FFFD where the text ends within a character, else nothing."""
+        return self._decoder.decode(b"", final=True)

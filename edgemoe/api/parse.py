@@ -1,0 +1,159 @@
+"""Splits a model's text into reasoning, answer and tool calls while it streams.
+
+The families' chat templates agree on the marks: <think> ... </think> around reasoning, and <tool_call> around one
+JSON object with `name` and `arguments` (Hermes, Qwen3). A text that may still become a mark is held back; a tool
+call that is no valid JSON is passed on as text, as is one that is never closed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from edgemoe.api.stops import held_back
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One call that the model asks for; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+
+@dataclass(slots=True)
+class Pieces:
+    """What a stretch of text turned out to be."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Which marks to look for. All off: the text is the answer as it stands."""
+
+    think: bool = False
+    thinking: bool = False  # the prompt has opened <think> already
+    calls: int = 0  # tool calls taken at most
+
+
+class Parser:
+    """The state machine: in "text", "think" or "call"."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._state: Literal["text", "think", "call"] = "think" if marks.thinking else "text"
+        self._may_think = marks.think and not marks.thinking
+        self._trim = marks.think or marks.calls > 0  # white space around reasoning and calls is layout
+        self._at_start = self._trim
+        self._calls_left = marks.calls
+        self._called = False
+        self._rest = ""
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._state == "think"
+
+    @property
+    def done(self) -> bool:
+        """Whether every tool call that was wanted has come, so that the rest is of no interest."""
+        return self._called and not self._calls_left
+
+    def feed(self, text: str) -> Pieces:
+        """What can be told of the text so far and was not yet returned."""
+        pieces = Pieces()
+        self._rest += text
+        while self._step(pieces):
+            pass
+        return pieces
+
+    def flush(self) -> Pieces:
+        """The rest, now that nothing more comes."""
+        pieces, rest, self._rest = Pieces(), self._rest, ""
+        if self._state == "think":
+            pieces.reasoning = rest.rstrip()
+        else:
+            pieces.text = f"{CALL}{rest}" if self._state == "call" else self._answer(rest)
+        return pieces
+
+    def _step(self, pieces: Pieces) -> bool:
+        """Consumes up to the next mark; false when more text is needed."""
+        if self._state == "call":
+            return self._take_call(pieces)
+        marks = self._marks()
+        at, mark = min(((at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0), default=(-1, ""))
+        if not mark:
+            self._emit(pieces, self._rest_after(len(self._rest) - self._uncertain(marks)))
+            return False
+        before = self._rest_after(at)
+        self._rest = self._rest[len(mark) :]
+        self._emit(pieces, before.rstrip() if self._trim else before)
+        self._enter(mark)
+        return True
+
+    def _marks(self) -> tuple[str, ...]:
+        if self._state == "think":
+            return (END_THINK,)
+        return ((THINK,) if self._may_think else ()) + ((CALL,) if self._calls_left else ())
+
+    def _uncertain(self, marks: tuple[str, ...]) -> int:
+        """How much of the end may belong to a mark, with the white space that would go with it."""
+        keep = held_back(self._rest, marks)
+        before = self._rest[: len(self._rest) - keep]
+        return keep + len(before) - len(before.rstrip()) if marks and self._trim else keep
+
+    def _rest_after(self, size: int) -> str:
+        head, self._rest = self._rest[:size], self._rest[size:]
+        return head
+
+    def _enter(self, mark: str) -> None:
+        self._state = {THINK: "think", END_THINK: "text", CALL: "call"}[mark]  # type: ignore[assignment]
+        self._may_think = False
+        self._at_start = True
+
+    def _emit(self, pieces: Pieces, text: str) -> None:
+        if self._state == "think":
+            pieces.reasoning += self._answer(text)
+        elif text := self._answer(text):
+            self._may_think = False
+            pieces.text += text
+
+    def _answer(self, text: str) -> str:
+        text = text.lstrip() if self._at_start else text
+        self._at_start = self._at_start and not text
+        return text
+
+    def _take_call(self, pieces: Pieces) -> bool:
+        inside, mark, rest = self._rest.partition(END_CALL)
+        if not mark:
+            return False
+        call = tool_call(inside)
+        if call is None:
+            pieces.text += f"{CALL}{inside}{END_CALL}"
+        else:
+            pieces.calls.append(call)
+            self._called = True
+            self._calls_left -= 1
+        self._state, self._rest, self._at_start = "text", rest, True
+        return True
+
+
+def tool_call(text: str) -> ToolCall | None:
+    """The call written in `text`; None if it is not one."""
+    try:
+        call = msgspec.json.decode(text, type=dict)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+    if not isinstance(name, str) or not isinstance(arguments, str | dict):
+        return None
+    return ToolCall(name, arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode())

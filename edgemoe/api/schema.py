@@ -1,0 +1,215 @@
+"""The bodies that apps send: what is read, what is refused, and how a refusal names the field.
+
+A field that this server does not know is left unread, as other servers' clients send many. A field that it knows
+it cannot honour is refused where its value would change the answer (REFUSED); the rest of OpenAI's fields
+(`metadata`, `store`, `service_tier`, `prediction`, `prompt_cache_key`, ...) change nothing here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from edgemoe.errors import InvalidRequest
+
+B = TypeVar("B", bound="Body")
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Choices = Annotated[int, Meta(ge=1, le=128)]
+StopText = Annotated[str, Meta(max_length=1024)]
+Label = Annotated[str, Meta(max_length=512)]
+
+# field -> values that change nothing; any other is refused
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo_prompt_logprobs": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "prompt_logprobs": (0,),
+    "repetition_penalty": (1,),
+    "suffix": ("",),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """What every generating endpoint reads. null is the same as absent throughout."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
+    max_tokens: Tokens | None = None
+    min_tokens: Tokens | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    seed: Int64 | None = None
+    user: Label | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """`regex` is ours: {"type": "regex", "regex": "..."}."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    type: str = "function"
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
+    type: str = "function"
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class Called(msgspec.Struct, frozen=True, kw_only=True):
+    id: str | None = None
+    type: str = "function"
+    function: CalledFunction
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: Label
+    content: str | list[Part] | None = None
+    name: Label | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Called] | None = None
+    tool_call_id: str | None = None
+
+
+class Chat(Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Completion(Body, frozen=True, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /tokenize: a text, or messages to put through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`. Raises InvalidRequest."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    for field, neutral in REFUSED.items():
+        if value.get(field) is not None and value[field] not in neutral:
+            message = f"{field} is not supported by this server; leave it out"
+            raise InvalidRequest(message, param=field, code="unsupported_parameter")
+    return value
+
+
+T = TypeVar("T")
+
+
+def convert(value: dict[str, Any], kind: type[T]) -> T:
+    """`value` as a `kind`. Raises InvalidRequest with the path of the first field that does not fit."""
+    try:
+        return msgspec.convert(value, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at ")
+        path = path.removeprefix("`key` in ").strip("`").removeprefix("$").lstrip(".") or _missing(reason)
+        where = f"{path}: " if path else ""
+        raise InvalidRequest(f"{where}{reason}", param=path or None, code="invalid_type") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def _missing(reason: str) -> str:
+    head, _, tail = reason.partition("missing required field ")
+    return tail.strip("`") if not head.strip("Object ") else ""
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    """The stop strings, empty ones dropped."""
+    return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)

@@ -1,0 +1,42 @@
+"""Stop strings, matched across the borders of chunks; and how much of a text may be the start of a tag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def held_back(text: str, marks: Iterable[str]) -> int:
+    """Length of the longest end of `text` that begins one of `marks` without completing it."""
+    return max((_overlap(text, mark) for mark in marks), default=0)
+
+
+def _overlap(text: str, mark: str) -> int:
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+class Stops:
+    """Passes text on up to the first stop string, holding back what could become one."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.strings = strings
+        self.stopped = False
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """What of `text`, and of what was held back, is certain to be wanted."""
+        if not self.strings or self.stopped:
+            return "" if self.stopped else text
+        text = self._held + text
+        found = [at for at in (text.find(stop) for stop in self.strings) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = held_back(text, self.strings)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, now that nothing more comes."""
+        text, self._held = self._held, ""
+        return text

@@ -1,0 +1,82 @@
+"""What the front knows of a model: its tokenizer, chat template, end-of-sequence tokens and default sampling.
+
+Read from the files that lie beside the weights: tokenizer.json, tokenizer_config.json, generation_config.json,
+config.json and the chat template. No weights, and no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from edgemoe.api.detokenize import Vocabulary
+from edgemoe.api.template import ChatTemplate, special_tokens
+from edgemoe.errors import CheckpointError
+from edgemoe.types import Json
+
+log = logging.getLogger(__name__)
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+
+
+class TextModel:
+    """Text in, token ids out; and back. Safe to use from several threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError where a file is missing or unreadable."""
+        tokenizer_config = read_json(directory / "tokenizer_config.json")
+        generation = read_json(directory / "generation_config.json")
+        self._tokenizer = _tokenizer(directory / "tokenizer.json")
+        self.vocabulary = Vocabulary(self._tokenizer)
+        self.template = ChatTemplate.load(directory, tokenizer_config)
+        self.eos = self._eos(tokenizer_config, generation, read_json(directory / "config.json"))
+        self.defaults = {key: generation[key] for key in SAMPLING_DEFAULTS if generation.get(key) is not None}
+        if generation.get("repetition_penalty") not in (None, 1, 1.0):
+            log.warning("generation_config.json asks for a repetition_penalty, which is not supported: left out")
+
+    @property
+    def vocab_tokens(self) -> int:
+        """One past the highest token id."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids. Lets other threads run meanwhile, which `Tokenizer.encode` does not."""
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _eos(self, tokenizer_config: Json, generation: Json, config: Json) -> tuple[int, ...]:
+        """Every token that ends a text: generation_config's list, or else config's; and the tokenizer's own."""
+        ids = generation.get("eos_token_id")
+        ids = config.get("eos_token_id") if ids is None else ids
+        listed = [ids] if isinstance(ids, int) else list(ids or ())
+        own = special_tokens(tokenizer_config).get("eos_token")
+        own_id = None if own is None else self._tokenizer.token_to_id(own)
+        return tuple(dict.fromkeys([*listed, *([] if own_id is None else [own_id])]))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty where there is no such file. Raises CheckpointError."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds {type(value).__name__}, not an object")
+    return value
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing; a model is served with its tokenizer.json (of a fast tokenizer)")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
