@@ -1,0 +1,200 @@
+"""`pack` turns a Hugging Face checkpoint into a store, `ensure_store` does so where it has not been done yet.
+
+A weight file gets its name when it is whole, and the manifest comes last; so a pack that was killed at any point is
+continued by packing again, and packing a finished store again verifies it and writes anew only what is damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgemoe.errors import StoreError, StoreVersionError
+from edgemoe.experts.files import LOCK, Checksum, blocks, checksum, lock_store, write_durably
+from edgemoe.experts.manifest import (
+    MANIFEST,
+    VERSION,
+    CopyEntry,
+    DenseEntry,
+    ExpertEntry,
+    LayerEntry,
+    Manifest,
+    content_digest,
+)
+from edgemoe.pack.checkpoint import Checkpoint
+from edgemoe.pack.layout import FilePlan, Layout, plan
+from edgemoe.pack.writer import copy_file, write_file
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+JOURNAL = "packing.json"  # there while a store is unfinished; names the checkpoint that it is packed from
+SPARE_BYTES = 16 << 20  # manifest, directories
+log = logging.getLogger(__name__)
+
+
+def silent(done_bytes: int, total_bytes: int) -> None:
+    """Shows no progress."""
+
+
+def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = silent) -> Path:
+    """The store of a model: `path` itself where it is one, else a directory under `store_dir`, packed if need be.
+
+    Raises CheckpointError, StoreError.
+    """
+    path = Path(path).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    checkpoint = Checkpoint.open(path)
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
+    store = Path(store_dir).expanduser() / f"{name}-v{VERSION}-{checkpoint.fingerprint[:12]}"
+    if not (store / MANIFEST).is_file():
+        pack(path, store, progress)
+    return store
+
+
+def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = silent) -> Manifest:
+    """Writes the store of the checkpoint in `source_dir` to `dest_dir`, or finishes or repairs it.
+
+    Raises CheckpointError or UnsupportedModel for the checkpoint; StoreError where `dest_dir` holds something else,
+    is in use, or has too little room.
+    """
+    checkpoint = Checkpoint.open(source_dir)
+    layout = plan(checkpoint)
+    dest = Path(dest_dir).expanduser()
+    try:
+        dest.mkdir(parents=True, exist_ok=True)
+        with lock_store(dest, exclusive=True):
+            return _Packer(checkpoint, layout, dest, progress).run()
+    except OSError as error:
+        raise StoreError(f"{error.filename or dest}: {error.strerror}; packing stopped, run it again") from error
+
+
+class _Packer:
+    """One run of `pack`, under the store's lock."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout, store: Path, progress: Progress) -> None:
+        self._checkpoint, self._layout, self._store, self._progress = checkpoint, layout, store, progress
+        self._done_bytes = 0
+        self._total_bytes = sum(run.bytes for file in self._files for run in file.runs)
+
+    @property
+    def _files(self) -> tuple[FilePlan, ...]:
+        return (self._layout.dense, *self._layout.layers)
+
+    def run(self) -> Manifest:
+        finished = self._begin()
+        if self._layout.rounded:
+            log.warning("%d float16 tensors are rounded to bfloat16", self._layout.rounded)
+        kept = {file.file: found for file in self._files if (found := self._intact(file, thorough=finished))}
+        self._check_room(kept)
+        self._advance(sum(run.bytes for file in self._files if file.file in kept for run in file.runs))
+        digests = [kept.get(file.file) or write_file(file, self._store, self._advance) for file in self._files]
+        copies = tuple(self._copy(path) for path in self._checkpoint.copied)
+        manifest = self._manifest(digests, copies)
+        manifest.save(self._store)
+        (self._store / JOURNAL).unlink(missing_ok=True)
+        return Manifest.load(self._store)
+
+    def _advance(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        self._progress(self._done_bytes, self._total_bytes)
+
+    def _begin(self) -> bool:
+        """Makes the directory ready; true where it holds a finished store of this checkpoint."""
+        store, journal = self._store, self._store / JOURNAL
+        for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
+            leftover.unlink()
+        state = msgspec.json.encode({"version": VERSION, "source": self._checkpoint.fingerprint})
+        if (store / MANIFEST).exists():
+            self._check_same_source()
+            return True
+        if not journal.exists():
+            others = [path.name for path in store.iterdir() if path.name not in (LOCK, "lost+found")]
+            if others:
+                raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
+        elif journal.read_bytes() != state:
+            log.warning("%s holds part of another checkpoint or version; starting over", store)
+            for file in store.glob("experts/layer_*.safetensors"):
+                file.unlink()
+        (store / "experts").mkdir(exist_ok=True)
+        write_durably(journal, state)
+        return False
+
+    def _check_same_source(self) -> None:
+        try:
+            found = Manifest.read(self._store)
+        except StoreVersionError:
+            raise
+        except StoreError:
+            log.warning("%s: the manifest is damaged and will be written anew", self._store)
+            return
+        if found.source != self._checkpoint.fingerprint:
+            raise StoreError(f"{self._store} is the store of another checkpoint ({found.name}); remove it first")
+
+    def _intact(self, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | None:
+        """The checksums in the header of a file that is there and whole; `thorough` compares them to the bytes."""
+        path = self._store / file.file
+        if not path.is_file() or path.stat().st_size != file.bytes:
+            return None
+        with path.open("rb") as opened:
+            header = opened.read(file.header_bytes)
+            start = header.find(b'"xxh3_128":"') + len(b'"xxh3_128":"')
+            found = header[start : header.find(b'"', start)].decode("ascii", "replace").split(" ")
+            if len(found) != len(file.runs) or file.header(found) != header:
+                return None
+            for run, offset, digest in zip(file.runs, file.offsets(), found, strict=True) if thorough else ():
+                opened.seek(offset)
+                actual = Checksum()
+                for block in blocks(run.bytes):
+                    actual.update(opened.read(block.stop - block.start))
+                if actual.hexdigest() != digest:
+                    log.warning("%s is damaged and will be written anew", path)
+                    return None
+        return tuple(found)
+
+    def _check_room(self, kept: dict[str, tuple[str, ...]]) -> None:
+        copied = sum(path.stat().st_size for path in self._checkpoint.copied)
+        needed = sum(file.bytes for file in self._files if file.file not in kept) + copied + SPARE_BYTES
+        disk = os.statvfs(self._store)
+        free = disk.f_bavail * disk.f_frsize
+        if needed > free:
+            raise StoreError(
+                f"{self._store}: packing needs {needed / 1e9:.1f} GB of room and the disk has {free / 1e9:.1f} GB; "
+                "free some, or choose another directory"
+            )
+
+    def _copy(self, path: Path) -> CopyEntry:
+        digest = copy_file(path, self._store / path.name)
+        return CopyEntry(file=path.name, bytes=(self._store / path.name).stat().st_size, xxh3_128=digest)
+
+    def _manifest(self, digests: Sequence[tuple[str, ...]], copies: tuple[CopyEntry, ...]) -> Manifest:
+        layout, config = self._layout, self._checkpoint.config
+        dense = DenseEntry(
+            file=layout.dense.file,
+            bytes=layout.dense.bytes,
+            header=checksum(layout.dense.header(digests[0])),
+            xxh3_128=digests[0][0],
+        )
+        return Manifest(
+            version=VERSION,
+            name=self._checkpoint.name,
+            digest=content_digest(config, layout.spec.dtype, (digest for file in digests for digest in file)),
+            source=self._checkpoint.fingerprint,
+            dtype=layout.spec.dtype,
+            config=config,
+            dense=dense,
+            layers=tuple(map(_layer_entry, layout.layers, digests[1:])),
+            files=copies,
+        )
+
+
+def _layer_entry(file: FilePlan, digests: Sequence[str]) -> LayerEntry:
+    entries = (
+        ExpertEntry(expert=expert, offset=offset, bytes=run.bytes, xxh3_128=digest)
+        for expert, (run, offset, digest) in enumerate(zip(file.runs, file.offsets(), digests, strict=True))
+    )
+    return LayerEntry(file=file.file, bytes=file.bytes, header=checksum(file.header(digests)), experts=tuple(entries))
