@@ -17,6 +17,10 @@
     |   `-- EngineUnavailable   503: no engine, and none coming back in time
     |-- WireError               a message between processes that cannot be sent or read
     |   `-- WireVersionError    sent by another version of the protocol
+    |-- CoordError              the boxes' agreement on leader, members and plan
+    |   |-- CoordUnavailable    it cannot be reached; the outcome of a change is unknown
+    |   |-- StaleEpoch          the epoch that a command or change was made in is over
+    |   `-- PlanConflict        another plan was committed in between
     `-- ServiceError            the daemon, its socket or its unit files
 
 A message says what was wrong, where, and what to do about it.
@@ -138,6 +142,22 @@ class WireError(EdgemoeError):
 
 class WireVersionError(WireError):
     """The other side speaks another version of the protocol."""
+
+
+class CoordError(EdgemoeError):
+    """The boxes' agreement on leader, members and plan."""
+
+
+class CoordUnavailable(CoordError):
+    """The agreement cannot be reached; whether the change was made is unknown. Asking again is safe."""
+
+
+class StaleEpoch(CoordError):
+    """The epoch that a command or change was made in is over."""
+
+
+class PlanConflict(CoordError):
+    """Another plan was committed in between."""
 
 
 class ServiceError(EdgemoeError):

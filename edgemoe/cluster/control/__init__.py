@@ -1,0 +1,1 @@
+"""Who leads, who is a member, which plan holds. Runs in the front; imports no torch."""

@@ -1,0 +1,196 @@
+"""What boxes must agree on, a few kilobytes of it: leader and epoch, members, the plan's version and digest.
+
+`CoordStore` is the door; three engines stand behind it: `Single` (one box), `raft` (PySyncObj, embedded) and `etcd`
+(external). Leadership is an epoch that only rises; every change carries the epoch of the leader that makes it and is
+refused when a higher one exists. A leader holds a lease: it counts itself deposed when the last renewal that went
+well was sent longer ago than the lease, by its own clock, and nobody else may claim before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from edgemoe.errors import PlanConflict, StaleEpoch
+
+MAX_RECORD_CHARS = 4096
+MAX_MEMBERS = 256
+
+
+class PlanRef(msgspec.Struct, frozen=True):
+    """Names a placement plan by content; the plan itself travels between the boxes."""
+
+    version: int  # from 1, rises by one with each plan
+    digest: str
+
+
+class View(msgspec.Struct, frozen=True):
+    """What this box knows of the agreement. `leader` is "" while there is none or its lease has lapsed."""
+
+    epoch: int = 0
+    leader: str = ""
+    plan: PlanRef | None = None
+    members: dict[str, str] = {}
+
+
+class CoordStore(Protocol):
+    """The agreement. Every call has a deadline of its own; CoordUnavailable means that the outcome is unknown."""
+
+    lease_s: float
+
+    async def start(self) -> None:
+        """Joins the agreement. Raises CoordUnavailable where it cannot be reached."""
+
+    async def close(self) -> None:
+        """Leaves it; what was agreed stays."""
+
+    def view(self) -> View:
+        """The last known state; never waits."""
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when the view may have changed, or after `timeout_s`."""
+
+    async def claim(self, node: str) -> int:
+        """Becomes leader and returns the new epoch. Raises StaleEpoch while another's lease lives."""
+
+    async def renew(self, epoch: int) -> None:
+        """Extends the lease of `epoch`. Raises StaleEpoch once deposed."""
+
+    async def resign(self, epoch: int) -> None:
+        """Gives the lease of `epoch` back at once. Not an error when already deposed."""
+
+    async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
+        """Makes `plan` the plan. Raises StaleEpoch, or PlanConflict unless its version follows the present one."""
+
+    async def set_member(self, epoch: int, node: str, record: str | None) -> None:
+        """Enters, replaces or (None) removes a member. Raises StaleEpoch."""
+
+
+@dataclass(slots=True)
+class CoordState:
+    """The replicated state and its transitions: deterministic, so that every member reaches the same answer.
+
+    Repeating an operation whose first try went through, outcome unknown, answers the same again.
+    """
+
+    epoch: int = 0
+    leader: str = ""
+    plan: PlanRef | None = None
+    members: dict[str, str] = field(default_factory=dict)
+
+    def claim(self, node: str, expect_epoch: int) -> int:
+        """The new epoch, or 0 where `expect_epoch` is no longer the present one."""
+        if self.epoch == expect_epoch:
+            self.epoch, self.leader = expect_epoch + 1, node
+        return self.epoch if self.epoch == expect_epoch + 1 and self.leader == node else 0
+
+    def renew(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.leader != ""
+
+    def resign(self, epoch: int) -> bool:
+        if epoch == self.epoch:
+            self.leader = ""
+        return True
+
+    def commit_plan(self, epoch: int, version: int, digest: str) -> str:
+        """ "ok", "stale" or "conflict"."""
+        if not self.renew(epoch):
+            return "stale"
+        plan = PlanRef(version, digest)
+        if plan != self.plan and version != (self.plan.version if self.plan else 0) + 1:
+            return "conflict"
+        self.plan = plan
+        return "ok"
+
+    def set_member(self, epoch: int, node: str, record: str) -> bool:
+        """`record` "" removes."""
+        if not self.renew(epoch):
+            return False
+        if record:
+            self.members[node] = record
+        else:
+            self.members.pop(node, None)
+        return True
+
+    def view(self, lease_lives: bool) -> View:
+        return View(self.epoch, self.leader if lease_lives else "", self.plan, dict(self.members))
+
+
+def check_record(node: str, record: str | None, members: Mapping[str, str]) -> None:
+    """Raises ValueError for a record that the agreement is not made to hold."""
+    if record is not None and not 0 < len(record) <= MAX_RECORD_CHARS:
+        raise ValueError(f"the record of member {node} has {len(record)} characters; 1 to {MAX_RECORD_CHARS} fit")
+    if record is not None and node not in members and len(members) >= MAX_MEMBERS:
+        raise ValueError(f"member {node} would be number {MAX_MEMBERS + 1}; {MAX_MEMBERS} fit")
+
+
+def plan_outcome(outcome: str, epoch: int, plan: PlanRef, present: PlanRef | None) -> None:
+    """Raises what `CoordState.commit_plan` answered."""
+    if outcome == "stale":
+        raise StaleEpoch(f"plan {plan.version} was not committed: epoch {epoch} is over")
+    if outcome == "conflict":
+        raise PlanConflict(f"plan {plan.version} does not follow the present plan {present and present.version}")
+
+
+class Single:
+    """The agreement of a box with itself: always the leader, nothing to lose."""
+
+    def __init__(self, epoch: int, on_epoch: Callable[[int], None] = lambda _: None) -> None:
+        """`epoch` is the highest that this box has seen; `on_epoch` keeps a higher one."""
+        self.lease_s = 1e9
+        self._state = CoordState(epoch=epoch)
+        self._on_epoch = on_epoch
+        self._event = asyncio.Event()
+
+    async def start(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    def view(self) -> View:
+        return self._state.view(lease_lives=True)
+
+    async def changed(self, timeout_s: float) -> None:
+        await wait_event(self._event, timeout_s)
+
+    async def claim(self, node: str) -> int:
+        if self._state.leader not in ("", node):
+            raise StaleEpoch(f"{self._state.leader} leads already, in epoch {self._state.epoch}")
+        epoch = self._state.claim(node, self._state.epoch)
+        self._on_epoch(epoch)
+        self._event.set()
+        return epoch
+
+    async def renew(self, epoch: int) -> None:
+        if not self._state.renew(epoch):
+            raise StaleEpoch(f"epoch {epoch} is over; the present one is {self._state.epoch}")
+
+    async def resign(self, epoch: int) -> None:
+        self._state.resign(epoch)
+        self._event.set()
+
+    async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
+        plan_outcome(self._state.commit_plan(epoch, plan.version, plan.digest), epoch, plan, self._state.plan)
+        self._event.set()
+
+    async def set_member(self, epoch: int, node: str, record: str | None) -> None:
+        check_record(node, record, MappingProxyType(self._state.members))
+        if not self._state.set_member(epoch, node, record or ""):
+            raise StaleEpoch(f"member {node} was not changed: epoch {epoch} is over")
+        self._event.set()
+
+
+async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for `event` and clears it; returns after `timeout_s` at the latest."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+    event.clear()
