@@ -1,0 +1,38 @@
+"""The `edgemoe` command. Only what a command needs is imported, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from edgemoe.errors import ConfigError, EdgemoeError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code: 0, 1 for a failure, 2 for wrong usage or settings."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except EdgemoeError as error:
+        print(f"edgemoe: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `edgemoe status | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(words: list[str]) -> int:
+    from edgemoe.cli.parser import build_parser
+
+    args, rest = build_parser().parse_known_args(words)
+    if rest and not args.passes_arguments:
+        build_parser().error(f"unknown arguments: {' '.join(rest)}; see `edgemoe {args.command} --help`")
+    module, _, function = args.handler.partition(":")
+    handler = getattr(importlib.import_module(module), function)
+    return int(handler(rest) if args.passes_arguments else handler(args))

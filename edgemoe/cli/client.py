@@ -1,0 +1,114 @@
+"""The daemon as a client sees it: HTTP over the Unix socket, errors as our own."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from edgemoe.config_load import load
+from edgemoe.errors import EdgemoeError, ServiceError
+from edgemoe.types import Json
+
+SERVICE_SOCKET = Path("/run/edgemoe/edgemoe.sock")
+_CONNECT_TIMEOUT_S, _SILENCE_TIMEOUT_S = 5.0, 900.0
+
+
+def socket_of(args: argparse.Namespace) -> Path:
+    """The socket to talk to: --socket, else the settings', else the service's where only that one is there."""
+    if args.socket:
+        return Path(args.socket)
+    mine = Path(load(Path(args.config) if args.config else None, args.set).settings.api.socket)
+    return SERVICE_SOCKET if not mine.exists() and SERVICE_SOCKET.exists() else mine
+
+
+class Client:
+    """One connection pool to a daemon. Errors are EdgemoeErrors that say what to do."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(socket)),
+            base_url="http://edgemoe",
+            timeout=httpx.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def text(self, path: str, *, accept_unavailable: bool = False) -> str:
+        """The body of a GET; `accept_unavailable` takes a 503, as /health answers while loading, for an answer."""
+        try:
+            response = self._http.get(path)
+        except httpx.HTTPError as error:
+            raise self._explained(error) from error
+        if response.is_error and not (accept_unavailable and response.status_code == 503):
+            raise _refusal(response)
+        return response.text
+
+    def stream(self, path: str, body: Json) -> Iterator[Json]:
+        """The events of a streaming POST. Leaving the iterator closes the connection, which cancels the request."""
+        try:
+            with self._http.stream("POST", path, json=body | {"stream": True}) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for line in response.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield _event(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: httpx.HTTPError) -> ServiceError:
+        if not isinstance(error, httpx.ConnectError):
+            return ServiceError(f"the daemon at {self._socket} broke off: {error or type(error).__name__}")
+        if _errno(error) in (errno.EACCES, errno.EPERM):
+            return ServiceError(
+                f"you may not use {self._socket}; join its group: sudo usermod --append --groups "
+                f"{_group(self._socket)} $USER, then log in again"
+            )
+        return ServiceError(
+            f"no daemon answers at {self._socket}; start one with `edgemoe serve` or `systemctl start edgemoe`, "
+            "or name its socket with --socket"
+        )
+
+
+def _event(text: str) -> Json:
+    event: Json = json.loads(text)
+    if "error" in event:
+        raise EdgemoeError(event["error"].get("message", "the daemon reported an error"))
+    return event
+
+
+def _refusal(response: httpx.Response) -> EdgemoeError:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text.strip() or "no reason given"
+    return EdgemoeError(f"{message} (HTTP {response.status_code})")
+
+
+def _errno(error: BaseException | None) -> int | None:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _group(path: Path) -> str:
+    try:
+        return path.group()
+    except (OSError, KeyError):
+        return "edgemoe"

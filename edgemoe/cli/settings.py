@@ -1,0 +1,53 @@
+"""`edgemoe config`: every setting in force, as TOML, with where it comes from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgemoe.config_load import flatten, load
+from edgemoe.service import templates
+from edgemoe.units import format_rate, format_size
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the settings; with --example the commented file that ships."""
+    if args.example:
+        print((templates() / "edgemoe.toml").read_text(encoding="utf-8"), end="")
+        return 0
+    loaded = load(Path(args.config) if args.config else None, args.set)
+    values = {
+        key: value
+        for key, value in flatten(loaded.settings).items()
+        if not args.changed or loaded.origins[key] != "default"
+    }
+    if args.json:
+        rows = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()}
+        print(json.dumps(rows, indent=2))
+    else:
+        print("\n".join(_toml(values, loaded.origins)))
+    return 0
+
+
+def _toml(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    section = ""
+    width = max((len(_assignment(key, value)) for key, value in values.items()), default=0)
+    for key, value in values.items():
+        prefix = key.rpartition(".")[0]
+        if prefix != section:
+            yield ("" if not section else "\n") + ("[[device]]" if prefix.startswith("device.") else f"[{prefix}]")
+            section = prefix
+        yield f"{_assignment(key, value):{width}}  # {_readable(key, value)}{origins[key]}"
+
+
+def _assignment(key: str, value: Any) -> str:
+    return f"{key.rpartition('.')[2]} = {json.dumps(value, ensure_ascii=False)}"
+
+
+def _readable(key: str, value: Any) -> str:
+    if value and key.endswith("_bytes"):
+        return f"{format_size(value)}, "
+    return f"{format_rate(value)}, " if value and key.endswith("_bytes_per_s") else ""

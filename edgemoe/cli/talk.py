@@ -1,0 +1,72 @@
+"""`edgemoe generate` and `edgemoe chat`: text in, streamed text out, over the daemon's socket."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from edgemoe.cli.client import Client, socket_of
+from edgemoe.errors import ConfigError
+from edgemoe.types import Json
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Continues one prompt."""
+    if args.prompt is None and sys.stdin.isatty():
+        raise ConfigError('give a prompt, as in `edgemoe generate "Once upon a time"`, or pipe one in')
+    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    with Client(socket_of(args)) as client:
+        events = client.stream("/v1/completions", {"prompt": prompt} | _sampling(args))
+        _show(choice.get("text") or "" for choice in _choices(events))
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """One answer, or a conversation until an empty line."""
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    with Client(socket_of(args)) as client:
+        if args.message is not None:
+            _answer(client, args, [*messages, {"role": "user", "content": args.message}])
+            return 0
+        while question := _asked():
+            messages.append({"role": "user", "content": question})
+            try:
+                messages.append({"role": "assistant", "content": _answer(client, args, messages)})
+            except KeyboardInterrupt:
+                print("\n[stopped]", file=sys.stderr)
+                messages.pop()
+    return 0
+
+
+def _asked() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _answer(client: Client, args: argparse.Namespace, messages: list[Json]) -> str:
+    events = client.stream("/v1/chat/completions", {"messages": messages} | _sampling(args))
+    return _show(choice.get("delta", {}).get("content") or "" for choice in _choices(events))
+
+
+def _choices(events: Iterator[Json]) -> Iterator[Json]:
+    for event in events:
+        yield from event.get("choices", [])
+
+
+def _show(pieces: Iterator[str]) -> str:
+    """Prints the pieces as they come; returns them whole."""
+    whole = []
+    for piece in pieces:
+        whole.append(piece)
+        print(piece, end="", flush=True)
+    print()
+    return "".join(whole)
+
+
+def _sampling(args: argparse.Namespace) -> Json:
+    return {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}

@@ -1,0 +1,217 @@
+"""`edgemoe service`: puts the unit files in place from the installed package, takes them away, says how they stand.
+
+Everything is a list of (path, text) worked out first and written after, so that --dry-run and --root DIR show and
+test exactly what an installation does. A settings file that is already there is never touched.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgemoe.errors import ServiceError
+
+SOCKET = Path("/run/edgemoe/edgemoe.sock")
+UNITS = ("edgemoe.service", "edgemoe.socket")
+_HIDDEN_BY_UNIT = ("/home", "/root", "/run/user")  # ProtectHome=tmpfs
+_COMMAND_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the installation is asked for. `root` is where "/" is taken to be; commands run only for the real one."""
+
+    root: Path = Path("/")
+    model: str = ""  # directory of a store or a checkpoint; "" leaves it to the settings
+    config: Path = Path("/etc/edgemoe/edgemoe.toml")
+    socket_group: str = "edgemoe"
+    start: bool = True
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file to put in place; `keep` leaves one that is already there alone, on uninstall too."""
+
+    path: Path
+    text: str
+    keep: bool = False
+
+
+def templates() -> Path:
+    """The folder of unit files: in the wheel beside this file, in a checkout beside the package."""
+    found = Path(__file__).with_name("systemd")
+    return found if found.is_dir() else Path(__file__).parents[1] / "systemd"
+
+
+def planned_files(options: Options) -> list[File]:
+    """Every file of an installation, paths without `root`. Raises ServiceError for options that cannot work."""
+    model = _existing(options.model, "--model") if options.model else None
+    folder, units = templates(), Path("/etc/systemd/system")
+    service = _with(_read(folder / UNITS[0]), "ExecStart", _command(options, model))
+    socket = _with(_read(folder / UNITS[1]), "SocketGroup", options.socket_group)
+    files = [
+        File(units / UNITS[0], service),
+        File(units / UNITS[1], socket),
+        File(Path("/etc/sysusers.d/edgemoe.conf"), _read(folder / "sysusers.conf")),
+        File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
+        File(options.config, _read(folder / "edgemoe.toml"), keep=True),
+    ]
+    if binds := list(_binds(model)):
+        text = "# What the service needs from under /home or /root, which it does not see otherwise.\n[Service]\n"
+        files.append(
+            File(units / "edgemoe.service.d/paths.conf", text + "".join(f"BindReadOnlyPaths={b}\n" for b in binds))
+        )
+    return files
+
+
+def install(options: Options) -> list[str]:
+    """Puts everything in place and starts it; returns what was done, a line each. Raises ServiceError."""
+    done = []
+    for file in planned_files(options):
+        done.append(_place(file, options))
+    commands = [["systemd-sysusers"], ["systemd-tmpfiles", "--create", "edgemoe.conf"], ["systemctl", "daemon-reload"]]
+    verb = ["enable", "--now"] if options.start else ["enable"]
+    commands.append(["systemctl", *verb, *UNITS])
+    return done + _run_all(commands, options)
+
+
+def uninstall(options: Options) -> list[str]:
+    """Stops the service and removes its files; settings and packed stores stay. Returns what was done."""
+    done = _run_all([["systemctl", "disable", "--now", *UNITS]], options, tolerant=True)
+    for path in _ours(options.root):
+        done.append(f"remove {path}")
+        if not options.dry_run:
+            path.unlink()
+            if path.parent.name.endswith(".service.d") and not any(path.parent.iterdir()):
+                path.parent.rmdir()
+    return done + _run_all([["systemctl", "daemon-reload"]], options, tolerant=True)
+
+
+def status(root: Path = Path("/")) -> list[tuple[str, str]]:
+    """(thing, how it stands) for each file and unit."""
+    rows = [(str(path), "installed" if path in _ours(root) else "missing") for path in _paths(root)]
+    if root == Path("/") and shutil.which("systemctl"):
+        for unit in UNITS:
+            asked = [_output(["systemctl", verb, unit]) for verb in ("is-enabled", "is-active")]
+            rows.append((unit, ", ".join(word or "unknown" for word in asked)))
+    return rows
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def _paths(root: Path) -> list[Path]:
+    names = [*(f"systemd/system/{unit}" for unit in UNITS), "sysusers.d/edgemoe.conf", "tmpfiles.d/edgemoe.conf"]
+    return [root / "etc" / name for name in names]
+
+
+def _ours(root: Path) -> list[Path]:
+    return [
+        path for path in (*_paths(root), root / "etc/systemd/system/edgemoe.service.d/paths.conf") if path.is_file()
+    ]
+
+
+def _place(file: File, options: Options) -> str:
+    path = options.root / file.path.relative_to("/")
+    if file.keep and path.exists():
+        return f"keep {path}"
+    if not options.dry_run:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(file.text, encoding="utf-8")
+        except OSError as error:
+            raise ServiceError(f"cannot write {path}: {error.strerror}; run this as root, or see --root") from error
+    return f"write {path}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ServiceError(f"this installation of edgemoe lacks {path.name}: {error}") from error
+
+
+def _with(text: str, key: str, value: str) -> str:
+    """`text` with the one line `key=...` set to `value`."""
+    replaced, count = re.subn(rf"(?m)^{key}=.*$", lambda _: f"{key}={value}", text)
+    assert count == 1, key
+    return replaced
+
+
+def _command(options: Options, model: Path | None) -> str:
+    words = [str(_program()), "serve", "--config", str(options.config)]
+    words += ["--model", str(model)] if model else []
+    return " ".join(_quoted(word) for word in words)
+
+
+def _quoted(word: str) -> str:
+    """A word of ExecStart, where "%" and "$" are special and quotes are C's."""
+    word = word.replace("%", "%%").replace("$", "$$")
+    if re.fullmatch(r"[\w@%+=:,./$-]+", word):
+        return word
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _program() -> Path:
+    """The `edgemoe` command of this very installation."""
+    beside = Path(sys.executable).with_name("edgemoe")
+    found = beside if beside.is_file() else Path(shutil.which("edgemoe") or "")
+    if not found.is_file():
+        raise ServiceError(f"there is no edgemoe command beside {sys.executable}; install the package first")
+    return found.absolute()
+
+
+def _existing(path: str, option: str) -> Path:
+    found = Path(path).absolute()
+    if not found.is_dir():
+        raise ServiceError(f"{option} {found} is not a directory; give a packed store or a Hugging Face checkpoint")
+    return found
+
+
+def _binds(model: Path | None) -> Iterator[Path]:
+    """Directories that the service reads and that ProtectHome hides: Python, this package, the model."""
+    needed = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[1], *([model] if model else [])]
+    seen: set[Path] = set()
+    for path in needed:
+        if path not in seen and any(path.is_relative_to(hidden) for hidden in _HIDDEN_BY_UNIT):
+            seen.add(path)
+            yield path
+
+
+# --- commands --------------------------------------------------------------------------------------------------
+
+
+def _run_all(commands: Sequence[Sequence[str]], options: Options, *, tolerant: bool = False) -> list[str]:
+    if options.root != Path("/"):
+        return []
+    done = []
+    for command in commands:
+        done.append(f"run {' '.join(command)}")
+        if not options.dry_run:
+            _run(command, tolerant=tolerant)
+    return done
+
+
+def _run(command: Sequence[str], *, tolerant: bool) -> None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    else:
+        why = result.stderr.strip() if result.returncode else ""
+    if why and not tolerant:
+        raise ServiceError(f"`{' '.join(command)}` failed: {why}; the files are in place, see `journalctl -u edgemoe`")
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
