@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -45,11 +46,12 @@ class Loaded:
 def load(
     config: Path | None = None,
     sets: Sequence[str] = (),
+    options: Mapping[str, Value] = MappingProxyType({}),
     *,
     env: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Loaded:
-    """The effective settings. `config` is the only file read if given. Raises ConfigError."""
+    """The effective settings. `config` is the only file read if given; `options` win over all. Raises ConfigError."""
     files = (config,) if config else tuple(path for path in search_path(env, root) if path.is_file())
     stated: dict[str, Value] = {}
     for file in files:
@@ -57,7 +59,7 @@ def load(
         if any(key.startswith("device.") for key in values):  # a file states all devices or none
             stated = {key: value for key, value in stated.items() if not key.startswith("device.")}
         stated |= values
-    stated |= _checked(_set_values(sets))
+    stated |= _checked(_set_values(sets)) | _checked(options.items())
     settings = fill_paths(check(_build(stated)), env)
     origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
     return Loaded(settings, origins, files)

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,10 +62,13 @@ def planned_files(options: Options) -> list[File]:
         File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
         File(options.config, _read(folder / "edgemoe.toml"), keep=True),
     ]
-    if binds := list(_binds(model)):
+    if binds := _binds(model):
         text = "# What the service needs from under /home or /root, which it does not see otherwise.\n[Service]\n"
         files.append(
-            File(units / "edgemoe.service.d/paths.conf", text + "".join(f"BindReadOnlyPaths={b}\n" for b in binds))
+            File(
+                units / "edgemoe.service.d/paths.conf",
+                text + "".join(f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in binds),
+            )
         )
     return files
 
@@ -151,8 +154,13 @@ def _command(options: Options, model: Path | None) -> str:
 
 
 def _quoted(word: str) -> str:
-    """A word of ExecStart, where "%" and "$" are special and quotes are C's."""
-    word = word.replace("%", "%%").replace("$", "$$")
+    """A word of ExecStart, where variables are expanded."""
+    return _escaped(word.replace("$", "$$"))
+
+
+def _escaped(word: str | Path) -> str:
+    """A word of a unit file, where "%" is special and quotes are C's."""
+    word = str(word).replace("%", "%%")
     if re.fullmatch(r"[\w@%+=:,./$-]+", word):
         return word
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -174,14 +182,16 @@ def _existing(path: str, option: str) -> Path:
     return found
 
 
-def _binds(model: Path | None) -> Iterator[Path]:
-    """Directories that the service reads and that ProtectHome hides: Python, this package, the model."""
-    needed = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[1], *([model] if model else [])]
-    seen: set[Path] = set()
-    for path in needed:
-        if path not in seen and any(path.is_relative_to(hidden) for hidden in _HIDDEN_BY_UNIT):
-            seen.add(path)
-            yield path
+def _binds(model: Path | None) -> list[Path]:
+    """Directories that the service reads and that ProtectHome hides: Python, this package, the model.
+
+    A model in Hugging Face's cache is links into a directory of blobs, which is needed too.
+    """
+    needed = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[1]]
+    if model:
+        needed += [model, *sorted({file.resolve().parent for file in model.iterdir()} - {model})]
+    hidden = [path for path in needed if any(path.is_relative_to(place) for place in _HIDDEN_BY_UNIT)]
+    return list(dict.fromkeys(hidden))
 
 
 # --- commands --------------------------------------------------------------------------------------------------

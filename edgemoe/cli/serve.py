@@ -1,0 +1,99 @@
+"""`edgemoe serve` and `edgemoe pack`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from edgemoe import demo
+from edgemoe.config import Settings
+from edgemoe.config_load import Loaded, Value, load
+from edgemoe.pack import Progress, ensure_store
+from edgemoe.telemetry import log
+
+logger = log.EventLog(__name__)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Packs the model if need be, then runs the daemon until a signal ends it."""
+    from edgemoe import daemon
+
+    loaded = _loaded(args)
+    log.configure(loaded.settings.log, journal="JOURNAL_STREAM" in os.environ)
+    logger.info("settings.read", files=",".join(map(str, loaded.files)), set=" ".join(args.set))
+    daemon.run(with_store(loaded.settings))
+    return 0
+
+
+def pack(args: argparse.Namespace) -> int:
+    """Packs one checkpoint and says where the store is."""
+    from edgemoe.pack import pack as write_store
+
+    log.configure(_loaded(args).settings.log)
+    with _progress(f"packing {args.checkpoint}") as progress:
+        if args.store:
+            write_store(args.checkpoint, args.store, progress)
+            store = Path(args.store)
+        else:
+            store = ensure_store(args.checkpoint, _loaded(args).settings.model.store_dir, progress)
+    print(store)
+    return 0
+
+
+def with_store(settings: Settings) -> Settings:
+    """`settings` whose model is a packed store, written now if it was a checkpoint."""
+    model = settings.model
+    path = Path(model.path).expanduser() if model.path else demo.MODEL
+    with _progress(f"packing {path.name}") as progress:
+        store = ensure_store(path, model.store_dir, progress)
+    return msgspec.structs.replace(settings, model=msgspec.structs.replace(model, path=str(store.absolute())))
+
+
+def _loaded(args: argparse.Namespace) -> Loaded:
+    given = {
+        "model.path": ("--model", getattr(args, "model", None)),
+        "api.socket": ("--socket", getattr(args, "socket", None)),
+    }
+    options = {key: Value(value, origin) for key, (origin, value) in given.items() if value}
+    return load(Path(args.config) if args.config else None, args.set, options)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Progress]:
+    """A bar with rate and time left on a terminal, else a line of log for every tenth."""
+    if not sys.stderr.isatty():
+        yield _logged(what)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _logged(what: str) -> Progress:
+    said = 0
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal said
+        tenth = 10 * done_bytes // max(1, total_bytes)
+        if tenth > said:
+            said = tenth
+            logger.info("pack.progress", what=what, done=f"{tenth}0%", bytes=done_bytes, of=total_bytes)
+
+    return progress
