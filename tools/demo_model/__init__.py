@@ -1,0 +1,1 @@
+"""How the model that ships with edgemoe is made: text, tokenizer, network, training, export."""
