@@ -8,20 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-TIER_HITS = "edgemoe_tier_hits_total"  # {tier}: expert calls by the tier that had the expert when it was asked for
+TIER_HITS = "edgemoe_tier_hits_total"  # {tier}: expert calls by the fastest tier that had the expert when asked
 TIER_MISSES = "edgemoe_tier_misses_total"  # {tier}: expert calls that the tier did not have
-MOVED_BYTES = "edgemoe_moved_bytes_total"  # {link}: expert bytes moved, "nvme-ram" or "ram-vram"
-PREFETCHES = "edgemoe_prefetches_total"  # {link}: loads that no step was waiting for
+BYTES_MOVED = "edgemoe_bytes_moved_total"  # {from,to}: expert bytes moved between tiers
+PREFETCHES = "edgemoe_prefetches_total"  # {from,to}: moves that no step was waiting for
 STALL_SECONDS = "edgemoe_stall_seconds_total"  # {tier}: steps waiting for experts that were in this tier
 TIER_SLOTS = "edgemoe_tier_slots"  # {tier}: experts that the arena holds at most
 TIER_EXPERTS = "edgemoe_tier_experts"  # {tier}: experts in it now
 TIER_BYTES = "edgemoe_tier_bytes"  # {tier}: size of the arena
 KV_BLOCKS = "edgemoe_kv_blocks"  # blocks of keys and values in all
-KV_BLOCKS_USED = "edgemoe_kv_blocks_used"  # held by requests; what the prefix cache could give up is not counted
+KV_BLOCKS_REFERENCED = "edgemoe_kv_blocks_referenced"  # held by requests; the prefix cache's spare ones not counted
 PREFIX_HIT_TOKENS = "edgemoe_prefix_hit_tokens_total"  # prompt tokens that the prefix cache supplied
-RUNNING = "edgemoe_running_requests"
-WAITING = "edgemoe_waiting_requests"
-PREEMPTIONS = "edgemoe_preemptions_total"
+REQUESTS_RUNNING = "edgemoe_requests_running"
+QUEUE_DEPTH = "edgemoe_queue_depth"  # waiting requests
+PREEMPTIONS = "edgemoe_preemptions_total"  # {way}: park | recompute
 STEPS = "edgemoe_steps_total"
 STEP_SECONDS = "edgemoe_step_seconds_total"
 
@@ -40,7 +40,9 @@ def parse(page: str) -> dict[str, float]:
     return {match[1] + (match[2] or ""): float(match[3]) for match in matches if match}
 
 
-def by_label(figures: Mapping[str, float], family: str) -> dict[str, float]:
-    """The figures of a family with one label, by the label's value, in the page's order."""
-    pattern = re.compile(re.escape(family) + r'\{\w+="([^"]*)"\}')
-    return {match[1]: value for name, value in figures.items() if (match := pattern.fullmatch(name))}
+def select(figures: Mapping[str, float], family: str, **labels: str) -> float:
+    """The sum of a family's figures that have these labels among theirs."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        value for name, value in figures.items() if name.partition("{")[0] == family and all(w in name for w in wanted)
+    )

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from edgemoe.telemetry.metrics import BYTES_MOVED, TIER_HITS, named, parse, select
+
+PAGE = """\
+# HELP edgemoe_tier_hits_total Calls
+# TYPE edgemoe_tier_hits_total counter
+edgemoe_tier_hits_total{tier="ram"} 30.0
+edgemoe_tier_hits_total{tier="vram"} 70.0
+edgemoe_bytes_moved_total{from="nvme",to="ram"} 1.5e+06
+edgemoe_bytes_moved_total{from="ram",to="vram"} 5e5
+edgemoe_queue_depth 2
+"""
+
+
+def test_what_the_page_says_is_read_by_full_name() -> None:
+    figures = parse(PAGE)
+    assert figures[named(TIER_HITS, tier="ram")] == 30
+    assert figures[named(BYTES_MOVED, **{"from": "nvme", "to": "ram"})] == 1.5e6
+    assert figures["edgemoe_queue_depth"] == 2
+
+
+def test_figures_are_summed_over_the_labels_that_are_left_open() -> None:
+    figures = parse(PAGE)
+    assert select(figures, TIER_HITS) == 100
+    assert select(figures, BYTES_MOVED, to="vram") == 5e5
+    assert select(figures, "edgemoe_nothing") == 0
