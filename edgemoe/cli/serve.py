@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from edgemoe import demo
 from edgemoe.config import Settings
 from edgemoe.config_load import Loaded, Value, load
 from edgemoe.pack import Progress, ensure_store
-from edgemoe.telemetry import log
+from edgemoe.telemetry.log import configure
 
-logger = log.EventLog(__name__)
+log = logging.getLogger(__name__)
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -25,8 +26,8 @@ def serve(args: argparse.Namespace) -> int:
     from edgemoe import daemon
 
     loaded = _loaded(args)
-    log.configure(loaded.settings.log, journal="JOURNAL_STREAM" in os.environ)
-    logger.info("settings.read", files=",".join(map(str, loaded.files)), set=" ".join(args.set))
+    configure(loaded.settings.log, journal="JOURNAL_STREAM" in os.environ)
+    log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
     daemon.run(with_store(loaded.settings))
     return 0
 
@@ -35,7 +36,7 @@ def pack(args: argparse.Namespace) -> int:
     """Packs one checkpoint and says where the store is."""
     from edgemoe.pack import pack as write_store
 
-    log.configure(_loaded(args).settings.log)
+    configure(_loaded(args).settings.log)
     with _progress(f"packing {args.checkpoint}") as progress:
         if args.store:
             write_store(args.checkpoint, args.store, progress)
@@ -94,6 +95,6 @@ def _logged(what: str) -> Progress:
         tenth = 10 * done_bytes // max(1, total_bytes)
         if tenth > said:
             said = tenth
-            logger.info("pack.progress", what=what, done=f"{tenth}0%", bytes=done_bytes, of=total_bytes)
+            log.info(what, extra={"percent": 10 * tenth, "done_bytes": done_bytes, "total_bytes": total_bytes})
 
     return progress

@@ -1,7 +1,7 @@
-"""Logs are events with fields: `log.info("engine.ready", boot_id=id, start_s=3.2)`, as text or as a line of JSON.
+"""Logs are events with fields, `log.info("engine ready", extra={"boot": id, "start_s": 3.2})`, as text or as JSON.
 
-Libraries' plain messages come out of the same handler. Under systemd the text form leaves time to the journal and
-carries the level as its priority prefix.
+Any logger of the standard library will do. Under systemd the text form leaves time to the journal and carries the
+level as its priority prefix.
 """
 
 from __future__ import annotations
@@ -17,27 +17,7 @@ from edgemoe.config import LogSettings
 _PRIORITY = {logging.CRITICAL: 2, logging.ERROR: 3, logging.WARNING: 4, logging.INFO: 6, logging.DEBUG: 7}
 
 
-class EventLog:
-    """One component's events. Cheap when the level is off; safe from any thread."""
-
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def debug(self, event: str, **fields: Any) -> None:
-        self._logger.debug(event, extra={"fields": fields})
-
-    def info(self, event: str, **fields: Any) -> None:
-        self._logger.info(event, extra={"fields": fields})
-
-    def warning(self, event: str, **fields: Any) -> None:
-        self._logger.warning(event, extra={"fields": fields})
-
-    def error(self, event: str, **fields: Any) -> None:
-        self._logger.error(event, extra={"fields": fields})
-
-    def exception(self, event: str, **fields: Any) -> None:
-        """An error with the traceback of the exception being handled."""
-        self._logger.exception(event, extra={"fields": fields})
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def configure(settings: LogSettings, *, stream: TextIO | None = None, journal: bool = False) -> None:
@@ -52,7 +32,7 @@ def configure(settings: LogSettings, *, stream: TextIO | None = None, journal: b
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123 INFO engine.ready boot_id=ab start_s=3.2`."""
+    """`2026-01-31T12:00:00.123 INFO engine ready boot=ab start_s=3.2`."""
 
     def __init__(self, *, journal: bool = False) -> None:
         super().__init__()
@@ -79,8 +59,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    fields: dict[str, Any] = getattr(record, "fields", {})
-    return fields
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
 
 
 def _stamp(record: logging.LogRecord) -> str:
