@@ -48,6 +48,7 @@ class DeviceSettings(Section, frozen=True, kw_only=True):
 class EngineSettings(Section, frozen=True, kw_only=True):
     max_sequences: Count = 64  # running at once
     step_tokens: Count = 512  # token budget of one step, decode and chunked prefill together
+    mixed_step_s: Seconds = 0.25  # aim for steps that prefill beside decoding; 0: step_tokens alone decides
     max_queue: Count = 256  # waiting requests; beyond it 429
     context_tokens: Natural = 0  # 0: the model's own
     scheduler: Literal["linear", "gimbal", "fcfs"] = "linear"

@@ -43,11 +43,11 @@ def order(prefill_tokens: IntArray, waited_s: Floats, rule: Rule, tokens_per_s: 
     return np.lexsort((length, ~aged))  # line 9; the sort is stable
 
 
-def next_line(head_tokens: IntArray, lead_tokens: Floats, heading_s: Floats, tokens_per_s: float) -> int:
-    """Which of the users' lines [u] gives its head next, by (1); the first of equals.
+def keys(head_tokens: IntArray, lead_tokens: Floats, heading_s: Floats, tokens_per_s: float) -> Floats:
+    """(1) for the heads of the users' lines [u]; the lowest is next.
 
     `head_tokens` [u] is the prefill of each line's head, `lead_tokens` [u] the user's lead in service and
     `heading_s` [u] the time that the head has been one.
     """
     lead = np.minimum(lead_tokens, LEAD_S * tokens_per_s)
-    return int(np.argmin(head_tokens + lead - tokens_per_s * heading_s))
+    return np.asarray(head_tokens + lead - tokens_per_s * heading_s, dtype=np.float64)

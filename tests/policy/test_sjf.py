@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.sjf import LEAD_S, next_line, order
+from edgemoe.policy.sjf import LEAD_S, keys, order
 
 K = 1500.0
 WAITING = st.lists(st.tuples(st.integers(1, 40_000), st.floats(0, 600)), min_size=1, max_size=40)
@@ -60,8 +60,8 @@ def test_equals_go_in_order_of_arrival() -> None:
 
 def test_between_users_the_least_served_goes_first() -> None:
     heads, heading = np.array([100, 100]), np.zeros(2)
-    assert next_line(heads, np.array([500.0, 0.0]), heading, K) == 1
-    assert next_line(heads, np.array([0.0, 500.0]), heading, K) == 0
+    assert keys(heads, np.array([500.0, 0.0]), heading, K).argmin() == 1
+    assert keys(heads, np.array([0.0, 500.0]), heading, K).argmin() == 0
 
 
 @given(st.integers(1, 40_000), st.floats(0, 1e12), st.integers(1, 40_000))
@@ -70,4 +70,4 @@ def test_after_the_stated_bound_no_newcomer_overtakes_the_head_of_a_line(
 ) -> None:
     bound_s = tokens / K + LEAD_S
     heads, leads, heading = np.array([newcomer, tokens]), np.array([0.0, lead]), np.array([0.0, bound_s + 1e-6])
-    assert next_line(heads, leads, heading, K) == 1
+    assert keys(heads, leads, heading, K).argmin() == 1

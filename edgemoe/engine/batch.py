@@ -1,0 +1,54 @@
+"""One step's work as the tiers and the decoder see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from edgemoe.engine.scheduler import Work
+from edgemoe.experts.tiered import StepMeta
+from edgemoe.types import BLOCK_TOKENS, Batch, IntArray
+
+
+def describe(works: Sequence[Work]) -> StepMeta:
+    """The works' next tokens end to end, and whose they are."""
+    tokens: list[int] = []
+    for seq, count in works:
+        tokens += seq.tokens[seq.computed : seq.computed + count]
+    return StepMeta(
+        requests=tuple(seq.request.id for seq, _ in works),
+        query_lens=np.array([count for _, count in works]),
+        decode=np.array([seq.decoding for seq, _ in works]),
+        tokens=np.array(tokens),
+        positions=np.concatenate([np.arange(seq.computed, seq.computed + count) for seq, count in works]),
+    )
+
+
+def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> Batch:
+    """Logits are wanted of each sequence's last token, if the step computes it."""
+    ends = np.cumsum(meta.query_lens) - 1
+    wanted = ends[[i for i, work in enumerate(works) if completes(work)]]
+    return Batch(
+        tokens=torch.from_numpy(meta.tokens).to(device),
+        positions=torch.from_numpy(meta.positions).to(device),
+        query_lens=[count for _, count in works],
+        context_lens=[seq.computed + count for seq, count in works],
+        block_tables=[seq.blocks for seq, _ in works],
+        logit_rows=torch.from_numpy(wanted).to(device),
+        decode=bool(meta.decode.all()),
+    )
+
+
+def completes(work: Work) -> bool:
+    """Whether the step computes the sequence's last token, so that the next one can be sampled."""
+    return work.tokens == work.seq.uncomputed
+
+
+def token_blocks(works: Sequence[Work]) -> IntArray:
+    """The KV block of each of the step's tokens, [T]."""
+    blocks: list[int] = []
+    for seq, count in works:
+        blocks += [seq.blocks[place // BLOCK_TOKENS] for place in range(seq.computed, seq.computed + count)]
+    return np.array(blocks)

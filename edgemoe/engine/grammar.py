@@ -1,0 +1,72 @@
+"""Constrained output: llguidance tells which tokens may come next. State is rebuilt from the tokens on a replay."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLTokenizer
+
+from edgemoe.errors import InvalidRequest
+
+CACHED = 64  # compiled grammars kept; apps send the same schema again and again
+
+
+class Matcher:
+    """One sequence's place in its grammar."""
+
+    def __init__(self, start: LLMatcher, emitted: Sequence[int]) -> None:
+        """Raises InvalidRequest where the tokens emitted so far do not follow the grammar."""
+        self._matcher = start.deep_copy()
+        for token in emitted:
+            self.accept(token)
+
+    def fill(self, mask: npt.NDArray[np.int32]) -> None:
+        """Writes which tokens may come next: bit t of `mask` [V / 32] for token t. Raises InvalidRequest."""
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+
+    def accept(self, token: int) -> None:
+        """`token` is the next one. Raises InvalidRequest if it may not be."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot be followed: {self._matcher.get_error()}", code="invalid_grammar")
+
+
+class Grammars:
+    """Compiles grammars in a thread of its own, so that an intricate one delays its own request only."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(1, "grammar")
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def matcher(self, grammar: str, emitted: Sequence[int]) -> Future[Matcher]:
+        """A matcher that has accepted the tokens emitted so far. The future raises InvalidRequest."""
+        return self._thread.submit(lambda: Matcher(self._compile(grammar), emitted))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
+            if compiled.is_error():
+                raise InvalidRequest(f"the grammar is not valid: {compiled.get_error()}", code="invalid_grammar")
+            self._compiled[grammar] = compiled
+        self._compiled.move_to_end(grammar)
+        while len(self._compiled) > CACHED:
+            self._compiled.popitem(last=False)
+        return compiled

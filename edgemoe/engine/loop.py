@@ -1,0 +1,263 @@
+"""The step loop, on the compute thread: what arrives is queued, a step is computed, what it yields leaves at once.
+
+A request that fails, fails alone: an expert that is nowhere to be had costs only those whose tokens need it. Whatever
+else goes wrong inside a step ends the loop, for then the state is in doubt; the front starts another engine and
+submits its requests again with the tokens that they have.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from edgemoe.engine.batch import completes
+from edgemoe.engine.grammar import Grammars, Matcher
+from edgemoe.engine.request import Bounds, check_request
+from edgemoe.engine.runner import Runner
+from edgemoe.engine.sampler import Sampled, sample
+from edgemoe.engine.scheduler import Scheduler, Work
+from edgemoe.engine.sequence import Sequence
+from edgemoe.errors import (
+    DeadlineExceeded,
+    EdgemoeError,
+    EngineUnavailable,
+    InvalidRequest,
+    QueueFull,
+    RequestError,
+    StoreError,
+)
+from edgemoe.types import Emission, Request
+
+Emit = Callable[[list[Emission]], None]
+MAX_INBOX = 8192  # messages that wait for the end of the step
+
+
+class StepLoop:
+    """Owner of the engine's requests. `submit`, `cancel`, `drain` and `stop` may be called from any thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        bounds: Bounds,
+        emit: Emit,
+        grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`emit` gets what each step yields, on the compute thread."""
+        self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
+        self._scheduler, self._runner, self._bounds = scheduler, runner, bounds
+        self._emit, self._grammars, self._clock = emit, grammars, clock
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._requests: dict[str, Sequence] = {}
+        self._out: list[Emission] = []
+        self._draining = self._stopped = False
+
+    # --- from any thread
+
+    def submit(self, request: Request, emitted: tuple[int, ...], attempt: int, remaining_s: float) -> None:
+        """Runs `request` on from `emitted`; how it goes, and whether it is refused, comes out of `emit`."""
+        now_s = self._clock()
+        seq = Sequence(request, emitted, attempt, now_s, now_s + remaining_s)
+        full = self._inbox.qsize() >= MAX_INBOX
+        self._inbox.put(lambda: self._refuse(seq) if full else self._accept(seq))
+
+    def cancel(self, request: str, attempt: int) -> None:
+        """Forgets the request from the next step on, if it still runs as `attempt`."""
+        self._inbox.put(lambda: self._cancel(request, attempt))
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; those accepted are finished."""
+        self._inbox.put(lambda: setattr(self, "_draining", True))
+
+    def stop(self) -> None:
+        """Ends `run` after the current step."""
+        self._inbox.put(lambda: setattr(self, "_stopped", True))
+
+    # --- on the compute thread
+
+    def run(self) -> None:
+        """Steps until stopped, asleep while there is nothing to do."""
+        while not self._stopped:
+            if not self.step():
+                self._wait()
+
+    def step(self) -> bool:
+        """Takes what has arrived and computes one step; false if there was nothing to compute."""
+        self._take()
+        now_s = self._clock()
+        for seq in self._scheduler.expired(now_s):
+            self._end(seq, "error", DeadlineExceeded("the deadline passed before the answer was complete"))
+        works = [] if self._stopped else self._scheduler.schedule(now_s)
+        if works:
+            self._compute(works)
+        self._flush()
+        return bool(works)
+
+    def _wait(self) -> None:
+        deadlines = [seq.deadline_s for seq in self._requests.values()]
+        timeout_s = max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        if not self._stopped:
+            try:
+                message = self._inbox.get(timeout=timeout_s)
+            except Empty:
+                return
+            message()
+
+    def _take(self) -> None:
+        for _ in range(self._inbox.qsize()):
+            self._inbox.get()()
+
+    def _flush(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            self._emit(out)
+
+    # --- requests come and go
+
+    def _accept(self, seq: Sequence) -> None:
+        older = self._requests.get(seq.request.id)
+        if older is not None and older.attempt >= seq.attempt:
+            return
+        if older is not None:
+            self._forget(older)
+        try:
+            check_request(seq.request, seq.tokens[seq.prompt_tokens :], self._bounds)
+            if self._draining:
+                raise EngineUnavailable("the engine is shutting down")
+        except RequestError as error:
+            self._put_end(seq, "error", error)
+            return
+        if finish := self._finish_of(seq):
+            self._put_end(seq, finish)
+            return
+        self._requests[seq.request.id] = seq
+        if refused := self._scheduler.add(seq):
+            self._refuse(refused)
+        if refused is not seq:
+            self._compile(seq)
+
+    def _compile(self, seq: Sequence) -> None:
+        grammar = seq.sampling.grammar
+        if grammar is not None and self._grammars is not None:
+            compiling = self._grammars.matcher(grammar, seq.tokens[seq.prompt_tokens :])
+            compiling.add_done_callback(lambda future: self._inbox.put(lambda: self._compiled(seq, future)))
+
+    def _compiled(self, seq: Sequence, compiling: Future[Matcher]) -> None:
+        if self._requests.get(seq.request.id) is not seq or compiling.cancelled():
+            return
+        error = compiling.exception()
+        if error is not None:
+            self._end(seq, "error", InvalidRequest(str(error), code="invalid_grammar"))
+        elif compiling.result().finished:
+            self._end(seq, "stop")
+        else:
+            seq.matcher, seq.ready = compiling.result(), True
+
+    def _refuse(self, seq: Sequence) -> None:
+        error = QueueFull("the queue is full; try again later", retry_after_s=self._scheduler.retry_after_s())
+        self._requests.pop(seq.request.id, None)
+        self._put_end(seq, "error", error)
+
+    def _cancel(self, request: str, attempt: int) -> None:
+        seq = self._requests.get(request)
+        if seq is not None and seq.attempt == attempt:
+            self.finished["cancelled"] += 1
+            self._forget(seq)
+
+    def _forget(self, seq: Sequence) -> None:
+        self._scheduler.remove(seq)
+        del self._requests[seq.request.id]
+
+    def _end(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
+        self._forget(seq)
+        self._put_end(seq, finish, error)
+
+    def _put_end(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
+        self._put(
+            seq,
+            index=seq.emitted,
+            finish=finish,
+            error=str(error) if error else "",
+            error_code=_code(error) if error else "",
+            retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else 0.0,
+        )
+
+    def _put(self, seq: Sequence, *, index: int, **fields: Any) -> None:
+        cached_tokens = seq.cached_tokens or 0 if index == seq.first_index else 0
+        request, attempt = seq.request.id, seq.attempt
+        self._out.append(Emission(request=request, attempt=attempt, index=index, cached_tokens=cached_tokens, **fields))
+        if fields["finish"]:
+            self.finished[fields["finish"]] += 1
+
+    # --- the step
+
+    def _compute(self, works: list[Work]) -> None:
+        done = [work.seq for work in works if completes(work)]
+        try:
+            logits = self._runner.run(works)
+        except StoreError as error:
+            self._isolate(works, error)
+            return
+        for seq, sampled in zip(done, sample(logits, done) if done else (), strict=True):
+            self._deliver(seq, sampled)
+
+    def _isolate(self, works: list[Work], error: StoreError) -> None:
+        """Some sequence of the step needs an expert that cannot be had: runs each alone to see which."""
+        if len(works) == 1:
+            self._end(works[0].seq, "error", error)
+            return
+        for work in works:
+            self._compute([work])
+
+    def _deliver(self, seq: Sequence, sampled: Sampled | InvalidRequest) -> None:
+        if isinstance(sampled, InvalidRequest):
+            self._end(seq, "error", sampled)
+        elif sampled.token in seq.sampling.stop_token_ids:
+            self._scheduler.users.finish(seq.user, seq.emitted)
+            self._end(seq, "stop")
+        else:
+            self._append(seq, sampled)
+
+    def _append(self, seq: Sequence, sampled: Sampled) -> None:
+        if seq.matcher is not None:
+            seq.matcher.accept(sampled.token)
+        index, finish = seq.emitted, ""
+        seq.tokens.append(sampled.token)
+        self._scheduler.users.serve(seq.user, 0, 1)
+        if finish := self._finish_of(seq):
+            self._scheduler.users.finish(seq.user, seq.emitted)
+            self._forget(seq)
+        self._put(seq, index=index, token=sampled.token, logprob=sampled.logprob, top=sampled.top, finish=finish)
+
+    def _finish_of(self, seq: Sequence) -> str:
+        """Why `seq` is over after its last token; "" while it is not."""
+        if seq.matcher is not None and seq.matcher.finished:
+            return "stop"
+        if seq.emitted >= seq.sampling.max_tokens or len(seq.tokens) >= self._bounds.context_tokens:
+            return "length"
+        return ""
+
+    # --- questions, from any thread
+
+    def gauges(self) -> dict[str, float]:
+        """Waiting, running."""
+        return {"waiting": len(self._scheduler.waiting), "running": len(self._scheduler.running)}
+
+    def check_integrity(self) -> None:
+        """Asserts that every request is where it should be, and that nothing of any other is left. Between steps."""
+        self._scheduler.check_integrity()
+        held = [*self._scheduler.running, *self._scheduler.waiting]
+        assert {id(seq) for seq in held} == {id(seq) for seq in self._requests.values()}
+
+
+def _code(error: EdgemoeError) -> str:
+    """A stable word for the error: a request error's own, else the class's name."""
+    if isinstance(error, RequestError) and error.code:
+        return error.code
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()

@@ -1,0 +1,105 @@
+"""One forward pass: the works of a step go in, logits come out, and everybody who keeps books is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from edgemoe.engine.batch import describe, make_batch, token_blocks
+from edgemoe.engine.blocks import BlockManager
+from edgemoe.engine.pace import Pace
+from edgemoe.engine.scheduler import Work
+from edgemoe.experts.tiered import StepMeta
+from edgemoe.types import Batch, Experts, StepRouting
+
+KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
+
+
+class Decoder(Protocol):
+    """What the engine asks of the model."""
+
+    def forward(self, batch: Batch, kv: Any, experts: Experts) -> torch.Tensor:
+        """Logits of the rows that the batch wants, float32 [R, V]. Raises MissingExpert, CorruptExpert."""
+
+
+class StepExperts(Experts, Protocol):
+    """The tiers, as the engine calls them around a step."""
+
+    def begin_step(self, meta: StepMeta) -> None:
+        """Observes from here on; a step that failed before its end is forgotten."""
+
+    def end_step(self) -> StepRouting:
+        """What the step's gates chose."""
+
+
+class Runner:
+    """Runs steps and counts what they do."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: Any,
+        experts: StepExperts,
+        blocks: BlockManager,
+        pace: Pace,
+        device: torch.device,
+        observe: Callable[[StepRouting], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`observe` is shown what the gates chose, step by step, on the compute thread."""
+        # by phase ("prefill" where a prompt is in the step): steps, seconds, experts touched in all layers, and tokens
+        self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
+        self.started_s: float | None = None  # of the step that is being computed
+        self._decoder, self._kv, self._experts = decoder, kv, experts
+        self._blocks, self._pace, self._device = blocks, pace, device
+        self._observe, self._clock = observe, clock
+
+    def step_age_s(self) -> float:
+        """How long the current step has been computing; 0 between steps. From any thread."""
+        started_s = self.started_s
+        return 0.0 if started_s is None else self._clock() - started_s
+
+    @torch.inference_mode()
+    def run(self, works: Sequence[Work]) -> torch.Tensor:
+        """Logits [R, V] of the works that `completes`, in order. Raises MissingExpert, CorruptExpert."""
+        meta = describe(works)
+        batch = make_batch(works, meta, self._device)
+        started_s = self.started_s = self._clock()
+        try:
+            self._experts.begin_step(meta)
+            logits = self._decoder.forward(batch, self._kv, self._experts)
+        finally:
+            self.started_s = None
+        self._book(works, meta, self._clock() - started_s)
+        return logits
+
+    def _book(self, works: Sequence[Work], meta: StepMeta, step_s: float) -> None:
+        routing = self._experts.end_step()
+        self._blocks.observe(token_blocks(works), routing.ids)
+        for seq, tokens in works:
+            self._blocks.advance(seq, tokens)
+        decoding = int(meta.decode.sum())
+        prompt_tokens = len(meta.tokens) - decoding
+        if prompt_tokens:
+            self._pace.observe(prompt_tokens, step_s)
+        phase = "prefill" if prompt_tokens else "decode"
+        self.totals["steps", phase] += 1
+        self.totals["seconds", phase] += step_s
+        self.totals["experts", phase] += _active(routing)
+        self.totals["tokens", "prefill"] += prompt_tokens
+        self.totals["tokens", "decode"] += decoding
+        if self._observe is not None:
+            self._observe(routing)
+
+
+def _active(routing: StepRouting) -> int:
+    """Distinct experts that the step touched, summed over layers."""
+    layers = len(routing.ids)
+    touched = np.zeros((layers, int(routing.ids.max()) + 1), np.bool_)
+    touched[np.arange(layers)[:, None, None], routing.ids] = True
+    return int(touched.sum())

@@ -1,0 +1,179 @@
+"""From logits to tokens, for all sequences of a step at once.
+
+A row's token depends on its logits, its settings and its own tokens only, never on the batch: its random number is a
+hash of (seed, choice, position), and it picks from the cumulated probabilities in the order of the vocabulary, which
+rounding in the logits hardly moves. Log probabilities are the model's own, before any adjustment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgemoe.engine.grammar import Matcher
+from edgemoe.engine.sequence import Sequence
+from edgemoe.errors import InvalidRequest
+from edgemoe.types import Request
+
+GREEDY_BELOW = 1e-5  # a temperature under this is greedy
+CANDIDATES = 1024  # likeliest tokens that are looked at first where top_p alone cuts off the tail
+
+Uints = npt.NDArray[np.uint64]
+
+
+class Sampled(NamedTuple):
+    """The token chosen for one row, and what was asked to be told of it."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | InvalidRequest]:
+    """One token for each row of `logits` [R, V], which is overwritten; an error where a grammar has a dead end."""
+    told = [row for row, seq in enumerate(rows) if seq.sampling.logprobs is not None]
+    logprobs = torch.log_softmax(logits[told], dim=-1) if told else None
+    failed = adjust(logits, rows)
+    warm = [row for row, seq in enumerate(rows) if seq.sampling.temperature >= GREEDY_BELOW]
+    tokens = logits.argmax(dim=-1)
+    if warm:
+        tokens[warm] = _draw(logits[warm], [rows[row].request for row in warm], [rows[row].emitted for row in warm])
+    drawn = tokens.tolist()
+    chosen: list[Sampled | InvalidRequest] = [failed.get(row) or Sampled(token) for row, token in enumerate(drawn)]
+    if logprobs is not None:
+        for row, log in zip(told, logprobs, strict=True):
+            if row not in failed:
+                chosen[row] = _tell(drawn[row], log, rows[row].sampling.logprobs or 0)
+    return chosen
+
+
+def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
+    best = torch.topk(logprobs, min(count, len(logprobs)))
+    top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return Sampled(token, float(logprobs[token]), top)
+
+
+# --- what a request adds to or forbids in its logits
+
+
+def adjust(logits: torch.Tensor, rows: Rows[Sequence]) -> dict[int, InvalidRequest]:
+    """Applies penalties, biases, minimum lengths and grammars to `logits` [R, V] in place; errors by row."""
+    failed: dict[int, InvalidRequest] = {}
+    for row, seq in enumerate(rows):
+        chosen = seq.sampling
+        if chosen.presence_penalty or chosen.frequency_penalty:
+            _penalise(logits[row], seq)
+        if chosen.logit_bias:
+            tokens = torch.tensor(list(chosen.logit_bias), device=logits.device)
+            logits[row, tokens] += torch.tensor(list(chosen.logit_bias.values()), device=logits.device)
+        if seq.matcher is not None:
+            try:
+                _forbid(logits[row], seq.matcher)
+            except InvalidRequest as error:
+                failed[row] = error
+        elif seq.emitted < chosen.min_tokens:  # where there is a grammar, it decides when to stop
+            logits[row, list(chosen.stop_token_ids)] = -torch.inf
+    return failed
+
+
+def _penalise(logits: torch.Tensor, seq: Sequence) -> None:
+    tokens, counts = np.unique(np.array(seq.tokens[seq.prompt_tokens :], np.int64), return_counts=True)
+    penalty = seq.sampling.presence_penalty + seq.sampling.frequency_penalty * counts.astype(np.float32)
+    logits[torch.from_numpy(tokens).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
+
+
+def _forbid(logits: torch.Tensor, matcher: Matcher) -> None:
+    mask = np.zeros(-(-len(logits) // 32), np.int32)
+    matcher.fill(mask)
+    allowed = np.unpackbits(mask.view(np.uint8), count=len(logits), bitorder="little")
+    logits.masked_fill_(torch.from_numpy(allowed == 0).to(logits.device), -torch.inf)
+
+
+# --- random choice
+
+
+def _draw(logits: torch.Tensor, requests: Rows[Request], positions: Rows[int]) -> torch.Tensor:
+    """A token for each row [R, V], by its temperature, top_k, top_p and min_p."""
+    chosen = [request.sampling for request in requests]
+    logits = logits / _column([s.temperature for s in chosen], logits)
+    point = torch.from_numpy(uniform(requests, positions)).to(logits.device)[:, None]
+    tokens = torch.empty(len(chosen), dtype=torch.int64, device=logits.device)
+    cut = [row for row, s in enumerate(chosen) if s.top_k or s.top_p < 1.0 or s.min_p > 0.0]
+    whole = sorted(set(range(len(chosen))) - set(cut))
+    if whole:
+        tokens[whole] = _pick(torch.softmax(logits[whole], dim=-1), point[whole])
+    if cut:
+        shortest = [chosen[row] for row in cut]
+        top_k = _column([float(s.top_k or logits.shape[1]) for s in shortest], logits)
+        top_p, min_p = _column([s.top_p for s in shortest], logits), _column([s.min_p for s in shortest], logits)
+        tokens[cut] = _pick_among_likeliest(logits[cut], point[cut], top_k, top_p, min_p)
+    return tokens
+
+
+def _pick_among_likeliest(
+    logits: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """As `_pick`, among those that top_k, then top_p, then min_p leave; the settings are [R, 1]."""
+    probs, vocab = torch.softmax(logits, dim=-1), logits.shape[1]
+    width = min(vocab, int(torch.where(top_k < vocab, top_k, CANDIDATES).max()))
+    tokens = _pick_among(probs, width, point, top_k, top_p, min_p)
+    short = tokens < 0
+    if short.any():
+        tokens[short] = _pick_among(probs[short], vocab, point[short], top_k[short], top_p[short], min_p[short])
+    return tokens
+
+
+def _pick_among(
+    probs: torch.Tensor,
+    width: int,
+    point: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """As above, looking at the `width` likeliest; -1 in rows where that is too few to know."""
+    values, indices = probs.topk(width)  # [R, width], falling
+    values = values.double() * (torch.arange(width, device=probs.device) < top_k)
+    mass = values.cumsum(dim=-1)
+    total = torch.where(top_k < probs.shape[1], mass[:, -1:], 1.0)  # top_p is of what top_k leaves
+    kept = ((mass - values < top_p * total) | (top_p >= 1.0)) & (values >= min_p * values[:, :1])
+    known = (width >= top_k) | ~kept[:, -1:] | (width == probs.shape[1])
+    indices, order = indices.sort(dim=-1)
+    tokens = indices.gather(1, _pick((values * kept).gather(1, order), point)[:, None])
+    return torch.where(known, tokens, -1)[:, 0]
+
+
+def _pick(probs: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
+    """The index at which the cumulated `probs` [R, n] pass `point` [R, 1] of their sum; its own is above 0."""
+    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulated[:, -1:]
+    passed = torch.minimum(point * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, passed, right=True)[:, 0].clamp_max(probs.shape[1] - 1)
+
+
+def _column(values: Rows[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+def uniform(requests: Rows[Request], positions: Rows[int]) -> npt.NDArray[np.float64]:
+    """Random numbers in [0, 1), one for each (seed, choice, position): splitmix64, chained over the three."""
+    mixed: Uints = np.zeros(len(requests), np.uint64)
+    for part in (
+        [request.seed & (1 << 64) - 1 for request in requests],
+        [request.choice for request in requests],
+        positions,
+    ):
+        mixed = _splitmix64(mixed ^ np.array(part, np.uint64))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _splitmix64(state: Uints) -> Uints:
+    """The output function of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
+    z = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,264 @@
+"""Who runs in the next step, and with how many tokens. The order of the waiting is `policy.sjf`; this is the rest.
+
+A step's token budget goes to decoding sequences first, one token each, so that none ever waits for a prompt; what is
+left goes to prompts in chunks, the most urgent first. A request is admitted as soon as it would get tokens, a slot and
+blocks, leaving a reserve for what the running ones will still write: a quarter of their expected remaining output
+(measured on real traces: a quarter to half of the mean TTFT when blocks are tight). The one that is next in turn is
+never overtaken because it does not fit. It steps aside only while a running prompt is computing what it could share.
+
+When blocks run out the newest sequence of the user who runs most is paused, so that the oldest always gets on. It is
+resumed before its user's other requests, from parked keys and values or by computing them again.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from edgemoe.config import EngineSettings
+from edgemoe.engine.blocks import BlockManager
+from edgemoe.engine.pace import Pace
+from edgemoe.engine.parking import Parking
+from edgemoe.engine.sequence import Sequence, blocks_for
+from edgemoe.engine.users import Users
+from edgemoe.policy import sjf
+from edgemoe.types import BLOCK_TOKENS
+
+PATIENCE_S = 2.0  # a user with nothing running waits at most this long before another's surplus is paused
+
+
+class Work(NamedTuple):
+    """One sequence's share of a step."""
+
+    seq: Sequence
+    tokens: int
+
+
+class Waiter(NamedTuple):
+    """A waiting request and the tokens that it has to prefill."""
+
+    seq: Sequence
+    tokens: int
+
+
+class Scheduler:
+    """Owner of the queues. `now_s` is any monotonic clock's, the same one throughout."""
+
+    def __init__(self, settings: EngineSettings, blocks: BlockManager, pace: Pace, parking: Parking | None = None):
+        self.waiting: list[Sequence] = []  # by arrival
+        self.running: list[Sequence] = []  # by admission
+        self.users = Users()
+        self.paused_total = Counter[str]()  # by way: park | recompute
+        self.prefix_tokens = Counter[str]()  # by result: hit | miss
+        self._settings = settings
+        self._blocks = blocks
+        self._pace = pace
+        self._parking = parking
+        self._admitted_s = 0.0
+        self._gap_s = 1.0  # decayed mean time between admissions
+
+    # --- questions
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def expired(self, now_s: float) -> list[Sequence]:
+        """Those whose deadline has passed."""
+        return [seq for seq in (*self.running, *self.waiting) if seq.deadline_s <= now_s]
+
+    def retry_after_s(self) -> float:
+        """When a refused request may find room in the queue."""
+        return float(np.clip(self._gap_s, 1.0, 60.0))
+
+    # --- deeds
+
+    def add(self, seq: Sequence) -> Sequence | None:
+        """Queues `seq`. Returns the request that has to be refused for it: the newest of the longest line."""
+        self.users.join(seq.user)
+        insort(self.waiting, seq, key=lambda other: other.arrived_s)
+        if len(self.waiting) + len(self.running) <= self._settings.max_queue + self._settings.max_sequences:
+            return None
+        new = [other for other in self.waiting if not other.started and not other.emitted]
+        lengths = Counter(other.user for other in new)
+        refused = max(enumerate(new), key=lambda item: (lengths[item[1].user], item[0]), default=(0, None))[1]
+        if refused is not None:
+            self.remove(refused)
+        return refused
+
+    def remove(self, seq: Sequence) -> None:
+        """Forgets `seq`, wherever it is."""
+        (self.running if seq.blocks else self.waiting).remove(seq)
+        self._blocks.close(seq)
+        if self._parking:
+            self._parking.drop(seq)
+        self.users.leave(seq.user)
+
+    def schedule(self, now_s: float) -> list[Work]:
+        """The next step's work, decoding sequences first; every token of it has its place."""
+        self._grow()
+        if self.waiting:
+            self._admit(now_s)
+        decoding = [Work(seq, 1) for seq in self.running if seq.decoding]
+        return decoding + self._chunks(now_s, self._pace.prefill_tokens(len(decoding)))
+
+    # --- running
+
+    def _grow(self) -> None:
+        for seq in [seq for seq in self.running if seq.decoding]:
+            while seq.blocks and not self._blocks.can_append(seq):
+                self._pause(self._surplus())
+            if seq.blocks:
+                self._blocks.append(seq)
+
+    def _surplus(self) -> Sequence:
+        """The newest sequence of the user who runs most."""
+        counts = Counter(seq.user for seq in self.running)
+        return max(enumerate(self.running), key=lambda item: (counts[item[1].user], item[0]))[1]
+
+    def _pause(self, seq: Sequence) -> None:
+        parked = self._parking is not None and self._parking.park(seq)
+        self.paused_total["park" if parked else "recompute"] += 1
+        self.running.remove(seq)
+        self._blocks.close(seq)
+        insort(self.waiting, seq, key=lambda other: other.arrived_s)
+
+    def _chunks(self, now_s: float, budget: int) -> list[Work]:
+        works = []
+        for waiter in self._in_order([Waiter(seq, seq.uncomputed) for seq in self._prefilling()], now_s):
+            tokens = min(budget, waiter.tokens)
+            budget -= tokens
+            if tokens:
+                works.append(Work(waiter.seq, tokens))
+        return works
+
+    def _prefilling(self) -> list[Sequence]:
+        return [seq for seq in self.running if not seq.decoding]
+
+    # --- admission
+
+    def _admit(self, now_s: float) -> None:
+        lines = self._lines(now_s)
+        while lines:
+            user, key = self._next_line(lines, now_s)
+            seq, tokens = lines[user][0]
+            if not seq.ready or self._prefix_in_flight(seq):
+                self._advance(lines, user)
+            elif not self._fits(seq):
+                if key <= 0.0 and self._may_displace(seq, now_s):
+                    self._pause(self._surplus())
+                return
+            elif not self._would_get_tokens(seq, tokens, now_s):
+                return
+            else:
+                self._start(seq, now_s)
+                self._advance(lines, user)
+
+    def _lines(self, now_s: float) -> dict[str, deque[Waiter]]:
+        """Each user's requests in order, resumed ones first. The literal rules know no users: one line for all."""
+        lines: dict[str, deque[Waiter]] = {}
+        waiters = self._in_order([Waiter(seq, self._to_compute(seq)) for seq in self.waiting], now_s)
+        for waiter in sorted(waiters, key=lambda waiter: not waiter.seq.started):
+            user = waiter.seq.user if self._settings.scheduler == "linear" else ""
+            lines.setdefault(user, deque()).append(waiter)
+        return lines
+
+    @staticmethod
+    def _advance(lines: dict[str, deque[Waiter]], user: str) -> None:
+        lines[user].popleft()
+        if not lines[user]:
+            del lines[user]
+
+    def _in_order(self, waiters: list[Waiter], now_s: float) -> list[Waiter]:
+        """By the rule chosen in the settings; `waiters` come by arrival."""
+        if len(waiters) < 2:
+            return waiters
+        tokens = np.array([waiter.tokens for waiter in waiters])
+        waited_s = now_s - np.array([waiter.seq.arrived_s for waiter in waiters])
+        chosen = self._settings
+        ranks = sjf.order(tokens, waited_s, chosen.scheduler, chosen.aging_tokens_per_s, chosen.aging_threshold_s)
+        return [waiters[i] for i in ranks]
+
+    def _next_line(self, lines: dict[str, deque[Waiter]], now_s: float) -> tuple[str, float]:
+        """The user whose head is next, and the head's key."""
+        if "" in lines and len(lines) == 1:
+            return "", 0.0
+        heads = [line[0] for line in lines.values()]
+        keys = sjf.keys(
+            np.array([head.tokens for head in heads]),
+            np.array(self.users.leads(lines)),
+            now_s - np.array([self.users.heading_since(head.seq.user, head.seq.arrived_s) for head in heads]),
+            self._settings.aging_tokens_per_s,
+        )
+        best = int(np.argmin(keys))
+        return heads[best].seq.user, float(keys[best])
+
+    def _to_compute(self, seq: Sequence) -> int:
+        known = seq.parked.tokens if seq.parked else self._blocks.known(seq) * BLOCK_TOKENS
+        return len(seq.tokens) - known
+
+    def _prefix_in_flight(self, seq: Sequence) -> bool:
+        """Whether the first block that `seq` lacks is being computed by a running prompt."""
+        known = self._blocks.known(seq)
+        lacking = seq.keys[known : known + 1]
+        if seq.parked or not lacking:
+            return False
+        promised = (other for other in self._prefilling() if other.computed // BLOCK_TOKENS <= known)
+        return any(other.keys[known : known + 1] == lacking for other in promised)
+
+    def _fits(self, seq: Sequence) -> bool:
+        if not self.running:
+            return True  # no request is accepted that does not fit alone
+        if len(self.running) >= self._settings.max_sequences:
+            return False
+        return self._blocks.needs(seq) + self._reserve([*self.running, seq]) <= self._blocks.free
+
+    def _reserve(self, seqs: Iterable[Sequence]) -> int:
+        """Blocks kept for a part of what these will probably still write."""
+        expected = self.users.expected_output
+        tokens = sum(max(0.0, expected(seq.user, seq.sampling.max_tokens) - seq.emitted) for seq in seqs)
+        return blocks_for(int(self._settings.output_reserve * tokens))
+
+    def _may_displace(self, seq: Sequence, now_s: float) -> bool:
+        """Whether `seq`, whose user has nothing running, has waited long enough for another's surplus to go."""
+        counts = Counter(other.user for other in self.running)
+        waited_s = now_s - self.users.heading_since(seq.user, seq.arrived_s)
+        return not counts[seq.user] and max(counts.values()) > 1 and waited_s >= PATIENCE_S
+
+    def _would_get_tokens(self, seq: Sequence, tokens: int, now_s: float) -> bool:
+        budget = self._pace.prefill_tokens(sum(other.decoding for other in self.running))
+        mine = Waiter(seq, tokens)
+        ordered = self._in_order([*(Waiter(other, other.uncomputed) for other in self._prefilling()), mine], now_s)
+        return sum(waiter.tokens for waiter in ordered[: ordered.index(mine)]) < budget
+
+    def _start(self, seq: Sequence, now_s: float) -> None:
+        self.waiting.remove(seq)
+        self._blocks.open(seq)
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(seq.computed, seq.prompt_tokens)
+            self.prefix_tokens["hit"] += seq.computed
+            self.prefix_tokens["miss"] += seq.uncomputed
+            self.users.serve(seq.user, seq.uncomputed, 0)
+        if self._parking:
+            self._parking.restore(seq)
+        self.running.append(seq)
+        seq.started = True
+        self.users.take_turn(seq.user, now_s)
+        self._gap_s += 0.1 * (now_s - max(self._admitted_s, seq.arrived_s) - self._gap_s)
+        self._admitted_s = now_s
+
+    def check_integrity(self) -> None:
+        """Asserts that queues, blocks, users and parked bytes agree."""
+        both = [*self.running, *self.waiting]
+        assert len(set(map(id, both))) == len(both)
+        assert all(seq.blocks for seq in self.running)
+        assert not any(seq.blocks for seq in self.waiting)
+        assert len(self.running) <= self._settings.max_sequences
+        self._blocks.check_integrity(self.running)
+        self.users.check_integrity(dict(Counter(seq.user for seq in both)))
+        if self._parking:
+            self._parking.check_integrity(self.waiting)

@@ -1,0 +1,62 @@
+"""One request as it runs. A pure function of (request, tokens emitted so far), but for where its KV blocks lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgemoe.types import BLOCK_TOKENS, Request, Sampling
+
+if TYPE_CHECKING:
+    from edgemoe.engine.grammar import Matcher
+    from edgemoe.engine.parking import Parked
+
+
+class Sequence:
+    """Tokens of prompt and output, how many of them have keys and values, and in which blocks.
+
+    `computed` tokens have keys and values. One token less than all: it is decoding; fewer: it is prefilling. After a
+    crash or a pre-emption the output is prefilled together with the prompt and generation goes on where it was.
+    """
+
+    def __init__(self, request: Request, emitted: tuple[int, ...], attempt: int, arrived_s: float, deadline_s: float):
+        self.request = request
+        self.attempt = attempt
+        self.tokens: list[int] = [*request.prompt, *emitted]
+        self.prompt_tokens = len(request.prompt)
+        self.first_index = len(emitted)  # of the first token that this attempt emits
+        self.arrived_s = arrived_s
+        self.deadline_s = deadline_s
+        self.computed = 0
+        self.blocks: list[int] = []  # the block table
+        self.keys: list[bytes] = []  # of the full blocks, as far as they have been worked out
+        self.cached_tokens: int | None = None  # supplied by the prefix cache at the first admission
+        self.started = False  # has been admitted once
+        self.ready = request.sampling.grammar is None  # its grammar, if it has one, is compiled
+        self.matcher: Matcher | None = None  # its place in its grammar
+        self.parked: Parked | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.request.sampling
+
+    @property
+    def user(self) -> str:
+        return self.request.user
+
+    @property
+    def emitted(self) -> int:
+        """Tokens of output so far, replayed ones included."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        return self.uncomputed == 1 and self.emitted > 0
+
+
+def blocks_for(tokens: int) -> int:
+    """KV blocks that hold so many tokens."""
+    return -(-tokens // BLOCK_TOKENS)
