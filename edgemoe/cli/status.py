@@ -1,0 +1,125 @@
+"""`edgemoe status`: the running daemon at a glance, from its /health and /metrics."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from edgemoe.cli.client import Client, socket_of
+from edgemoe.telemetry import metrics
+from edgemoe.telemetry.metrics import select
+from edgemoe.types import Json
+from edgemoe.units import format_size
+
+WATCH_S = 2.0
+TIERS = ("vram", "ram", "nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the daemon says of itself at one moment."""
+
+    socket: str
+    health: Json
+    figures: dict[str, float]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the status once, or until Ctrl-C. The exit code is 0 only if the daemon is ready."""
+    socket = socket_of(args)
+    with Client(socket) as client:
+        if args.watch:
+            _watch(client, socket)
+        snapshot = take(client, socket)
+    if args.json:
+        print(json.dumps(asdict(snapshot), indent=2))
+    else:
+        Console().print(render(snapshot))
+    return 0 if snapshot.health.get("status") == "ready" else 1
+
+
+def take(client: Client, socket: Path) -> Snapshot:
+    """Asks the daemon."""
+    health = json.loads(client.text("/health", accept_unavailable=True))
+    return Snapshot(str(socket), health, metrics.parse(client.text("/metrics")))
+
+
+def render(snapshot: Snapshot) -> RenderableType:
+    """The picture of one moment."""
+    return Group(_heading(snapshot), tier_table(snapshot.figures), _request_table(snapshot.figures))
+
+
+def _watch(client: Client, socket: Path) -> None:
+    with Live(render(take(client, socket)), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_S)
+            live.update(render(take(client, socket)), refresh=True)
+
+
+def _heading(snapshot: Snapshot) -> RenderableType:
+    health = snapshot.health
+    state = str(health.get("status", "unknown"))
+    colour = {"ready": "green", "loading": "yellow", "draining": "yellow"}.get(state, "red")
+    model = health.get("model") or {}
+    name = model.get("id", "") if isinstance(model, dict) else model
+    shape = ", ".join(
+        f"{key} {model[key]}" for key in ("family", "layers", "experts", "top_k", "dtype") if key in model
+    )
+    return f"[bold]{name or 'edgemoe'}[/] is [{colour}]{state}[/] at {snapshot.socket}" + (
+        f"\n{shape}" if shape else ""
+    )
+
+
+def tier_table(figures: Mapping[str, float]) -> Table:
+    """A row for each tier: what it holds, which share of the expert calls it served, what came into it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("Tier", "Experts", "Arena", "Calls served", "Share", "Bytes in", "Stalls"):
+        table.add_column(column, justify="left" if column == "Tier" else "right")
+    calls = select(figures, metrics.TIER_HITS)
+    for tier in TIERS:
+        served = select(figures, metrics.TIER_HITS, tier=tier)
+        slots = select(figures, metrics.TIER_SLOTS, tier=tier)
+        if tier == "nvme" or slots:
+            held = select(figures, metrics.TIER_EXPERTS, tier=tier)
+            table.add_row(
+                tier.upper(),
+                f"{held:.0f} of {slots:.0f}" if slots else "all",
+                format_size(select(figures, metrics.TIER_BYTES, tier=tier)) if slots else "",
+                f"{served:,.0f}",
+                f"{served / calls:.1%}" if calls else "",
+                format_size(select(figures, metrics.BYTES_MOVED, to=tier)) if slots else "",
+                f"{select(figures, metrics.STALL_SECONDS, tier=tier):.1f} s",
+            )
+    return table
+
+
+def _request_table(figures: Mapping[str, float]) -> Table:
+    blocks = select(figures, metrics.KV_BLOCKS)
+    used = select(figures, metrics.KV_BLOCKS_REFERENCED)
+    rows = {
+        "Requests": f"{select(figures, metrics.REQUESTS_RUNNING):.0f} running, "
+        f"{select(figures, metrics.QUEUE_DEPTH):.0f} waiting",
+        "KV cache": f"{used / blocks:.0%} of {blocks:.0f} blocks" if blocks else "",
+        "Tokens": f"{select(figures, 'edgemoe_generated_tokens_total'):,.0f} generated, "
+        f"{select(figures, 'edgemoe_prompt_tokens_total'):,.0f} of prompts, "
+        f"{select(figures, metrics.PREFIX_HIT_TOKENS):,.0f} from the prefix cache",
+        "First token": _mean(figures, "edgemoe_ttft_seconds"),
+        "Next tokens": _mean(figures, "edgemoe_tpot_seconds"),
+    }
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, text in rows.items():
+        table.add_row(f"[bold]{name}[/]", text)
+    return table
+
+
+def _mean(figures: Mapping[str, float], family: str) -> str:
+    count = select(figures, f"{family}_count")
+    return f"{1000 * select(figures, f'{family}_sum') / count:,.1f} ms on average" if count else "none yet"
