@@ -1,14 +1,21 @@
-"""The files of a store: pages and blocks, checksums, writes that survive a crash, the lock. Imports no torch."""
+"""The files of a store: blocks and checksums, reads of whole pages, writes that survive a crash, the lock.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import mmap
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
+import numpy as np
 import xxhash
 
 from edgemoe.errors import StoreError
@@ -64,6 +71,83 @@ def checksum(data: Buffer) -> str:
     whole = Checksum()
     whole.update(data)
     return whole.hexdigest()
+
+
+class PageFile:
+    """A file open for reads that bypass the page cache, and for those that cannot."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self.path = path
+        self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct = open_direct(path, os.O_RDONLY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._buffered)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def fill(self, view: memoryview, size_bytes: int, offset: int) -> None:
+        """Reads `size_bytes` into the start of `view`, and up to its end where that makes whole pages.
+
+        Raises OSError, and EOFError where the file is too short.
+        """
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        direct = self._direct
+        done = 0
+        while done < size_bytes:
+            whole_pages = (len(view) - done) // ALIGN * ALIGN
+            aligned = (address + done) % ALIGN == (offset + done) % ALIGN == 0
+            try:
+                if direct is not None and whole_pages and aligned:
+                    got = os.preadv(direct, [view[done : done + whole_pages]], offset + done)
+                else:
+                    got = os.preadv(self._buffered, [view[done:size_bytes]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or direct is None:
+                    raise
+                direct = None  # the file system takes O_DIRECT when it opens a file, but not when it reads
+                continue
+            if not got:
+                raise EOFError(f"the file ends at byte {offset + done}")
+            done += got
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """A descriptor that bypasses the page cache; None where the file system has no such thing."""
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def page_memory(size_bytes: int) -> memoryview:
+    """Memory that begins at a page."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+def range_checksum(file: PageFile, offset: int, size_bytes: int) -> str:
+    """The checksum of a run of a file. Raises OSError, and EOFError where the file is too short."""
+    whole = Checksum()
+    buffer = page_memory(BLOCK_BYTES)
+    for block in blocks(size_bytes):
+        size = block.stop - block.start
+        file.fill(buffer[: padded(size)], size, offset + block.start)
+        whole.update(buffer[:size])
+    return whole.hexdigest()
+
+
+def header_bytes(file: PageFile) -> int:
+    """Where the tensors of a safetensors file begin. Raises OSError, EOFError."""
+    prefix = memoryview(bytearray(8))
+    file.fill(prefix, 8, 0)
+    return 8 + int.from_bytes(prefix, "little")
 
 
 def file_bytes(path: Path) -> int:

@@ -15,7 +15,16 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
-from edgemoe.experts.files import ALIGN, checksum, file_bytes, padded, write_durably
+from edgemoe.experts.files import (
+    ALIGN,
+    PageFile,
+    checksum,
+    file_bytes,
+    header_bytes,
+    padded,
+    range_checksum,
+    write_durably,
+)
 from edgemoe.types import Json
 
 VERSION = 1
@@ -191,3 +200,21 @@ def _check_layer(directory: Path, layer: int, entry: LayerEntry) -> None:
             raise CorruptExpert(str(directory / entry.file), layer, expert.expert, f"the file ends at byte {found}")
     if found != entry.bytes:
         raise StoreError(f"{directory / entry.file} (layer {layer}) has {found} bytes, not {entry.bytes}")
+
+
+def verify_weights(directory: Path, entry: LayerEntry | DenseEntry) -> None:
+    """Compares a weight file's header, and all dense weights, with the manifest. Raises StoreError.
+
+    The experts of a layer are left to `ExpertStore`, which verifies each as it reads it.
+    """
+    path = directory / entry.file
+    try:
+        with PageFile(path) as file:
+            start = min(header_bytes(file), entry.bytes)
+            intact = range_checksum(file, 0, start) == entry.header
+            if intact and isinstance(entry, DenseEntry):
+                intact = range_checksum(file, start, entry.bytes - start) == entry.xxh3_128
+    except (OSError, EOFError) as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    if not intact:
+        raise StoreError(f"{path} is damaged: its checksum is wrong; pack the checkpoint again")

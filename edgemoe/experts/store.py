@@ -7,8 +7,6 @@ through it. A large expert is read in blocks, side by side; each is hashed by th
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,14 +14,11 @@ from pathlib import Path
 from typing import Self
 
 import aiofiles.os
-import numpy as np
 import xxhash
 
 from edgemoe.errors import CorruptExpert, MissingExpert, StoreError
-from edgemoe.experts.files import ALIGN, LOCK, blocks, combine, lock_store, padded
+from edgemoe.experts.files import LOCK, PageFile, blocks, combine, lock_store, padded
 from edgemoe.experts.manifest import ExpertEntry, Manifest
-
-CHUNK_BYTES = 1 << 20  # hashed while it is still in the core's cache
 
 
 class ExpertStore:
@@ -34,16 +29,20 @@ class ExpertStore:
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest, *, threads: int = 8) -> None:
+        """Opens every layer's file and keeps others from changing the store. Raises StoreError."""
         self.manifest = manifest
         self._closing = ExitStack()
         directory = Path(directory)
         with ExitStack() as opened:
             if (directory / LOCK).exists():
                 opened.enter_context(lock_store(directory, exclusive=False))
-            self._files = [
-                opened.enter_context(_File(directory / layer.file)) if layer.experts else None
-                for layer in manifest.layers
-            ]
+            try:
+                self._files = [
+                    opened.enter_context(PageFile(directory / layer.file)) if layer.experts else None
+                    for layer in manifest.layers
+                ]
+            except OSError as error:
+                raise StoreError(f"{error.filename} cannot be opened: {error.strerror}") from error
             self._threads = opened.enter_context(ThreadPoolExecutor(threads, "expert-reader"))
             self._closing = opened.pop_all()
 
@@ -84,7 +83,7 @@ class ExpertStore:
         reading = self._reading(layer, expert, into)
         reading.verify([reading.block(block) for block in blocks(reading.entry.bytes)])
 
-    def _find(self, layer: int, expert: int) -> tuple[_File, ExpertEntry]:
+    def _find(self, layer: int, expert: int) -> tuple[PageFile, ExpertEntry]:
         if not self.manifest.present(layer, expert):
             raise MissingExpert(layer, expert, f"the store of {self.manifest.name} does not hold it")
         file = self._files[layer]
@@ -102,26 +101,24 @@ class ExpertStore:
 class _Reading:
     """One expert on its way into memory."""
 
-    file: _File
+    file: PageFile
     layer: int
     entry: ExpertEntry
     into: memoryview
     abandoned: bool = False  # blocks that have not begun need not begin
 
     def block(self, block: slice) -> bytes:
-        """Reads one block and returns its digest."""
-        digest = xxhash.xxh3_128()
+        """Reads one block and returns its digest; nothing once the reading is abandoned."""
+        if self.abandoned:
+            return b""
+        room = self.into[block.start : padded(block.stop)]
+        size = block.stop - block.start
         try:
-            for start in range(block.start, block.stop, CHUNK_BYTES):
-                stop = min(start + CHUNK_BYTES, block.stop)
-                if self.abandoned:
-                    break
-                self.file.fill(self.into[start : padded(stop)], stop - start, self.entry.offset + start)
-                digest.update(self.into[start:stop])
+            self.file.fill(room, size, self.entry.offset + block.start)
         except (OSError, EOFError) as error:
             self.abandoned = True
             raise self._corrupt(str(error)) from error
-        return digest.digest()
+        return xxhash.xxh3_128_digest(room[:size])
 
     def verify(self, digests: list[bytes | BaseException]) -> None:
         """Raises what a block raised, or CorruptExpert where the blocks' digests do not match the manifest."""
@@ -134,58 +131,6 @@ class _Reading:
 
     def _corrupt(self, why: str) -> CorruptExpert:
         return CorruptExpert(str(self.file.path), self.layer, self.entry.expert, why)
-
-
-class _File:
-    """A layer's file, open for reads that bypass the page cache and for those that cannot."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreError(f"{path} cannot be opened: {error.strerror}") from error
-        try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError:
-            self._direct = -1
-        self._use_direct = self._direct >= 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        os.close(self._buffered)
-        if self._direct >= 0:
-            os.close(self._direct)
-
-    def fill(self, view: memoryview, size_bytes: int, offset: int) -> None:
-        """Reads `size_bytes` into the start of `view`, and up to its end where that makes whole pages.
-
-        Raises OSError, and EOFError where the file is too short.
-        """
-        address = np.frombuffer(view, np.uint8).ctypes.data
-        done = 0
-        while done < size_bytes:
-            whole_pages = (len(view) - done) // ALIGN * ALIGN
-            aligned = (address + done) % ALIGN == (offset + done) % ALIGN == 0
-            if self._use_direct and whole_pages and aligned:
-                got = self._read_direct(view[done : done + whole_pages], offset + done)
-            else:
-                got = os.preadv(self._buffered, [view[done:size_bytes]], offset + done)
-            if not got:
-                raise EOFError(f"the file ends at byte {offset + done}")
-            done += max(got, 0)
-
-    def _read_direct(self, view: memoryview, offset: int) -> int:
-        """Bytes read, or -1 where the file system turns out not to have direct reads."""
-        try:
-            return os.preadv(self._direct, [view], offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self._use_direct = False
-            return -1
 
 
 _read_block = aiofiles.os.wrap(_Reading.block)

@@ -4,6 +4,6 @@ checkpoint: where tensors lie, everything checked -> layout: what the store's fi
 -> packer: the whole thing, resumable.
 """
 
-from edgemoe.pack.packer import Progress, ensure_store, pack, silent
+from edgemoe.pack.packer import JOURNAL, Progress, ensure_store, pack, silent
 
-__all__ = ["Progress", "ensure_store", "pack", "silent"]
+__all__ = ["JOURNAL", "Progress", "ensure_store", "pack", "silent"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from edgemoe.errors import StoreError, StoreVersionError
-from edgemoe.experts.files import LOCK, Checksum, blocks, checksum, lock_store, write_durably
+from edgemoe.experts.files import LOCK, PageFile, checksum, lock_store, range_checksum, write_durably
 from edgemoe.experts.manifest import (
     MANIFEST,
     VERSION,
@@ -140,18 +140,15 @@ class _Packer:
         path = self._store / file.file
         if not path.is_file() or path.stat().st_size != file.bytes:
             return None
-        with path.open("rb") as opened:
-            header = opened.read(file.header_bytes)
+        with PageFile(path) as opened:
+            header = bytearray(file.header_bytes)
+            opened.fill(memoryview(header), len(header), 0)
             start = header.find(b'"xxh3_128":"') + len(b'"xxh3_128":"')
             found = header[start : header.find(b'"', start)].decode("ascii", "replace").split(" ")
             if len(found) != len(file.runs) or file.header(found) != header:
                 return None
-            for run, offset, digest in zip(file.runs, file.offsets(), found, strict=True) if thorough else ():
-                opened.seek(offset)
-                actual = Checksum()
-                for block in blocks(run.bytes):
-                    actual.update(opened.read(block.stop - block.start))
-                if actual.hexdigest() != digest:
+            for run, offset, digest in zip(file.runs, file.offsets(), found, strict=True):
+                if thorough and range_checksum(opened, offset, run.bytes) != digest:
                     log.warning("%s is damaged and will be written anew", path)
                     return None
         return tuple(found)

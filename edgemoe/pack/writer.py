@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import CheckpointError
-from edgemoe.experts.files import BLOCK_BYTES, Checksum, sync_directory
+from edgemoe.experts.files import (
+    ALIGN,
+    BLOCK_BYTES,
+    Buffer,
+    Checksum,
+    PageFile,
+    blocks,
+    open_direct,
+    padded,
+    page_memory,
+    sync_directory,
+)
 from edgemoe.pack.layout import NO_DIGEST, FilePlan, Piece, Run
+
+AHEAD = 4  # blocks read before they are wanted
 
 
 class _Span(NamedTuple):
@@ -71,87 +86,103 @@ class _Output:
         self.position = 0
         self._path = path
         self._temporary = path.with_name(path.name + ".tmp")
-        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._direct = open_direct(self._temporary, os.O_WRONLY)
+        self._pages = page_memory(BLOCK_BYTES)
 
     def __enter__(self) -> _Output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
         self._temporary.unlink(missing_ok=True)
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: Buffer) -> None:
         view = memoryview(data)
         while view:
-            written = os.write(self._fd, view)
-            self.position += written
-            view = view[written:]
-        # starts writing what is dirty and drops what is on disk
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            filled = self.position % BLOCK_BYTES
+            part = view[: BLOCK_BYTES - filled]
+            self._pages[filled : filled + len(part)] = part
+            self.position += len(part)
+            if filled + len(part) == BLOCK_BYTES:
+                self._put(self._pages, self.position - BLOCK_BYTES)
+            view = view[len(part) :]
 
     def finish(self, header: bytes) -> None:
         """Puts the final header in the first one's place and the file where it belongs."""
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        self.write(header)
+        filled = self.position % BLOCK_BYTES
+        whole = filled // ALIGN * ALIGN
+        self._put(self._pages[:whole], self.position - filled)
+        self._put_rest(self._pages[whole:filled], self.position - filled + whole)
+        self._put_rest(memoryview(header), 0)
         os.fsync(self._fd)
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self._temporary.replace(self._path)
         sync_directory(self._path.parent)
 
+    def _put(self, pages: memoryview, offset: int) -> None:
+        """Writes whole pages past the page cache, as far as the file system has such a thing."""
+        done = 0
+        try:
+            while self._direct is not None and done < len(pages):
+                done += os.pwrite(self._direct, pages[done:], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self._put_rest(pages[done:], offset + done)
+
+    def _put_rest(self, view: memoryview, offset: int) -> None:
+        while view:
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
 
 class _Source:
-    """Reads a checkpoint's tensors one block ahead of whoever consumes them."""
+    """Reads a checkpoint's tensors ahead of whoever consumes them."""
 
     def __init__(self) -> None:
-        self._fds: dict[Path, int] = {}
-        self._buffers = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(2)]
+        self._files: dict[Path, PageFile] = {}
+        self._buffers = [page_memory(BLOCK_BYTES + ALIGN) for _ in range(1 + AHEAD)]
         self._reader = ThreadPoolExecutor(1, "pack-reader")
 
     def __enter__(self) -> _Source:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._reader.shutdown(cancel_futures=True)
-        for fd in self._fds.values():
-            os.close(fd)
+        for file in self._files.values():
+            file.close()
 
     def read(self, runs: Sequence[Run]) -> Iterator[tuple[int, memoryview]]:
         """The runs' bytes in order, as the store has them, with the run's index; a block is valid until the next."""
-        pending: Future[tuple[int, memoryview]] | None = None
-        for count, span in enumerate(_spans(runs)):
-            following = self._reader.submit(self._read_span, span, self._buffers[count % 2][: span.bytes])
-            if pending:
-                yield pending.result()  # while the other buffer is being filled
-            pending = following
-        if pending:
-            yield pending.result()
+        pending: deque[Future[tuple[int, memoryview]]] = deque()
+        for span, buffer in zip(_spans(runs), cycle(self._buffers), strict=False):
+            if len(pending) == len(self._buffers) - 1:
+                yield pending.popleft().result()
+            pending.append(self._reader.submit(self._read_span, span, buffer))
+        while pending:
+            yield pending.popleft().result()
 
-    def _read_span(self, span: _Span, into: memoryview) -> tuple[int, memoryview]:
+    def _read_span(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
+        """Reads the pages that the span lies in."""
         tensor = span.piece.tensor
-        fd = self._open(tensor.file)
-        done = 0
-        while done < span.bytes:
-            try:
-                got = os.preadv(fd, [into[done:]], span.offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{tensor.file} cannot be read: {error.strerror}") from error
-            if not got:
-                raise CheckpointError(f"{tensor.file} was cut short while it was read, within tensor {tensor.name}")
-            done += got
-        os.posix_fadvise(fd, span.offset, span.bytes, os.POSIX_FADV_DONTNEED)
+        before = span.offset % ALIGN
+        try:
+            if tensor.file not in self._files:
+                self._files[tensor.file] = PageFile(tensor.file)
+            needed = before + span.bytes
+            self._files[tensor.file].fill(buffer[: padded(needed)], needed, span.offset - before)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{tensor.file} cannot be read, within tensor {tensor.name}: {error}") from error
+        block = buffer[before:needed]
         if tensor.dtype == "F16":
-            into.cast("B")[:] = to_bfloat16(np.frombuffer(into, np.float16)).data.cast("B")
-        return span.run, into
-
-    def _open(self, path: Path) -> int:
-        if path not in self._fds:
-            self._fds[path] = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(self._fds[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        return self._fds[path]
+            block[:] = to_bfloat16(np.frombuffer(block, np.float16)).data.cast("B")
+        return span.run, block
 
 
 def _spans(runs: Sequence[Run]) -> Iterator[_Span]:
     for index, run in enumerate(runs):
         for piece in run.pieces:
-            for at in range(0, piece.bytes, BLOCK_BYTES):
-                yield _Span(index, piece, piece.offset + at, min(BLOCK_BYTES, piece.bytes - at))
+            for block in blocks(piece.bytes):
+                yield _Span(index, piece, piece.offset + block.start, block.stop - block.start)
