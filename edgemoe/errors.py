@@ -17,6 +17,10 @@
     |   `-- EngineUnavailable   503: no engine, and none coming back in time
     |-- WireError               a message between processes that cannot be sent or read
     |   `-- WireVersionError    sent by another version of the protocol
+    |-- PeerError               something asked of another box did not come about
+    |   |-- PeerUnavailable     not connected, or no answer in time
+    |   |-- PeerBusy            it has too much to do to answer in time
+    |   `-- PeerRefused         it will not: another version, model or epoch, or an error of its own
     |-- CoordError              the boxes' agreement on leader, members and plan
     |   |-- CoordUnavailable    it cannot be reached; the outcome of a change is unknown
     |   |-- StaleEpoch          the epoch that a command or change was made in is over
@@ -142,6 +146,22 @@ class WireError(EdgemoeError):
 
 class WireVersionError(WireError):
     """The other side speaks another version of the protocol."""
+
+
+class PeerError(EdgemoeError):
+    """Something asked of another box did not come about."""
+
+
+class PeerUnavailable(PeerError):
+    """The box is not connected, or did not answer in time."""
+
+
+class PeerBusy(PeerError):
+    """The box has as much to do as it can within the deadline."""
+
+
+class PeerRefused(PeerError):
+    """The box will not do it: another version, model or epoch, or an error of its own."""
 
 
 class CoordError(EdgemoeError):

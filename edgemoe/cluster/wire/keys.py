@@ -1,0 +1,107 @@
+"""CURVE keys: each box has a secret key; the list of peers names every box's public key and address.
+
+A secret key lies in a file that only its owner can read, or comes as a systemd credential. The list of peers is TOML:
+
+    [[peer]]
+    node = "kitchen"
+    address = "192.0.2.7:7540"
+    key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from edgemoe.errors import ConfigError
+
+NODE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+MAX_PEERS = 256
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """A box's secret key and the public key that belongs to it, as 40 characters of Z85 each."""
+
+    secret: bytes
+    public: bytes
+
+    def __repr__(self) -> str:
+        return f"Secret(public={self.public!r})"
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box that may connect, and where it is reached. Ports of further lanes are told on the control lane."""
+
+    node: str
+    address: str
+    key: str
+
+
+def generate(path: Path) -> Secret:
+    """Writes a new secret key to `path` (0600). Raises ConfigError rather than replace a key."""
+    public, secret = zmq.curve_keypair()
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"{path}: a key is there already; remove it first if it is to be replaced") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: the key cannot be written: {error.strerror}") from error
+    with os.fdopen(fd, "wb") as file:
+        file.write(secret + b"\n")
+    return Secret(secret, public)
+
+
+def load_secret(path: Path) -> Secret:
+    """Reads a secret key. Raises ConfigError where the file is missing, readable by others, or no key."""
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            text = file.read(256).strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: the key cannot be read: {error.strerror}; make one with edgemoe keygen") from error
+    if stat.S_IMODE(info.st_mode) & 0o077 and not _is_credential(path):
+        raise ConfigError(f"{path}: others can read this secret key; chmod 600 it")
+    if not Z85.fullmatch(text.decode("ascii", "replace")):
+        raise ConfigError(f"{path}: holds no secret key; make one with edgemoe keygen")
+    return Secret(text, zmq.curve_public(text))
+
+
+def load_peers(path: Path) -> dict[str, Peer]:
+    """The peers listed in a TOML file, by node name. Raises ConfigError."""
+    try:
+        peers = msgspec.convert(tomllib.loads(path.read_text()).get("peer", []), list[Peer])
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: the list of peers cannot be read: {error}") from error
+    if len(peers) > MAX_PEERS:
+        raise ConfigError(f"{path}: lists {len(peers)} peers; {MAX_PEERS} are possible")
+    for peer in peers:
+        check_peer(peer, path)
+    for what in ("node", "key"):
+        values = [getattr(peer, what) for peer in peers]
+        if twice := sorted({v for v in values if values.count(v) > 1}):
+            raise ConfigError(f"{path}: the same {what} is listed twice: {twice[0]}")
+    return {peer.node: peer for peer in peers}
+
+
+def check_peer(peer: Peer, where: Path) -> None:
+    """Raises ConfigError for a name, address or key that cannot be one."""
+    host, _, port = peer.address.rpartition(":")
+    if not NODE_NAME.fullmatch(peer.node):
+        raise ConfigError(f"{where}: node name {peer.node!r}: use lower-case letters, digits and dashes, at most 63")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{where}: address {peer.address!r} of {peer.node}: write HOST:PORT")
+    if not Z85.fullmatch(peer.key):
+        raise ConfigError(f"{where}: the key of {peer.node} is no public key; edgemoe keygen prints it")
+
+
+def _is_credential(path: Path) -> bool:
+    """systemd hands credentials over in a directory of their own that only the service can enter."""
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    return directory is not None and path.parent == Path(directory)

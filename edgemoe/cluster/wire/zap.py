@@ -1,0 +1,69 @@
+"""Who may connect: ZeroMQ's authentication protocol (RFC 27), answered from an allow-list of CURVE public keys.
+
+The name that belongs to a key becomes the connection's User-Id, which ZeroMQ attaches to every frame that arrives on
+it; nobody can speak under another's name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+
+log = logging.getLogger(__name__)
+ENDPOINT = "inproc://zeromq.zap.01"
+
+
+class AllowList:
+    """Public key -> node name. May change while connections stand; a removed key's frames are refused at once."""
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        """`keys` maps node names to Z85 public keys."""
+        self._names = {key.encode(): name for name, key in keys.items()}
+
+    def allow(self, node: str, key: str) -> None:
+        self.revoke(node)
+        self._names[key.encode()] = node
+
+    def revoke(self, node: str) -> None:
+        self._names = {key: name for key, name in self._names.items() if name != node}
+
+    def name_of(self, key: bytes) -> str | None:
+        """The node that this Z85 key belongs to."""
+        return self._names.get(key)
+
+    def knows(self, node: str) -> bool:
+        return node in self._names.values()
+
+
+class Authenticator:
+    """Answers ZeroMQ's questions for one context. `run` until cancelled; bind no server socket before it is made."""
+
+    def __init__(self, context: zmq.asyncio.Context, allowed: AllowList) -> None:
+        self._allowed = allowed
+        self._socket = context.socket(zmq.REP)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(ENDPOINT)
+        self.refused = 0
+
+    async def run(self) -> None:
+        while True:
+            question = await self._socket.recv_multipart()
+            await self._socket.send_multipart(self._answer(question))
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def _answer(self, question: list[bytes]) -> list[bytes]:
+        """version, request id, status, text, user id, metadata."""
+        request_id = question[1] if len(question) > 1 else b""
+        if len(question) == 7 and question[0] == b"1.0" and question[5] == b"CURVE" and len(question[6]) == 32:
+            key = z85.encode(question[6])
+            if name := self._allowed.name_of(key):
+                return [b"1.0", request_id, b"200", b"OK", name.encode(), b""]
+            log.warning("a connection with an unlisted key was refused", extra={"key": key.decode()})
+        self.refused += 1
+        return [b"1.0", request_id, b"400", b"unknown key", b"", b""]

@@ -1,0 +1,65 @@
+"""Real lanes on loopback for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import zmq
+
+from edgemoe.cluster.wire.keys import Peer, Secret
+from edgemoe.cluster.wire.lane import Answer, Failure, Lane, Net, Question
+from edgemoe.cluster.wire.zap import AllowList
+
+
+class Echo(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+DECODER = msgspec.msgpack.Decoder(Echo | Failure)
+
+
+async def echo(question: Question[Any]) -> Answer[Any]:
+    return Answer(question.message, [bytes(t) for t in question.tensors])
+
+
+def secret() -> Secret:
+    public, private = zmq.curve_keypair()
+    return Secret(private, public)
+
+
+class Box:
+    """One process's Net and one lane of it."""
+
+    def __init__(self, node: str, key: Secret, allowed: dict[str, Secret], serve: Any = echo, **lane: Any) -> None:
+        self.node, self.key = node, key
+        self.allowed = AllowList({name: s.public.decode() for name, s in allowed.items()})
+        self.net = Net(node, f"boot-of-{node}", key, self.allowed)
+        self.lane: Lane[Any] = Lane(self.net, "echo", DECODER, serve, **lane)
+        self.port = self.lane.bind("127.0.0.1")
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.node, f"127.0.0.1:{self.port}", self.key.public.decode())
+
+
+@asynccontextmanager
+async def running(*boxes: Box) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(work) for box in boxes for work in (box.net.run(), box.lane.run())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for box in boxes:
+            box.net.close()
+
+
+async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

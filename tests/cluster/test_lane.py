@@ -1,0 +1,225 @@
+"""Lanes between boxes: who gets a word in, what comes back, and what happens when a box goes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boxes import Box, Echo, running, secret, until
+
+from edgemoe.cluster.wire import keys
+from edgemoe.cluster.wire.envelope import MAGIC, VERSION, seal, unseal
+from edgemoe.cluster.wire.lane import Answer, Question
+from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
+
+
+def pair(serve: Any = None, **lane: Any) -> tuple[Box, Box]:
+    """a asks, b answers; each knows the other's key."""
+    a_key, b_key = secret(), secret()
+    allowed = {"a": a_key, "b": b_key}
+    a = Box("a", a_key, allowed, **lane)
+    return a, Box("b", b_key, allowed, **({"serve": serve} if serve else {}))
+
+
+async def connected(a: Box, b: Box) -> None:
+    a.lane.connect(b.peer)
+    await until(lambda: a.lane.is_up(b.node))
+
+
+async def test_tensors_come_back_as_they_were_sent() -> None:
+    a, b = pair()
+    tensors = [random.Random(0).randbytes(n) for n in (0, 1, 3 << 20)]
+    async with running(a, b):
+        await connected(a, b)
+        answers = await asyncio.gather(*(a.lane.ask("b", Echo(str(n)), tensors, timeout_s=10) for n in range(20)))
+    assert [x.message.text for x in answers] == [str(n) for n in range(20)]
+    assert all([bytes(t) for t in x.tensors] == tensors for x in answers)
+    assert a.lane.rejected == b.lane.rejected == 0
+
+
+async def test_an_unlisted_key_never_gets_a_frame_through() -> None:
+    b_key, known, stranger = secret(), secret(), secret()
+    served: list[Question[Any]] = []
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        served.append(question)
+        return Answer(question.message)
+
+    b = Box("b", b_key, {"a": known}, serve=serve)
+    a = Box("a", stranger, {"b": b_key})
+    async with running(a, b):
+        a.lane.connect(b.peer)
+        await until(lambda: b.net.authenticator.refused > 0)
+        with pytest.raises(PeerUnavailable):
+            await a.lane.ask("b", Echo("let me in"), timeout_s=0.5)
+    assert served == []
+
+
+async def test_a_listed_key_cannot_speak_under_another_name() -> None:
+    b_key, a_key, c_key = secret(), secret(), secret()
+    b = Box("b", b_key, {"a": a_key, "c": c_key})
+    liar = Box("c", a_key, {"b": b_key})
+    async with running(liar, b):
+        await connected(liar, b)
+        with pytest.raises(PeerUnavailable):
+            await liar.lane.ask("b", Echo("I am c"), timeout_s=0.5)
+        assert b.lane.rejected == 1
+
+
+async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
+    a, b = pair()
+    async with running(a, b):
+        await connected(a, b)
+        await a.lane.ask("b", Echo("before"), timeout_s=5)
+        b.allowed.revoke("a")
+        with pytest.raises(PeerUnavailable):
+            await a.lane.ask("b", Echo("after"), timeout_s=0.5)
+        assert b.lane.rejected == 1
+
+
+async def test_a_connection_that_breaks_fails_its_questions_at_once_and_comes_back() -> None:
+    asked = asyncio.Event()
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        asked.set()
+        await asyncio.sleep(30)
+        return Answer(question.message)
+
+    a, b = pair(serve)
+    downs: list[str] = []
+    a.lane.on_down = downs.append
+    async with running(a):
+        async with running(b):
+            await connected(a, b)
+            question = asyncio.create_task(a.lane.ask("b", Echo("long"), timeout_s=25))
+            await asked.wait()
+        with pytest.raises(PeerUnavailable, match="broke"):
+            await question
+        assert downs == ["b"]
+        with pytest.raises(PeerUnavailable, match="not connected"):
+            await a.lane.ask("b", Echo("gone"), timeout_s=25)
+        again = Box("b", b.key, {"a": a.key})
+        again.lane.bind("127.0.0.1", b.port)
+        async with running(again):
+            await until(lambda: a.lane.is_up("b"))
+            assert (await a.lane.ask("b", Echo("back"), timeout_s=5)).message.text == "back"
+
+
+async def test_a_silent_peer_costs_its_deadline_and_leaves_nothing_waiting() -> None:
+    async def serve(_question: Question[Any]) -> None:
+        return None
+
+    a, b = pair(serve)
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises(PeerUnavailable, match=r"did not answer within 0\.1 s"):
+            await a.lane.ask("b", Echo("?"), timeout_s=0.1)
+        assert a.lane.waiting() == 0
+
+
+async def test_refusals_and_shed_load_arrive_as_what_they_are() -> None:
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        raise PeerBusy("later") if question.message.text == "busy" else PeerRefused("never")
+
+    a, b = pair(serve)
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises(PeerBusy, match="b: later"):
+            await a.lane.ask("b", Echo("busy"), timeout_s=5)
+        with pytest.raises(PeerRefused, match="b: never"):
+            await a.lane.ask("b", Echo("no"), timeout_s=5)
+
+
+async def test_bytes_under_way_to_a_peer_are_bounded() -> None:
+    under_way, most = 0, 0
+    release = asyncio.Event()
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        nonlocal under_way, most
+        under_way += len(question.tensors[0])
+        most = max(most, under_way)
+        await release.wait()
+        under_way -= len(question.tensors[0])
+        return Answer(question.message)
+
+    a, b = pair(serve, credits_bytes=250_000)
+    async with running(a, b):
+        await connected(a, b)
+        work = [asyncio.create_task(a.lane.ask("b", Echo(""), [bytes(100_000)], timeout_s=20)) for _ in range(10)]
+        await until(lambda: under_way == 200_000)
+        release.set()
+        await asyncio.gather(*work)
+    assert most == 200_000
+
+
+async def test_mutated_frames_are_counted_and_nothing_more() -> None:
+    a, b = pair()
+    rng = random.Random(1)
+    async with running(a, b):
+        await connected(a, b)
+        raw = a.lane._links["b"].socket
+        sent = 0
+        for _ in range(2000):
+            frames = [bytearray(f) for f in seal(Echo("hello"), [b"x" * 40], id=5, remaining_ms=1000)]
+            victim = rng.choice(frames)
+            victim[rng.randrange(len(victim))] ^= 1 << rng.randrange(8)
+            raw.send_multipart([bytes(f) for f in frames])
+            sent += 1
+            if sent % 200 == 0:
+                await until(lambda: b.lane.rejected == sent)  # noqa: B023
+        assert b.lane.rejected == sent
+        assert (await a.lane.ask("b", Echo("still here"), timeout_s=5)).message.text == "still here"
+
+
+def test_every_single_bit_flip_of_a_message_is_noticed() -> None:
+    frames = [bytes(f) for f in seal(Echo("hello"), [b"tensor"], id=3, remaining_ms=5.0)]
+    for n, frame in enumerate(frames):
+        for bit in range(len(frame) * 8):
+            changed = bytearray(frame)
+            changed[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(WireError):
+                unseal([*frames[:n], bytes(changed), *frames[n + 1 :]])
+
+
+def test_another_version_is_told_apart_from_noise() -> None:
+    frames = seal(Echo("x"))
+    head = bytearray(frames[0])
+    head[len(MAGIC)] = VERSION + 1
+    with pytest.raises(WireVersionError, match=f"version {VERSION + 1}"):
+        unseal([bytes(head)])
+
+
+def test_a_secret_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "node.key"
+    made = keys.generate(path)
+    assert keys.load_secret(path) == made
+    assert made.secret.decode() not in repr(made)
+    with pytest.raises(ConfigError, match="already"):
+        keys.generate(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        keys.load_secret(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('[[peer]]\nnode = "A"\naddress = "h:1"\nkey = "KEY"', "node name"),
+        ('[[peer]]\nnode = "a"\naddress = "h"\nkey = "KEY"', "HOST:PORT"),
+        ('[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "short"', "no public key"),
+        (
+            '[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "KEY"\n[[peer]]\nnode = "b"\naddress = "h:2"\nkey = "KEY"',
+            "twice",
+        ),
+        ('[[peer]]\nnode = "a"\nadress = "h:1"\nkey = "KEY"', "adress"),
+        ("[[peer", "cannot be read"),
+    ],
+)
+def test_a_wrong_list_of_peers_says_what_is_wrong(tmp_path: Path, text: str, wrong: str) -> None:
+    path = tmp_path / "peers.toml"
+    path.write_text(text.replace("KEY", secret().public.decode()))
+    with pytest.raises(ConfigError, match=wrong):
+        keys.load_peers(path)
