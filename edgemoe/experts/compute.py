@@ -1,0 +1,82 @@
+"""The arithmetic of experts: tokens grouped by expert, and the products on host memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+
+from edgemoe.experts.arena import ExpertShape, Slab
+from edgemoe.experts.pool import BoolArray
+from edgemoe.types import FloatArray, IntArray
+
+
+class Group(NamedTuple):
+    """Distinct experts [n], and for the i-th the tokens and weights at `offsets[i]:offsets[i + 1]`."""
+
+    experts: IntArray  # [n]
+    offsets: IntArray  # [n + 1]
+    tokens: IntArray  # [m] rows of the hidden states
+    weights: FloatArray  # [m]
+
+    @classmethod
+    def of(cls, ids: IntArray, weights: FloatArray) -> Self:
+        """The calls of T tokens for k experts each: `ids` and `weights` [T, k]."""
+        tokens, k = ids.shape
+        flat = ids.ravel()
+        if tokens == 1:  # a token's experts are distinct
+            return cls(flat, np.arange(k + 1), np.zeros(k, np.int64), weights.ravel())
+        order = np.argsort(flat, kind="stable")
+        ordered = flat[order]
+        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        offsets = np.concatenate((starts, [len(flat)]))
+        return cls(ordered[starts], offsets, order // k, weights.ravel()[order])
+
+    def only(self, chosen: BoolArray) -> Self:
+        """The calls of the chosen [n] experts."""
+        counts = np.diff(self.offsets)
+        calls = np.repeat(chosen, counts)
+        offsets = np.concatenate(([0], np.cumsum(counts[chosen])))
+        return type(self)(self.experts[chosen], offsets, self.tokens[calls], self.weights[calls])
+
+
+class Compute(Protocol):
+    """Experts' products on one device. Called on the compute thread only."""
+
+    def begin(self, hidden: torch.Tensor) -> None:
+        """Starts a layer: `hidden` [T, H]."""
+
+    def add(self, slots: IntArray, group: Group) -> None:
+        """Adds the weighted outputs of the group's experts, the i-th lying in `slots[i]`."""
+
+    def end(self) -> torch.Tensor:
+        """The sum, [T, H] as `hidden` was."""
+
+
+class HostCompute:
+    """Experts in a slab of host memory, computed by the CPU in float32 accumulation."""
+
+    def __init__(self, slab: Slab, shape: ExpertShape) -> None:
+        self._slab, self._shape = slab, shape
+        dtype = torch.bfloat16 if shape.bf16 else torch.float32
+        rows = torch.from_numpy(slab)[:, : shape.expert_bytes].view(dtype)
+        split = 2 * shape.width * shape.hidden
+        self._gate_up = rows[:, :split].view(len(slab), 2 * shape.width, shape.hidden)  # [S, 2I, H]
+        self._down = rows[:, split:].view(len(slab), shape.hidden, shape.width)  # [S, H, I]
+
+    def begin(self, hidden: torch.Tensor) -> None:
+        self._hidden = hidden
+        self._out = torch.zeros(hidden.shape, dtype=torch.float32)
+
+    def add(self, slots: IntArray, group: Group) -> None:
+        offsets = group.offsets.tolist()
+        tokens, weights = torch.from_numpy(group.tokens), torch.from_numpy(group.weights)
+        for i, slot in enumerate(slots.tolist()):
+            rows = tokens[offsets[i] : offsets[i + 1]]
+            gate, up = (self._hidden[rows] @ self._gate_up[slot].T).chunk(2, dim=-1)
+            output = (torch.nn.functional.silu(gate) * up) @ self._down[slot].T
+            self._out.index_add_(0, rows, output.float() * weights[offsets[i] : offsets[i + 1], None])
+
+    def end(self) -> torch.Tensor:
+        return self._out.to(self._hidden.dtype)

@@ -1,0 +1,119 @@
+"""From budgets to a working set of tiers: arenas, residency, links and arithmetic, for every kind of device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from edgemoe.errors import ConfigError
+from edgemoe.experts.arena import ExpertShape, HostArena
+from edgemoe.experts.compute import Compute, HostCompute
+from edgemoe.experts.links import EmulatedLink, Link
+from edgemoe.experts.mover import Mover
+from edgemoe.experts.pool import Pool
+from edgemoe.experts.residency import Horizon, Residency
+from edgemoe.experts.tiered import TieredExperts
+from edgemoe.types import CachePolicy, ExpertId, Move, Store, Tier
+
+
+class DeviceBudget(Protocol):
+    """One device and what of it is the experts'."""
+
+    @property
+    def kind(self) -> str:
+        """cpu | emulated | cuda:N"""
+
+    @property
+    def expert_bytes(self) -> int:
+        """The slab; not used for the cpu, which computes from RAM."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Speed of an emulated device's link."""
+
+
+class Device(NamedTuple):
+    """A device's parts; the slab belongs to link and compute."""
+
+    slots: int
+    link: Link
+    compute: Compute
+
+
+class Tiers:
+    """All that one engine needs to run experts from NVMe, RAM and devices.
+
+    `experts` is for the decoder; `run` belongs on the engine's asyncio loop, in a task that is cancelled to stop;
+    `close` comes after it. `residency` and `mover` are for the controller.
+    """
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        store: Store,
+        ram_bytes: int,
+        devices: Sequence[DeviceBudget],
+        policies: Mapping[Tier, CachePolicy],
+        *,
+        containment: bool = True,
+        prefetch: bool = True,
+        keep_hints: bool = False,
+        lock_ram: bool = False,
+        deadline_s: float = 60.0,
+    ) -> None:
+        """`policies` for VRAM and RAM, may be one object. Raises CapacityError for a budget below one expert."""
+        ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
+        self.ram_bytes = ram.size_bytes
+        self.devices = [_open(device, shape, ram) for device in devices if device.kind != "cpu"]
+        pools = [
+            Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices
+        ]
+        ram_pool = Pool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
+        computes = [device.compute for device in self.devices] or [HostCompute(ram.slab, shape)]
+        self.residency = Residency(ram_pool, pools, containment=containment)
+        self.mover = Mover(self.residency, store, ram, [device.link for device in self.devices])
+        self.experts = TieredExperts(
+            shape,
+            self.residency,
+            self.mover,
+            computes,
+            prefetch=prefetch,
+            keep_hints=keep_hints,
+            deadline_s=deadline_s,
+        )
+
+    async def run(self) -> None:
+        """Fills free slots in idle time and serves loads, until cancelled."""
+        self.mover.prefetch(self._fill(), Horizon.FILL)
+        await self.mover.run()
+
+    def close(self) -> None:
+        """Ends the links. To be called when `run` has ended; forwards that wait fail."""
+        for device in self.devices:
+            device.link.close()
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Asserts residency's invariants; with `idle`, also that nothing is pinned or on its way."""
+        self.residency.check_integrity(idle=idle)
+
+    def _fill(self) -> Iterator[Move]:
+        """Experts for all slots, the same ones of every layer."""
+        layers, experts = self.residency.device_of.shape
+        target = Tier.VRAM if self.devices else Tier.RAM
+        everything = (ExpertId(layer, expert) for expert in range(experts) for layer in range(layers))
+        for expert in itertools.islice(everything, self.residency.ram.slots):
+            yield Move(expert, Tier.NVME, target, 0.0)
+
+
+def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena) -> Device:
+    slots = shape.slots(device.expert_bytes, f"experts on {device.kind}")
+    if device.kind == "emulated":
+        slab = HostArena(slots, shape.stride_bytes)
+        link = EmulatedLink(ram, slab, device.link_bytes_per_s)
+        return Device(slots, link, HostCompute(slab.slab, shape))
+    if device.kind.startswith("cuda:"):
+        from edgemoe.experts.cuda import open_cuda
+
+        return Device(slots, *open_cuda(device.kind, slots, shape, ram))
+    raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")

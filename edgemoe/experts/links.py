@@ -1,0 +1,185 @@
+"""The ways an expert travels between tiers, and what each way has shown itself to cost."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from edgemoe.experts.arena import HostArena
+from edgemoe.experts.pool import Load
+
+Clock = Callable[[], float]
+
+
+class LinkStats:
+    """Rate, cost and idleness of one link, from its transfers as they end; recent ones count most.
+
+    Transfers may overlap: each is charged the time since the one before it ended, so that the sum is the time
+    that the link was busy.
+    """
+
+    decay = 0.98  # weight of all earlier transfers against the next one
+    memory_s = 1.0  # how far back `idle_share` looks
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._active = 0
+        self._mark_s = clock()  # up to here busy time is accounted for
+        self._busy_share = 0.0  # at _busy_at_s
+        self._busy_at_s = self._mark_s
+        self._sums = [0.0] * 5  # decayed n, bytes, seconds, bytes^2, bytes * seconds
+
+    def begin(self) -> None:
+        """A transfer was handed to the link."""
+        if not self._active:
+            self._mark_s = self._clock()
+        self._active += 1
+
+    def end(self, size_bytes: int) -> None:
+        """A transfer arrived."""
+        now = self._clock()
+        self._active -= 1
+        self.observe(size_bytes, now - self._mark_s)
+        self._mark_s = now
+
+    def abort(self) -> None:
+        """A transfer failed; nothing is learned from it."""
+        self._active -= 1
+        self._mark_s = self._clock()
+
+    def observe(self, size_bytes: int, seconds: float) -> None:
+        """One transfer of known duration that ends now."""
+        new = (1.0, size_bytes, seconds, size_bytes * size_bytes, size_bytes * seconds)
+        self._sums = [self.decay * old + x for old, x in zip(self._sums, new, strict=True)]
+        now = self._clock()
+        kept = math.exp(-(now - self._busy_at_s) / self.memory_s)
+        self._busy_share = min(1.0, kept * self._busy_share + 1.0 - math.exp(-seconds / self.memory_s))
+        self._busy_at_s = now
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes over busy time; 0 before the first transfer."""
+        return self._sums[1] / self._sums[2] if self._sums[2] > 0 else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the last second or so in which nothing travelled."""
+        if self._active:
+            return 0.0
+        return 1.0 - self._busy_share * math.exp(-(self._clock() - self._busy_at_s) / self.memory_s)
+
+    def cost(self) -> tuple[float, float]:
+        """(seconds per transfer, seconds per byte), by least squares; no fixed part while all sizes are equal."""
+        n, x, y, xx, xy = self._sums
+        if not n or not x:
+            return 0.0, 0.0
+        spread = n * xx - x * x
+        if spread <= 1e-9 * n * xx:
+            return 0.0, y / x
+        slope = max(0.0, (n * xy - x * y) / spread)
+        return max(0.0, (y - slope * x) / n), slope
+
+
+class Dock(Protocol):
+    """Whoever is told, from any thread, how copies end: the mover."""
+
+    def arrived(self, load: Load) -> None:
+        """The copy's bytes are in place, or ordered before whatever computes from them."""
+
+    def released(self, load: Load) -> None:
+        """The copy no longer reads from its source."""
+
+    def failed(self, load: Load, error: Exception) -> None:
+        """The copy ended without its bytes, and no longer reads from its source."""
+
+
+class Link(Protocol):
+    """RAM -> one device."""
+
+    stats: LinkStats
+
+    def attach(self, dock: Dock) -> None:
+        """Says who is told how copies end; once, before the first one."""
+
+    def copy(self, load: Load) -> None:
+        """Queues one copy from `load.source` of RAM to `load.slot`; demanded ones overtake the others."""
+
+    def idle(self) -> bool:
+        """Nothing is queued or under way."""
+
+    def close(self) -> None:
+        """Ends the link after the copy under way; what is queued fails."""
+
+
+class EmulatedLink:
+    """A thread that copies between two host arenas and takes as long as a link of the stated rate would."""
+
+    def __init__(
+        self,
+        source: HostArena,
+        target: HostArena,
+        bytes_per_s: float,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.stats = LinkStats(clock)
+        self._source, self._target, self._rate = source, target, bytes_per_s
+        self._clock, self._sleep = clock, sleep
+        self._lanes: tuple[deque[tuple[Load, float]], ...] = (deque(), deque())  # demand, prefetch
+        self._changed = threading.Condition()
+        self._waiting = 0  # queued or under way
+        self._free_at_s = 0.0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="edgemoe-link", daemon=True)
+
+    def attach(self, dock: Dock) -> None:
+        self._dock = dock
+        self._thread.start()
+
+    def copy(self, load: Load) -> None:
+        with self._changed:
+            self._lanes[0 if load.demand else 1].append((load, self._clock()))
+            self._waiting += 1
+            self.stats.begin()
+            self._changed.notify()
+
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(timeout=10)
+        for load, _ in (*self._lanes[0], *self._lanes[1]):
+            self._dock.failed(load, RuntimeError(f"the link of {load} is closed"))
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            load, queued_s = job
+            self._transfer(load, queued_s)
+            with self._changed:
+                self._waiting -= 1
+                self.stats.end(self._target.stride_bytes)
+            self._dock.arrived(load)
+            self._dock.released(load)
+
+    def _next(self) -> tuple[Load, float] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or any(self._lanes))
+            if self._closed:
+                return None
+            return next(lane for lane in self._lanes if lane).popleft()
+
+    def _transfer(self, load: Load, queued_s: float) -> None:
+        """Copies are back to back while any is queued, so that the rate holds however late this thread wakes."""
+        self._free_at_s = max(self._free_at_s, queued_s) + self._target.stride_bytes / self._rate
+        self._target.slab[load.slot] = self._source.slab[load.source]
+        remaining_s = self._free_at_s - self._clock()
+        if remaining_s > 0:
+            self._sleep(remaining_s)

@@ -1,0 +1,210 @@
+"""The experts of a model that is larger than its memory, as the decoder calls them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.compute import Compute, Group
+from edgemoe.experts.mover import Mover
+from edgemoe.experts.pool import BoolArray
+from edgemoe.experts.residency import ALWAYS, Horizon, Residency
+from edgemoe.experts.waves import Part, Waves
+from edgemoe.types import ExpertId, FloatArray, IntArray, Move, StepRouting, Tier
+
+SCAN_CALLS = 2  # expert calls per expert of a layer, from which on nearly all of its experts are needed
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """What the engine knows of a step before it runs; the fields are those of `StepRouting`."""
+
+    requests: tuple[str, ...]  # [S]
+    query_lens: IntArray  # [S]
+    decode: npt.NDArray[np.bool_]  # [S]
+    tokens: IntArray  # [T]
+    positions: IntArray  # [T]
+
+
+class Observations:
+    """What the gates choose in one step, layer by layer."""
+
+    def __init__(self, meta: StepMeta, shape: ExpertShape) -> None:
+        self.meta = meta
+        self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
+        if not meta.decode.all():
+            self.decode = np.repeat(meta.decode, meta.query_lens)
+        self.ids = np.empty((shape.layers, len(meta.tokens), shape.top_k), np.int16)
+        self.weights = np.empty(self.ids.shape, np.float32)
+        self.hints: dict[int, FloatArray] = {}
+        self.stall_s = 0.0
+        self._began_s = time.perf_counter()
+
+    def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
+        """One layer's choice, [T, k]."""
+        self.ids[layer] = ids
+        self.weights[layer] = weights
+
+    def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
+        """What `layer` will choose, as it looks `distance` layers ahead, [T, E]."""
+        if distance not in self.hints:
+            self.hints[distance] = np.zeros((len(self.ids), *probs.shape), np.float32)
+        self.hints[distance][layer] = probs
+
+    def scan(self, ids: IntArray, group: Group) -> BoolArray | None:
+        """Which of the group's experts only prefill needs, [n]; None: none of them."""
+        if self.decode is None:
+            return None
+        return ~np.isin(group.experts, ids[self.decode])
+
+    def routing(self) -> StepRouting:
+        """The whole step; it ends now."""
+        meta = self.meta
+        return StepRouting(
+            requests=meta.requests,
+            query_lens=meta.query_lens,
+            decode=meta.decode,
+            tokens=meta.tokens,
+            positions=meta.positions,
+            ids=self.ids,
+            weights=self.weights,
+            hints=self.hints,
+            step_s=time.perf_counter() - self._began_s,
+            stall_s=self.stall_s,
+        )
+
+
+class TieredExperts:
+    """Implements `types.Experts` on residency, mover and the devices' arithmetic. Compute thread only.
+
+    Between `begin_step` and `end_step` it observes what the gates choose, and tells prefill from decode: what
+    only prefill needs passes through without taking the place of what decode uses. Outside, all is decode.
+    """
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        residency: Residency,
+        mover: Mover,
+        computes: Sequence[Compute],
+        *,
+        prefetch: bool = True,
+        keep_hints: bool = False,
+        deadline_s: float = 60.0,
+    ) -> None:
+        """`computes` in the order of the residency's devices; `keep_hints` puts hints into the observations."""
+        self.shape, self.residency, self.mover = shape, residency, mover
+        self.lookahead = int(prefetch or keep_hints)
+        self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
+        self._computes = tuple(computes)
+        self._prefetch, self._keep_hints, self._deadline_s = prefetch, keep_hints, deadline_s
+        self._step: Observations | None = None
+        self._next_layer = 0  # the one whose experts are computed next
+        self._wished: dict[Horizon, list[Move]] = {}
+
+    def begin_step(self, meta: StepMeta) -> None:
+        """Observes from here on; a step that failed before its end is forgotten."""
+        self._step = Observations(meta, self.shape)
+
+    def end_step(self) -> StepRouting:
+        """What the step's gates chose."""
+        step, self._step = self._step, None
+        assert step is not None, "end_step without begin_step"
+        return step.routing()
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of the chosen experts' outputs, [T, H]. Raises MissingExpert, CorruptExpert."""
+        chosen, shares = ids.numpy(force=True), weights.numpy(force=True)  # [T, k]
+        group, scan = Group.of(chosen, shares), None
+        if self._step is not None:
+            self._step.observe(layer, chosen, shares)
+            scan = self._step.scan(chosen, group)
+        self._next_layer = layer + 1
+        self._drop_wishes(layer)
+        for compute in self._computes:
+            compute.begin(hidden)
+        if not self._all_there(layer, group, scan):
+            self._wait_for(layer, group, scan)
+        first, *others = (compute.end() for compute in self._computes)
+        for other in others:
+            first += other.to(first.device)
+        return first
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        """What `layer` will likely need, [T, E]: fetched while the layers before it compute."""
+        scores: FloatArray = probs.numpy(force=True)
+        if self._keep_hints and self._step is not None:
+            self._step.hint(layer, layer - self._next_layer, scores)
+        if self._prefetch and len(scores) * self.shape.top_k < SCAN_CALLS * self.shape.experts:
+            self._wish(layer, _likely(scores, self.shape.top_k), Horizon.NEAR)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _all_there(self, layer: int, group: Group, scan: BoolArray | None) -> bool:
+        """Opens the layer-step; where one device has all of its experts, computes it."""
+        if len(self._computes) > 1:
+            self.residency.begin(layer, group.experts if scan is None else group.experts[~scan])
+            return False
+        slots = self.residency.begin_here(0, layer, group.experts, scan)
+        if slots is None:
+            return False
+        try:
+            self._stream_next(layer, scan, len(group.tokens))
+            self._computes[0].add(slots, group)
+        finally:
+            self.residency.release(0, slots)
+        return True
+
+    def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> None:
+        """Computes a layer-step some of whose experts are missing, or that several devices share."""
+        parts = [part for device in range(len(self._computes)) if (part := self._part(device, layer, group, scan))]
+        waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s)
+        try:
+            waves.run(lambda: self._stream_next(layer, scan, len(group.tokens)))
+        finally:
+            self.stall_s = [old + new for old, new in zip(self.stall_s, waves.stall_s, strict=True)]
+            if self._step is not None:
+                self._step.stall_s += sum(waves.stall_s)
+
+    def _part(self, device: int, layer: int, group: Group, scan: BoolArray | None) -> Part | None:
+        slots = self.residency.tops[device].slots
+        if len(self._computes) == 1:
+            return Part(device, slots, self._computes[0], group, scan)
+        here = self.residency.device_of[layer, group.experts] == device
+        if not here.any():
+            return None
+        return Part(device, slots, self._computes[device], group.only(here), None if scan is None else scan[here])
+
+    def _stream_next(self, layer: int, scan: BoolArray | None, calls: int) -> None:
+        """While a scan's last experts of a layer are computed, those of the next one come in."""
+        whole = scan is not None and calls >= SCAN_CALLS * self.shape.experts
+        if whole and self._prefetch and layer + 1 < self.shape.layers:
+            self._wish(layer + 1, range(self.shape.experts), Horizon.SCAN)
+
+    def _wish(self, layer: int, experts: Iterable[int], horizon: Horizon) -> None:
+        """Replaces the wishes of one horizon: `experts`, best first, as far as they are missing."""
+        fastest = Tier.VRAM if self.residency.devices else Tier.RAM
+        where = [(expert, self.residency.tier_of(expert)) for expert in (ExpertId(layer, e) for e in experts)]
+        moves = [Move(expert, tier, fastest, ALWAYS) for expert, tier in where if tier is not fastest]
+        if moves or self._wished.get(horizon):
+            self._wished[horizon] = moves
+            self.mover.prefetch(moves, horizon)
+
+    def _drop_wishes(self, layer: int) -> None:
+        """Wishes for a layer that runs now come too late."""
+        for horizon, moves in self._wished.items():
+            if moves and moves[0].expert.layer <= layer:
+                self._wish(layer, (), horizon)
+
+
+def _likely(probs: FloatArray, k: int) -> list[int]:
+    """The union of each token's k likeliest experts, the likeliest first; `probs` [T, E]."""
+    top = np.unique(np.argpartition(probs, -k, axis=1)[:, -k:])
+    likely: list[int] = top[np.argsort(-probs.max(axis=0)[top])].tolist()
+    return likely
