@@ -57,6 +57,13 @@ class Client:
             raise _refusal(response)
         return response.text
 
+    def is_ready(self) -> bool:
+        """Whether the daemon is there and takes requests."""
+        try:
+            return self._http.get("/health").is_success
+        except httpx.HTTPError:
+            return False
+
     def stream(self, path: str, body: Json) -> Iterator[Json]:
         """The events of a streaming POST. Leaving the iterator closes the connection, which cancels the request."""
         try:

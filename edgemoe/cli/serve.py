@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -50,7 +50,11 @@ def pack(args: argparse.Namespace) -> int:
 def with_store(settings: Settings) -> Settings:
     """`settings` whose model is a packed store, written now if it was a checkpoint."""
     model = settings.model
-    path = Path(model.path).expanduser() if model.path else demo.MODEL
+    path = Path(model.path).expanduser() if model.path else demo.model_path()
+    if not path.exists():
+        from edgemoe.models import resolve
+
+        path = resolve(model.path, model.store_dir)
     with _progress(f"packing {path.name}") as progress:
         store = ensure_store(path, model.store_dir, progress)
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(model, path=str(store.absolute())))
@@ -65,26 +69,15 @@ def _loaded(args: argparse.Namespace) -> Loaded:
     return load(Path(args.config) if args.config else None, args.set, options)
 
 
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Progress]:
+def _progress(what: str) -> AbstractContextManager[Progress]:
     """A bar with rate and time left on a terminal, else a line of log for every tenth."""
-    if not sys.stderr.isatty():
-        yield _logged(what)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
+    if sys.stderr.isatty():
+        from rich.console import Console
 
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        from edgemoe import models
+
+        return models.progress_bar(what, Console(stderr=True))
+    return contextlib.nullcontext(_logged(what))
 
 
 def _logged(what: str) -> Progress:

@@ -1,0 +1,54 @@
+"""`edgemoe models`: the packed stores on this box."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from edgemoe import models
+from edgemoe.config_load import load
+from edgemoe.errors import ConfigError
+
+EXIT_DAMAGED = 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists the stores, or verifies or removes one."""
+    store_dir = Path(load(Path(args.config) if args.config else None, args.set).settings.model.store_dir)
+    if args.action == "list":
+        return _list(store_dir, as_json=args.json)
+    if not args.model:
+        raise ConfigError(f"name a store, as in `edgemoe models {args.action} NAME`; `edgemoe models list` has them")
+    store = models.resolve(args.model, store_dir)
+    return _verify(store) if args.action == "verify" else _remove(store, sure=args.yes)
+
+
+def _list(store_dir: Path, *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps([str(path) for path in models.find_stores(store_dir)]))
+    else:
+        Console().print(models.table(store_dir))
+    return 0
+
+
+def _verify(store: Path) -> int:
+    with models.progress_bar(f"verifying {store.name}", Console(stderr=True)) as progress:
+        faults = models.verify(store, progress)
+    print("\n".join(map(str, faults)) if faults else f"{store} is whole")
+    return EXIT_DAMAGED if faults else 0
+
+
+def _remove(store: Path, *, sure: bool) -> int:
+    if not sure:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{store} would be removed; say --yes to confirm")
+        if input(f"Remove {store}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("Nothing was removed.")
+            return 0
+    models.remove(store)
+    print(f"{store} is removed")
+    return 0
