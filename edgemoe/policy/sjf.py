@@ -10,9 +10,9 @@ with the others' by
 where `lead` is the service (in tokens) that the user had beyond the least served one, after the virtual token
 counter of "Fairness in Serving Large Language Models" (OSDI 2024), but at most LEAD_S seconds' worth of aging.
 
-Starvation bound. A request of p tokens that heads its user's line has a key of at most 0 after p/k + LEAD_S seconds.
-From then on it is ahead of every request that comes to the head of another line, so at most one request per other
-user, those already heading a line, is admitted before it. The same holds within a line with p/k seconds of waiting.
+Starvation bound. Within a line, a request of p tokens is overtaken only by requests that came within p/k seconds after
+it. Between lines, the head's key is at most 0 after p/k + LEAD_S seconds; from then on it is ahead of every request
+that comes to the head of another line, so at most one request of each other user still goes before it.
 """
 
 from __future__ import annotations
