@@ -11,7 +11,8 @@ import msgspec
 import zmq
 
 from edgemoe.cluster.wire.keys import Peer, Secret
-from edgemoe.cluster.wire.lane import Answer, Failure, Lane, Net, Question
+from edgemoe.cluster.wire.lane import Lane
+from edgemoe.cluster.wire.net import Answer, Failure, Net, Question
 from edgemoe.cluster.wire.zap import AllowList
 
 
@@ -34,11 +35,13 @@ def secret() -> Secret:
 class Box:
     """One process's Net and one lane of it."""
 
-    def __init__(self, node: str, key: Secret, allowed: dict[str, Secret], serve: Any = echo, **lane: Any) -> None:
+    def __init__(
+        self, node: str, key: Secret, allowed: dict[str, Secret], serve: Any = echo, decoder: Any = DECODER, **lane: Any
+    ) -> None:
         self.node, self.key = node, key
         self.allowed = AllowList({name: s.public.decode() for name, s in allowed.items()})
         self.net = Net(node, f"boot-of-{node}", key, self.allowed)
-        self.lane: Lane[Any] = Lane(self.net, "echo", DECODER, serve, **lane)
+        self.lane: Lane[Any] = Lane(self.net, "test", decoder, serve, **lane)
         self.port = self.lane.bind("127.0.0.1")
 
     @property

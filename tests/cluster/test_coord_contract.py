@@ -6,16 +6,24 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from boxes import Box, secret
+from boxes import running as boxes_running
 from etcd_process import etcd_cluster
 from fake_link import FakeNet
 
 from edgemoe.cluster.control.coord import CoordStore, PlanRef, Single
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.etcd import EtcdStore
+from edgemoe.cluster.control.link import LaneLink
 from edgemoe.cluster.control.raft import RaftStore
+from edgemoe.cluster.wire.control_messages import CONTROL
+from edgemoe.cluster.wire.net import Question
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 
 NAMES = ["a", "b", "c"]
@@ -25,14 +33,34 @@ NAMES = ["a", "b", "c"]
 async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[CoordStore]]:
     """Three boxes' views of one agreement."""
     if request.param == "raft":
-        net = FakeNet(NAMES)
-        raft = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, net.links[n]) for n in NAMES]
-        async for started in running(list(raft)):
-            yield started
+        async with raft_links() as links:
+            raft = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, links[n]) for n in NAMES]
+            async for started in running(list(raft)):
+                yield started
         return
     with etcd_cluster(tmp_path, int(request.param[-1])) as (clients, _):
         async for started in running([EtcdStore(clients[n:] + clients[:n], lease_s=2) for n in range(3)]):
             yield started
+
+
+@asynccontextmanager
+async def raft_links() -> AsyncIterator[dict[str, LaneLink]]:
+    """Control lanes between three boxes, authenticated and all."""
+    keys = {name: secret() for name in NAMES}
+    links: dict[str, LaneLink] = {}
+
+    async def serve(name: str, question: Question[Any]) -> None:
+        links[name].deliver(question.peer, question.message)
+
+    boxes = [Box(n, keys[n], keys, partial(serve, n), CONTROL, heartbeat_s=0.5) for n in NAMES]
+    async with boxes_running(*boxes):
+        for box in boxes:
+            others = [other for other in boxes if other is not box]
+            links[box.node] = link = LaneLink(box.lane, [other.node for other in others])
+            box.lane.on_up, box.lane.on_down = link.up, link.down
+            for other in others:
+                box.lane.connect(other.peer)
+        yield links
 
 
 async def running(stores: list[CoordStore]) -> AsyncIterator[list[CoordStore]]:

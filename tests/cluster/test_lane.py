@@ -12,7 +12,7 @@ from boxes import Box, Echo, running, secret, until
 
 from edgemoe.cluster.wire import keys
 from edgemoe.cluster.wire.envelope import MAGIC, VERSION, seal, unseal
-from edgemoe.cluster.wire.lane import Answer, Question
+from edgemoe.cluster.wire.net import Answer, Question
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 
 
