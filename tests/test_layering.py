@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ LAYERS: dict[str, set[str]] = {
     "demo": {"errors"},
     "service": {"errors"},
     "cluster": set(),
+    "guard": {"errors"},
 }
 COMPOSERS = {"", "__main__", "cli", "daemon", "worker", "replay"}  # put rooms together, so may import any
 ONLY_IN = {  # module -> the room or file that may import it
@@ -64,9 +66,14 @@ def module_of(file: Path) -> str:
 ROOMS = {room_of(module_of(file)) for file in FILES} - {""}
 
 
+@functools.cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), str(file))
+
+
 def imports(file: Path) -> Iterator[tuple[str, int]]:
     """Every module that `file` imports, anywhere in it, with its line."""
-    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,7 +87,7 @@ def typing_only_lines(file: Path) -> set[int]:
     """Lines under `if TYPE_CHECKING`, which never run."""
     blocks = (
         node
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree(file))
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     )
     return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
@@ -113,7 +120,7 @@ def test_nothing_of_ours_unpickles() -> None:
         for module, line in imports(file):
             forbidden = NOWHERE if file.is_relative_to(PACKAGE) else {"pickle", "cloudpickle", "dill", "shelve"}
             assert line in typing_only or module.split(".")[0] not in forbidden, f"{file}:{line} imports {module}"
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 called = f"{node.value.id}.{node.attr}"
                 assert called not in {"torch.load", "torch.save", "joblib.load"}, f"{file}:{node.lineno}: {called}"
@@ -121,7 +128,7 @@ def test_nothing_of_ours_unpickles() -> None:
 
 def test_numba_keeps_no_disk_cache() -> None:
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.keyword) and node.arg == "cache" and isinstance(node.value, ast.Constant):
                 assert not node.value.value, f"{file}:{node.value.lineno}: Numba's cache pickles"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from edgemoe.types import Emission, ModelInfo, Request
@@ -27,8 +27,13 @@ class Ticket(Protocol):
 class Backend(Protocol):
     """Runs requests. Leaving `open`'s context cancels what still runs."""
 
-    state: State
-    values: Mapping[str, float]  # the engine's metrics: final names with labels -> numbers
+    @property
+    def state(self) -> State:
+        """How the server is."""
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The engine's metrics: final names with labels -> numbers."""
 
     async def model(self) -> tuple[ModelInfo, int]:
         """The served model and the tokens that one request may span, as soon as an engine has said.
@@ -36,7 +41,7 @@ class Backend(Protocol):
         Raises EngineUnavailable.
         """
 
-    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractAsyncContextManager[Ticket]:
+    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Ticket]:
         """Accepts requests that all end within `timeout_s`. Raises QueueFull, EngineUnavailable."""
 
     def describe(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ B = TypeVar("B", bound="Body")
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
+Limit = Annotated[int, Meta(ge=1, le=1 << 31)]
 TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
@@ -53,7 +54,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
-    max_tokens: Tokens | None = None
+    max_tokens: Limit | None = None
     min_tokens: Tokens | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
@@ -132,7 +133,7 @@ class Chat(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None

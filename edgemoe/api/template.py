@@ -35,7 +35,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         text = "".join(sources.values())
         self.thinks = "<think>" in text
-        self.calls_tools = "<tool_call>" in text
+        self.takes_tools = "tools" in text
 
     @classmethod
     def load(cls, directory: Path, tokenizer_config: Json) -> ChatTemplate | None:
@@ -49,13 +49,13 @@ class ChatTemplate:
         tools: Sequence[Json] | None = None,
         *,
         add_generation_prompt: bool = True,
-        **extra: Any,
+        extra: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. Raises InvalidRequest with the template's own words where it refuses the messages."""
         template = (tools and self._templates.get("tool_use")) or self._templates["default"]
-        variables = {**self._tokens, **extra, "messages": messages, "tools": tools or None}
+        variables = {**self._tokens, **(extra or {}), "messages": messages, "tools": tools or None}
         try:
-            return template.render(variables, add_generation_prompt=add_generation_prompt)
+            return template.render({**variables, "add_generation_prompt": add_generation_prompt})
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"

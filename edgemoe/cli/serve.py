@@ -28,8 +28,7 @@ def serve(args: argparse.Namespace) -> int:
     loaded = _loaded(args)
     configure(loaded.settings.log, journal="JOURNAL_STREAM" in os.environ)
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
-    daemon.run(with_store(loaded.settings))
-    return 0
+    return daemon.run(with_store(loaded.settings))
 
 
 def pack(args: argparse.Namespace) -> int:

@@ -1,0 +1,69 @@
+"""Server-sent events, and the parts that several endpoints write the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+import edgemoe
+from edgemoe.api.choice import Delta
+from edgemoe.api.detokenize import Vocabulary
+from edgemoe.api.parse import ToolCall
+from edgemoe.errors import RequestError
+from edgemoe.types import Emission, Json
+
+DONE = b"data: [DONE]\n\n"
+FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
+_encode = msgspec.json.Encoder().encode
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One server-sent event with `value` as JSON."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"".join((head, b"data: ", _encode(value), b"\n\n"))
+
+
+def error_body(error: RequestError) -> Json:
+    """OpenAI's error object."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def call_body(call: ToolCall) -> Json:
+    """OpenAI's tool call object."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def chat_logprobs(delta: Delta, vocabulary: Vocabulary) -> Json | None:
+    """The `logprobs` of a chat choice; None where there are none."""
+    if not delta.logprobs:
+        return None
+    return {"content": [_logprob(emission, vocabulary) for emission in delta.logprobs], "refusal": None}
+
+
+def _logprob(emission: Emission, vocabulary: Vocabulary) -> Json:
+    top = [_token(token, logprob, vocabulary) for token, logprob in emission.top]
+    return {**_token(emission.token or 0, emission.logprob or 0.0, vocabulary), "top_logprobs": top}
+
+
+def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
+    raw = vocabulary.bytes_of(token)
+    return {"token": raw.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+
+
+def text_logprobs(emissions: Iterable[Emission], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
+    """The `logprobs` of a completion whose next token starts at `offset`; and where the one after starts."""
+    tokens, offsets = [], []
+    emissions = list(emissions)
+    for emission in emissions:
+        tokens.append(vocabulary.text([emission.token or 0]))
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    body = {
+        "tokens": tokens,
+        "token_logprobs": [max(emission.logprob or 0.0, -9999.0) for emission in emissions],
+        "top_logprobs": [{vocabulary.text([token]): max(value, -9999.0) for token, value in e.top} for e in emissions],
+        "text_offset": offsets,
+    }
+    return body, offset

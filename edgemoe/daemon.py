@@ -1,0 +1,185 @@
+"""The front's composition root: application, request book, engine supervision, signals, the service manager.
+
+A life in order: runtime directory and its lock, sockets, tokenizer | the engine starts, HTTP serves | ready |
+SIGTERM: new requests are refused, running ones finish within `service.drain_s` | the engine stops, sockets close.
+A second signal skips the waiting. Nothing imported here imports torch or numba (a test asserts it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgemoe.api.app import Api, build
+from edgemoe.api.metrics import Metrics
+from edgemoe.api.text import TextModel
+from edgemoe.cluster.wire.ipc import FrontEnd, private_directory
+from edgemoe.config import Settings
+from edgemoe.errors import EdgemoeError
+from edgemoe.front.listen import Server, api_keys, sole_owner, tcp_socket, unix_socket
+from edgemoe.front.notify import Notifier, passed_sockets
+from edgemoe.front.supervisor import Supervisor
+from edgemoe.guard import refuse_pickle
+
+log = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-m", "edgemoe.worker")
+TICK_S = 1.0
+LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading may take this much longer
+OPEN_FILES = 65536
+
+
+def run(settings: Settings, command: Sequence[str] = WORKER) -> int:
+    """Serves the packed store at `settings.model.path` until told to stop; the exit status.
+
+    `settings` have their paths filled in. Raises ServiceError, CheckpointError where it cannot start.
+    """
+    refuse_pickle()
+    _raise_file_limit()
+    try:
+        asyncio.run(Front(settings, command).serve_with_signals())
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+    return 0
+
+
+class Front:
+    """One daemon. `serve` returns after `stop`."""
+
+    def __init__(
+        self, settings: Settings, command: Sequence[str] = WORKER, env: Mapping[str, str] = os.environ
+    ) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.supervisor: Supervisor | None = None
+        self.integrity_errors = 0
+        self._command = command
+        self._env = env
+        self._notifier = Notifier(env)
+        self._stops = 0
+        self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
+
+    def stop(self) -> None:
+        """Drains and then stops; called a second time, stops at once."""
+        self._stopped[min(self._stops, 1)].set()
+        self._stops += 1
+
+    async def serve_with_signals(self) -> None:
+        """`serve`, with SIGTERM and SIGINT as `stop`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        await self.serve()
+
+    async def serve(self) -> None:
+        """Serves until `stop`. Raises ServiceError, CheckpointError (alone or in a group)."""
+        settings = self.settings
+        runtime = private_directory(Path(settings.service.runtime_dir))
+        with contextlib.ExitStack() as held:
+            held.enter_context(sole_owner(runtime))
+            keys = api_keys(Path(settings.api.api_key_file)) if settings.api.tcp else ()
+            text = await asyncio.to_thread(TextModel, Path(settings.model.path))
+            wire = FrontEnd(runtime)
+            held.callback(wire.close)
+            self.supervisor = supervisor = Supervisor(settings, wire, self._command)
+            api = Api(settings.api, supervisor, text, self.metrics, keys)
+            held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
+            self._show_figures(supervisor)
+            sockets = self._sockets(held)
+            await self._serve(supervisor, Server(build(api), sockets))
+
+    async def _serve(self, supervisor: Supervisor, server: Server) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [
+                tasks.create_task(supervisor.listen(), name="listen"),
+                tasks.create_task(supervisor.run(), name="engine"),
+                tasks.create_task(self._heartbeat(supervisor), name="heartbeat"),
+            ]
+            tasks.create_task(server.run_until_told(), name="http")
+            await self._stopped[0].wait()
+            log.info("stopping", extra={"live": len(supervisor.book), "drain_s": self.settings.service.drain_s})
+            self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
+            await _either(supervisor.drain(self.settings.service.drain_s), self._stopped[1].wait())
+            server.should_exit = True
+            server.force_exit = self._stopped[1].is_set()
+            for helper in helpers:
+                helper.cancel()
+        log.info("stopped")
+
+    async def _heartbeat(self, supervisor: Supervisor) -> None:
+        """Keeps the service manager informed: alive, ready, and what is going on."""
+        told_ready, told = False, ""
+        while True:
+            fields = {"WATCHDOG": "1"}
+            if supervisor.state == "ready" and not told_ready:
+                told_ready, fields["READY"] = True, "1"
+            elif not told_ready:
+                fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
+            if (status := f"{supervisor.state}, {len(supervisor.book)} requests") != told:
+                told = fields["STATUS"] = status
+            self._notifier.tell(**fields)
+            self._check(supervisor)
+            await asyncio.sleep(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S))
+
+    def _check(self, supervisor: Supervisor) -> None:
+        try:
+            supervisor.check_integrity()
+        except AssertionError as error:
+            self.integrity_errors += 1
+            log.error("the front contradicts itself", extra={"error": str(error)})
+
+    def _sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:
+        """The service manager's listening sockets, or our own; and the TCP one."""
+        api = self.settings.api
+        sockets = passed_sockets(self._env)
+        if not sockets:
+            path = Path(api.socket)
+            sockets.append(unix_socket(path, api.socket_group))
+            held.callback(path.unlink, missing_ok=True)
+        if api.tcp:
+            sockets.append(tcp_socket(api.tcp))
+        for one in sockets:
+            held.callback(one.close)
+            log.info("listening", extra={"address": one.getsockname()})
+        return sockets
+
+    def _show_figures(self, supervisor: Supervisor) -> None:
+        book, gauge = supervisor.book, self.metrics.gauge
+        gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(book))
+        gauge("edgemoe_engine_starts", "Engines started", lambda: supervisor.starts)
+        gauge("edgemoe_replayed_requests", "Choices submitted again after an engine's end", lambda: book.replayed)
+        gauge("edgemoe_stale_emissions", "Emissions of an attempt that is over", lambda: book.stale)
+        gauge("edgemoe_integrity_errors", "Contradictions found in the front", lambda: self.integrity_errors)
+
+
+async def _either(*waits: Coroutine[Any, Any, object]) -> None:
+    """Returns, or raises, when the first of them does; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: ours if there is one among them."""
+    leaves = [error for error in group.exceptions if not isinstance(error, BaseExceptionGroup)]
+    return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0] if leaves else group)
+
+
+def _raise_file_limit() -> None:
+    """Each client is a file, and the default soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

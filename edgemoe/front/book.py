@@ -1,0 +1,212 @@
+"""The request book: every accepted request, what it has emitted, and who waits for it. One owner, one event loop.
+
+It makes an engine's death invisible: a request's continuation is a function of the request and the tokens emitted so
+far, so `replay` submits each live one again as its next attempt, and `take` lets through only the current attempt's
+next index. So no token is delivered twice, changed or left out, whatever arrives late or from a dead incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from edgemoe.cluster.wire.messages import Cancel, Submit, ToEngine
+from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
+from edgemoe.types import Emission, Request
+
+FRUITLESS_ATTEMPTS = 3  # engines that a request may lose without a token in between
+RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
+
+
+class Ticket:
+    """The requests of one HTTP request: an async iterator over what they emit, in batches."""
+
+    def __init__(self, book: Book, deadline: float) -> None:
+        self.deadline = deadline
+        self.live: set[str] = set()
+        self._book = book
+        self._items: list[Emission] = []
+        self._error: RequestError | None = None
+        self._news = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[list[Emission]]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if items := self._items:
+                self._items = []
+                yield items
+            if self._error is not None:
+                raise self._error
+            if not self.live and not self._items:
+                return
+
+    def cancel(self, request: str) -> None:
+        """Ends one of the requests."""
+        self._book.cancel(request)
+        self._news.set()
+
+    def put(self, emission: Emission) -> None:
+        """Hands over an emission. Called by the book."""
+        self._items.append(emission)
+        self._news.set()
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the iteration with `error`, after what is already there. Called by the book."""
+        self._error = self._error or error
+        self._news.set()
+
+
+@dataclass(slots=True)
+class Live:
+    """One accepted request."""
+
+    request: Request
+    ticket: Ticket
+    accepted: float
+    emitted: list[int] = field(default_factory=list)
+    attempt: int = 0  # 0: not yet submitted
+    fruitless: int = 0  # submissions since the last token
+
+
+class Book:
+    """Accepts, replays, delivers and forgets requests. Call from one event loop."""
+
+    def __init__(self, capacity: int, send: Callable[[ToEngine], bool], now: Callable[[], float] = time.monotonic):
+        """`send` hands a message to the engine and is false where there is none to take it."""
+        self.capacity = capacity  # requests alive at once, waiting ones included
+        self.closed: RequestError | None = None  # why nothing is accepted
+        self.stale = 0  # emissions of an earlier attempt, or of none
+        self.gaps = 0  # emissions that skipped an index
+        self.replayed = 0
+        self._send = send
+        self._now = now
+        self._live: dict[str, Live] = {}
+        self._mean_s = 1.0  # a request's duration, lately
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    # --- what the application calls ---
+
+    @contextmanager
+    def open(self, requests: Sequence[Request], timeout_s: float) -> Iterator[Ticket]:
+        """Accepts the requests; what still runs when the block is left is cancelled.
+
+        Raises QueueFull, InvalidRequest (more than would ever fit), and whatever `closed` says.
+        """
+        self._check_room(len(requests))
+        now = self._now()
+        ticket = Ticket(self, now + timeout_s)
+        for request in requests:
+            self._live[request.id] = live = Live(request, ticket, now)
+            ticket.live.add(request.id)
+            self._idle.clear()
+            self._submit(live)
+        try:
+            yield ticket
+        finally:
+            for name in list(ticket.live):
+                self.cancel(name)
+
+    def cancel(self, request: str) -> None:
+        """Forgets a request, and has the engine forget it. Unknown ones are forgotten already."""
+        if (live := self._live.get(request)) is not None:
+            self._forget(live)
+            if live.attempt:
+                self._send(Cancel(request=request, attempt=live.attempt))
+
+    # --- what the supervisor calls ---
+
+    def take(self, emissions: Iterable[Emission]) -> None:
+        """Delivers what the current engine emitted."""
+        for emission in emissions:
+            live = self._live.get(emission.request)
+            if live is None or emission.attempt != live.attempt or emission.index < len(live.emitted):
+                self.stale += 1
+            elif emission.index > len(live.emitted):
+                self.gaps += 1
+                self._send(Cancel(request=emission.request, attempt=live.attempt))
+                self._submit(live)
+            else:
+                self._deliver(live, emission)
+
+    def replay(self) -> None:
+        """Submits every live request to a new engine, in the order of acceptance."""
+        for live in list(self._live.values()):
+            self.replayed += live.attempt > 0
+            self._submit(live)
+
+    def expire(self) -> None:
+        """Ends the requests whose deadline has passed."""
+        now = self._now()
+        for live in [live for live in self._live.values() if live.ticket.deadline <= now]:
+            self.cancel(live.request.id)
+            live.ticket.fail(DeadlineExceeded("the answer was not finished in time (api.request_timeout_s)"))
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every live request with `error`."""
+        for live in list(self._live.values()):
+            self.cancel(live.request.id)
+            live.ticket.fail(error)
+
+    async def empty(self) -> None:
+        """Waits until no request is alive."""
+        await self._idle.wait()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the book contradicts itself."""
+        for name, live in self._live.items():
+            assert name == live.request.id, f"{name} is filed under another's name"
+            assert name in live.ticket.live, f"{name} is not on its own ticket"
+            assert len(live.emitted) <= live.request.sampling.max_tokens, f"{name} has emitted too much"
+            assert live.fruitless <= live.attempt, f"{name} counts attempts that never were"
+            assert live.ticket.live <= self._live.keys(), f"the ticket of {name} holds forgotten requests"
+        assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
+        assert len(self._live) <= self.capacity, "more requests than there is room for"
+
+    def _check_room(self, wanted: int) -> None:
+        if self.closed is not None:
+            raise self.closed
+        if wanted > self.capacity:
+            raise InvalidRequest(f"{wanted} choices at once are more than the {self.capacity} that can ever wait")
+        if len(self._live) + wanted > self.capacity:
+            wait_s = min(60.0, max(1.0, self._mean_s * wanted / 2))
+            raise QueueFull(f"{len(self._live)} requests are waiting or running; try again", retry_after_s=wait_s)
+
+    def _submit(self, live: Live) -> None:
+        """Sends the next attempt. With no engine to take it, `replay` will."""
+        if live.fruitless >= FRUITLESS_ATTEMPTS:
+            self._forget(live)
+            reason = f"{FRUITLESS_ATTEMPTS} engines in a row ended while they worked on this request"
+            live.ticket.fail(EngineUnavailable(reason, code="engine_crashed"))
+            return
+        message = Submit(
+            request=live.request,
+            emitted=tuple(live.emitted),
+            attempt=live.attempt + 1,
+            remaining_ms=max(0.0, (live.ticket.deadline - self._now()) * 1e3),
+        )
+        if self._send(message):
+            live.attempt += 1
+            live.fruitless += 1
+
+    def _deliver(self, live: Live, emission: Emission) -> None:
+        if emission.token is not None:
+            live.emitted.append(emission.token)
+            live.fruitless = 0
+        if emission.finish:
+            self._mean_s += RATE_ALPHA * (self._now() - live.accepted - self._mean_s)
+            self._forget(live)
+        live.ticket.put(emission)
+
+    def _forget(self, live: Live) -> None:
+        del self._live[live.request.id]
+        live.ticket.live.discard(live.request.id)
+        if not self._live:
+            self._idle.set()

@@ -1,0 +1,154 @@
+"""Listening sockets, bound by us, and the HTTP server on them.
+
+uvicorn gets sockets that already listen: left to itself it makes a Unix socket 0666, takes the process's signals, and
+hides who is at the other end. Here the peer's uid (SO_PEERCRED) goes into each request's state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import grp
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edgemoe.errors import ServiceError
+
+BACKLOG = 1024
+SOCKET_MODE = 0o660
+PATH_BYTES = 107  # sun_path, less its terminator
+UCRED = struct.Struct("3i")  # pid, uid, gid
+
+
+def unix_socket(path: Path, group: str = "") -> socket.socket:
+    """A listening socket at `path`, 0660, for `group` if one is named.
+
+    A socket file that nobody listens on is replaced. Raises ServiceError where one is in use, or is no socket.
+    """
+    if len(os.fsencode(path)) > PATH_BYTES:
+        raise ServiceError(f"{path}: too long for a socket ({PATH_BYTES} bytes); set api.socket to a shorter path")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    _clear(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o777 & ~SOCKET_MODE)
+    try:
+        listener.bind(str(path))
+        if group:
+            os.chown(path, -1, _group_id(group))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ServiceError(f"{path}: cannot listen here: {error.strerror}") from error
+    finally:
+        os.umask(mask)
+    return listener
+
+
+def tcp_socket(address: str) -> socket.socket:
+    """A listening socket at HOST:PORT. Raises ServiceError."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=BACKLOG)
+    except (OSError, ValueError) as error:
+        raise ServiceError(f"api.tcp: cannot listen on {address}: {error}") from error
+
+
+def api_keys(file: Path) -> tuple[bytes, ...]:
+    """The keys in `file`, one a line, # comments left out. Raises ServiceError where it is unfit to hold any."""
+    try:
+        mode = file.stat().st_mode
+        lines = [line.strip() for line in file.read_bytes().splitlines()]
+    except OSError as error:
+        raise ServiceError(f"api.api_key_file {file}: {error.strerror}") from error
+    keys = tuple(line for line in lines if line and not line.startswith(b"#"))
+    if mode & stat.S_IRWXO:
+        raise ServiceError(f"api.api_key_file {file}: everybody may read it; chmod it to 0600 or 0640")
+    if not keys or min(map(len, keys)) < 16:
+        raise ServiceError(f"api.api_key_file {file}: needs a key of at least 16 characters on each line")
+    return keys
+
+
+@contextlib.contextmanager
+def sole_owner(directory: Path) -> Iterator[None]:
+    """Holds the lock of a runtime directory. Raises ServiceError where another daemon does."""
+    with (directory / "lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ServiceError(f"{directory}: another daemon runs here; set service.runtime_dir") from None
+        yield
+
+
+def _clear(path: Path) -> None:
+    """Removes a socket file that nobody listens on."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ServiceError(f"{path}: is no socket, so it is left alone; set api.socket to another path")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            probe.connect(str(path))
+    except FileNotFoundError:
+        return
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ServiceError(f"{path}: cannot tell whether it is in use: {error}") from error
+    else:
+        raise ServiceError(f"{path}: another daemon listens here; stop it, or set api.socket to another path")
+
+
+def _group_id(name: str) -> int:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ServiceError(f"api.socket_group: there is no group {name!r} on this system") from None
+
+
+class PeerProtocol(H11Protocol):
+    """HTTP/1.1 that tells the application who has connected: `peer_uid` on a Unix socket, None by TCP."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        peer = transport.get_extra_info("socket")
+        uid = None
+        if peer.family == socket.AF_UNIX:
+            _, uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
+        self.app_state = {**self.app_state, "peer_uid": uid}
+
+
+class Server(uvicorn.Server):
+    """uvicorn on sockets of ours, with signals left to us."""
+
+    def __init__(self, app: ASGIApp, sockets: list[socket.socket]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=PeerProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self._sockets = sockets
+
+    async def run_until_told(self) -> None:
+        """Serves until `should_exit` is set, then closes the sockets and what is idle."""
+        await self.serve(self._sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone."""
+        yield

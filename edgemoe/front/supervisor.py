@@ -1,0 +1,215 @@
+"""Keeps an engine running, and the book's requests on it.
+
+    loading --Ready--> ready --death or hang--> loading (again, after a back-off; live requests are replayed)
+                         any --too many deaths--> failed: clients get typed errors, and another start is tried once
+                                                  the window of counted deaths has moved on; a success makes it ready
+                         any --drain--> draining: nothing new is accepted, an engine that dies is still replaced
+
+An engine that has never been ready and cannot be (a Failed that calls itself fatal, or too many deaths) ends the
+daemon with a ServiceError: nobody has been served yet, and the one who started it is there to read why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+
+from edgemoe.api.backend import State
+from edgemoe.cluster.wire.ipc import FrontEnd
+from edgemoe.cluster.wire.messages import Drain, Emissions, Ready, Stop, ToEngine
+from edgemoe.config import Settings
+from edgemoe.errors import EngineUnavailable, ServiceError, WireError
+from edgemoe.front.book import Book, Ticket
+from edgemoe.front.engine import STOP_S, Engine
+from edgemoe.types import ModelInfo, Request
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
+LONGEST_DELAY_S = 15.0
+
+
+class Supervisor:
+    """Runs engines one after the other. The api's Backend."""
+
+    def __init__(self, settings: Settings, wire: FrontEnd, command: Sequence[str]) -> None:
+        self.settings = settings
+        self.book = Book(settings.engine.max_sequences + settings.engine.max_queue, self._send)
+        self.state: State = "loading"
+        self.starts = 0
+        self.why = ""  # what ended the last engine
+        self._wire = wire
+        self._command = command
+        self._engine: Engine | None = None
+        self._deaths: deque[float] = deque()
+        self._served: tuple[ModelInfo, int] | None = None
+        self._stopping = False
+        self._changed = asyncio.Event()  # pulsed at each change of state
+
+    # --- the api's Backend ---
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The engine's metrics, as of its last Stats."""
+        return self._engine.stats.values if self._engine else {}
+
+    async def model(self) -> tuple[ModelInfo, int]:
+        """The model and the tokens that a request may span. Waits for the first engine. Raises EngineUnavailable."""
+        deadline = time.monotonic() + self.settings.api.request_timeout_s
+        while self._served is None:
+            if self.book.closed is not None:
+                raise self.book.closed
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise EngineUnavailable("the model is still loading; try again") from None
+        return self._served
+
+    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Ticket]:
+        """See Book.open."""
+        return self.book.open(requests, timeout_s)
+
+    def describe(self) -> dict[str, Any]:
+        """The body of /health."""
+        engine, served = self._engine, self._served
+        loading = engine.loading if engine and not engine.ready else None
+        return {
+            "status": self.state,
+            "model": msgspec.to_builtins(served[0]) if served else None,
+            "loading": {"phase": loading.phase, "fraction": loading.fraction} if loading else None,
+            "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
+            "requests": {"live": len(self.book), "capacity": self.book.capacity},
+        }
+
+    # --- running ---
+
+    async def run(self) -> None:
+        """Keeps an engine alive until drained, or cancelled. Raises ServiceError where none ever gets ready."""
+        while not self._stopping:
+            self.why = await self._incarnation()
+            if not self._stopping:
+                log.error("engine ended", extra={"why": self.why, "live": len(self.book)})
+                await self._pause()
+
+    async def listen(self) -> None:
+        """Acts on what engines say, for as long as it runs."""
+        async for boot_id, message in self._wire.messages():
+            engine = self._engine
+            if engine is None or boot_id != engine.boot_id:
+                continue  # an earlier incarnation's last words
+            match engine.note(message):
+                case Ready() as ready:
+                    self._on_ready(ready)
+                case Emissions(items=items):
+                    self.book.take(items)
+
+    async def drain(self, drain_s: float) -> None:
+        """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""
+        self._change("draining")
+        self.book.closed = EngineUnavailable("the server is shutting down", code="draining")
+        self._send(Drain())
+        try:
+            async with asyncio.timeout(drain_s):
+                await self.book.empty()
+        except TimeoutError:
+            log.warning("requests were cut off by the drain deadline", extra={"live": len(self.book)})
+            self.book.fail_all(self.book.closed)
+        await self._stop_engine()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where book and engine contradict each other."""
+        self.book.check_integrity()
+        assert self.state != "ready" or (self._engine is not None and self._engine.ready is not None)
+
+    async def _incarnation(self) -> str:
+        """One engine, from start to end; how it ended."""
+        self.starts += 1
+        engine = self._engine = await Engine.start(self._command, self.settings, self._wire.address)
+        log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
+        ended = asyncio.ensure_future(engine.ended())
+        try:
+            while not (await asyncio.wait([ended], timeout=TICK_S))[0]:
+                self.book.expire()
+                if why := engine.hangs():
+                    log.error("engine hangs", extra={"why": why})
+                    await engine.kill()
+                    return why
+            return ended.result()
+        finally:
+            ended.cancel()
+            await engine.kill()  # whatever it left running
+            if self.state == "ready":
+                self._change("loading")
+
+    async def _pause(self) -> None:
+        """Waits before the next start: longer each time, and for the window to move on after too many deaths."""
+        service, now = self.settings.service, time.monotonic()
+        self._deaths.append(now)
+        while self._deaths and self._deaths[0] < now - service.restart_window_s:
+            self._deaths.popleft()
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._deaths) - 1))
+        if self._said_fatal() or len(self._deaths) > service.max_restarts:
+            self._give_up()
+            delay_s = max(LONGEST_DELAY_S, self._deaths[0] + service.restart_window_s - now)
+        until = now + delay_s
+        while not self._stopping and time.monotonic() < until:
+            self.book.expire()
+            await asyncio.sleep(min(TICK_S, max(0.0, until - time.monotonic())))
+
+    def _give_up(self) -> None:
+        if self._served is None:
+            raise ServiceError(f"the engine cannot start: {self.why}")
+        error = EngineUnavailable(f"the engine keeps failing ({self.why}); see the log", code="engine_failed")
+        self.book.fail_all(error)
+        if self.state != "draining":
+            self.book.closed = error
+            self._change("failed")
+
+    def _on_ready(self, ready: Ready) -> None:
+        span = min(ready.limits.context_tokens, ready.limits.kv_tokens)
+        self._served = (ready.model, span)
+        log.info("engine ready", extra={"model": ready.model.id, "context_tokens": span, "replayed": len(self.book)})
+        if self.state != "draining":
+            self.book.closed = None
+            self._change("ready")
+        self.book.replay()
+
+    async def _stop_engine(self) -> None:
+        """Asks the engine to exit, and sees that it does."""
+        self._stopping = True
+        if (engine := self._engine) is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_S if self._send(Stop()) else 0.0):
+                await engine.process.wait()
+        except TimeoutError:
+            log.warning("engine killed: it did not stop in time")
+            await engine.kill()
+
+    def _send(self, message: ToEngine) -> bool:
+        """Hands a message to the engine; false where there is none to take it."""
+        if self._engine is None or self._engine.ready is None:
+            return False
+        try:
+            self._wire.send(self._engine.boot_id, message)
+        except WireError as error:
+            log.warning("a message did not reach the engine", extra={"error": str(error)})
+            return False
+        return True
+
+    def _said_fatal(self) -> bool:
+        return self._engine is not None and self._engine.failed is not None and self._engine.failed.fatal
+
+    def _change(self, state: State) -> None:
+        self.state = state
+        self._changed.set()
+        self._changed.clear()
