@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -31,10 +31,10 @@ def socket_of(args: argparse.Namespace) -> Path:
 class Client:
     """One connection pool to a daemon. Errors are EdgemoeErrors that say what to do."""
 
-    def __init__(self, socket: Path) -> None:
-        self._socket = socket
+    def __init__(self, path: Path) -> None:
+        self._socket = path
         self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(socket)),
+            transport=httpx.HTTPTransport(uds=str(path)),
             base_url="http://edgemoe",
             timeout=httpx.Timeout(_SILENCE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
         )
@@ -49,10 +49,11 @@ class Client:
 
     def text(self, path: str, *, accept_unavailable: bool = False) -> str:
         """The body of a GET; `accept_unavailable` takes a 503, as /health answers while loading, for an answer."""
+        self._knock()
         try:
             response = self._http.get(path)
         except httpx.HTTPError as error:
-            raise self._explained(error) from error
+            raise self._broken_off(error) from error
         if response.is_error and not (accept_unavailable and response.status_code == 503):
             raise _refusal(response)
         return response.text
@@ -60,12 +61,14 @@ class Client:
     def is_ready(self) -> bool:
         """Whether the daemon is there and takes requests."""
         try:
+            self._knock()
             return self._http.get("/health").is_success
-        except httpx.HTTPError:
+        except (ServiceError, httpx.HTTPError):
             return False
 
     def stream(self, path: str, body: Json) -> Iterator[Json]:
         """The events of a streaming POST. Leaving the iterator closes the connection, which cancels the request."""
+        self._knock()
         try:
             with self._http.stream("POST", path, json=body | {"stream": True}) as response:
                 if response.is_error:
@@ -75,20 +78,27 @@ class Client:
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield _event(line.removeprefix("data: "))
         except httpx.HTTPError as error:
-            raise self._explained(error) from error
+            raise self._broken_off(error) from error
 
-    def _explained(self, error: httpx.HTTPError) -> ServiceError:
-        if not isinstance(error, httpx.ConnectError):
-            return ServiceError(f"the daemon at {self._socket} broke off: {error or type(error).__name__}")
-        if _errno(error) in (errno.EACCES, errno.EPERM):
-            return ServiceError(
-                f"you may not use {self._socket}; join its group: sudo usermod --append --groups "
-                f"{_group(self._socket)} $USER, then log in again"
-            )
-        return ServiceError(
-            f"no daemon answers at {self._socket}; start one with `edgemoe serve` or `systemctl start edgemoe`, "
-            "or name its socket with --socket"
-        )
+    def _knock(self) -> None:
+        """Raises ServiceError, saying what to do, where nobody answers or we may not ask."""
+        with socket.socket(socket.AF_UNIX) as knocking:
+            knocking.settimeout(_CONNECT_TIMEOUT_S)
+            try:
+                knocking.connect(str(self._socket))
+            except PermissionError as error:
+                raise ServiceError(
+                    f"you may not use {self._socket}; join its group: sudo usermod --append --groups "
+                    f"{_group(self._socket)} $USER, then log in again"
+                ) from error
+            except OSError as error:
+                raise ServiceError(
+                    f"no daemon answers at {self._socket}; start one with `edgemoe serve` or `systemctl start edgemoe`, "
+                    "or name its socket with --socket"
+                ) from error
+
+    def _broken_off(self, error: httpx.HTTPError) -> ServiceError:
+        return ServiceError(f"the daemon at {self._socket} broke off: {error or type(error).__name__}")
 
 
 def _event(text: str) -> Json:
@@ -104,14 +114,6 @@ def _refusal(response: httpx.Response) -> EdgemoeError:
     except (ValueError, KeyError, TypeError):
         message = response.text.strip() or "no reason given"
     return EdgemoeError(f"{message} (HTTP {response.status_code})")
-
-
-def _errno(error: BaseException | None) -> int | None:
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return error.errno
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _group(path: Path) -> str:

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgemoe.cli import main
+from edgemoe.cli.parser import build_parser
+
+COMMANDS = ("serve", "pack", "models", "generate", "chat", "status", "config", "service")
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+
+
+def exit_code(*words: str) -> int:
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_teaches_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(command, "--help") == 0
+    shown = capsys.readouterr().out
+    assert f"edgemoe {command} " in shown.partition("xample")[2]
+
+
+def test_every_example_of_the_help_is_a_command_that_parses() -> None:
+    parser = build_parser()
+    subcommands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in subcommands.choices.items():
+        for line in (command.epilog or "").splitlines():
+            words = line.split("  edgemoe ")[-1] if line.startswith("  edgemoe ") else ""
+            words = words.split("   ")[0].split("  ")[0].partition(" | ")[0].partition(" > ")[0]
+            if words and '"' not in words:
+                assert parser.parse_args(words.split()).command == name
+
+
+def test_help_is_instant_because_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, edgemoe.cli\n"
+        "try: edgemoe.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'msgspec', 'httpx', 'rich', 'torch', 'numba'} & set(sys.modules)\n"
+        "sys.exit(','.join(heavy) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_wrong_usage_and_wrong_settings_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("serv") == 2
+    assert exit_code("status", "--nonsense") == 2
+    assert exit_code("config", "--set", "cache.polcy=lru") == 2
+    assert "did you mean 'cache.policy'?" in capsys.readouterr().err
+
+
+def test_a_daemon_that_is_not_there_is_one_clear_line_and_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("status") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("edgemoe: no daemon answers at ")
+    assert "edgemoe serve" in said
+    assert said.count("\n") == 1
+
+
+def test_config_prints_toml_that_means_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("config", "--set", "memory.ram_bytes=2GiB", "--set", "cache.prefetch=false") == 0
+    printed = capsys.readouterr().out
+    assert "ram_bytes = 2147483648" in printed
+    assert "# 2.0 GiB, --set" in printed
+    again = tmp_path / "again.toml"
+    again.write_text(printed)
+    assert exit_code("config", "--config", str(again), "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows["memory.ram_bytes"]["value"] == 2 << 30
+    assert rows["cache.prefetch"]["value"] is False
+    assert rows["cache.prefetch"]["origin"].startswith(f"{again}:")
+
+
+def test_config_can_leave_the_defaults_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("config", "--changed", "--set", "engine.threads=2") == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["[engine]", "threads"]
+
+
+def test_service_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("service", "install", "--dry-run", "--root", str(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "would write" in said
+    assert "usermod --append --groups edgemoe" in said
+
+
+def test_removing_a_store_needs_a_yes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("models", "remove") == 2
+    assert exit_code("models", "remove", "nothing") == 1
+    assert "no store of the name 'nothing'" in capsys.readouterr().err
