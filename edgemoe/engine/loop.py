@@ -243,12 +243,6 @@ class StepLoop:
             return "length"
         return ""
 
-    # --- questions, from any thread
-
-    def gauges(self) -> dict[str, float]:
-        """Waiting, running."""
-        return {"waiting": len(self._scheduler.waiting), "running": len(self._scheduler.running)}
-
     def check_integrity(self) -> None:
         """Asserts that every request is where it should be, and that nothing of any other is left. Between steps."""
         self._scheduler.check_integrity()

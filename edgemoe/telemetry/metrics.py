@@ -19,11 +19,15 @@ TIER_BYTES = "edgemoe_tier_bytes"  # {tier}: size of the arena
 KV_BLOCKS = "edgemoe_kv_blocks"  # blocks of keys and values in all
 KV_BLOCKS_REFERENCED = "edgemoe_kv_blocks_referenced"  # held by requests; the prefix cache's spare ones not counted
 PREFIX_HIT_TOKENS = "edgemoe_prefix_hit_tokens_total"  # prompt tokens that the prefix cache supplied
+PREFIX_MISS_TOKENS = "edgemoe_prefix_miss_tokens_total"  # prompt tokens that it did not
 REQUESTS_RUNNING = "edgemoe_requests_running"
 QUEUE_DEPTH = "edgemoe_queue_depth"  # waiting requests
 PREEMPTIONS = "edgemoe_preemptions_total"  # {way}: park | recompute
-STEPS = "edgemoe_steps_total"
-STEP_SECONDS = "edgemoe_step_seconds_total"
+REQUESTS_FINISHED = "edgemoe_requests_finished_total"  # {reason}: stop | length | error | cancelled
+STEPS = "edgemoe_steps_total"  # {phase}: prefill, where a prompt is in the step, or decode
+STEP_SECONDS = "edgemoe_step_seconds_total"  # {phase}
+STEP_TOKENS = "edgemoe_step_tokens_total"  # {phase}: tokens computed
+ACTIVE_EXPERTS = "edgemoe_active_experts_total"  # {phase}: distinct experts of a step, summed over its layers
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 
