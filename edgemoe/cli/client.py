@@ -93,8 +93,8 @@ class Client:
                 ) from error
             except OSError as error:
                 raise ServiceError(
-                    f"no daemon answers at {self._socket}; start one with `edgemoe serve` or `systemctl start edgemoe`, "
-                    "or name its socket with --socket"
+                    f"no daemon answers at {self._socket}; start one with `edgemoe serve` or "
+                    "`systemctl start edgemoe`, or name its socket with --socket"
                 ) from error
 
     def _broken_off(self, error: httpx.HTTPError) -> ServiceError:
