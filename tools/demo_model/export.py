@@ -95,6 +95,7 @@ def write(network: Network, tokenizer: Tokenizer, directory: Path, report: dict[
     """The checkpoint into `directory`, and training.json beside it."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(network.to_checkpoint(), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     tokens.save(tokenizer, directory, network.shape.context_tokens)
     generation = {
         "do_sample": True, "temperature": 0.3, "top_p": 0.9, "top_k": 20,

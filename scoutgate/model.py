@@ -1,0 +1,151 @@
+"""ScoutGate scores every expert of every layer from the last m tokens, before the token's first layer runs.
+
+Source: two-tier-cache 4.2, steps 1-6, with m = 8 and d_proj = 128. What is written differently and why:
+
+* One forward scores all layers. W_h [z_ctx | z_l] is split into W_ctx z_ctx, computed once, and W_l z_l, which does
+  not depend on the tokens.
+* The same step-5 head may serve further horizons (1: the token after): each horizon has layers and experts of its own
+  in the tables, so that "layer" below means a pair of horizon and layer, V of them.
+* Variant "context" has inputs that the source leaves out: the experts of the previous token (k-hot, per layer) and,
+  where it is recorded, the last hidden state of the previous token; and a gated hidden layer before the head.
+  `evaluate` says whether they earn their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WINDOW = 8  # m
+NO_TOKEN = -1  # before the request's first token
+VARIANTS = ("source", "context")
+
+
+@dataclass(frozen=True)
+class ScoutShape:
+    experts: tuple[int, ...]  # E_l of each layer
+    top_k: int
+    embedding: int  # d_emb, of the main model
+    hidden: int = 0  # width of the hidden state given to variant "context"; 0: none
+    horizons: int = 2  # 1: this token; 2: also the next
+    variant: str = "source"
+    window: int = WINDOW
+    projection: int = 128  # d_proj
+    layer_width: int = 32  # d_l
+    expert_width: int = 64  # d_e
+    rank: int = 64  # d'
+    trunk: int = 256  # hidden layer of variant "context"
+
+    @property
+    def layers(self) -> int:
+        return len(self.experts)
+
+    @property
+    def total(self) -> int:
+        """Experts of all layers."""
+        return sum(self.experts)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "experts": list(self.experts)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ScoutShape:
+        """Raises ValueError where a field is missing, unknown or out of range."""
+        try:
+            shape = cls(**{**values, "experts": tuple(values["experts"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not the shape of a ScoutGate: {error}") from error
+        sizes = [v for v in asdict(shape).values() if isinstance(v, int)] + list(shape.experts)
+        if not all(isinstance(v, int) and 0 <= v <= 1 << 20 for v in sizes) or shape.variant not in VARIANTS:
+            raise ValueError("not the shape of a ScoutGate: a size or the variant is out of range")
+        return shape
+
+
+class ScoutGate(nn.Module):
+    def __init__(self, shape: ScoutShape) -> None:
+        super().__init__()
+        s = self.shape = shape
+        self.projection = nn.Linear(s.embedding, s.projection)  # step 3
+        self.norm = nn.LayerNorm(s.projection)
+        self.absent = nn.Parameter(torch.zeros(s.projection))  # stands for a token before the first
+        self.layer_embedding = nn.Embedding(s.horizons * s.layers, s.layer_width)  # step 4
+        width = s.window * s.projection
+        if s.variant == "context":
+            self.previous = nn.Embedding(s.total + 1, s.projection, padding_idx=s.total)
+            self.previous_norm = nn.LayerNorm(s.projection)
+            width += s.projection
+            if s.hidden:
+                self.state = nn.Sequential(nn.Linear(s.hidden, s.projection), nn.LayerNorm(s.projection))
+                width += s.projection
+            self.trunk = nn.Linear(width, 2 * s.trunk)
+            width += s.trunk
+        self.context = nn.Linear(width, s.rank, bias=False)  # W_h, its part for z_ctx
+        self.layer = nn.Linear(s.layer_width, s.rank, bias=False)  # W_h, its part for z_l
+        self.expert_embedding = nn.Embedding(s.horizons * s.total, s.expert_width)  # step 5: v_{e,l}
+        self.expert = nn.Linear(s.expert_width, s.rank, bias=False)  # W_e
+        self.bias = nn.Parameter(torch.zeros(s.horizons * s.total))  # b_{e,l}
+        sizes = torch.tensor(s.experts * s.horizons)
+        self.register_buffer("layer_of", torch.arange(len(sizes)).repeat_interleave(sizes), persistent=False)
+        self.layer_of: Tensor
+        self._start()
+
+    def _start(self) -> None:
+        start = torch.cat([torch.full((e,), self.shape.top_k / e) for e in self.shape.experts])
+        with torch.no_grad():
+            self.bias.copy_(start.clamp(1e-4, 1 - 1e-4).logit().repeat(self.shape.horizons))
+        for table in (self.layer_embedding, self.expert_embedding):
+            nn.init.normal_(table.weight, std=table.embedding_dim**-0.5)
+
+    def project(self, embeddings: Tensor) -> Tensor:
+        """Step 3 for any tokens: [..., d_emb] -> [..., d_proj]. A server keeps it for the whole vocabulary."""
+        projected: Tensor = self.norm(self.projection(embeddings))
+        return projected
+
+    def forward(
+        self, projected: Tensor, present: Tensor, previous: Tensor | None = None, state: Tensor | None = None
+    ) -> Tensor:
+        """Scores s_{e,l} (logits) of every expert, [B, horizons * sum E_l], layer after layer.
+
+        `projected` [B, m, d_proj] are the window's tokens after step 3, oldest first; `present` [B, m] is false where
+        the request had not begun. Variant "context" also takes `previous` [B, L * k], the previous token's experts
+        counted through all layers (`total` where there was none), and `state` [B, hidden].
+        """
+        return self.score(self.summary(projected, present, previous, state))
+
+    def summary(self, projected: Tensor, present: Tensor, previous: Tensor | None, state: Tensor | None) -> Tensor:
+        """W_h's part for the tokens, [B, rank]."""
+        z = torch.where(present[..., None], projected, self.absent).flatten(1)  # step 4, z_ctx
+        if self.shape.variant == "context":
+            z = self._more(z, previous, state)
+        out: Tensor = self.context(z)
+        return out
+
+    def _more(self, z: Tensor, previous: Tensor | None, state: Tensor | None) -> Tensor:
+        if previous is None:
+            previous = z.new_full((z.shape[0], 1), self.shape.total, dtype=torch.long)
+        parts = [z, self.previous_norm(self.previous(previous).sum(1))]
+        if self.shape.hidden:
+            if state is None:
+                state = z.new_zeros(z.shape[0], self.shape.hidden)
+            parts.append(self.state(state))
+        joined = torch.cat(parts, -1)
+        gate, up = self.trunk(joined).chunk(2, -1)
+        return torch.cat([joined, nn.functional.silu(gate) * up], -1)
+
+    def score(self, summary: Tensor) -> Tensor:
+        """Step 5: both towers' product, [B, horizons * sum E_l]."""
+        towers = self.expert(self.expert_embedding.weight)  # W_e v_{e,l}, [V E, rank]
+        layers = self.layer(self.layer_embedding.weight)  # W_l z_l, [V, rank]
+        own = (towers * layers[self.layer_of]).sum(-1) + self.bias
+        return summary @ towers.T + own
+
+
+def cardinality(logits: Tensor, shape: ScoutShape) -> Tensor:
+    """How far the expected number of chosen experts is from k: mean over layers of ((sum_e p - k) / k)^2."""
+    p = logits.sigmoid()
+    sums = torch.stack([part.sum(-1) for part in p.split(list(shape.experts) * shape.horizons, -1)], -1)
+    return ((sums / shape.top_k - 1) ** 2).mean()

@@ -1,0 +1,112 @@
+"""Training ScoutGate with Lightning: the loss, the schedule, and keeping the best weights as safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from scoutgate.data import Inputs, k_hot
+from scoutgate.model import ScoutGate, ScoutShape, cardinality
+
+
+@dataclass(frozen=True)
+class Recipe:
+    lr: float = 2e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 100
+    cardinality: float = 0.05  # weight of the regulariser
+    drop_tokens: float = 0.05  # window tokens hidden at random while training, so that no one token is all
+
+
+class ScoutModule(L.LightningModule):
+    def __init__(self, shape: ScoutShape, recipe: Recipe, embedding: Tensor, max_steps: int, max_s: float) -> None:
+        """`embedding` [V, d_emb] is the main model's, frozen. The rate falls to zero over steps or seconds."""
+        super().__init__()
+        self.gate, self.recipe = ScoutGate(shape), recipe
+        self.register_buffer("embedding", embedding.float(), persistent=False)
+        self.embedding: Tensor
+        self.max_steps, self.max_s = max_steps, max_s
+        self._began = time.monotonic()
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        """Logits [B, horizons, sum E_l]."""
+        present = inputs.tokens >= 0
+        projected = self.gate.project(self.embedding[inputs.tokens.clamp_min(0)])
+        if self.training and self.recipe.drop_tokens:
+            kept = torch.rand_like(present[:, :-1], dtype=torch.float32) >= self.recipe.drop_tokens
+            present = torch.cat([present[:, :-1] & kept, present[:, -1:]], 1)
+        logits: Tensor = self.gate(projected, present, inputs.previous, inputs.state)
+        return logits.view(len(inputs.tokens), self.gate.shape.horizons, -1)
+
+    def losses(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Binary cross entropy per expert (nats), and the cardinality term."""
+        shape, logits = self.gate.shape, self(inputs)
+        each = torch.nn.functional.binary_cross_entropy_with_logits(logits, k_hot(inputs, shape), reduction="none")
+        known = inputs.known.float()
+        entropy = (each.mean(-1) * known).sum() / known.sum().clamp_min(1)
+        return entropy, cardinality(logits.flatten(1), shape)
+
+    def training_step(self, inputs: Inputs, _: int) -> Tensor:
+        entropy, spread = self.losses(inputs)
+        scale = self.gate.shape.total / (self.gate.shape.layers * self.gate.shape.top_k)  # per chosen expert
+        loss = entropy * scale + self.recipe.cardinality * spread
+        self.log_dict({"train_log_loss": entropy, "train_cardinality": spread}, prog_bar=True)
+        return loss
+
+    def validation_step(self, inputs: Inputs, _: int) -> None:
+        entropy, spread = self.losses(inputs)
+        self.log_dict({"log_loss": entropy, "cardinality": spread}, prog_bar=True, batch_size=len(inputs.tokens))
+
+    def on_fit_start(self) -> None:
+        self._began = time.monotonic()
+
+    def progress(self) -> float:
+        """Share of the run that is over, by steps or by time, whichever is further."""
+        by_time = (time.monotonic() - self._began) / self.max_s if self.max_s else 0.0
+        return min(1.0, max(self.global_step / max(self.max_steps, 1), by_time))
+
+    def configure_optimizers(self) -> dict[str, object]:
+        matrices = [p for p in self.gate.parameters() if p.dim() > 1]
+        rest = [p for p in self.gate.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.recipe.lr, betas=(0.9, 0.98))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _rate(self, step: int) -> float:
+        warm = min(1.0, (step + 1) / self.recipe.warmup_steps)
+        return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress())))
+
+
+class KeepBest(L.Callback):
+    """Writes the weights of the best validation so far as safetensors, which is all that export and evaluate read."""
+
+    def __init__(self, directory: Path, describe: Callable[[], dict[str, object]]) -> None:
+        self.directory, self.describe, self.best = directory, describe, math.inf
+
+    def state_dict(self) -> dict[str, float]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.best = state["best"]
+
+    def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(module, ScoutModule)
+        loss = float(trainer.callback_metrics["log_loss"])
+        if trainer.sanity_checking or loss >= self.best:
+            return
+        self.best = loss
+        weights = {name: value.detach().cpu().contiguous() for name, value in module.gate.state_dict().items()}
+        save_file(weights, self.directory / "best.tmp")
+        (self.directory / "best.tmp").replace(self.directory / "best.safetensors")
+        record = {"shape": module.gate.shape.as_dict(), "step": trainer.global_step, "log_loss": loss}
+        (self.directory / "best.json").write_text(json.dumps({**record, **self.describe()}, indent=1) + "\n")

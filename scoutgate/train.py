@@ -1,0 +1,112 @@
+"""Trains ScoutGate: `python -m scoutgate.train --data DIR --model DIR --out DIR [--max-minutes N]`.
+
+The folder `--out` holds Lightning's checkpoints (for resuming only), CSV logs, and `best.safetensors` + `best.json`,
+which `scoutgate.evaluate` and `scoutgate.export` read. A killed run goes on where its last short epoch ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from scoutgate.data import Batches, Recording
+from scoutgate.embedding import embedding_for
+from scoutgate.model import VARIANTS, ScoutShape
+from scoutgate.module import KeepBest, Recipe, ScoutModule
+
+EPOCH_BATCHES = 200  # a short epoch: this many batches, then a validation and a checkpoint
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scoutgate.train", description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="data set (see scoutgate.convert)")
+    parser.add_argument("--model", type=Path, help="checkpoint or store of the recorded model, for its embedding")
+    parser.add_argument("--out", type=Path, required=True, help="training folder; made, or continued")
+    parser.add_argument("--variant", choices=VARIANTS, default="source")
+    parser.add_argument("--passes", type=float, default=12.0, help="passes over the training split, at most")
+    parser.add_argument("--max-minutes", type=float, default=15.0)
+    parser.add_argument("--batch", type=int, default=512, help="tokens per step")
+    parser.add_argument("--lr", type=float, default=Recipe.lr)
+    parser.add_argument("--patience", type=int, default=6, help="short epochs without improvement before stopping")
+    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto")
+    parser.add_argument("--precision", choices=("32", "bf16"), default="32")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch decides")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-progress", action="store_true")
+    return parser.parse_args(argv)
+
+
+def loaders(recording: Recording, shape: ScoutShape, options: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
+    """Training batches in an order that changes every short epoch, and the validation split in order."""
+    most = EPOCH_BATCHES * options.batch
+    train = Batches(recording, "train", shape, options.batch, options.seed, most)
+    validation = Batches(recording, "validation", shape, 2048, None, most)
+    if not len(train) or not len(validation):
+        raise SystemExit(f"{options.data} has too few requests to split; record more")
+    return DataLoader(train, batch_size=None), DataLoader(validation, batch_size=None)
+
+
+def trainer_for(options: argparse.Namespace, max_epochs: int, keep: KeepBest) -> L.Trainer:
+    checkpoints = ModelCheckpoint(options.out, filename="epoch-{epoch}", save_last=True, save_top_k=0)
+    callbacks: list[L.Callback] = [
+        checkpoints,
+        keep,
+        EarlyStopping("log_loss", patience=options.patience, min_delta=1e-5),
+    ]
+    if not options.no_progress:
+        callbacks.append(TQDMProgressBar(refresh_rate=20))
+    return L.Trainer(
+        accelerator={"cuda": "gpu"}.get(options.device, options.device),
+        devices=1,
+        precision="bf16-mixed" if options.precision == "bf16" else "32-true",
+        max_epochs=max_epochs,
+        max_time=timedelta(minutes=options.max_minutes),
+        callbacks=callbacks,
+        logger=CSVLogger(options.out, name="", version="log"),
+        gradient_clip_val=1.0,
+        enable_progress_bar=not options.no_progress,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+
+
+def train(options: argparse.Namespace) -> Path:
+    """Runs or continues a training; returns the folder with the best weights."""
+    L.seed_everything(options.seed, verbose=False)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    recording = Recording(options.data)
+    embedding = embedding_for(recording, options.model)
+    meta = recording.meta
+    hidden = meta.hidden if options.variant == "context" else 0
+    shape = ScoutShape(meta.experts, meta.top_k, embedding.shape[1], hidden, variant=options.variant)
+    options.out.mkdir(parents=True, exist_ok=True)
+    training, validation = loaders(recording, shape, options)
+    steps = int(options.passes * -(-len(recording.positions("train")) // options.batch))
+    module = ScoutModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
+    described = {"meta": asdict(meta), "recipe": asdict(module.recipe), "seed": options.seed, "data": str(options.data)}
+    trainer = trainer_for(options, -(-steps // len(training.dataset)), KeepBest(options.out, lambda: described))
+    last = options.out / "last.ckpt"
+    trainer.fit(module, training, validation, ckpt_path=str(last) if last.exists() else None)
+    return Path(options.out)
+
+
+def main() -> None:
+    options = arguments()
+    try:
+        folder = train(options)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    print(f"best weights: {folder / 'best.safetensors'}; next: python -m scoutgate.evaluate --run {folder}")
+
+
+if __name__ == "__main__":
+    main()
