@@ -1,0 +1,88 @@
+"""Resolving the experts of a layer, against trying everything."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from edgemoe.policy.resolve import Ways, finish_s, resolve
+
+
+def exhaustive(ways: Ways) -> float:
+    """The least finish time of all assignments."""
+    n, w = ways.alone.shape
+    choice = np.array(list(product(range(w), repeat=n)))  # [w ** n, n]
+    load = ways.load[np.arange(n), choice]  # [w ** n, n, c]
+    busy = load.sum(axis=1) + (load > 0).any(axis=1) * ways.opening
+    alone = ways.alone[np.arange(n), choice]
+    return float(np.maximum(busy.max(axis=1), alone.max(axis=1)).min())
+
+
+def random_ways(seed: int) -> Ways:
+    """GPU, PCIe then GPU, CPU, two peers, disk then CPU; some ways are not to be had."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 6))
+    tokens = rng.integers(1, 20, n)
+    gpu, pcie, cpu, disk, near, far = range(6)
+    load = np.zeros((n, 6, 6))
+    move, read = rng.uniform(0.5, 3), rng.uniform(2, 9)
+    load[:, 0, gpu] = load[:, 1, gpu] = 0.05 + 0.002 * tokens
+    load[:, 1, pcie] = move
+    load[:, 2, cpu] = load[:, 5, cpu] = 0.3 + 0.1 * tokens
+    load[:, 3, near] = rng.uniform(0.2, 1) + 0.05 * tokens
+    load[:, 4, far] = rng.uniform(0.2, 3) + 0.1 * tokens
+    load[:, 5, disk] = read
+    opening = rng.uniform(0, 1.5, 6) * (np.arange(6) >= near)
+    alone = load.sum(axis=2) + (load > 0) @ opening
+    missing = rng.random((n, 6)) < 0.35
+    missing[:, 5] = False
+    alone[missing] = np.inf
+    return Ways(load, alone, opening)
+
+
+def test_the_least_finish_time_is_found_or_nearly() -> None:
+    ratios = []
+    for seed in range(300):
+        ways = random_ways(seed)
+        found = resolve(ways)
+        assert found.finish_s == pytest.approx(finish_s(ways, found.way))
+        ratios.append(found.finish_s / exhaustive(ways))
+    assert min(ratios) >= 1 - 1e-9
+    assert max(ratios) < 1.05
+    assert np.mean(np.array(ratios) < 1 + 1e-9) > 0.97
+
+
+def test_work_is_spread_over_channels_although_one_is_cheaper_for_each() -> None:
+    """Minimising the sum would send all of it to the first channel."""
+    load = np.zeros((6, 2, 2))
+    load[:, 0, 0], load[:, 1, 1] = 1.0, 1.5
+    found = resolve(Ways(load, load.sum(axis=2), np.zeros(2)))
+    assert found.finish_s == pytest.approx(4.0)
+    assert sorted(np.bincount(found.way).tolist()) == [2, 4]
+
+
+def test_a_peer_that_got_slow_loses_its_work() -> None:
+    load = np.zeros((4, 2, 2))
+    load[:, 0, 0], load[:, 1, 1] = 1.0, 1.0
+    even = resolve(Ways(load, load.sum(axis=2), np.zeros(2)))
+    load[:, 1, 1] = 50.0
+    slow = resolve(Ways(load, load.sum(axis=2), np.zeros(2)))
+    assert np.count_nonzero(even.way == 1) == 2
+    assert np.count_nonzero(slow.way == 1) == 0
+
+
+def test_a_rendezvous_that_does_not_pay_is_not_opened() -> None:
+    load = np.zeros((3, 2, 2))
+    load[:, 0, 0], load[:, 1, 1] = 1.0, 0.1
+    alone = load.sum(axis=2) + np.array([0.0, 5.0])
+    assert resolve(Ways(load, alone, np.array([0.0, 5.0]))).way.tolist() == [0, 0, 0]
+
+
+def test_an_expert_that_is_nowhere_is_named() -> None:
+    load = np.ones((3, 1, 1))
+    alone = np.ones((3, 1))
+    alone[1] = np.inf
+    with pytest.raises(ValueError, match="row 1"):
+        resolve(Ways(load, alone, np.zeros(1)))
