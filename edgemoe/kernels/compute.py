@@ -1,0 +1,136 @@
+"""The door to the kernels: one object per engine, with its threads, compiled functions and scratch memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.kernels import attention, experts
+from edgemoe.kernels.attention import ATTENTION, make_attention
+from edgemoe.kernels.experts import EXPERTS, make_experts
+from edgemoe.kernels.layer import make_layer
+from edgemoe.kernels.linear import LINEAR, make_linear
+from edgemoe.kernels.pool import Pool
+from edgemoe.kernels.vector import make_pack_all
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+MAX_TOKENS = 64  # tokens of one call; more belong to torch's products
+
+
+class Paged(NamedTuple):
+    """Where one layer's keys and values lie; addresses and strides in bytes."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    keys: int  # of block 0, KV head 0
+    values: int
+    block_stride: int
+    head_stride: int
+
+
+class Kernels:
+    """Compiled for one weight type; `threads` includes the caller's. Compiling takes a second or two.
+
+    Not for several threads at once: the scratch memory is shared. Close it, or let it be collected.
+    """
+
+    def __init__(self, threads: int, bf16: bool) -> None:
+        self.bf16 = bf16
+        self.pool = Pool(threads)
+        self.close = self.pool.close
+        self._layer, self._head, self._keep_layer = make_layer(bf16)
+        self._experts, self._keep_experts = make_experts(bf16)
+        self._linear, self._keep_linear = make_linear(bf16)
+        self._attention, self._keep_attention = make_attention(bf16)
+        self._pack = make_pack_all(bf16)
+        self._scratch: dict[str, npt.NDArray[Any]] = {}
+        self._iota = np.arange(MAX_TOKENS * 64, dtype=np.int64)
+        self.iota = self._iota.ctypes.data
+        self._job, self._linear_job = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
+        self._attention_job = np.zeros(1, ATTENTION)
+        self._expert_sizes = (0, 0, 0, 0)
+
+    def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
+        """Address of a 64-byte aligned array of at least `count` elements, kept until a larger one is asked for."""
+        size = count * np.dtype(dtype).itemsize + 64
+        if name not in self._scratch or self._scratch[name].nbytes < size:
+            self._scratch[name] = np.zeros(size, np.uint8)
+        return (self._scratch[name].ctypes.data + 63) & ~63
+
+    def experts(
+        self,
+        slab: int,
+        stride_bytes: int,
+        slots: IntArray,
+        offsets: IntArray,
+        index: IntArray,
+        weights: FloatArray,
+        x: int,
+        x_bf16: bool,
+        out: int,
+        tokens: int,
+        hidden: int,
+        width: int,
+    ) -> None:
+        """Adds the weighted outputs of some experts to `out` [tokens, hidden] float32.
+
+        `slab` is the address of slot 0, a slot holds gate and up [2 x width, hidden] and down [hidden, width].
+        Slot `slots[i]` serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x`
+        [tokens, hidden] with routing weight `weights[p]`.
+        """
+        job = self._job
+        sizes = (hidden, width, tokens, len(index))
+        if sizes != self._expert_sizes:
+            for name, count in experts.scratch_floats(*sizes).items():
+                job[name] = self.scratch(name, count)
+            self._expert_sizes = sizes
+            job["hidden"], job["width"], job["tokens"], job["iota"] = hidden, width, tokens, self.iota
+        job["slab"], job["stride"], job["x"], job["x_bf16"], job["out"] = slab, stride_bytes, x, x_bf16, out
+        self._experts(self.pool.control, job.ctypes.data, slots, offsets, index, weights)
+
+    def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
+        """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
+        packed = self.scratch("linear.x", tokens * n)
+        self._pack(x, x_bf16, tokens, n, packed, np.float32(1.0))
+        job = self._linear_job
+        job["weight"], job["rows"], job["n"], job["x"], job["out"] = weight, rows, n, packed, out
+        job["index"], job["tokens"] = self.iota, tokens
+        self._linear(self.pool.control, job.ctypes.data)
+
+    def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:
+        """One new token each of several sequences: out [tokens, heads * head_dim] float32.
+
+        `queries` [tokens, heads, head_dim] in the weights' type, after rotary; `tables` [tokens, blocks] and
+        `contexts` [tokens] as in `attention`. The new tokens' keys and values are in the cache already.
+        """
+        packed = self.scratch("attend.queries", tokens * cache.heads * cache.head_dim)
+        scale = np.float32(cache.head_dim**-0.5)
+        self._pack(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, scale)
+        job = self.attention_record(tokens, tables, contexts, cache)
+        job["queries"], job["out"], job["plain"] = packed, out, 1
+        self._attention(self.pool.control, job.ctypes.data)
+
+    def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged) -> npt.NDArray[np.void]:
+        """An ATTENTION record with everything but queries, out and plain. Keep the arrays while it is used."""
+        job, longest = self._attention_job, int(contexts.max())
+        job["tokens"], job["heads"], job["kv_heads"] = tokens, cache.heads, cache.kv_heads
+        job["head_dim"], job["keys"], job["values"] = cache.head_dim, cache.keys, cache.values
+        job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
+        job["tables"], job["table_width"] = tables.ctypes.data, tables.shape[1]
+        job["contexts"], job["longest"], job["iota"] = contexts.ctypes.data, longest, self.iota
+        for name, count in attention.scratch_floats(cache.heads, cache.head_dim, tokens, longest).items():
+            job[name] = self.scratch(f"attention.{name}", count)
+        return job
+
+    def layer(self, record: int) -> None:
+        """Runs the dense part of the layer whose LAYER record lies at this address."""
+        self._layer(self.pool.control, record)
+
+    def head(self, record: int) -> None:
+        """Runs the final norm and the head from the HEAD record at this address."""
+        self._head(self.pool.control, record)

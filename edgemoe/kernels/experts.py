@@ -1,0 +1,106 @@
+"""SwiGLU experts of one layer, computed where they lie in the slab.
+
+Two regions: gate and up rows into `mid` (scaled by the routing weight), then down rows into `out`. Both walk rows
+in the order of memory; each weight is read once for all of its tokens. Contributions of a token's experts are
+added in the order of `slots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from edgemoe.kernels.dot import make_place, make_rows
+from edgemoe.kernels.machine import call_rows, chunk, entry, f32_at, fields, i64_at, record
+from edgemoe.kernels.pool import parallel
+from edgemoe.kernels.vector import make_pack, swiglu
+
+# All addresses but the sizes: `x` [tokens, hidden] in the weights' type or float32, `out` [tokens, hidden] float32
+# is added to; slots [count], offsets [count + 1], index [m] int64 and weights [m] float32 as in `Kernels.experts`;
+# scratch packed [tokens, hidden], mid [m, width], both and part of the sizes in `scratch_floats`.
+EXPERTS = fields(
+    *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
+    *("hidden", "width", "packed", "mid", "both", "part", "iota"),
+)
+GATE_ROWS = 32  # rows of gate and of up in one chunk
+DOWN_ROWS = 32
+
+
+def scratch_floats(hidden: int, width: int, tokens: int, pairs: int) -> dict[str, int]:
+    """Sizes of the scratch arrays for at most so many tokens and (token, expert) pairs."""
+    return {
+        "packed": tokens * hidden,
+        "mid": pairs * width,
+        "both": pairs * -(-width // GATE_ROWS) * 2 * GATE_ROWS,
+        "part": -(-hidden // DOWN_ROWS) * tokens * DOWN_ROWS,
+    }
+
+
+@cache
+def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
+    """(run(control, address of an EXPERTS record, slots, offsets, index, weights), what must outlive it)."""
+    rows, pack, place = make_rows(bf16).address, make_pack(bf16), make_place(bf16)
+    size = 2 if bf16 else 4
+
+    @chunk
+    def pack_token(job: int, token: int) -> None:
+        e = record(job, EXPERTS)
+        source = e.x + token * e.hidden * (2 if e.x_bf16 else 4)
+        pack(source, e.x_bf16, e.hidden, e.packed + token * e.hidden * 4)
+
+    @chunk
+    def gate_up(job: int, number: int) -> None:
+        e = record(job, EXPERTS)
+        per_slot = (e.width + GATE_ROWS - 1) // GATE_ROWS
+        slot, row = number // per_slot, number % per_slot * GATE_ROWS
+        count = min(GATE_ROWS, e.width - row)
+        first, after = i64_at(e.offsets)[slot], i64_at(e.offsets)[slot + 1]
+        w = e.slab + i64_at(e.slots)[slot] * e.stride + row * e.hidden * size
+        index, line, n = e.index + 8 * first, e.hidden * size, after - first
+        half = n * GATE_ROWS * 4  # bytes of the gate sums; the up sums follow them
+        both = e.both + 2 * GATE_ROWS * 4 * first * per_slot + 2 * half * (number % per_slot)
+        for part in range(2):
+            sums, w_part = both + part * half, w + part * e.width * line
+            call_rows(rows, w_part, line, count, e.packed, e.hidden * 4, index, n, e.hidden, sums, GATE_ROWS * 4)
+        for pair in range(first, after):
+            gate = both + (pair - first) * GATE_ROWS * 4
+            swiglu(gate, gate + half, count, f32_at(e.weights)[pair])
+            mid, values = f32_at(e.mid + pair * e.width * 4), f32_at(gate)
+            for k in range(count):
+                mid[place(row + k, e.width)] = values[k]
+
+    @chunk
+    def down(job: int, number: int) -> None:
+        e = record(job, EXPERTS)
+        row, line = number * DOWN_ROWS, e.width * size
+        count = min(DOWN_ROWS, e.hidden - row)
+        part = e.part + number * e.tokens * DOWN_ROWS * 4
+        for slot in range(e.count):
+            first, after = i64_at(e.offsets)[slot], i64_at(e.offsets)[slot + 1]
+            w = e.slab + i64_at(e.slots)[slot] * e.stride + (2 * e.width * e.hidden + row * e.width) * size
+            mid = e.mid + first * line * (4 // size)
+            call_rows(rows, w, line, count, mid, e.width * 4, e.iota, after - first, e.width, part, DOWN_ROWS * 4)
+            for pair in range(first, after):
+                out = f32_at(e.out + (i64_at(e.index)[pair] * e.hidden + row) * 4)
+                values = f32_at(part + (pair - first) * DOWN_ROWS * 4)
+                for k in range(count):
+                    out[k] += values[k]
+
+    packing, gating, adding = pack_token.address, gate_up.address, down.address
+
+    @entry
+    def run(control: int, job: int) -> None:
+        e = record(job, EXPERTS)
+        parallel(control, packing, job, e.tokens)
+        parallel(control, gating, job, e.count * ((e.width + GATE_ROWS - 1) // GATE_ROWS))
+        parallel(control, adding, job, (e.hidden + DOWN_ROWS - 1) // DOWN_ROWS)
+
+    @entry
+    def run_arrays(control: int, job: int, slots: Any, offsets: Any, index: Any, weights: Any) -> None:
+        e = record(job, EXPERTS)
+        e.slots, e.offsets, e.count = slots.ctypes.data, offsets.ctypes.data, len(slots)
+        e.index, e.weights = index.ctypes.data, weights.ctypes.data
+        run(control, job)
+
+    return run_arrays, (pack_token, gate_up, down)

@@ -1,0 +1,124 @@
+"""The kernels against plain torch, in both weight types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from edgemoe.kernels.compute import Kernels, Paged
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    kernels = Kernels(threads=2, bf16=request.param)
+    yield kernels
+    kernels.close()
+
+
+def _random(kernels: Kernels, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(torch.bfloat16 if kernels.bf16 else torch.float32)
+
+
+def _experts(kernels: Kernels, tokens: int, hidden: int, width: int, k: int, experts: int = 9) -> None:
+    torch.manual_seed(tokens)
+    size = 3 * hidden * width
+    stride = -(-size * (2 if kernels.bf16 else 4) // 4096) * 4096
+    slab = torch.zeros(experts, stride, dtype=torch.uint8)
+    weights = _random(kernels, experts, size) * 0.1
+    slab[:, : size * weights.element_size()] = weights.view(torch.uint8)
+    x = _random(kernels, tokens, hidden)
+    ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
+    scores = torch.rand(tokens, k)
+    out = torch.ones(tokens, hidden)
+    expected = out.double()
+    slots, offsets, index, pairs = [], [0], [], []
+    for slot in ids.unique().flip(0).tolist():
+        gate_up = weights[slot, : 2 * hidden * width].view(2 * width, hidden).double()
+        down = weights[slot, 2 * hidden * width :].view(hidden, width).double()
+        for token, place in (ids == slot).nonzero().tolist():
+            gate, up = (gate_up @ x[token].double()).chunk(2)
+            expected[token] += scores[token, place].double() * (down @ (torch.nn.functional.silu(gate) * up))
+            index.append(token)
+            pairs.append(scores[token, place].item())
+        slots.append(slot)
+        offsets.append(len(index))
+    kernels.experts(
+        slab.data_ptr(),
+        stride,
+        np.array(slots),
+        np.array(offsets),
+        np.array(index),
+        np.array(pairs, np.float32),
+        x.data_ptr(),
+        kernels.bf16,
+        out.data_ptr(),
+        tokens,
+        hidden,
+        width,
+    )
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 17])
+def test_experts_equal_their_definition(kernels: Kernels, tokens: int) -> None:
+    _experts(kernels, tokens, hidden=128, width=96, k=4)
+
+
+def test_experts_of_sizes_that_fill_no_vector_equal_their_definition(kernels: Kernels) -> None:
+    _experts(kernels, 5, hidden=50, width=38, k=3)
+
+
+@pytest.mark.parametrize(("rows", "n", "tokens"), [(64, 128, 1), (37, 100, 3), (5, 10, 6), (300, 256, 16)])
+def test_a_linear_product_equals_its_definition(kernels: Kernels, rows: int, n: int, tokens: int) -> None:
+    torch.manual_seed(rows)
+    weight, x = _random(kernels, rows, n), torch.randn(tokens, n)
+    out = torch.full((tokens, rows), torch.nan)
+    kernels.linear(weight.data_ptr(), rows, n, x.data_ptr(), False, tokens, out.data_ptr())
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+
+
+def test_a_token_gets_the_same_bits_in_any_batch(kernels: Kernels) -> None:
+    torch.manual_seed(0)
+    weight, x = _random(kernels, 70, 192), torch.randn(13, 192)
+    together, alone = torch.empty(13, 70), torch.empty(13, 70)
+    kernels.linear(weight.data_ptr(), 70, 192, x.data_ptr(), False, 13, together.data_ptr())
+    for token in range(13):
+        kernels.linear(weight.data_ptr(), 70, 192, x[token].data_ptr(), False, 1, alone[token].data_ptr())
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 16), (6, 1, 40)])
+def test_paged_attention_equals_attention_over_the_whole_context(
+    kernels: Kernels, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    torch.manual_seed(heads)
+    contexts = [1, 16, 17, 300, 777]
+    needed = [-(-context // BLOCK) for context in contexts]
+    cache = _random(kernels, sum(needed) + 1, 2, kv_heads, BLOCK, head_dim)
+    order = torch.randperm(len(cache)).tolist()
+    tables = np.zeros((len(contexts), max(needed)), np.int64)
+    queries = _random(kernels, len(contexts), heads, head_dim)
+    out, expected = torch.empty(len(contexts), heads * head_dim), []
+    for i, (context, blocks) in enumerate(zip(contexts, needed, strict=True)):
+        mine = [order.pop() for _ in range(blocks)]
+        tables[i, :blocks] = mine
+        keys, values = cache[mine].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
+        scores = queries[i].double().view(kv_heads, -1, head_dim) @ keys.transpose(1, 2) * head_dim**-0.5
+        expected.append((scores.softmax(-1) @ values).flatten())
+    size = cache.element_size()
+    paged = Paged(
+        heads,
+        kv_heads,
+        head_dim,
+        keys=cache.data_ptr(),
+        values=cache[0, 1].data_ptr(),
+        block_stride=cache.stride(0) * size,
+        head_stride=cache.stride(2) * size,
+    )
+    kernels.attend(queries.data_ptr(), len(contexts), tables, np.array(contexts), paged, out.data_ptr())
+    torch.testing.assert_close(out.double(), torch.stack(expected), atol=2e-5, rtol=2e-5)

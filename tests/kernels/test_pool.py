@@ -1,0 +1,57 @@
+"""The fork-join pool."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgemoe.kernels.machine import atomic_add, chunk, i64_at
+from edgemoe.kernels.pool import Pool, parallel
+
+
+@chunk
+def _count(job: int, number: int) -> None:
+    atomic_add(job + 8 * number, i64_at(job)[0] * 0 + 1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_every_chunk_is_done_once(threads: int) -> None:
+    pool, counts = Pool(threads), np.zeros(1000, np.int64)
+    for chunks in (1, 2, 7, 1000) * 50:
+        parallel(pool.control, _count.address, counts.ctypes.data, chunks)
+    assert counts.tolist() == [200] + [150] + [100] * 5 + [50] * 993
+    pool.close()
+
+
+def test_several_callers_at_once_each_get_all_their_chunks_done() -> None:
+    pool = Pool(2)
+
+    def call(counts: np.ndarray[Any, Any]) -> None:
+        for _ in range(300):
+            parallel(pool.control, _count.address, counts.ctypes.data, len(counts))
+
+    arrays = [np.zeros(20 + i, np.int64) for i in range(4)]
+    callers = [threading.Thread(target=call, args=(array,)) for array in arrays]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert all((array == 300).all() for array in arrays)
+    pool.close()
+
+
+def test_closing_ends_the_helpers_and_may_be_repeated() -> None:
+    before = threading.active_count()
+    pool = Pool(3)
+    assert threading.active_count() == before + 2
+    pool.close()
+    pool.close()
+    assert threading.active_count() == before
+
+
+def test_a_pool_without_threads_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one thread"):
+        Pool(0)
