@@ -33,6 +33,7 @@ class Sampled(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+@torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | InvalidRequest]:
     """One token for each row of `logits` [R, V], which is overwritten; an error where a grammar has a dead end."""
     told = [row for row, seq in enumerate(rows) if seq.sampling.logprobs is not None]

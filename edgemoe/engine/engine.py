@@ -1,0 +1,85 @@
+"""The engine put together: blocks, scheduler, runner and step loop over a decoder and its experts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from edgemoe.config import EngineSettings
+from edgemoe.engine.blocks import BlockManager
+from edgemoe.engine.figures import figures
+from edgemoe.engine.grammar import Grammars
+from edgemoe.engine.loop import Emit, StepLoop
+from edgemoe.engine.pace import Pace
+from edgemoe.engine.parking import Parking
+from edgemoe.engine.request import Bounds
+from edgemoe.engine.runner import Decoder, Runner, StepExperts
+from edgemoe.engine.scheduler import Scheduler
+from edgemoe.model.spec import ModelSpec
+from edgemoe.types import BLOCK_TOKENS, StepRouting
+
+
+class Engine:
+    """Requests go into `loop`, emissions come out of `emit`; both sides may be on any thread."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: Any,
+        experts: StepExperts,
+        spec: ModelSpec,
+        settings: EngineSettings,
+        emit: Emit,
+        *,
+        kv_blocks: int,
+        context_tokens: int,
+        device: torch.device,
+        parking_bytes: int = 0,
+        grammars: Grammars | None = None,
+        observe: Callable[[StepRouting], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`kv` has `kv_blocks` blocks; `observe` is shown what the gates chose, on the compute thread."""
+        self.blocks = BlockManager(kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
+        self.bounds = Bounds(min(context_tokens, kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None)
+        pace = Pace(settings.step_tokens, settings.mixed_step_s)
+        parking = None
+        if settings.preemption == "park":
+            parking = Parking(kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, parking_bytes)
+        self.scheduler = Scheduler(settings, self.blocks, pace, parking)
+        self.runner = Runner(decoder, kv, experts, self.blocks, pace, device, observe)
+        self.loop = StepLoop(self.scheduler, self.runner, self.bounds, emit, grammars, clock)
+        self._grammars = grammars
+
+    def start(self, threads: int, ended: Callable[[BaseException | None], None]) -> threading.Thread:
+        """Runs the loop on a compute thread of its own; `ended` is told there how it ended, once."""
+
+        def compute() -> None:
+            torch.set_num_threads(threads)  # OpenMP keeps this by thread
+            error: BaseException | None = None
+            try:
+                self.loop.run()
+            except BaseException as caught:
+                error = caught
+            ended(error)
+
+        thread = threading.Thread(target=compute, name="compute", daemon=True)
+        thread.start()
+        return thread
+
+    def figures(self) -> dict[str, float]:
+        """Numbers for /metrics by their final names. From any thread."""
+        return figures(self.loop, self.scheduler, self.runner, self.blocks)
+
+    def close(self) -> None:
+        """Lets go of the grammar thread. The loop has ended."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def check_integrity(self) -> None:
+        """Asserts that requests, queues, blocks and parked bytes agree. Between steps."""
+        self.loop.check_integrity()

@@ -1,0 +1,343 @@
+"""The step loop over a real, small model: what it emits never depends on how it got there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_kit import SPEC, Drive, prompt
+from llguidance import LLMatcher
+from test_sampler import SCHEMA, byte_tokenizer
+
+from edgemoe.engine.grammar import Grammars
+from edgemoe.types import BLOCK_TOKENS, Emission
+
+STYLES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+    {"temperature": 1.3, "presence_penalty": 0.8, "frequency_penalty": 0.4},
+    {"logit_bias": {5: 2.0, 9: -3.0}, "min_p": 0.02, "temperature": 1.0},
+]
+
+
+def alone(length: int, n: int, output: int = 12) -> list[int]:
+    """Request n's tokens on an engine that has nothing else to do."""
+    drive = Drive()
+    drive.submit(prompt(length, n), seed=n, max_tokens=output, **STYLES[n % len(STYLES)])
+    drive.run()
+    return drive.tokens()
+
+
+def test_every_request_gets_in_any_company_the_tokens_that_it_gets_alone() -> None:
+    lengths = [3, 17, 70, 33, 1, 120, 16, 48, 5, 90]
+    drive, arrivals = Drive(max_sequences=6), np.random.default_rng(0)
+    for n, length in enumerate(lengths):
+        drive.submit(prompt(length, n), f"r{n}", seed=n, **STYLES[n % len(STYLES)])
+        for _ in range(arrivals.integers(4)):
+            drive.step()
+    drive.run()
+    for n, length in enumerate(lengths):
+        assert drive.tokens(f"r{n}") == alone(length, n), f"request {n}"
+        assert drive.end(f"r{n}").finish == "length"
+
+
+def test_a_prompt_that_the_prefix_cache_has_gives_the_same_tokens() -> None:
+    drive = Drive()
+    for name in ("miss", "hit"):
+        drive.submit(prompt(75), name, temperature=1.0)
+        drive.run()
+    assert drive.tokens("hit") == drive.tokens("miss")
+    first = [next(one for one in drive.emitted if one.request == name) for name in ("miss", "hit")]
+    assert [one.cached_tokens for one in first] == [0, 64]
+    assert all(one.cached_tokens == 0 for one in drive.emitted if one not in first)
+
+
+def test_a_conversation_goes_on_from_the_blocks_of_its_last_answer() -> None:
+    drive = Drive()
+    drive.submit(prompt(20), "first", max_tokens=30)
+    drive.run()
+    drive.submit([*prompt(20), *drive.tokens("first"), 7, 7], "second")
+    drive.run()
+    assert next(one for one in drive.emitted if one.request == "second").cached_tokens == 48
+
+
+@pytest.mark.parametrize("style", range(len(STYLES)))
+def test_a_replay_from_any_token_gives_the_same_continuation(style: int) -> None:
+    whole = alone(40, style, output=14)
+    for cut in range(len(whole) + 1):
+        drive = Drive()
+        drive.submit(prompt(40, style), emitted=whole[:cut], attempt=2, seed=style, max_tokens=14, **STYLES[style])
+        drive.run()
+        if cut < len(whole):
+            assert drive.tokens() == whole[cut:]
+            assert drive.emitted[0].index == cut
+        assert drive.end().finish == "length"
+        assert {one.attempt for one in drive.emitted} == {2}
+
+
+@pytest.mark.parametrize("way", ["recompute", "park"])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_pre_emption_changes_no_token(way: str, prefix_cache: bool) -> None:
+    drive = Drive(blocks=10, output_reserve=0.0, preemption=way, prefix_cache=prefix_cache)
+    for n in range(4):
+        drive.submit(prompt(30, n), f"r{n}", seed=n, max_tokens=40, **STYLES[n % len(STYLES)])
+    drive.run()
+    assert drive.engine.scheduler.paused_total[way] > 0
+    for n in range(4):
+        assert drive.tokens(f"r{n}") == alone(30, n, output=40)
+
+
+def test_choices_share_the_prompt_and_differ_in_what_follows() -> None:
+    drive = Drive()
+    for choice in range(4):
+        drive.submit(prompt(64), f"r{choice}", choice=choice, temperature=1.0)
+    drive.run()
+    computed = sum(sum(batch.query_lens) for batch in drive.decoder.steps)
+    assert computed == 64 + 3 * BLOCK_TOKENS + 4 * 11, "the prompt, its last block for the others, and the decoding"
+    assert len({tuple(drive.tokens(f"r{choice}")) for choice in range(4)}) == 4
+
+
+def test_signatures_are_the_same_however_the_tokens_came_to_be_computed() -> None:
+    signatures = []
+    for settings in ({}, {"step_tokens": 16}, {"prefix_cache": False}):
+        drive = Drive(**settings)
+        for name in ("a", "b"):
+            drive.submit(prompt(60), name)
+            drive.step()
+            (seq,) = drive.engine.scheduler.running
+            while seq.computed < 66:
+                drive.step()
+            signatures.append(drive.engine.blocks.signature(seq))
+            drive.run()
+    assert signatures[0].sum() == 66 * SPEC.layers * SPEC.top_k
+    assert all((one == signatures[0]).all() for one in signatures)
+
+
+# --- ends
+
+
+def test_a_stop_token_ends_the_request_and_is_not_delivered() -> None:
+    whole = alone(10, 0)
+    drive = Drive()
+    drive.submit(prompt(10, 0), seed=0, stop_token_ids=(whole[5],))
+    drive.run()
+    assert drive.tokens() == whole[: whole.index(whole[5])]
+    assert drive.end() == Emission(request="r", attempt=1, index=whole.index(whole[5]), finish="stop")
+
+
+def test_the_context_ends_a_request_that_nothing_else_ends() -> None:
+    drive = Drive()
+    drive.submit(prompt(SPEC.context_tokens - 4), max_tokens=100)
+    drive.run()
+    assert len(drive.tokens()) == 4
+    assert drive.end().finish == "length"
+
+
+def test_no_tokens_wanted_is_an_end_at_once() -> None:
+    drive = Drive()
+    drive.submit(max_tokens=0)
+    drive.run()
+    assert drive.emitted == [Emission(request="r", attempt=1, index=0, finish="length")]
+
+
+def test_one_message_a_step_carries_what_it_added_to_all() -> None:
+    drive, messages = Drive(), []
+    drive.engine.loop._emit = messages.append
+    for n in range(3):
+        drive.submit(prompt(4, n), f"r{n}", max_tokens=3)
+    drive.run()
+    assert [len(message) for message in messages] == [3, 3, 3]
+
+
+# --- what can go wrong
+
+
+def test_a_cancelled_request_leaves_nothing_behind_from_the_next_step_on() -> None:
+    drive = Drive()
+    drive.submit(prompt(60), "gone", max_tokens=100)
+    drive.submit(prompt(5, 1), "stays")
+    drive.step()
+    drive.engine.loop.cancel("gone", 1)
+    count = len(drive.emitted)
+    drive.run()
+    assert all(one.request == "stays" for one in drive.emitted[count:])
+    assert drive.engine.blocks.free == drive.engine.blocks.count
+
+
+def test_a_cancel_of_an_earlier_attempt_is_no_cancel() -> None:
+    drive = Drive()
+    drive.submit(attempt=2)
+    drive.engine.loop.cancel("r", 1)
+    drive.run()
+    assert drive.end().finish == "length"
+
+
+def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
+    drive = Drive()
+    drive.submit(max_tokens=30)
+    drive.step()
+    drive.submit(attempt=2, max_tokens=30, emitted=drive.tokens())
+    drive.submit(attempt=1, max_tokens=30)
+    drive.run()
+    assert {one.attempt for one in drive.emitted} == {1, 2}
+    assert len(drive.tokens()) == 30
+    assert drive.end().attempt == 2
+
+
+def test_a_missing_expert_fails_those_who_need_it_and_nobody_else() -> None:
+    lengths = [3, 9, 20, 5, 11, 2]
+    drive = Drive()
+    drive.decoder.experts.missing = {(0, 3)}
+    for n, length in enumerate(lengths):
+        drive.submit(prompt(length, n), f"r{n}", seed=n, max_tokens=4, **STYLES[n % len(STYLES)])
+    drive.run()
+    ends = [drive.end(f"r{n}") for n in range(len(lengths))]
+    assert {one.finish for one in ends} == {"length", "error"}
+    for n, end in enumerate(ends):
+        if end.finish == "error":
+            assert end.error_code == "missing_expert"
+            assert "expert 3 of layer 0" in end.error
+        else:
+            assert drive.tokens(f"r{n}") == alone(lengths[n], n)[:4]
+    assert drive.engine.blocks.free == drive.engine.blocks.count
+
+
+def test_any_other_error_in_a_step_ends_the_loop_and_says_so() -> None:
+    drive, ended = Drive(), []
+    drive.decoder.embed = drive.decoder.embed[:1]
+    drive.submit()
+    drive.engine.start(1, ended.append).join(timeout=20)
+    assert isinstance(ended[0], IndexError)
+
+
+def test_a_request_past_its_deadline_ends_in_an_error_wherever_it_is() -> None:
+    drive = Drive(max_sequences=1)
+    drive.submit(name="running", max_tokens=400, remaining_s=2.0)
+    drive.submit(name="waiting", max_tokens=400, remaining_s=1.0)
+    drive.run()
+    for name in ("running", "waiting"):
+        assert drive.end(name).error_code == "deadline_exceeded"
+    assert len(drive.tokens("running")) == pytest.approx(20, abs=2)
+
+
+def test_a_full_queue_is_told_to_come_back() -> None:
+    drive = Drive(max_sequences=1, max_queue=1)
+    for n in range(3):
+        drive.submit(name=f"r{n}")
+    drive.run()
+    assert drive.end("r2").error_code == "queue_full"
+    assert drive.end("r2").retry_after_s >= 1.0
+    assert [drive.end(f"r{n}").finish for n in range(2)] == ["length", "length"]
+
+
+def test_a_draining_engine_finishes_what_it_has_and_takes_no_more() -> None:
+    drive = Drive()
+    drive.submit(name="old")
+    drive.step()
+    drive.engine.loop.drain()
+    drive.submit(name="new")
+    drive.run()
+    assert drive.end("old").finish == "length"
+    assert drive.end("new").error_code == "engine_unavailable"
+
+
+@pytest.mark.parametrize(
+    ("bad", "code"),
+    [
+        ({"prompt": []}, "invalid_request"),
+        ({"prompt": [0, SPEC.vocab]}, "invalid_request"),
+        ({"prompt": [-1]}, "invalid_request"),
+        ({"prompt": [1] * SPEC.context_tokens}, "context_length_exceeded"),
+        ({"logit_bias": {SPEC.vocab: 1.0}}, "invalid_request"),
+        ({"logit_bias": {1: float("nan")}}, "invalid_request"),
+        ({"temperature": float("nan")}, "invalid_request"),
+        ({"temperature": -1.0}, "invalid_request"),
+        ({"top_p": 1.5}, "invalid_request"),
+        ({"stop_token_ids": (SPEC.vocab + 3,)}, "invalid_request"),
+        ({"emitted": [SPEC.vocab]}, "invalid_request"),
+        ({"grammar": "{}"}, "invalid_request"),
+    ],
+)
+def test_a_request_that_makes_no_sense_fails_alone(bad: dict[str, Any], code: str) -> None:
+    drive = Drive()
+    drive.submit(name="good")
+    drive.submit(name="bad", **bad)
+    drive.run()
+    assert drive.end("bad").error_code == code
+    assert drive.end("good").finish == "length"
+
+
+# --- grammars
+
+
+def test_output_under_a_grammar_is_valid_and_the_same_after_a_replay() -> None:
+    tokenizer, engine_side = byte_tokenizer(("true",))
+    grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
+    wanted = {"grammar": grammar, "temperature": 4.0, "max_tokens": 200, "stop_token_ids": (256,), "seed": 5}
+
+    def output(**more: Any) -> list[int]:
+        drive = Drive(grammars=Grammars(engine_side))
+        drive.submit(**wanted, **more)
+        drive.submit(name="other", temperature=1.0)
+        while not any(one.request == "r" and one.finish for one in drive.emitted):
+            drive.step()
+        assert drive.end().finish == "stop"
+        drive.run()
+        drive.engine.close()
+        return drive.tokens()
+
+    whole = output()
+    assert set(json.loads(tokenizer.decode(whole))) == set(SCHEMA["required"])
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        assert output(emitted=whole[:cut], attempt=2) == whole[cut:]
+
+
+def test_a_broken_grammar_fails_its_request_only() -> None:
+    drive = Drive(grammars=Grammars(byte_tokenizer()[1]))
+    drive.submit(name="bad", grammar='{"grammars": [{"lark_grammar": "start: ("}]}')
+    drive.submit(name="good")
+    while len([one for one in drive.emitted if one.finish]) < 2:
+        drive.step()
+    assert drive.end("bad").error_code == "invalid_grammar"
+    assert drive.end("good").finish == "length"
+    drive.engine.close()
+
+
+# --- the thread
+
+
+def test_the_loop_sleeps_until_something_arrives_and_stops_when_told() -> None:
+    drive, ended = Drive(), threading.Event()
+    finished = threading.Semaphore(0)
+    drive.engine.loop._emit = lambda items: [finished.release() for one in items if one.finish] and None
+    drive.engine.start(1, lambda error: ended.set() if error is None else None)
+    for round_ in range(3):
+        drive.submit(name=f"r{round_}")
+        assert finished.acquire(timeout=20)
+    drive.engine.loop.stop()
+    assert ended.wait(timeout=20)
+    assert drive.engine.runner.totals["steps", "decode"] == 3 * 11
+
+
+def test_a_storm_of_requests_of_which_a_third_hang_up_leaves_nothing_behind() -> None:
+    drive, random = Drive(blocks=40, max_sequences=6, preemption="park"), np.random.default_rng(1)
+    gone = set()
+    for n in itertools.count():
+        if n < 100:
+            style = STYLES[n % len(STYLES)]
+            drive.submit(prompt(int(random.integers(1, 90)), n % 13), f"r{n}", seed=n, user=f"u{n % 5}", **style)
+        if n % 3 == 0 and n < 150:
+            victim = f"r{random.integers(min(n, 99) + 1)}"
+            gone.add(victim)
+            drive.engine.loop.cancel(victim, 1)
+        if not drive.step() and n > 100:
+            break
+    assert drive.engine.blocks.free == drive.engine.blocks.count
+    assert {f"r{n}" for n in range(100)} - {one.request for one in drive.emitted if one.finish} <= gone
+    for n in (n for n in range(100) if f"r{n}" not in gone):
+        assert len(drive.tokens(f"r{n}")) == 12
