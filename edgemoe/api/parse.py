@@ -89,6 +89,8 @@ class Parser:
         """Consumes up to the next mark; false when more text is needed."""
         if self._state == "call":
             return self._take_call(pieces)
+        if self._may_think and not THINK.startswith(self._rest.lstrip()[: len(THINK)]):
+            self._may_think = False  # reasoning comes first or not at all
         marks = self._marks()
         at, mark = min(((at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0), default=(-1, ""))
         if not mark:
@@ -123,9 +125,8 @@ class Parser:
     def _emit(self, pieces: Pieces, text: str) -> None:
         if self._state == "think":
             pieces.reasoning += self._answer(text)
-        elif text := self._answer(text):
-            self._may_think = False
-            pieces.text += text
+        else:
+            pieces.text += self._answer(text)
 
     def _answer(self, text: str) -> str:
         text = text.lstrip() if self._at_start else text

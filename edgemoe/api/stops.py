@@ -16,7 +16,7 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class Stops:
-    """Passes text on up to the first stop string, holding back what could become one."""
+    """Passes text on up to the stop string that is complete first, holding back what could become one."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.strings = strings
@@ -28,10 +28,10 @@ class Stops:
         if not self.strings or self.stopped:
             return "" if self.stopped else text
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self.strings) if at >= 0]
+        found = [(at + len(stop), at) for stop in self.strings if (at := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = held_back(text, self.strings)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -130,12 +130,12 @@ def private_directory(path: Path) -> Path:
     """Makes `path` a directory that only this user can enter. Raises ServiceError if it cannot be made so."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.lstat()
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
+            raise ServiceError(f"{path}: must be a directory owned by the user who runs the daemon")
         path.chmod(0o700)
     except OSError as error:
         raise ServiceError(f"{path}: cannot be made a private directory: {error.strerror}") from error
-    info = path.lstat()
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        raise ServiceError(f"{path}: must be a directory owned by the user who runs the daemon")
     return path
 
 

@@ -1,0 +1,46 @@
+"""One front with a scripted engine, for all tests of the api."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from front_kit import http_client, openai_client, running, settings_for, write_model
+
+from edgemoe.api.text import TextModel
+from edgemoe.daemon import Front
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def text_model(model_dir: Path) -> TextModel:
+    return TextModel(model_dir)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def front(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
+    settings = settings_for(tmp_path_factory.mktemp("f"), model_dir, api={"max_body_bytes": 1 << 20})
+    async with running(settings) as front:
+        yield front
+        assert front.supervisor is not None
+        assert not len(front.supervisor.book)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def client(front: Front) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai_client(front.settings) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(front.settings) as client:
+        yield client

@@ -1,0 +1,102 @@
+"""Text completions, tokenize and detokenize, models, health and metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from edgemoe.api.text import TextModel
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_prompts_come_in_four_shapes(client: openai.AsyncOpenAI, text_model: TextModel) -> None:
+    ids = [text_model.encode(f"SAY{{{word}}}END", add_special_tokens=True) for word in ("one", "two")]
+    shapes: list[Any] = ["SAY{one}END", ["SAY{one}END", "SAY{two}END"], ids[0], ids, ["SAY{one}END", ids[1]]]
+    for shape, expected in zip(shapes, [["one"], ["one", "two"]] * 2 + [["one", "two"]], strict=False):
+        answer = await client.completions.create(model="tiny", prompt=shape)
+        assert [choice.text for choice in answer.choices] == expected
+
+
+async def test_choices_are_numbered_by_prompt_and_choice(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="tiny", prompt=["SAY{one}END", "SAY{two}END"], n=2)
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "one"), (1, "one"), (2, "two"), (3, "two")]
+
+
+async def test_echo_gives_the_prompt_back_once(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="tiny", prompt="SAY{ok}END", echo=True)
+    assert answer.choices[0].text == "SAY{ok}ENDok"
+    stream = await client.completions.create(model="tiny", prompt="SAY{ok}END", echo=True, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "SAY{ok}ENDok"
+
+
+async def test_sixteen_tokens_unless_more_are_asked_for(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="tiny", prompt="go")
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+
+
+async def test_logprobs_line_up_with_the_text(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="tiny", prompt="SAY{The quick fox}END", logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    text = answer.choices[0].text
+    pairs = zip(logprobs.text_offset or (), logprobs.tokens or (), strict=True)
+    assert all(text[at : at + len(token)] == token for at, token in pairs)
+    assert "".join(logprobs.tokens or ()) == text
+
+
+async def test_a_context_that_is_nearly_full_shortens_the_answer(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(model="tiny", prompt=[65] * 4090, max_tokens=100)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6
+
+
+async def test_tokenize_and_detokenize_are_each_others_inverse(http: httpx.AsyncClient) -> None:
+    tokens = (await http.post("/tokenize", json={"prompt": "Größe 🦊 <|im_end|>"})).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    text = (await http.post("/detokenize", json={"tokens": tokens["tokens"]})).json()
+    assert text == {"prompt": "Größe 🦊 <|im_end|>"}
+    chat = (await http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
+    shown = (await http.post("/detokenize", json={"tokens": chat["tokens"]})).json()
+    assert shown["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_the_model_is_listed_and_found(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).owned_by == "edgemoe"
+    with pytest.raises(openai.NotFoundError):
+        await client.models.retrieve("other/model")
+
+
+async def test_there_are_no_embeddings_and_it_says_so(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no embeddings"):
+        await client.embeddings.create(model="tiny", input="x")
+
+
+async def test_health_and_metrics_are_readable(http: httpx.AsyncClient) -> None:
+    health = (await http.get("/health")).json()
+    assert health["status"] == "ready"
+    assert health["model"]["id"] == "tiny"
+    await http.post("/v1/completions", json={"prompt": "SAY{a}END"})
+    page = (await http.get("/metrics")).text
+    for name in (
+        'edgemoe_requests_total{path="/v1/completions",status="200"}',
+        "edgemoe_ttft_seconds_bucket",
+        "edgemoe_tpot_seconds_sum",
+        "edgemoe_requests_running 0.0",
+        "# TYPE edgemoe_requests_running gauge",
+        "edgemoe_live_requests 0.0",
+    ):
+        assert name in page
+
+
+async def test_a_request_keeps_the_id_that_its_client_gave_it(http: httpx.AsyncClient) -> None:
+    given = await http.get("/v1/models", headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    for unfit in ("with space", "x" * 200):
+        drawn = await http.get("/v1/models", headers={"x-request-id": unfit})
+        assert drawn.headers["x-request-id"].startswith("req_")

@@ -1,0 +1,111 @@
+"""Grammars accept what was asked for, and nothing else; what cannot be honoured is refused before the engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from edgemoe.api.grammar import response_grammar, tool_grammar
+from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
+from edgemoe.errors import InvalidRequest
+
+BYTES = LLTokenizer("byte")
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "type": "object",
+    "properties": {"item": {"$ref": "#/$defs/Item"}},
+    "required": ["item"],
+    "$defs": {"Item": {"enum": ["a", "b"]}},
+}
+TOOLS = [Tool(function=Function(name="one", parameters=NESTED)), Tool(function=Function(name="two"))]
+
+
+def accepts(grammar: str | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = LLMatcher(BYTES, grammar)
+    return matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting()
+
+
+def call(name: str, arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def form(**fields: object) -> ResponseFormat:
+    return ResponseFormat(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        (form(type="json_object"), '{"a": [1, {}]}', "[1]"),
+        (form(type="json_schema", json_schema=JsonSchema(schema=PERSON)), '{"name": "é", "age": 3}', '{"name": "x"}'),
+        (form(type="regex", regex="(ab|c/d)+x"), "abc/dx", "abx "),
+    ],
+)
+def test_a_format_accepts_what_it_describes(asked: ResponseFormat, good: str, bad: str) -> None:
+    assert accepts(response_grammar(asked), good)
+    assert not accepts(response_grammar(asked), bad)
+
+
+def test_free_text_needs_no_grammar() -> None:
+    assert response_grammar(None) is None
+    assert response_grammar(form(type="text")) is None
+
+
+def test_reasoning_may_come_first_where_the_model_reasons() -> None:
+    asked = form(type="json_object")
+    grammar = response_grammar(asked, think=True)
+    assert accepts(grammar, '<think>\nfirst {"no"} \n</think>\n\n{"a": 1}')
+    assert accepts(grammar, '{"a": 1}')
+    assert not accepts(response_grammar(asked), '<think>\n</think>{"a": 1}')
+    begun = response_grammar(asked, think=True, thinking=True)
+    assert accepts(begun, 'more thought</think>\n{"a": 1}')
+    assert not accepts(begun, '{"a": 1}')
+
+
+def test_a_regex_cannot_leave_its_rule() -> None:
+    grammar = response_grammar(form(type="regex", regex="a/\nstart: /b"))
+    assert accepts(grammar, "a/\nstart: /b")
+
+
+def test_white_space_cannot_go_on_for_ever() -> None:
+    grammar = response_grammar(form(type="json_object"))
+    assert accepts(grammar, '{\n  "a": 1\n}')
+    assert not accepts(grammar, "{" + " " * 100 + '"a": 1}')
+
+
+def test_a_tool_call_must_fit_its_tool() -> None:
+    grammar = tool_grammar(TOOLS, several=True)
+    assert accepts(grammar, call("one", {"item": "a"}))
+    assert accepts(grammar, call("two", {"x": 1}) + "\n" + call("one", {"item": "b"}))
+    assert not accepts(grammar, call("one", {"item": "c"}))
+    assert not accepts(grammar, call("three", {}))
+    assert not accepts(grammar, "no call")
+    assert not accepts(tool_grammar(TOOLS, several=False), call("two", {}) + "\n" + call("two", {}))
+    assert accepts(tool_grammar(TOOLS, several=False, think=True), "<think>hm</think>\n" + call("two", {}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        (form(type="xml"), "response_format.type"),
+        (form(type="regex"), "response_format.regex"),
+        (form(type="regex", regex="[0-9"), "response_format"),
+        (form(type="json_schema"), "response_format.json_schema.schema"),
+        (form(type="json_schema", json_schema=JsonSchema(schema={"type": "objeeect"})), "response_format"),
+        (form(type="json_schema", json_schema=JsonSchema(schema={"$ref": "http://x/y"})), "response_format"),
+        (form(type="json_schema", json_schema=JsonSchema(schema=False)), "response_format"),
+        (form(type="regex", regex="x" * (2 << 20)), "response_format"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(asked: ResponseFormat, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        response_grammar(asked)
+    assert refused.value.param == param

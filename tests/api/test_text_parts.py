@@ -1,0 +1,181 @@
+"""Stop strings, detokenizing and the splitting of reasoning and tool calls, across any borders of chunks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from front_kit import byte_level_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from edgemoe.api.choice import Choice, Delta
+from edgemoe.api.detokenize import SPACE, Detokenizer, Vocabulary
+from edgemoe.api.parse import Marks, Parser, Pieces
+from edgemoe.api.stops import Stops, held_back
+from edgemoe.types import Emission
+
+TOKENIZER = byte_level_tokenizer()
+VOCABULARY = Vocabulary(TOKENIZER)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</think> ü"}}\n</tool_call>'
+
+
+def cut(text: str, borders: list[int]) -> list[str]:
+    """`text` in pieces, cut wherever a border falls."""
+    places = sorted({0, len(text), *(at % (len(text) + 1) for at in borders)})
+    return [text[a:b] for a, b in itertools.pairwise(places)]
+
+
+def stopped(stops: Stops, chunks: list[str]) -> str:
+    return "".join(map(stops.feed, chunks)) + ("" if stops.stopped else stops.flush())
+
+
+BORDERS = st.lists(st.integers(0, 200), max_size=12)
+
+
+@given(st.text("abc", max_size=40), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), BORDERS)
+def test_stop_strings_match_as_they_would_in_the_whole_text(text: str, strings: list[str], borders: list[int]) -> None:
+    chunked = Stops(tuple(strings))
+    passed = stopped(chunked, cut(text, borders))
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in strings if stop in text]
+    assert chunked.stopped == bool(found)
+    assert passed == (text[: min(found)[1]] if found else text)
+
+
+def test_what_could_become_a_stop_string_is_held_back_and_no_more() -> None:
+    stops = Stops(("STOP",))
+    assert stops.feed("abST") == "ab"
+    assert stops.feed("Ox") == "STOx"
+    assert stops.feed("yS") == "y"
+    assert stops.flush() == "S"
+
+
+def test_held_back_is_the_longest_start_of_a_mark() -> None:
+    assert held_back("ab<thi", ("<think>", "</think>")) == 4
+    assert held_back("ab<", ("<think>",)) == 1
+    assert held_back("ab<think>", ("<think>",)) == 0
+
+
+@given(st.text(max_size=60))
+def test_token_by_token_equals_decoding_at_once(text: str) -> None:
+    ids = TOKENIZER.encode(text).ids
+    detokenizer = Detokenizer(VOCABULARY)
+    assert "".join(map(detokenizer.feed, ids)) + detokenizer.flush() == TOKENIZER.decode(ids)
+
+
+@given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() + 3), max_size=60))
+def test_any_tokens_give_well_formed_text_and_split_no_character(ids: list[int]) -> None:
+    detokenizer = Detokenizer(VOCABULARY)
+    chunks = [*map(detokenizer.feed, ids), detokenizer.flush()]
+    "".join(chunks).encode()
+    assert "".join(chunks) == VOCABULARY.text(ids, skip_special=True)
+
+
+def test_a_character_of_several_tokens_arrives_whole() -> None:
+    ids = TOKENIZER.encode("\u2603").ids
+    assert len(ids) > 1
+    detokenizer = Detokenizer(VOCABULARY)
+    assert [detokenizer.feed(token) for token in ids] == [""] * (len(ids) - 1) + ["\u2603"]
+
+
+def test_special_tokens_are_not_shown_but_marks_are() -> None:
+    detokenizer = Detokenizer(VOCABULARY)
+    shown = [detokenizer.feed(TOKENIZER.token_to_id(name)) for name in ("<|im_end|>", "<think>")]
+    assert shown == ["", "<think>"]
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """BPE with byte fallback, decoded as Mixtral's."""
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), SPACE, "H", "i", f"{SPACE}H", f"{SPACE}Hi"]
+    vocab = {name: at for at, name in enumerate(names)}
+    merges = [(SPACE, "H"), (f"{SPACE}H", "i")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def test_byte_fallback_tokens_join_into_characters() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    ids = [tokenizer.token_to_id(name) for name in (f"{SPACE}Hi", SPACE, "<0xF0>", "<0x9F>", "<0xA6>", "<0x8A>", "H")]
+    detokenizer = Detokenizer(Vocabulary(tokenizer))
+    assert [detokenizer.feed(token) for token in ids] == [" Hi", " ", "", "", "", "🦊", "H"]
+    assert tokenizer.decode(ids) == " Hi 🦊H"
+
+
+def parsed(marks: Marks, chunks: list[str]) -> Pieces:
+    parser, whole = Parser(marks), Delta(0)
+    for chunk in chunks:
+        whole.add(parser.feed(chunk))
+    whole.add(parser.flush())
+    return Pieces(whole.text, whole.reasoning, whole.calls)
+
+
+FULL = f"<think>\nLet me <see>.\n</think>\n\nI call:\n{CALL}\n{CALL}"
+CASES = {
+    "reasoning and calls": (FULL, Marks(think=True, calls=8), "I call:", "Let me <see>.", 2),
+    "no marks": (FULL, Marks(), FULL, "", 0),
+    "opened by the prompt": ("so\n</think>\n\nyes", Marks(think=True, thinking=True), "yes", "so", 0),
+    "never closed": ("<think>\nhm", Marks(think=True), "", "hm", 0),
+    "an answer at once": ("plain <think> text ", Marks(think=True), "plain <think> text ", "", 0),
+    "not JSON": ("<tool_call>{nope}</tool_call>", Marks(calls=8), "<tool_call>{nope}</tool_call>", "", 0),
+    "an open call": ('a <tool_call>{"na', Marks(calls=8), 'a<tool_call>{"na', "", 0),
+    "one call only": (f"{CALL}{CALL}", Marks(calls=1), CALL, "", 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@given(borders=BORDERS)
+def test_the_parts_do_not_depend_on_the_chunks(case: tuple[str, Marks, str, str, int], borders: list[int]) -> None:
+    text, marks, answer, reasoning, calls = case
+    pieces = parsed(marks, cut(text, borders))
+    assert (pieces.text, pieces.reasoning, len(pieces.calls)) == (answer, reasoning, calls)
+
+
+@given(st.text(alphabet='<think>/ol_ca\n {}"', max_size=60), BORDERS, st.booleans())
+def test_any_text_is_parsed_the_same_in_one_piece_and_in_many(text: str, borders: list[int], thinking: bool) -> None:
+    marks = Marks(think=True, thinking=thinking, calls=8)
+    one, many = parsed(marks, [text]), parsed(marks, cut(text, borders))
+    assert (one.text, one.reasoning) == (many.text, many.reasoning)
+
+
+def test_a_call_has_its_arguments_as_json_text() -> None:
+    call = parsed(Marks(calls=8), [CALL]).calls[0]
+    assert call.name == "f"
+    assert json.loads(call.arguments) == {"a": "</think> ü"}
+    assert call.id.startswith("call_")
+
+
+def choice_of(
+    text: str, *, stops: tuple[str, ...] = (), marks: Marks | None = None
+) -> tuple[Choice, list[Delta], bool]:
+    choice, deltas, early = Choice(0, VOCABULARY, stops, marks), [], False
+    for index, token in enumerate(TOKENIZER.encode(text).ids):
+        early = choice.take(Emission(request="r", attempt=1, index=index, token=token, logprob=-1.0))
+        deltas.append(choice.delta())
+        if choice.finish:
+            break
+    else:
+        choice.take(Emission(request="r", attempt=1, index=choice.tokens, finish="stop"))
+        deltas.append(choice.delta())
+    return choice, deltas, early
+
+
+def test_a_stop_string_ends_a_choice_before_the_engine_does() -> None:
+    choice, deltas, early = choice_of("one two END three", stops=("END",))
+    assert "".join(delta.text for delta in deltas) == "one two "
+    assert (choice.finish, early) == ("stop", True)
+
+
+def test_calls_finish_as_tool_calls_and_the_last_wanted_one_ends_the_choice() -> None:
+    choice, _, early = choice_of(f"{CALL} and more", marks=Marks(calls=1))
+    assert (choice.finish, early) == ("tool_calls", True)
+    choice, _, early = choice_of(CALL, marks=Marks(calls=8))
+    assert (choice.finish, early) == ("tool_calls", False)
+
+
+def test_reasoning_tokens_are_counted_and_logprobs_lose_nothing() -> None:
+    choice, deltas, _ = choice_of("<think>one two</think>three", marks=Marks(think=True))
+    assert 0 < choice.reasoning_tokens < choice.tokens
+    assert sum(len(delta.logprobs) for delta in deltas) == choice.tokens
