@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -9,7 +10,10 @@ import torch
 
 from edgemoe.experts.arena import ExpertShape, Slab
 from edgemoe.experts.pool import BoolArray
+from edgemoe.kernels.compute import MAX_TOKENS, Kernels
 from edgemoe.types import FloatArray, IntArray
+
+KERNEL_TOKENS = min(16, MAX_TOKENS)
 
 
 class Group(NamedTuple):
@@ -26,7 +30,7 @@ class Group(NamedTuple):
         tokens, k = ids.shape
         flat = ids.ravel()
         if tokens == 1:  # a token's experts are distinct
-            return cls(flat, np.arange(k + 1), np.zeros(k, np.int64), weights.ravel())
+            return cls(flat, *_of_one_token(k), weights.ravel())
         order = np.argsort(flat, kind="stable")
         ordered = flat[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
@@ -39,6 +43,11 @@ class Group(NamedTuple):
         calls = np.repeat(chosen, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[chosen])))
         return type(self)(self.experts[chosen], offsets, self.tokens[calls], self.weights[calls])
+
+
+@functools.cache
+def _of_one_token(k: int) -> tuple[IntArray, IntArray]:
+    return np.arange(k + 1), np.zeros(k, np.int64)
 
 
 class Compute(Protocol):
@@ -55,21 +64,45 @@ class Compute(Protocol):
 
 
 class HostCompute:
-    """Experts in a slab of host memory, computed by the CPU in float32 accumulation."""
+    """Experts in a slab of host memory, computed by the CPU with sums in float32.
 
-    def __init__(self, slab: Slab, shape: ExpertShape) -> None:
-        self._slab, self._shape = slab, shape
+    Kernels, which read each weight once where it lies, serve decode-sized batches; torch's products larger ones.
+    """
+
+    def __init__(self, slab: Slab, shape: ExpertShape, kernels: Kernels | None) -> None:
+        """Without kernels, torch does all."""
+        self._slab, self._shape, self._kernels = slab, shape, kernels
         dtype = torch.bfloat16 if shape.bf16 else torch.float32
         rows = torch.from_numpy(slab)[:, : shape.expert_bytes].view(dtype)
         split = 2 * shape.width * shape.hidden
         self._gate_up = rows[:, :split].view(len(slab), 2 * shape.width, shape.hidden)  # [S, 2I, H]
         self._down = rows[:, split:].view(len(slab), shape.hidden, shape.width)  # [S, H, I]
+        self._address, self._stride_bytes = slab.ctypes.data, slab.shape[1]
 
     def begin(self, hidden: torch.Tensor) -> None:
-        self._hidden = hidden
+        self._hidden = hidden.contiguous()
         self._out = torch.zeros(hidden.shape, dtype=torch.float32)
 
     def add(self, slots: IntArray, group: Group) -> None:
+        if self._kernels is None or len(self._hidden) > KERNEL_TOKENS:
+            self._add_products(slots, group)
+            return
+        self._kernels.experts(
+            self._address,
+            self._stride_bytes,
+            slots,
+            group.offsets,
+            group.tokens,
+            group.weights,
+            self._hidden.data_ptr(),
+            self._shape.bf16,
+            self._out.data_ptr(),
+            len(self._hidden),
+            self._shape.hidden,
+            self._shape.width,
+        )
+
+    def _add_products(self, slots: IntArray, group: Group) -> None:
         offsets = group.offsets.tolist()
         tokens, weights = torch.from_numpy(group.tokens), torch.from_numpy(group.weights)
         for i, slot in enumerate(slots.tolist()):

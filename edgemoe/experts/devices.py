@@ -14,6 +14,7 @@ from edgemoe.experts.mover import Mover
 from edgemoe.experts.pool import Pool
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.tiered import TieredExperts
+from edgemoe.kernels.compute import Kernels
 from edgemoe.types import CachePolicy, ExpertId, Move, Store, Tier
 
 
@@ -55,6 +56,7 @@ class Tiers:
         ram_bytes: int,
         devices: Sequence[DeviceBudget],
         policies: Mapping[Tier, CachePolicy],
+        kernels: Kernels | None,
         *,
         containment: bool = True,
         prefetch: bool = True,
@@ -62,15 +64,18 @@ class Tiers:
         lock_ram: bool = False,
         deadline_s: float = 60.0,
     ) -> None:
-        """`policies` for VRAM and RAM, may be one object. Raises CapacityError for a budget below one expert."""
+        """`policies` for VRAM and RAM may be one object; `kernels` serve what the CPU computes.
+
+        Raises CapacityError for a budget that does not hold one expert.
+        """
         ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
         self.ram_bytes = ram.size_bytes
-        self.devices = [_open(device, shape, ram) for device in devices if device.kind != "cpu"]
+        self.devices = [_open(device, shape, ram, kernels) for device in devices if device.kind != "cpu"]
         pools = [
             Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices
         ]
         ram_pool = Pool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
-        computes = [device.compute for device in self.devices] or [HostCompute(ram.slab, shape)]
+        computes = [device.compute for device in self.devices] or [HostCompute(ram.slab, shape, kernels)]
         self.residency = Residency(ram_pool, pools, containment=containment)
         self.mover = Mover(self.residency, store, ram, [device.link for device in self.devices])
         self.experts = TieredExperts(
@@ -106,12 +111,12 @@ class Tiers:
             yield Move(expert, Tier.NVME, target, 0.0)
 
 
-def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena) -> Device:
+def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena, kernels: Kernels | None) -> Device:
     slots = shape.slots(device.expert_bytes, f"experts on {device.kind}")
     if device.kind == "emulated":
         slab = HostArena(slots, shape.stride_bytes)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s)
-        return Device(slots, link, HostCompute(slab.slab, shape))
+        return Device(slots, link, HostCompute(slab.slab, shape, kernels))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.cuda import open_cuda
 

@@ -134,7 +134,7 @@ class EmulatedLink:
         self._changed = threading.Condition()
         self._waiting = 0  # queued or under way
         self._free_at_s = 0.0
-        self._closed = False
+        self.closed = False
         self._thread = threading.Thread(target=self._run, name="edgemoe-link", daemon=True)
 
     def attach(self, dock: Dock) -> None:
@@ -153,7 +153,7 @@ class EmulatedLink:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify()
         self._thread.join(timeout=10)
         for load, _ in (*self._lanes[0], *self._lanes[1]):
@@ -171,8 +171,8 @@ class EmulatedLink:
 
     def _next(self) -> tuple[Load, float] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or any(self._lanes))
-            if self._closed:
+            self._changed.wait_for(lambda: self.closed or any(self._lanes))
+            if self.closed:
                 return None
             return next(lane for lane in self._lanes if lane).popleft()
 

@@ -189,6 +189,14 @@ class Residency:
 
     # --- questions ----------------------------------------------------------------------------------------------
 
+    def all_on_top(self, layer: int, experts: IntArray) -> bool:
+        """Whether all of the experts [n] are in the device that computes them."""
+        if len(self.tops) == 1:
+            slots = self.tops[0].where[layer].take(experts)
+            return not len(slots) or bool(slots.min() >= 0)
+        homes = self.device_of[layer, experts]
+        return all((pool.where[layer, experts[homes == i]] >= 0).all() for i, pool in enumerate(self.tops))
+
     def tier_of(self, expert: ExpertId) -> Tier:
         """The fastest tier that has the expert now."""
         if self.devices and self.devices[self.device_of[expert]].where[expert] >= 0:
@@ -311,7 +319,7 @@ class Residency:
             top.free.extend(copies.tolist())
 
     def _victims(self, pool: Pool, layer: int, n: int, worth: float) -> IntArray:
-        """Slots of up to `n` unpinned experts, the least worthy first."""
+        """Slots of the `n` unpinned experts that are worth least."""
         slots = np.flatnonzero((pool.pins == 0) & (pool.owner >= 0))
         transient = (pool.flags[slots] & TRANSIENT) > 0
         if pool is self.ram and self.containment:
@@ -324,7 +332,7 @@ class Residency:
         if worth < ALWAYS:
             less = keys < worth
             slots, keys = slots[less], keys[less]
-        return slots[np.argsort(keys, kind="stable")[:n]] if len(slots) > n else slots
+        return slots[np.argpartition(keys, n - 1)[:n]] if len(slots) > n else slots
 
     def _keys(self, pool: Pool, layer: int, slots: IntArray, transient: BoolArray) -> npt.NDArray[np.float32]:
         """Worth of keeping what lies in each slot [n]: the policy's rank, with what it cannot know on top.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from edgemoe.experts.residency import ALWAYS, Horizon, Residency
 from edgemoe.experts.waves import Part, Waves
 from edgemoe.types import ExpertId, FloatArray, IntArray, Move, StepRouting, Tier
 
+NOBODY: IntArray = np.empty(0, np.int64)
 SCAN_CALLS = 2  # expert calls per expert of a layer, from which on nearly all of its experts are needed
 
 
@@ -106,7 +107,7 @@ class TieredExperts:
         self._prefetch, self._keep_hints, self._deadline_s = prefetch, keep_hints, deadline_s
         self._step: Observations | None = None
         self._next_layer = 0  # the one whose experts are computed next
-        self._wished: dict[Horizon, list[Move]] = {}
+        self._wished: dict[Horizon, int] = {}  # horizons with wishes, and for which layer
 
     def begin_step(self, meta: StepMeta) -> None:
         """Observes from here on; a step that failed before its end is forgotten."""
@@ -126,7 +127,8 @@ class TieredExperts:
             self._step.observe(layer, chosen, shares)
             scan = self._step.scan(chosen, group)
         self._next_layer = layer + 1
-        self._drop_wishes(layer)
+        if self._wished:
+            self._drop_wishes(layer)
         for compute in self._computes:
             compute.begin(hidden)
         if not self._all_there(layer, group, scan):
@@ -185,26 +187,33 @@ class TieredExperts:
         """While a scan's last experts of a layer are computed, those of the next one come in."""
         whole = scan is not None and calls >= SCAN_CALLS * self.shape.experts
         if whole and self._prefetch and layer + 1 < self.shape.layers:
-            self._wish(layer + 1, range(self.shape.experts), Horizon.SCAN)
+            self._wish(layer + 1, np.arange(self.shape.experts), Horizon.SCAN)
 
-    def _wish(self, layer: int, experts: Iterable[int], horizon: Horizon) -> None:
-        """Replaces the wishes of one horizon: `experts`, best first, as far as they are missing."""
-        fastest = Tier.VRAM if self.residency.devices else Tier.RAM
-        where = [(expert, self.residency.tier_of(expert)) for expert in (ExpertId(layer, e) for e in experts)]
-        moves = [Move(expert, tier, fastest, ALWAYS) for expert, tier in where if tier is not fastest]
-        if moves or self._wished.get(horizon):
-            self._wished[horizon] = moves
+    def _wish(self, layer: int, experts: IntArray, horizon: Horizon) -> None:
+        """Replaces the wishes of one horizon: `experts` [n], best first, as far as they are missing."""
+        moves: list[Move] = []
+        if not self.residency.all_on_top(layer, experts):
+            fastest = Tier.VRAM if self.residency.devices else Tier.RAM
+            where = [
+                (expert, self.residency.tier_of(expert)) for expert in (ExpertId(layer, e) for e in experts.tolist())
+            ]
+            moves = [Move(expert, tier, fastest, ALWAYS) for expert, tier in where if tier is not fastest]
+        if moves or horizon in self._wished:
             self.mover.prefetch(moves, horizon)
+            self._wished.pop(horizon, None)
+            if moves:
+                self._wished[horizon] = layer
 
     def _drop_wishes(self, layer: int) -> None:
         """Wishes for a layer that runs now come too late."""
-        for horizon, moves in self._wished.items():
-            if moves and moves[0].expert.layer <= layer:
-                self._wish(layer, (), horizon)
+        for horizon in [horizon for horizon, wished in self._wished.items() if wished <= layer]:
+            self._wish(layer, NOBODY, horizon)
 
 
-def _likely(probs: FloatArray, k: int) -> list[int]:
+def _likely(probs: FloatArray, k: int) -> IntArray:
     """The union of each token's k likeliest experts, the likeliest first; `probs` [T, E]."""
-    top = np.unique(np.argpartition(probs, -k, axis=1)[:, -k:])
-    likely: list[int] = top[np.argsort(-probs.max(axis=0)[top])].tolist()
-    return likely
+    best = probs[0] if len(probs) == 1 else probs.max(axis=0)
+    top = probs.argpartition(-k, axis=1)[:, -k:].ravel()
+    if len(probs) > 1:
+        top = np.unique(top)
+    return top[best[top].argsort()[::-1]]

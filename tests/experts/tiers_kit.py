@@ -15,8 +15,11 @@ import torch
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.devices import Tiers
+from edgemoe.kernels.compute import Kernels
 from edgemoe.policy.baselines import LRU
 from edgemoe.types import ExpertId, Tier
+
+torch.set_num_threads(1)  # the matrices are tiny
 
 SMALL = ExpertShape(layers=3, experts=8, top_k=2, hidden=32, width=24, bf16=False)
 
@@ -103,7 +106,13 @@ class FileStore:
         os.close(self._file)
 
 
-def small_tiers(store: FileStore, ram_slots: int, device_slots: tuple[int, ...] = (), **options: object) -> Tiers:
+def small_tiers(
+    store: FileStore,
+    ram_slots: int,
+    device_slots: tuple[int, ...] = (),
+    kernels: Kernels | None = None,
+    **options: object,
+) -> Tiers:
     """Tiers with so many slots in RAM and in each emulated device."""
     shape = store.shape
     policy = LRU(shape.layers, shape.experts)
@@ -113,6 +122,7 @@ def small_tiers(store: FileStore, ram_slots: int, device_slots: tuple[int, ...] 
         ram_slots * shape.stride_bytes,
         [Emulated(slots * shape.stride_bytes) for slots in device_slots],
         {Tier.VRAM: policy, Tier.RAM: policy},
+        kernels,
         **options,  # type: ignore[arg-type]
     )
 
