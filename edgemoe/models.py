@@ -34,8 +34,8 @@ def progress_bar(title: str, console: Console | None = None) -> Iterator[Progres
         TimeRemainingColumn(),
     )
     with Bar(*columns, console=console) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
+        task = bar.add_task(title, visible=False)
+        yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
 
 
 def is_store(path: Path) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 from edgemoe.errors import StoreError, StoreVersionError
 from edgemoe.experts.files import LOCK, PageFile, checksum, lock_store, range_checksum, write_durably
 from edgemoe.experts.manifest import (
+    DENSE,
     MANIFEST,
     VERSION,
     CopyEntry,
@@ -106,23 +107,23 @@ class _Packer:
     def _begin(self) -> bool:
         """Makes the directory ready; true where it holds a finished store of this checkpoint."""
         store, journal = self._store, self._store / JOURNAL
-        for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
-            leftover.unlink()
         state = msgspec.json.encode({"version": VERSION, "source": self._checkpoint.fingerprint})
-        if (store / MANIFEST).exists():
+        if finished := (store / MANIFEST).exists():
             self._check_same_source()
-            return True
-        if not journal.exists():
-            others = [path.name for path in store.iterdir() if path.name not in (LOCK, "lost+found")]
+        elif not journal.exists():
+            others = [path.name for path in store.iterdir() if path.name not in (LOCK, f"{JOURNAL}.tmp", "lost+found")]
             if others:
                 raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
+            write_durably(journal, state)
         elif journal.read_bytes() != state:
             log.warning("%s holds part of another checkpoint or version; starting over", store)
-            for file in store.glob("experts/layer_*.safetensors"):
-                file.unlink()
+            for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
+                file.unlink(missing_ok=True)
+            write_durably(journal, state)
+        for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
+            leftover.unlink()
         (store / "experts").mkdir(exist_ok=True)
-        write_durably(journal, state)
-        return False
+        return finished
 
     def _check_same_source(self) -> None:
         try:

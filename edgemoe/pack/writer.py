@@ -76,7 +76,7 @@ def to_bfloat16(halves: npt.NDArray[np.float16]) -> npt.NDArray[np.uint16]:
     """The bits of the nearest bfloat16, ties to even."""
     bits = halves.astype(np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(halves), bits >> 16, rounded).astype(np.uint16)
+    return np.where(np.isnan(halves), (bits >> 16) | 0x40, rounded).astype(np.uint16)
 
 
 class _Output:

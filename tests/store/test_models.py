@@ -1,0 +1,128 @@
+"""Listing, verifying and removing stores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from edgemoe import models
+from edgemoe.errors import CorruptExpert, StoreError
+from edgemoe.experts.manifest import MANIFEST, Manifest
+from edgemoe.experts.store import ExpertStore
+from edgemoe.pack import JOURNAL, ensure_store, pack
+
+Make = Callable[..., Path]
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 16
+    path.write_bytes(raw)
+
+
+def test_a_whole_store_verifies_and_progress_reaches_the_end(store: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    assert models.verify(store, lambda done, total: seen.append((done, total))) == []
+    assert seen[-1][0] <= seen[-1][1] == Manifest.load(store).total_bytes
+
+
+def test_verifying_finds_every_damaged_part(store: Path) -> None:
+    manifest = Manifest.load(store)
+    flip(store / manifest.layers[0].file, manifest.entry(0, 5).offset)
+    flip(store / manifest.layers[2].file, manifest.entry(2, 0).offset + 9)
+    flip(store / manifest.layers[1].file, 30)
+    flip(store / "dense.safetensors", manifest.dense.bytes - 1)
+    flip(store / "config.json", 3)
+    faults = models.verify(store)
+    experts = [(fault.layer, fault.expert) for fault in faults if isinstance(fault, CorruptExpert)]
+    assert experts == [(0, 5), (2, 0)]
+    assert [Path(str(fault).split()[0]).name for fault in faults if not isinstance(fault, CorruptExpert)] == [
+        "layer_001.safetensors",
+        "dense.safetensors",
+        "config.json",
+    ]
+
+
+@pytest.mark.parametrize("offset", [0, 5, 7, 40])
+def test_a_flipped_bit_in_the_dense_header_is_found(store: Path, offset: int) -> None:
+    flip(store / "dense.safetensors", offset)
+    assert len(models.verify(store)) == 1
+
+
+def test_verifying_what_cannot_be_opened_returns_the_reason(store: Path) -> None:
+    os.truncate(store / "dense.safetensors", 10)
+    assert "dense.safetensors" in str(models.verify(store)[0])
+    (store / MANIFEST).unlink()
+    assert "packed store" in str(models.verify(store)[0])
+
+
+def test_the_table_tells_whole_broken_and_unfinished_stores_apart(checkpoint: Make, tmp_path: Path) -> None:
+    whole = ensure_store(checkpoint(), tmp_path)
+    pack(checkpoint(family="mixtral"), tmp_path / "broken")
+    os.truncate(tmp_path / "broken" / "dense.safetensors", 10)
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / JOURNAL).write_text("{}")
+    (tmp_path / "unrelated").mkdir()
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(models.table(tmp_path))
+    console.file.close()
+    text = console.export_text()
+    assert whole.name in text
+    assert "complete" in text
+    assert "qwen3_moe" in text
+    assert "6, top 2" in text
+    assert "pack it again" in text
+    assert "unfinished" in text
+    assert "unrelated" not in text
+    assert models.find_stores(tmp_path / "nowhere") == []
+
+
+def test_a_store_is_found_by_path_directory_or_model(checkpoint: Make, tmp_path: Path) -> None:
+    store = ensure_store(checkpoint(), tmp_path)
+    assert models.resolve(str(store), tmp_path / "elsewhere") == store
+    assert models.resolve(store.name, tmp_path) == store
+    assert models.resolve("tiny", tmp_path) == store
+    with pytest.raises(StoreError, match=store.name):
+        models.resolve("tin", tmp_path)
+    ensure_store(checkpoint(family="mixtral"), tmp_path)
+    with pytest.raises(StoreError, match="several"):
+        models.resolve("tiny", tmp_path)
+
+
+def test_a_removed_store_is_gone_and_nothing_else_is(store: Path) -> None:
+    (store.parent / "beside").write_text("stays")
+    models.remove(store)
+    assert not store.exists()
+    assert (store.parent / "beside").exists()
+
+
+def test_only_stores_are_removed(tmp_path: Path, store: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    (tmp_path / "link").symlink_to(store)
+    for path in (home, tmp_path / "link", tmp_path / "nowhere"):
+        with pytest.raises(StoreError, match="nothing was removed"):
+            models.remove(path)
+    assert (home / "thesis.tex").exists()
+    assert (store / MANIFEST).exists()
+
+
+def test_a_store_in_use_is_not_removed(store: Path) -> None:
+    with ExpertStore(store, Manifest.load(store)), pytest.raises(StoreError, match="in use"):
+        models.remove(store)
+    assert models.verify(store) == []
+
+
+def test_the_bar_shows_rate_and_time_left(checkpoint: Make, tmp_path: Path) -> None:
+    console = Console(width=120, force_terminal=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with models.progress_bar("packing tiny", console) as progress:
+        pack(checkpoint(), tmp_path, progress)
+    console.file.close()
+    text = console.export_text()
+    assert "packing tiny" in text
+    assert "kB" in text

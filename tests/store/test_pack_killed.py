@@ -1,0 +1,112 @@
+"""A packer killed with SIGKILL anywhere: packing again gives the store that an undisturbed one gives."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgemoe.errors import StoreError
+from edgemoe.experts.manifest import MANIFEST, Manifest
+from edgemoe.pack import JOURNAL, ensure_store, pack
+
+Make = Callable[..., Path]
+
+# Counts every step that touches the disk (block copied, file opened, renamed, removed, synced) and dies at the n-th.
+KILLED = """
+import os, signal, sys
+from edgemoe.pack import pack
+left = int(sys.argv[3])
+def step(*_):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+def watched(event, arguments):
+    if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "fcntl.flock"):
+        step()
+def counted(call):
+    def stepped(*arguments):
+        step()
+        return call(*arguments)
+    return stepped
+os.fsync, os.pwrite = counted(os.fsync), counted(os.pwrite)
+sys.addaudithook(watched)
+pack(sys.argv[1], sys.argv[2], step)
+print(int(sys.argv[3]) - left)
+"""
+
+
+def run(source: Path, target: Path, steps: int) -> subprocess.CompletedProcess[str]:
+    """Packs in a process that kills itself at the given step; 0 lets it finish, and it prints its steps."""
+    arguments = [sys.executable, "-c", KILLED, str(source), str(target), str(steps)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+
+
+def files_of(store: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(store)): file.read_bytes() for file in store.glob("**/*") if file.is_file()}
+
+
+@pytest.fixture
+def source(checkpoint: Make) -> Path:
+    return checkpoint(sharded=True)
+
+
+def check(source: Path, target: Path, whole: dict[str, bytes], steps: int) -> None:
+    died = run(source, target, steps)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    if (target / MANIFEST).exists():
+        Manifest.load(target)
+    kept = {file: file.stat().st_mtime_ns for file in target.glob("**/*.safetensors")}
+    pack(source, target)
+    assert files_of(target) == whole
+    assert all(file.stat().st_mtime_ns == time for file, time in kept.items())  # finished files were not redone
+
+
+def test_a_packer_killed_at_any_point_is_finished_by_the_next(source: Path, tmp_path: Path) -> None:
+    total = int(run(source, tmp_path / "whole", 0).stdout)
+    whole = files_of(tmp_path / "whole")
+    assert total > 60
+    for number, steps in enumerate(random.Random(5).sample(range(1, total), 9)):
+        check(source, tmp_path / str(number), whole, steps)
+
+
+@pytest.mark.slow
+def test_a_packer_killed_at_every_single_point_is_finished_by_the_next(source: Path, tmp_path: Path) -> None:
+    total = int(run(source, tmp_path / "whole", 0).stdout)
+    whole = files_of(tmp_path / "whole")
+    for steps in range(1, total):
+        check(source, tmp_path / str(steps), whole, steps)
+
+
+def test_a_packer_killed_again_and_again_gets_there(source: Path, tmp_path: Path) -> None:
+    total = int(run(source, tmp_path / "whole", 0).stdout)
+    draw = random.Random(7)
+    for _ in range(4):
+        run(source, tmp_path / "store", draw.randrange(total // 4, total // 2))
+    pack(source, tmp_path / "store")
+    assert files_of(tmp_path / "store") == files_of(tmp_path / "whole")
+
+
+def test_an_unfinished_store_is_never_taken_for_a_finished_one(source: Path, tmp_path: Path) -> None:
+    total = int(run(source, tmp_path / "whole", 0).stdout)
+    run(source, tmp_path / "store", total // 2)
+    assert (tmp_path / "store" / JOURNAL).exists()
+    with pytest.raises(StoreError, match="is this a packed store"):
+        Manifest.load(tmp_path / "store")
+
+
+def test_serving_a_checkpoint_finishes_what_a_killed_packer_began(source: Path, tmp_path: Path) -> None:
+    store = ensure_store(source, tmp_path / "stores")
+    whole = files_of(store)
+    total = int(run(source, tmp_path / "whole", 0).stdout)
+    half = tmp_path / "other" / store.name
+    half.parent.mkdir()
+    run(source, half, total // 2)
+    assert ensure_store(source, tmp_path / "other") == half
+    assert files_of(half) == whole
