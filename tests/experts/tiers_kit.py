@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.devices import Tiers
 from edgemoe.kernels.compute import Kernels
 from edgemoe.policy.baselines import LRU
-from edgemoe.types import ExpertId, Tier
+from edgemoe.types import ExpertId, Store, Tier
 
 torch.set_num_threads(1)  # the matrices are tiny
 
@@ -107,14 +108,14 @@ class FileStore:
 
 
 def small_tiers(
-    store: FileStore,
+    store: Store,
     ram_slots: int,
     device_slots: tuple[int, ...] = (),
     kernels: Kernels | None = None,
+    shape: ExpertShape = SMALL,
     **options: object,
 ) -> Tiers:
     """Tiers with so many slots in RAM and in each emulated device."""
-    shape = store.shape
     policy = LRU(shape.layers, shape.experts)
     return Tiers(
         shape,
@@ -125,6 +126,14 @@ def small_tiers(
         kernels,
         **options,  # type: ignore[arg-type]
     )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns when another thread has made it true."""
+    end_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end_s, "it never happened"
+        time.sleep(1e-3)
 
 
 @contextlib.contextmanager
