@@ -215,7 +215,9 @@ class Batches(torch.utils.data.IterableDataset[Inputs]):
         self.positions = recording.positions(split)
         self.epoch = 0
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Batches in one pass."""
         count = min(len(self.positions), self.most or len(self.positions))
         return -(-count // self.size)
 

@@ -80,6 +80,8 @@ def read(directory: Path) -> Export:
         scale, shift = (torch.tensor(record["calibration"][k], dtype=torch.float32) for k in ("scale", "shift"))
         if scale.shape != shift.shape or scale.shape != (gate.shape.horizons * gate.shape.layers,):
             raise ValueError("the calibration does not fit the shape")
+        if not all(t.isfinite().all() for t in (*gate.state_dict().values(), scale, shift)):
+            raise ValueError("it holds numbers that are not finite")
         if not all(isinstance(v, str) for v in record["model"].values()):
             raise ValueError("the model is not named")
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:

@@ -7,6 +7,10 @@ which `scoutgate.evaluate` and `scoutgate.export` read. A killed run goes on whe
 from __future__ import annotations
 
 import argparse
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -49,7 +53,7 @@ def loaders(recording: Recording, shape: ScoutShape, options: argparse.Namespace
     most = EPOCH_BATCHES * options.batch
     train = Batches(recording, "train", shape, options.batch, options.seed, most)
     validation = Batches(recording, "validation", shape, 2048, None, most)
-    if not len(train) or not len(validation):
+    if not train.count or not validation.count:
         raise SystemExit(f"{options.data} has too few requests to split; record more")
     return DataLoader(train, batch_size=None), DataLoader(validation, batch_size=None)
 
@@ -78,6 +82,18 @@ def trainer_for(options: argparse.Namespace, max_epochs: int, keep: KeepBest) ->
     )
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's advertising, and its warnings about what we do on purpose."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+        warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
+        yield
+
+
 def train(options: argparse.Namespace) -> Path:
     """Runs or continues a training; returns the folder with the best weights."""
     L.seed_everything(options.seed, verbose=False)
@@ -93,9 +109,12 @@ def train(options: argparse.Namespace) -> Path:
     steps = int(options.passes * -(-len(recording.positions("train")) // options.batch))
     module = ScoutModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
     described = {"meta": asdict(meta), "recipe": asdict(module.recipe), "seed": options.seed, "data": str(options.data)}
-    trainer = trainer_for(options, -(-steps // len(training.dataset)), KeepBest(options.out, lambda: described))
+    keep = KeepBest(options.out, lambda: described)
+    with quiet():
+        trainer = trainer_for(options, -(-steps // training.dataset.count), keep)
     last = options.out / "last.ckpt"
-    trainer.fit(module, training, validation, ckpt_path=str(last) if last.exists() else None)
+    with quiet():
+        trainer.fit(module, training, validation, ckpt_path=str(last) if last.exists() else None)
     return Path(options.out)
 
 

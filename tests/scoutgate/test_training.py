@@ -1,0 +1,87 @@
+"""Training, evaluation and export, end to end on routes that can be learnt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from synthetic import EXPERTS, checkpoint, dataset
+
+from scoutgate import export
+from scoutgate.evaluate import Judged, judge_run, plot, table
+from scoutgate.train import arguments, train
+
+PASSES = 30
+
+
+def run(folder: Path, out: Path, *more: str) -> Path:
+    options = ["--data", str(folder / "data"), "--model", str(folder / "model"), "--out", str(out), "--no-progress"]
+    return train(arguments([*options, "--batch", "128", "--lr", "0.01", "--device", "cpu", "--threads", "1", *more]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scout")
+    dataset(path / "data")
+    checkpoint(path / "model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def judged(folder: Path) -> Judged:
+    out = run(folder, folder / "run", "--passes", str(PASSES))
+    return judge_run(out, folder / "data", folder / "model")
+
+
+def test_it_learns_what_popularity_and_recency_cannot_see(judged: Judged) -> None:
+    figures = judged.metrics["horizons"]["this_token"]
+    best_other = max(figures[name]["recall_at_k"] for name in ("popularity", "ewma", "transition"))
+    assert figures["scoutgate"]["recall_at_k"] > best_other + 0.2
+    assert figures["scoutgate"]["log_loss"] < 0.8 * figures["popularity"]["log_loss"]
+    assert len(figures["scoutgate"]["recall_per_layer"]) == len(EXPERTS)
+
+
+def test_the_fusion_is_no_worse_than_its_best_input(judged: Judged) -> None:
+    for figures in judged.metrics["horizons"].values():
+        inputs = (figures[name]["log_loss"] for name in ("popularity", "ewma", "transition", "scoutgate"))
+        assert figures["fusion"]["log_loss"] <= min(inputs) * 1.02
+
+
+def test_figures_become_a_table_and_a_picture(judged: Judged, tmp_path: Path) -> None:
+    assert "scoutgate" in table(judged.metrics)
+    plot(judged, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_export_gives_the_same_forecasts(judged: Judged, tmp_path: Path) -> None:
+    export.write(tmp_path, judged.gate, judged.calibration, judged.model, judged.metrics)
+    back = export.read(tmp_path)
+    assert back.record["model"] == {"id": "tests/synthetic", "digest": "d1", "tokenizer": "t1"}
+    projected, present = torch.randn(4, 8, 128), torch.ones(4, 8, dtype=torch.bool)
+    with torch.no_grad():
+        torch.testing.assert_close(back.gate(projected, present), judged.gate(projected, present))
+    torch.testing.assert_close(back.scale, judged.calibration[0])
+
+
+def test_a_killed_run_goes_on_where_it_was(folder: Path) -> None:
+    out = run(folder, folder / "killed", "--passes", "6")
+    first = [int(line.split(",")[1]) for line in _log(out)]
+    run(folder, out, "--passes", "12")
+    second = [int(line.split(",")[1]) for line in _log(out)]
+    assert min(second) > max(first)
+    assert json.loads((out / "best.json").read_text())["step"] > max(first) / 2
+
+
+def _log(out: Path) -> list[str]:
+    files = sorted(out.glob("log*/metrics.csv"), key=lambda f: f.stat().st_mtime)
+    return [line for line in files[-1].read_text().splitlines()[1:] if line]
+
+
+def test_a_run_of_another_model_is_refused(folder: Path, tmp_path: Path, judged: Judged) -> None:
+    other = dataset(tmp_path / "data")
+    record = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps({**record, "experts": [8, 8, 8]}))
+    with pytest.raises(ValueError, match="another model"):
+        judge_run(folder / "run", other, folder / "model")
