@@ -6,20 +6,19 @@ link, the CPU, the disk, each peer. Results never depend on the way that was tak
 
     finish = max( max_c opening_c [c is used] + sum of what the chosen ways load c with,  max_i time way i takes alone )
 
-Unrelated machines with opening costs are NP-hard; the assignment here is built greedily, longest first, and then
+Unrelated machines with opening costs are NP-hard; the assignment here starts from each expert's own shortest way and is
 improved by single moves, swaps and the closing of channels until none helps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
 Costs = npt.NDArray[np.float64]
+EVENNESS = 1e-3  # weight of the channels' quadratic mean: shows the way across equally late assignments
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,113 +56,105 @@ def resolve(ways: Ways) -> Resolution:
     possible = np.isfinite(ways.alone) & np.isfinite(ways.load).all(axis=2)
     if not possible.any(axis=1).all():
         raise ValueError(f"no way to compute the expert in row {int(np.argmin(possible.any(axis=1)))}")
-    order = [int(i) for i in np.argsort(-np.where(possible, ways.alone, np.inf).min(axis=1))]
-    best = _assigned(ways, possible, order)
+    if not len(possible):
+        return Resolution(np.empty(0, np.int64), 0.0)
+    best = _Search(ways, possible).run()
     closing = True
     while closing:  # a channel's opening is saved only if everything leaves it at once
         closing = False
         for channel in best.channels_used():
             allowed = best.possible & ~(ways.load[:, :, channel] > 0)
-            if allowed.any(axis=1).all() and (without := _assigned(ways, allowed, order)).finish() < best.finish():
+            if allowed.any(axis=1).all() and (without := _Search(ways, allowed).run()).finish < best.finish:
                 best, closing = without, True
                 break
-    return Resolution(best.way, best.finish())
+    return Resolution(best.way, best.finish)
 
 
-def _assigned(ways: Ways, possible: npt.NDArray[np.bool_], order: Sequence[int]) -> _State:
-    state = _State(ways, possible)
-    for i in order:
-        state.place(i)
-    state.improve()
-    return state
-
-
-class _State:
-    """An assignment under way, with each channel's time kept up to date."""
+class _Search:
+    """Steepest descent over single moves, then swaps of two experts' ways; every neighbour is priced at once."""
 
     def __init__(self, ways: Ways, possible: npt.NDArray[np.bool_]) -> None:
         self.ways, self.possible = ways, possible
-        self.way = np.full(len(ways.alone), -1, np.int64)
-        self.busy = np.zeros(len(ways.opening))
-        self.users = np.zeros(len(ways.opening), np.int64)
+        self.load = np.where(possible[:, :, None], ways.load, 0.0)  # [n, w, c]
+        self.alone = np.where(possible, ways.alone, np.inf)  # [n, w]
+        self.rows = np.arange(len(possible))
+        self.way = np.argmin(self.alone, axis=1)
+        self._recount()
 
-    def finish(self) -> float:
-        placed = np.flatnonzero(self.way >= 0)
-        alone = self.ways.alone[placed, self.way[placed]].max(initial=0.0)
-        return float(max(alone, self._times(self.busy, self.users).max(initial=0.0)))
+    def run(self) -> _Search:
+        """Descends from each expert's shortest way, and from the longest being placed first; keeps the better."""
+        self._descend()
+        from_shortest, finish = self.way.copy(), self.finish
+        self._place_longest_first()
+        self._descend()
+        if finish <= self.finish:
+            self.way = from_shortest
+            self._recount()
+        return self
+
+    def _descend(self) -> None:
+        while self._move() or self._swap():
+            self._recount()
+
+    def _place_longest_first(self) -> None:
+        busy, users = np.zeros_like(self.busy), np.zeros_like(self.users)
+        for i in np.argsort(-self.alone.min(axis=1)):
+            _, cost = self._price(busy + self.load[i], users + (self.load[i] > 0), self.alone[i])
+            self.way[i] = np.argmin(cost)
+            busy += self.load[i, self.way[i]]
+            users += self.load[i, self.way[i]] > 0
+        self._recount()
 
     def channels_used(self) -> list[int]:
         return [int(c) for c in np.flatnonzero(self.users > 0)]
 
-    def place(self, i: int) -> None:
-        """Gives expert i the way that finishes soonest; of equals, the one that takes least of all channels."""
-        after = self._if_placed(i)
-        self._put(i, int(np.lexsort((self.ways.load[i].sum(axis=1), after))[0]))
+    def _recount(self) -> None:
+        chosen = self.load[self.rows, self.way]  # [n, c]
+        self.busy, self.users = chosen.sum(axis=0), (chosen > 0).sum(axis=0)
+        self.waits = self.alone[self.rows, self.way]  # [n]
+        self.finish, self.cost = (float(x) for x in self._price(self.busy, self.users, self.waits.max()))
 
-    def improve(self) -> None:
-        """Moves single experts, then swaps pairs, while the layer gets finished sooner."""
-        while self._move_one() or self._swap_two():
-            pass
+    def _price(self, busy: Costs, users: npt.NDArray[np.int64], alone: Costs) -> tuple[Costs, Costs]:
+        """(finish, and what is made small: finish first, then evenness), over any leading shape; `busy` [..., c]."""
+        times = np.where(users > 0, busy + self.ways.opening, 0.0)
+        finish = np.maximum(times.max(axis=-1), alone)
+        return finish, finish + EVENNESS * np.sqrt(np.square(times).sum(axis=-1))
 
-    def _move_one(self) -> bool:
-        before = self.finish()
-        for i in self._critical():
-            old = int(self.way[i])
-            self._lift(i)
-            self.place(i)
-            if self.finish() < before * (1 - 1e-9):
-                return True
-            self._lift(i)
-            self._put(i, old)
-        return False
-
-    def _swap_two(self) -> bool:
-        """Lifts two experts, one of them critical, and places them anew in either order."""
-        before = self.finish()
-        critical = set(self._critical())
-        for i, j in combinations(range(len(self.way)), 2):
-            if i not in critical and j not in critical:
-                continue
-            old = int(self.way[i]), int(self.way[j])
-            for first, second in ((i, j), (j, i)):
-                self._lift(i)
-                self._lift(j)
-                for way in np.flatnonzero(self.possible[first]):
-                    self._put(first, int(way))
-                    self.place(second)
-                    if self.finish() < before * (1 - 1e-9):
-                        return True
-                    self._lift(second)
-                    self._lift(first)
-                self._put(i, old[0])
-                self._put(j, old[1])
-        return False
-
-    def _critical(self) -> list[int]:
-        """Experts on the channel that is finished last, or that take that long alone."""
-        times = self._times(self.busy, self.users)
-        latest = self.finish() * (1 - 1e-12)
-        rows = np.arange(len(self.way))
-        on_latest = (self.ways.load[rows, self.way] > 0) & (times >= latest)
-        return [int(i) for i in np.flatnonzero(on_latest.any(axis=1) | (self.ways.alone[rows, self.way] >= latest))]
-
-    def _if_placed(self, i: int) -> npt.NDArray[np.float64]:
-        """Finish time for each way of expert i, [w]."""
-        load = np.where(self.possible[i][:, None], self.ways.load[i], 0.0)
-        times = self._times(self.busy + load, self.users + (load > 0)).max(axis=1, initial=0.0)
-        return np.where(self.possible[i], np.maximum(times, self.ways.alone[i]), np.inf)
-
-    def _times(self, busy: Costs, users: npt.NDArray[np.int64]) -> Costs:
-        return np.where(users > 0, busy + self.ways.opening, 0.0)
-
-    def _put(self, i: int, way: int) -> None:
-        load = self.ways.load[i, way]
+    def _move(self) -> bool:
+        """Gives one expert another way."""
+        old = self.load[self.rows, self.way][:, None]  # [n, 1, c]
+        busy = self.busy - old + self.load  # [n, w, c]
+        users = self.users - (old > 0) + (self.load > 0)
+        alone = np.maximum(self._longest_but_one()[:, None], self.alone)
+        _, cost = self._price(busy, users, alone)
+        i, way = np.unravel_index(np.argmin(cost), cost.shape)
+        if not cost[i, way] < self.cost * (1 - 1e-9):
+            return False
         self.way[i] = way
-        self.busy += load
-        self.users += load > 0
+        return True
 
-    def _lift(self, i: int) -> None:
-        load = self.ways.load[i, self.way[i]]
-        self.busy -= load
-        self.users -= load > 0
-        self.way[i] = -1
+    def _swap(self) -> bool:
+        """Gives two experts each other's way."""
+        taken = self.load[:, self.way]  # [n, n, c] expert i done expert j's way
+        own = self.load[self.rows, self.way]  # [n, c]
+        busy = self.busy - own[:, None] - own[None] + taken + taken.swapaxes(0, 1)
+        users = self.users - (own > 0)[:, None] - (own > 0)[None] + (taken > 0) + (taken > 0).swapaxes(0, 1)
+        alone = self.alone[:, self.way]
+        _, cost = self._price(busy, users, np.maximum(alone, alone.T))
+        i, j = np.unravel_index(np.argmin(cost), cost.shape)
+        before = self.way.copy()
+        self.way[[i, j]] = self.way[[j, i]]
+        was = self.cost
+        self._recount()
+        if self.cost < was * (1 - 1e-9):
+            return True
+        self.way = before
+        self._recount()
+        return False
+
+    def _longest_but_one(self) -> Costs:
+        """The longest wait of the others, for each expert, [n]."""
+        if len(self.waits) == 1:
+            return np.zeros(1)
+        first, second = np.sort(self.waits)[::-1][:2]
+        return np.asarray(np.where(self.waits == first, second if (self.waits == first).sum() == 1 else first, first))
