@@ -66,16 +66,21 @@ def _watch(client: Client, socket: Path) -> None:
 
 def _heading(snapshot: Snapshot) -> RenderableType:
     health = snapshot.health
-    state = str(health.get("status", "unknown"))
-    colour = {"ready": "green", "loading": "yellow", "draining": "yellow"}.get(state, "red")
-    model = health.get("model") or {}
-    name = model.get("id", "") if isinstance(model, dict) else model
-    shape = ", ".join(
-        f"{key} {model[key]}" for key in ("family", "layers", "experts", "top_k", "dtype") if key in model
-    )
-    return f"[bold]{name or 'edgemoe'}[/] is [{colour}]{state}[/] at {snapshot.socket}" + (
-        f"\n{shape}" if shape else ""
-    )
+    state, model, engine = str(health["status"]), health.get("model") or {}, health.get("engine") or {}
+    if loading := health.get("loading"):
+        state += f" ({loading['phase']}, {loading['fraction']:.0%})"
+    colour = {"ready": "green", "failed": "red"}.get(state, "yellow")
+    lines = [f"[bold]{model.get('id', 'edgemoe')}[/] is [{colour}]{state}[/] at {snapshot.socket}"]
+    if model:
+        lines.append(
+            f"{model['family']}, {model['layers']} layers of {model['experts']} experts, {model['top_k']} a token, "
+            f"{model['dtype']}, {format_size(model['expert_bytes'])} an expert"
+        )
+    if engine.get("starts", 1) > 1:
+        lines.append(
+            f"[yellow]The engine has been started {engine['starts']} times; it last ended: {engine['last_end']}[/]"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def tier_table(figures: Mapping[str, float]) -> Table:
