@@ -143,8 +143,11 @@ def _models(commands: Any) -> None:
     _settings_options(parser)
 
 
-def _sampling_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+def _sampling_options(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
+    until = max_tokens or "what the context allows"
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", default=max_tokens, help=f"longest answer, in tokens (default: {until})"
+    )
     parser.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens up to this mass")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
@@ -155,7 +158,7 @@ def _sampling_options(parser: argparse.ArgumentParser) -> None:
 def _generate(commands: Any) -> None:
     parser = _command(commands, "generate", "edgemoe.cli.talk:generate", "continue a prompt", _GENERATE)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="read from standard input if not given")
-    _sampling_options(parser)
+    _sampling_options(parser, max_tokens=128)
 
 
 def _chat(commands: Any) -> None:

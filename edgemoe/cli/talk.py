@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ from edgemoe.cli.client import Client, socket_of
 from edgemoe.errors import ConfigError
 from edgemoe.types import Json
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
@@ -59,11 +61,11 @@ def _choices(events: Iterator[Json]) -> Iterator[Json]:
 
 
 def _show(pieces: Iterator[str]) -> str:
-    """Prints the pieces as they come; returns them whole."""
-    whole = []
+    """Prints the pieces as they come; returns them whole. No model steers the terminal: it gets no control codes."""
+    whole, to_terminal = [], sys.stdout.isatty()
     for piece in pieces:
         whole.append(piece)
-        print(piece, end="", flush=True)
+        print(_CONTROL.sub("", piece) if to_terminal else piece, end="", flush=True)
     print()
     return "".join(whole)
 

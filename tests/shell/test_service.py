@@ -96,7 +96,7 @@ def test_the_service_stays_well_hardened() -> None:
     assert done.returncode == 0, done.stdout[-300:]
 
 
-def test_the_wheel_carries_the_unit_files(tmp_path: Path) -> None:
+def test_the_wheel_carries_the_unit_files_and_the_demo_model(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,
@@ -108,4 +108,5 @@ def test_the_wheel_carries_the_unit_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     assert {f"edgemoe/systemd/{path.name}" for path in templates().iterdir()} <= names
-    assert "edgemoe/cli/parser.py" in names
+    assert "edgemoe/demo/model/model.safetensors" in names
+    assert "edgemoe/py.typed" in names
