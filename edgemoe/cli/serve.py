@@ -16,7 +16,7 @@ from edgemoe import demo
 from edgemoe.config import Settings
 from edgemoe.config_load import Loaded, Value, load
 from edgemoe.pack import Progress, ensure_store
-from edgemoe.telemetry.log import configure
+from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def serve(args: argparse.Namespace) -> int:
     from edgemoe import daemon
 
     loaded = _loaded(args)
-    configure(loaded.settings.log, journal="JOURNAL_STREAM" in os.environ)
+    configure(loaded.settings.log, journal=goes_to_journal(os.environ))
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
     return daemon.run(with_store(loaded.settings))
 

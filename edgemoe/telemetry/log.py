@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 from edgemoe.config import LogSettings
@@ -29,6 +31,12 @@ def configure(settings: LogSettings, *, stream: TextIO | None = None, journal: b
     root.setLevel(logging.WARNING)  # libraries: what goes wrong
     logging.getLogger("edgemoe").setLevel(settings.level.upper())
     logging.captureWarnings(True)
+
+
+def goes_to_journal(env: Mapping[str, str]) -> bool:
+    """Whether our stderr is the journal's, rather than only inherited from a process whose was: systemd.exec(5)."""
+    status = os.fstat(sys.stderr.fileno())
+    return env.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 class TextFormatter(logging.Formatter):
