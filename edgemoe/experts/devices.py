@@ -69,7 +69,7 @@ class Tiers:
         Raises CapacityError for a budget that does not hold one expert.
         """
         ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
-        self.ram_bytes = ram.size_bytes
+        self.shape, self.ram_bytes = shape, ram.size_bytes
         self.devices = [_open(device, shape, ram, kernels) for device in devices if device.kind != "cpu"]
         pools = [
             Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices

@@ -216,4 +216,5 @@ def _likely(probs: FloatArray, k: int) -> IntArray:
     top = probs.argpartition(-k, axis=1)[:, -k:].ravel()
     if len(probs) > 1:
         top = np.unique(top)
-    return top[best[top].argsort()[::-1]]
+    likely: IntArray = top[best[top].argsort()[::-1]]
+    return likely
