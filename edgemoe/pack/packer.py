@@ -90,15 +90,23 @@ class _Packer:
         finished = self._begin()
         if self._layout.rounded:
             log.warning("%d float16 tensors are rounded to bfloat16", self._layout.rounded)
-        kept = {file.file: found for file in self._files if (found := self._intact(file, thorough=finished))}
+        kept = self._keep(finished)
         self._check_room(kept)
-        self._advance(sum(run.bytes for file in self._files if file.file in kept for run in file.runs))
         digests = [kept.get(file.file) or write_file(file, self._store, self._advance) for file in self._files]
         copies = tuple(self._copy(path) for path in self._checkpoint.copied)
         manifest = self._manifest(digests, copies)
         manifest.save(self._store)
         (self._store / JOURNAL).unlink(missing_ok=True)
         return Manifest.load(self._store)
+
+    def _keep(self, finished: bool) -> dict[str, tuple[str, ...]]:
+        """The files that need not be written, and their runs' checksums; those of a finished store are read again."""
+        kept = {}
+        for file in self._files:
+            if found := self._intact(file, thorough=finished):
+                kept[file.file] = found
+                self._advance(sum(run.bytes for run in file.runs))
+        return kept
 
     def _advance(self, size_bytes: int) -> None:
         self._done_bytes += size_bytes
@@ -108,33 +116,40 @@ class _Packer:
         """Makes the directory ready; true where it holds a finished store of this checkpoint."""
         store, journal = self._store, self._store / JOURNAL
         state = msgspec.json.encode({"version": VERSION, "source": self._checkpoint.fingerprint})
-        if finished := (store / MANIFEST).exists():
-            self._check_same_source()
-        elif not journal.exists():
-            others = [path.name for path in store.iterdir() if path.name not in (LOCK, f"{JOURNAL}.tmp", "lost+found")]
-            if others:
-                raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
-            write_durably(journal, state)
-        elif journal.read_bytes() != state:
-            log.warning("%s holds part of another checkpoint or version; starting over", store)
-            for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
-                file.unlink(missing_ok=True)
+        finished = self._finished()
+        if not finished and not (journal.exists() and journal.read_bytes() == state):
+            self._start_over()
             write_durably(journal, state)
         for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
             leftover.unlink()
         (store / "experts").mkdir(exist_ok=True)
         return finished
 
-    def _check_same_source(self) -> None:
+    def _finished(self) -> bool:
+        if not (self._store / MANIFEST).exists():
+            return False
         try:
             found = Manifest.read(self._store)
         except StoreVersionError:
             raise
         except StoreError:
-            log.warning("%s: the manifest is damaged and will be written anew", self._store)
-            return
+            return False
         if found.source != self._checkpoint.fingerprint:
             raise StoreError(f"{self._store} is the store of another checkpoint ({found.name}); remove it first")
+        return True
+
+    def _start_over(self) -> None:
+        """Clears away what cannot be told to come from this checkpoint; only in a directory of ours."""
+        store = self._store
+        if (store / MANIFEST).exists() or (store / JOURNAL).exists():
+            log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
+            for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
+                file.unlink(missing_ok=True)
+            return
+        ours = (LOCK, f"{JOURNAL}.tmp", "lost+found")
+        others = [path.name for path in store.iterdir() if path.name not in ours]
+        if others:
+            raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
 
     def _intact(self, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | None:
         """The checksums in the header of a file that is there and whole; `thorough` compares them to the bytes."""
