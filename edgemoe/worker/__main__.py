@@ -1,0 +1,36 @@
+"""Reads a Boot from standard input and runs the engine that it describes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+import msgspec
+
+from edgemoe.cluster.wire.messages import Boot
+from edgemoe.config import Settings
+from edgemoe.telemetry.log import configure, goes_to_journal
+from edgemoe.worker.process import settle
+from edgemoe.worker.service import Worker
+
+
+async def serve(boot: Boot, settings: Settings, parent: int) -> int:
+    """The exit status."""
+    return await Worker(boot, settings, parent).run()
+
+
+def main() -> None:
+    parent = settle()
+    boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
+    settings = msgspec.convert(boot.settings, Settings)
+    configure(settings.log, journal=goes_to_journal(os.environ))
+    status = asyncio.run(serve(boot, settings, parent))
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)  # the compute thread may be inside a step that will not end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""From settings to a model in memory: budgets, store, dense weights, KV blocks, tiers, engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from llguidance import LLTokenizer
+
+from edgemoe.api.text import TextModel
+from edgemoe.budgets import Budgets, ModelNeeds, resolve_budgets
+from edgemoe.config import Settings
+from edgemoe.engine.engine import Engine
+from edgemoe.engine.grammar import Grammars
+from edgemoe.engine.loop import Emit
+from edgemoe.errors import CapacityError, ConfigError
+from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.devices import Tiers
+from edgemoe.experts.manifest import DENSE, Manifest
+from edgemoe.experts.store import ExpertStore
+from edgemoe.kernels.compute import Kernels
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.model.spec import ModelSpec, spec_from_config
+from edgemoe.policy import baselines
+from edgemoe.telemetry import probes
+from edgemoe.types import BLOCK_TOKENS, CachePolicy, ModelInfo, Tier
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]  # what is being done now, in a word
+PARKED_SHARE = 4  # where paused requests are parked, one byte in so many of the KV budget is theirs
+POLICIES: dict[str, Callable[[int, int], CachePolicy]] = {
+    "lru": baselines.LRU,
+    "lfu": baselines.LFU,
+    "lfru": baselines.LFRU,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A model in memory, ready to run. `close` it when the step loop and the tiers have ended."""
+
+    settings: Settings
+    model: ModelInfo
+    budgets: Budgets
+    engine: Engine
+    tiers: Tiers
+    close: Callable[[], None]
+
+
+def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
+    """Loads the packed store at `settings.model.path`; seconds to minutes, on the thread that calls.
+
+    Raises StoreError, CheckpointError, CapacityError, ConfigError.
+    """
+    directory = Path(settings.model.path)
+    manifest = Manifest.load(directory)
+    spec = spec_from_config(manifest.spec_config)
+    budgets = resolve_budgets(settings, _machine(), _needs(manifest, spec))
+    for line in budgets.lines():
+        log.info(line)
+    torch.set_num_threads(budgets.threads)
+    with ExitStack() as opened:
+        store = opened.enter_context(ExpertStore(directory, manifest))
+        device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
+        kernels = None
+        if device.type == "cpu":
+            say("kernels")
+            kernels = Kernels(budgets.threads, spec.dtype == "bfloat16")
+            opened.callback(kernels.close)
+        say("weights")
+        decoder = Decoder.load(spec, directory / DENSE, device, kernels)
+        say("experts")
+        tiers = _tiers(settings, spec, budgets, store, kernels)
+        opened.callback(tiers.close)
+        engine = _engine(settings, spec, budgets, decoder, tiers, _grammars(directory, spec), emit)
+        opened.callback(engine.close)
+        closing = opened.pop_all()
+    return Assembly(settings, _info(settings, manifest, spec), budgets, engine, tiers, closing.close)
+
+
+def _machine() -> probes.Machine:
+    return probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def _needs(manifest: Manifest, spec: ModelSpec) -> ModelNeeds:
+    return ModelNeeds(
+        dense_bytes=manifest.dense.bytes,
+        kv_bytes_per_token=spec.kv_bytes_per_token + -(-spec.layers * spec.experts // BLOCK_TOKENS),
+        expert_bytes=spec.expert_bytes,
+        experts=spec.layers * spec.experts,
+        context_tokens=spec.context_tokens,
+    )
+
+
+def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
+    return ModelInfo(
+        id=settings.model.name or manifest.name,
+        family=spec.family,
+        digest=manifest.digest,
+        context_tokens=spec.context_tokens,
+        vocab=spec.vocab,
+        layers=spec.layers,
+        experts=spec.experts,
+        top_k=spec.top_k,
+        dtype=spec.dtype,
+        expert_bytes=spec.expert_bytes,
+    )
+
+
+def _tiers(settings: Settings, spec: ModelSpec, budgets: Budgets, store: ExpertStore, kernels: Kernels | None) -> Tiers:
+    shape = ExpertShape(
+        spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=spec.dtype == "bfloat16"
+    )
+    policy = _policy(settings, spec)
+    return Tiers(
+        shape,
+        store,
+        budgets.ram_bytes,
+        budgets.devices,
+        {Tier.VRAM: policy, Tier.RAM: policy},
+        kernels,
+        containment=budgets.containment,
+        prefetch=settings.cache.prefetch,
+    )
+
+
+def _policy(settings: Settings, spec: ModelSpec) -> CachePolicy:
+    name = settings.cache.policy
+    if name not in POLICIES:
+        raise ConfigError(f"cache.policy {name!r} is not there yet; there are {', '.join(POLICIES)}")
+    return POLICIES[name](spec.layers, spec.experts)
+
+
+def _engine(
+    settings: Settings,
+    spec: ModelSpec,
+    budgets: Budgets,
+    decoder: Decoder,
+    tiers: Tiers,
+    grammars: Grammars | None,
+    emit: Emit,
+) -> Engine:
+    parking_bytes = budgets.kv_bytes // PARKED_SHARE if settings.engine.preemption == "park" else 0
+    block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token + spec.layers * spec.experts  # with its signature
+    kv_blocks = (budgets.kv_bytes - parking_bytes) // block_bytes
+    if not kv_blocks:
+        raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
+    return Engine(
+        decoder,
+        KVCache(spec, kv_blocks, decoder.device),
+        tiers.experts,
+        spec,
+        settings.engine,
+        emit,
+        kv_blocks=kv_blocks,
+        context_tokens=budgets.context_tokens,
+        device=decoder.device,
+        parking_bytes=parking_bytes,
+        grammars=grammars,
+    )
+
+
+def _grammars(directory: Path, spec: ModelSpec) -> Grammars | None:
+    """What follows grammars, if there is a tokenizer to tell which tokens spell what."""
+    tokenizer = directory / "tokenizer.json"
+    if not tokenizer.is_file():
+        return None
+    ends = list(TextModel(directory).eos) or None
+    return Grammars(LLTokenizer(tokenizer.read_text(), n_vocab=spec.vocab, eos_token=ends))

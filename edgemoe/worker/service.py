@@ -1,0 +1,193 @@
+"""The engine on its event loop: it comes up, says so, passes messages and figures, and ends as it is told.
+
+A life in order: budgets, weights, tiers, warm-up | Ready | Submit and Cancel in, Emissions and Stats out | Stop, or
+the end of the step loop. What goes wrong is told in a Failed before the exit, as far as that is still possible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from edgemoe.cluster.wire.ipc import EngineEnd
+from edgemoe.cluster.wire.messages import (
+    Boot,
+    Cancel,
+    Drain,
+    Emissions,
+    Failed,
+    Limits,
+    Loading,
+    Ping,
+    Ready,
+    Stats,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from edgemoe.config import Settings
+from edgemoe.errors import EdgemoeError, ServiceError
+from edgemoe.experts.figures import figures
+from edgemoe.guard import refuse_pickle
+from edgemoe.types import BLOCK_TOKENS, Emission, Request, Sampling
+from edgemoe.worker.assemble import Assembly, assemble
+
+log = logging.getLogger(__name__)
+
+STATS_S = 0.5
+JOIN_S = 3.0  # that the step in progress has to end when the engine is stopped
+WARM_UP = "\0warm-up"  # no front's request has such a name
+WARM_UP_TOKENS = 80  # of prompt: more than a decode-sized batch
+WARM_UP_S = 240.0
+MESSAGE_CHARS = 4000
+
+
+class Worker:
+    """One engine process, from Boot to exit. `_emit` is called on the compute thread, all else on the event loop."""
+
+    def __init__(self, boot: Boot, settings: Settings, parent: int) -> None:
+        self._boot, self._settings, self._parent = boot, settings, parent
+        self._loop = asyncio.get_running_loop()
+        self._wire = EngineEnd(boot.address, boot.boot_id)
+        self._phase = "start"
+        self._warm: asyncio.Future[Emission] = self._loop.create_future()
+        self._told_to_stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serves until stopped; the exit status."""
+        error: BaseException | None = None
+        try:
+            await self._serve()
+        except BaseExceptionGroup as group:
+            error = _first(group)
+        if error is not None:
+            known = isinstance(error, EdgemoeError)
+            log.error(f"engine failed: {error}", exc_info=None if known else error)
+            fatal = known and self._phase != "ready"
+            self._wire.post(Failed(error=type(error).__name__, message=str(error)[:MESSAGE_CHARS], fatal=fatal))
+        await self._wire.close()
+        return 0 if error is None else 1
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [
+                tasks.create_task(self._tell_loading(), name="loading"),
+                tasks.create_task(self._watch_parent(), name="parent"),
+            ]
+            assembly = await asyncio.to_thread(assemble, self._settings, self._emit, self._say)
+            computing = tasks.create_task(self._compute(assembly), name="compute")
+            helpers.append(tasks.create_task(assembly.tiers.run(), name="tiers"))
+            await self._warm_up(assembly)
+            refuse_pickle()
+            self._say("ready")
+            self._wire.post(self._ready(assembly))
+            helpers.append(tasks.create_task(self._report(assembly), name="stats"))
+            helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
+            await self._told_to_stop.wait()
+            assembly.engine.loop.stop()
+            await asyncio.wait([computing], timeout=JOIN_S)
+            for helper in (*helpers, computing):
+                helper.cancel()
+        assembly.close()
+
+    # --- coming up
+
+    def _say(self, phase: str) -> None:
+        self._phase = phase
+        log.info("engine", extra={"phase": phase})
+
+    async def _tell_loading(self) -> None:
+        while self._phase != "ready":
+            self._wire.post(Loading(phase=self._phase))
+            await asyncio.sleep(STATS_S)
+
+    async def _warm_up(self, assembly: Assembly) -> None:
+        """Runs a request through both kinds of step, so that what is made at first use is made before Ready."""
+        self._say("warm-up")
+        prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.bounds.context_tokens - 4)
+        request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
+        assembly.engine.loop.submit(request, (), 1, WARM_UP_S)
+        end = await self._warm
+        if end.finish == "error":
+            raise ServiceError(f"the model does not run: {end.error}")
+
+    def _ready(self, assembly: Assembly) -> Ready:
+        engine, settings = assembly.engine, self._settings.engine
+        limits = Limits(
+            context_tokens=engine.bounds.context_tokens,
+            kv_tokens=engine.blocks.count * BLOCK_TOKENS,
+            max_sequences=settings.max_sequences,
+            max_queue=settings.max_queue,
+        )
+        return Ready(boot_id=self._boot.boot_id, model=assembly.model, limits=limits)
+
+    # --- running
+
+    async def _compute(self, assembly: Assembly) -> None:
+        """Runs the compute thread until it ends. Raises what ended it."""
+        ended: asyncio.Future[None] = self._loop.create_future()
+
+        def told(error: BaseException | None) -> None:
+            self._loop.call_soon_threadsafe(_settle, ended, error)
+
+        assembly.engine.start(assembly.budgets.threads, told)
+        await ended
+
+    def _emit(self, items: list[Emission]) -> None:
+        if items[-1].request != WARM_UP:
+            self._wire.post(Emissions(items=items))
+        elif items[-1].finish:
+            self._loop.call_soon_threadsafe(self._warm.set_result, items[-1])
+
+    async def _listen(self, assembly: Assembly) -> None:
+        async for message in self._wire.messages():
+            self._obey(message, assembly)
+
+    def _obey(self, message: ToEngine, assembly: Assembly) -> None:
+        loop = assembly.engine.loop
+        match message:
+            case Submit():
+                loop.submit(message.request, message.emitted, message.attempt, message.remaining_ms / 1e3)
+            case Cancel():
+                loop.cancel(message.request, message.attempt)
+            case Drain():
+                loop.drain()
+            case Ping():
+                self._wire.post(_stats(assembly))
+            case Stop():
+                self._told_to_stop.set()
+
+    async def _report(self, assembly: Assembly) -> None:
+        while True:
+            self._wire.post(_stats(assembly))
+            await asyncio.sleep(STATS_S)
+
+    async def _watch_parent(self) -> None:
+        """Where the kernel does not tell: without a front nobody needs this process."""
+        while True:
+            await asyncio.sleep(STATS_S)
+            if os.getppid() != self._parent:
+                os._exit(1)
+
+
+def _stats(assembly: Assembly) -> Stats:
+    values = assembly.engine.figures() | figures(assembly.tiers)
+    return Stats(values=values, step_s=assembly.engine.runner.step_age_s())
+
+
+def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to tell: ours if there is one in the group."""
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
+    return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0])
