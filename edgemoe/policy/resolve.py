@@ -7,7 +7,7 @@ link, the CPU, the disk, each peer. Results never depend on the way that was tak
     finish = max( max_c opening_c [c is used] + sum of what the chosen ways load c with,  max_i time way i takes alone )
 
 Unrelated machines with opening costs are NP-hard; the assignment here starts from each expert's own shortest way and is
-improved by single moves, swaps and the closing of channels until none helps.
+improved by moving one, then two experts, and by the closing of channels until none helps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 Costs = npt.NDArray[np.float64]
 EVENNESS = 1e-3  # weight of the channels' quadratic mean: shows the way across equally late assignments
+MOST_LATE = 8  # experts whose moves are tried together with every other's
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def resolve(ways: Ways) -> Resolution:
 
 
 class _Search:
-    """Steepest descent over single moves, then swaps of two experts' ways; every neighbour is priced at once."""
+    """Steepest descent over single moves, then moves of two experts; every neighbour is priced at once."""
 
     def __init__(self, ways: Ways, possible: npt.NDArray[np.bool_]) -> None:
         self.ways, self.possible = ways, possible
@@ -93,7 +94,7 @@ class _Search:
         return self
 
     def _descend(self) -> None:
-        while self._move() or self._swap():
+        while self._move() or self._move_two():
             self._recount()
 
     def _place_longest_first(self) -> None:
@@ -133,24 +134,37 @@ class _Search:
         self.way[i] = way
         return True
 
-    def _swap(self) -> bool:
-        """Gives two experts each other's way."""
-        taken = self.load[:, self.way]  # [n, n, c] expert i done expert j's way
-        own = self.load[self.rows, self.way]  # [n, c]
-        busy = self.busy - own[:, None] - own[None] + taken + taken.swapaxes(0, 1)
-        users = self.users - (own > 0)[:, None] - (own > 0)[None] + (taken > 0) + (taken > 0).swapaxes(0, 1)
-        alone = self.alone[:, self.way]
-        _, cost = self._price(busy, users, np.maximum(alone, alone.T))
-        i, j = np.unravel_index(np.argmin(cost), cost.shape)
-        before = self.way.copy()
-        self.way[[i, j]] = self.way[[j, i]]
-        was = self.cost
-        self._recount()
-        if self.cost < was * (1 - 1e-9):
-            return True
-        self.way = before
-        self._recount()
-        return False
+    def _move_two(self) -> bool:
+        """Gives two experts other ways at once, one of them an expert that the layer waits for."""
+        late = self._late()  # [m]
+        own = self.load[self.rows, self.way][:, None]  # [n, 1, c]
+        more, users = self.load - own, (self.load > 0).astype(np.int64) - (own > 0)  # [n, w, c]
+        both = more[late][:, :, None, None] + more  # [m, w, n, w, c]
+        both_users = users[late][:, :, None, None] + users
+        others = np.where(np.eye(len(self.way), dtype=bool)[late][:, None], -np.inf, self._without_each())  # [m, n, n]
+        rest = np.maximum(others.max(axis=2), 0.0)[:, None, :, None]  # [m, 1, n, 1]
+        alone = np.maximum(np.maximum(self.alone[late][:, :, None, None], self.alone), rest)
+        _, cost = self._price(self.busy + both, self.users + both_users, alone)
+        cost[np.arange(len(late)), :, late] = np.inf  # an expert is no pair
+        m, first, j, second = (int(x) for x in np.unravel_index(np.argmin(cost), cost.shape))
+        if not cost[m, first, j, second] < self.cost * (1 - 1e-9):
+            return False
+        self.way[late[m]], self.way[j] = first, second
+        return True
+
+    def _late(self) -> npt.NDArray[np.int64]:
+        """The experts that the layer waits for: on the channel that is finished last, or that take as long alone."""
+        times = np.where(self.users > 0, self.busy + self.ways.opening, 0.0)
+        latest = self.finish * (1 - 1e-12)
+        on_latest = ((self.load[self.rows, self.way] > 0) & (times >= latest)).any(axis=1)
+        late = np.flatnonzero(on_latest | (self.waits >= latest))
+        return late[np.argsort(-self.waits[late])][:MOST_LATE]
+
+    def _without_each(self) -> Costs:
+        """Everybody's wait, but -inf on the diagonal, [n, n]."""
+        waits = np.tile(self.waits, (len(self.waits), 1))
+        np.fill_diagonal(waits, -np.inf)
+        return waits
 
     def _longest_but_one(self) -> Costs:
         """The longest wait of the others, for each expert, [n]."""
