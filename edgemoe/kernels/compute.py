@@ -51,7 +51,7 @@ class Kernels:
         self._scratch: dict[str, npt.NDArray[Any]] = {}
         self._iota = np.arange(MAX_TOKENS * 64, dtype=np.int64)
         self.iota = self._iota.ctypes.data
-        self._job, self._linear_job = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
+        self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
         self._attention_job = np.zeros(1, ATTENTION)
         self._expert_sizes = (0, 0, 0, 0)
 
@@ -97,7 +97,7 @@ class Kernels:
         """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
         packed = self.scratch("linear.x", tokens * n)
         self._pack(x, x_bf16, tokens, n, packed, np.float32(1.0))
-        job = self._linear_job
+        job = self.linear_record
         job["weight"], job["rows"], job["n"], job["x"], job["out"] = weight, rows, n, packed, out
         job["index"], job["tokens"] = self.iota, tokens
         self._linear(self.pool.control, job.ctypes.data)

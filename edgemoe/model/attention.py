@@ -1,0 +1,144 @@
+"""Attention of one step over paged keys and values.
+
+Sequences that contribute one token are served together: on the CPU by the paged kernel, elsewhere from their
+gathered blocks. A prefilling sequence's blocks are gathered for itself, and its queries go in tiles, so that memory
+grows with the context and not with its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from edgemoe.kernels.compute import Kernels, Paged
+from edgemoe.model.kv import KVCache
+from edgemoe.model.spec import ModelSpec
+from edgemoe.types import BLOCK_TOKENS, Batch, IntArray
+
+QUERY_TILE = 512  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One sequence's chunk: rows first:after of the step, the last of `context` tokens."""
+
+    first: int
+    after: int
+    context: int
+    blocks: torch.Tensor  # [n] int64
+
+
+def block_tables(batch: Batch, chosen: list[int]) -> tuple[IntArray, IntArray]:
+    """Tables [S, widest] (padded with block 0) and contexts [S] of the chosen sequences."""
+    contexts = np.array([batch.context_lens[s] for s in chosen], np.int64)
+    tables = np.zeros((len(chosen), -(-int(contexts.max(initial=1)) // BLOCK_TOKENS)), np.int64)
+    for row, s in enumerate(chosen):
+        needed = -(-batch.context_lens[s] // BLOCK_TOKENS)
+        tables[row, :needed] = batch.block_tables[s][:needed]
+    return tables, contexts
+
+
+class StepAttention:
+    """What all layers of one step share."""
+
+    def __init__(self, spec: ModelSpec, batch: Batch, kv: KVCache, kernels: Kernels | None) -> None:
+        self._spec, self._kv, self._kernels = spec, kv, kernels
+        self._device = kv.data.device
+        starts = np.cumsum([0, *batch.query_lens]).tolist()
+        single = [s for s, length in enumerate(batch.query_lens) if length == 1]
+        self._single_rows = torch.tensor([starts[s] for s in single], dtype=torch.int64, device=self._device)
+        self._tables, self._contexts = block_tables(batch, single)
+        self._prefills = [
+            Prefill(starts[s], starts[s + 1], batch.context_lens[s], self._tensor(batch.block_tables[s]))
+            for s, length in enumerate(batch.query_lens)
+            if length > 1
+        ]
+        blocks = [self._tensor(table) for table in batch.block_tables]
+        owner = torch.repeat_interleave(torch.arange(len(blocks), device=self._device), self._tensor(batch.query_lens))
+        padded = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)  # [S, widest]
+        self._blocks = padded[owner, batch.positions // BLOCK_TOKENS]  # [T], where new keys and values go
+        self._places = batch.positions % BLOCK_TOKENS
+
+    def _tensor(self, values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, heads, D], k and v [T, kv_heads, D] after rotary, in the model's type -> [T, heads * D]."""
+        self._kv.data[self._blocks, layer, 0, :, self._places] = k
+        self._kv.data[self._blocks, layer, 1, :, self._places] = v
+        out = torch.empty_like(q)
+        for prefill in self._prefills:
+            out[prefill.first : prefill.after] = self._prefill(layer, prefill, q)
+        if len(self._single_rows):
+            single = self._by_kernel if self._kernels is not None else self._gathered
+            out[self._single_rows] = single(layer, q[self._single_rows]).to(q.dtype)
+        return out.flatten(1)
+
+    def _prefill(self, layer: int, prefill: Prefill, q: torch.Tensor) -> torch.Tensor:
+        needed = -(-prefill.context // BLOCK_TOKENS)
+        pages = self._kv.data[prefill.blocks[:needed], layer]  # [n, 2, kv_heads, 16, D]
+        keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[None].unbind(1)  # [1, kv_heads, n * 16, D]
+        return torch.cat([self._tile(prefill, q, first, keys, values) for first in _tiles(prefill)])
+
+    def _tile(
+        self, prefill: Prefill, q: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of at most QUERY_TILE queries, [t, heads, D]."""
+        after = min(first + QUERY_TILE, prefill.after)
+        context = prefill.context - (prefill.after - after)
+        queries = q[first:after].transpose(0, 1)[None]  # [1, heads, t, D]
+        keys, values = keys[:, :, :context], values[:, :, :context]
+        mask: torch.Tensor
+        if self._device.type == "cuda":
+            mask = causal_lower_right(after - first, context)  # no mask in memory
+        else:
+            reach = torch.arange(context - (after - first), context)
+            mask = torch.arange(context)[None] <= reach[:, None]
+        result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return result[0].transpose(0, 1)
+
+    def _by_kernel(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        assert self._kernels is not None
+        out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=torch.float32)
+        pages = paged(self._spec, self._kv, layer)
+        self._kernels.attend(q.data_ptr(), len(q), self._tables, self._contexts, pages, out.data_ptr())
+        return out.view(q.shape)
+
+    def _gathered(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """The group's queries of a KV head share its keys, so they form the query dimension."""
+        blocks, mask = self._gather_plan
+        pages = self._kv.data[:, layer][blocks]  # [S, n, 2, kv_heads, 16, D]
+        keys, values = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)  # [S, kv_heads, n * 16, D]
+        grouped = q.view(len(q), self._spec.kv_heads, -1, self._spec.head_dim)
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view(q.shape)
+
+    @cached_property
+    def _gather_plan(self) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = torch.from_numpy(self._tables).to(self._device)
+        reach = torch.from_numpy(self._contexts).to(self._device)[:, None, None, None]
+        return blocks, torch.arange(blocks.shape[1] * BLOCK_TOKENS, device=self._device) < reach
+
+
+def _tiles(prefill: Prefill) -> Iterator[int]:
+    return iter(range(prefill.first, prefill.after, QUERY_TILE))
+
+
+def paged(spec: ModelSpec, kv: KVCache, layer: int) -> Paged:
+    """Where a layer's keys and values lie, for the kernel."""
+    data, size = kv.data, kv.data.element_size()
+    keys = data.data_ptr() + layer * data.stride(1) * size
+    return Paged(
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        keys=keys,
+        values=keys + data.stride(2) * size,
+        block_stride=data.stride(0) * size,
+        head_stride=data.stride(3) * size,
+    )

@@ -1,0 +1,95 @@
+"""The decoder of all supported families. Layers differ in their weights only; what differs between families is in
+the spec.
+
+The residual stream is float32; matrices multiply in the model's type. Steps in which every sequence contributes
+one token take the fused kernels where there are any (see `fused`), all others the torch operations here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear, rms_norm
+
+from edgemoe.kernels.compute import Kernels
+from edgemoe.model.attention import StepAttention
+from edgemoe.model.fused import FusedDecoder
+from edgemoe.model.kv import KVCache
+from edgemoe.model.rope import Rope, turn
+from edgemoe.model.spec import ModelSpec
+from edgemoe.model.weights import LayerWeights, Weights, load_weights
+from edgemoe.types import Batch, Experts
+
+FUSED_TOKENS = 16  # beyond, torch's products are the faster ones
+
+
+class Decoder:
+    """Dense weights and the order of operations; experts and the cache are handed in."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device, kernels: Kernels | None = None) -> None:
+        self.spec, self.device = spec, device
+        self._weights, self._kernels = weights, kernels
+        self._rope = Rope(spec, device)
+        self._fused = FusedDecoder(spec, weights, kernels, self._rope) if kernels is not None else None
+
+    @classmethod
+    def load(
+        cls, spec: ModelSpec, path: Path, device: torch.device | str = "cpu", kernels: Kernels | None = None
+    ) -> Decoder:
+        """Reads `dense.safetensors`. `kernels` are for the CPU. Raises StoreError."""
+        device = torch.device(device)
+        return cls(spec, load_weights(spec, path, device), device, kernels if device.type == "cpu" else None)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
+        """Logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.
+
+        `hidden` as given to `experts` is valid during that call only.
+        """
+        tokens = len(batch.tokens)
+        if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
+            return self._fused.forward(batch, kv, experts)
+        attention = StepAttention(self.spec, batch, kv, self._kernels)
+        cos, sin = self._rope(batch.positions)
+        residual = self._weights.embed[batch.tokens].float()
+        for number, layer in enumerate(self._weights.layers):
+            q, k, v = self._qkv(layer, self._norm(residual, layer.norm), cos, sin)
+            residual += linear(attention(number, q, k, v), layer.o)
+            hidden = self._norm(residual, layer.post_norm)
+            ids, weights = self._route(hidden, layer)
+            if batch.decode:
+                self._hint(experts, number, hidden)
+            residual += experts.forward(number, hidden, ids, weights)
+        return linear(self._norm(residual[batch.logit_rows], self._weights.norm), self._weights.head).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], weight, self.spec.rms_eps).to(self._weights.embed.dtype)
+
+    def _qkv(
+        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, heads, D], keys and values [T, kv_heads, D], after the head norms and rotary."""
+        spec = self.spec
+        heads = linear(x, layer.qkv).view(len(x), -1, spec.head_dim)
+        q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        turned = []
+        for part, weight in ((q, layer.q_norm), (k, layer.k_norm)):
+            part = part.float()
+            if weight is not None:
+                part = rms_norm(part, part.shape[-1:], weight, spec.rms_eps)
+            turned.append(turn(part, cos, sin).to(x.dtype))
+        return turned[0], turned[1], v
+
+    def _route(self, hidden: torch.Tensor, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts' ids [T, k] and weights [T, k] float32."""
+        probs = linear(hidden, layer.gate).float().softmax(-1)
+        weights, ids = probs.topk(self.spec.top_k, dim=-1)
+        if self.spec.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return ids, weights
+
+    def _hint(self, experts: Experts, number: int, hidden: torch.Tensor) -> None:
+        """The next layers' gates, applied to this layer's input of the experts."""
+        for ahead in range(number + 1, min(number + 1 + experts.lookahead, self.spec.layers)):
+            experts.hint(ahead, linear(hidden, self._weights.layers[ahead].gate).float().softmax(-1))

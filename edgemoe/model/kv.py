@@ -1,0 +1,45 @@
+"""Keys and values in blocks of 16 tokens. One block holds all layers, so that it moves as one run of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from edgemoe.model.spec import ModelSpec
+from edgemoe.types import BLOCK_TOKENS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class KVCache:
+    """`data` [blocks, layers, 2, kv_heads, 16, head_dim]: within a layer, keys and then values.
+
+    Who uses which block is the block manager's business. Memory is taken once and never grows.
+    """
+
+    def __init__(self, spec: ModelSpec, blocks: int, device: torch.device | str = "cpu") -> None:
+        shape = (blocks, spec.layers, 2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
+        # Zeros, not garbage: a masked position's value is multiplied by 0, and NaN would survive that.
+        self.data = torch.zeros(shape, dtype=DTYPES[spec.dtype], device=device)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.data)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.data.stride(0) * self.data.element_size()
+
+    def copy_block(self, src: int, dst: int) -> None:
+        """Makes block `dst` hold what `src` holds."""
+        self.data[dst].copy_(self.data[src])
+
+    def gather(self, blocks: Sequence[int]) -> torch.Tensor:
+        """A copy of these blocks in host memory, one row each: [n, layers, 2, kv_heads, 16, head_dim]."""
+        return self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)].cpu()
+
+    def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        """Writes rows that `gather` returned into these blocks."""
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+        self.data.index_copy_(0, index, rows.to(self.data.device))

@@ -1,0 +1,180 @@
+"""The decoder against transformers, on random tiny checkpoints of both families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, Session, Tiny
+
+MakeTiny = Callable[..., Tiny]
+TOLERANCE = 1e-4
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False, "num_key_value_heads": 4}),
+    ("mixtral", {}),
+    ("mixtral", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+]
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4},
+    {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 5e5,
+        "attention_factor": 1.3,
+        "beta_fast": 16.0,
+        "truncate": False,
+    },
+]
+
+
+def _tokens(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(0, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    return (ours - reference).abs().max().item()
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_logits_equal_transformers_in_prefill_chunks_and_decode(
+    make_tiny: MakeTiny, family: str, changes: dict[str, Any]
+) -> None:
+    tiny, tokens = make_tiny(family, **changes), _tokens(90)
+    reference = tiny.reference(tokens)
+    assert _error(Session(tiny).step(tokens), reference) < TOLERANCE
+    chunked = Session(tiny)
+    parts = [chunked.step(part) for part in (tokens[:37], tokens[37:38], tokens[38:])]
+    assert _error(torch.cat(parts), reference) < TOLERANCE
+    decoding = Session(tiny)
+    assert _error(torch.cat([decoding.step([token]) for token in tokens]), reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=["linear", "yarn", "yarn-tuned"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scaled_rotary_embeddings_equal_transformers(make_tiny: MakeTiny, family: str, rope: dict[str, Any]) -> None:
+    tiny, tokens = make_tiny(family, rope_parameters=rope), _tokens(150)
+    reference = tiny.reference(tokens)
+    session = Session(tiny)
+    logits = torch.cat([session.step(tokens[:140]), *(session.step([token]) for token in tokens[140:])])
+    assert _error(logits, reference) < TOLERANCE
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_greedy_continuation_of_64_tokens_is_that_of_transformers(
+    make_tiny: MakeTiny, family: str, fused: bool
+) -> None:
+    tiny, prompt = make_tiny(family, fused=fused), _tokens(20, seed=3)
+    expected = tiny.model.generate(
+        torch.tensor([prompt]), max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    session = Session(tiny)
+    chosen = [int(session.step(prompt)[-1].argmax())]
+    while len(chosen) < 64:
+        chosen.append(int(session.step([chosen[-1]])[-1].argmax()))
+    assert chosen == expected
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
+def test_sequences_of_a_mixed_batch_get_the_logits_that_they_get_alone(make_tiny: MakeTiny, fused: bool) -> None:
+    tiny = make_tiny("qwen3_moe", fused=fused)
+    prompts = [_tokens(n, seed=n) for n in (33, 1, 70, 16)]
+    alone = [tiny.reference([*prompt, 5, 6, 7]) for prompt in prompts]
+    together = Session(tiny, sequences=4)
+    first = together.step(*prompts).split([len(prompt) for prompt in prompts])
+    mixed = together.step([5], [5, 6], [5], []).split([1, 2, 1])  # two decode, one prefills, one waits
+    last = together.step([6], [7], [6], [5])
+    for s, prompt in enumerate(prompts):
+        n = len(prompt)
+        assert _error(first[s], alone[s][:n]) < TOLERANCE
+        assert _error(last[s], alone[s][n + (1, 2, 1, 0)[s]]) < TOLERANCE
+    for s, logits in enumerate(mixed):
+        assert _error(logits, alone[s][len(prompts[s]) :][: len(logits)]) < TOLERANCE
+
+
+def test_a_decode_batch_larger_than_the_kernels_take_gives_the_same_logits(make_tiny: MakeTiny) -> None:
+    tiny = make_tiny("mixtral")
+    prompts = [_tokens(1 + n, seed=n) for n in range(20)]
+    session = Session(tiny, sequences=20)
+    session.step(*prompts)
+    logits = session.step(*[[9]] * 20)
+    for prompt, row in zip(prompts, logits, strict=True):
+        assert _error(row, tiny.reference([*prompt, 9])[-1]) < TOLERANCE
+
+
+def test_only_the_wanted_rows_get_logits(make_tiny: MakeTiny) -> None:
+    tiny, tokens = make_tiny("qwen3_moe"), _tokens(30)
+    reference = tiny.reference(tokens)
+    session = Session(tiny, sequences=2)
+    assert _error(session.step(tokens, [], rows=[29, 3]), reference[[29, 3]]) < TOLERANCE
+    one = Session(tiny, sequences=2)
+    assert _error(one.step(tokens[:1], tokens[:1], rows=[1]), reference[:1]) < TOLERANCE
+    assert one.step(tokens[1:2], [], rows=[]).shape == (0, 300)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, family: str) -> None:
+    tokens = _tokens(60)
+    tiny = make_tiny(family, dtype=torch.bfloat16, initializer_range=0.05)
+    theirs = tiny.reference(tokens)
+    exact = tiny.model.float()(torch.tensor([tokens])).logits[0].detach()
+    tiny.model.to(torch.bfloat16)
+    prefill, decoding = Session(tiny).step(tokens), Session(tiny)
+    decoded = torch.cat([decoding.step([token]) for token in tokens])
+    for ours in (prefill, decoded):
+        assert (ours - exact).norm() <= (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
+def test_hints_are_the_next_layers_gates_on_this_layers_input(make_tiny: MakeTiny, fused: bool) -> None:
+    tiny = make_tiny("qwen3_moe", fused=fused)
+    tiny.experts.lookahead = 2
+    session = Session(tiny)
+    session.step(_tokens(5))
+    assert not tiny.experts.hints  # a prefill gives none
+    session.step([7])
+    assert [layer for layer, _ in tiny.experts.hints] == [1, 2, 2]
+    assert all(probs.shape == (1, 8) for _, probs in tiny.experts.hints)
+    torch.testing.assert_close(tiny.experts.hints[0][1].sum(), torch.tensor(1.0))
+
+
+def test_routing_of_a_step_survives_it(make_tiny: MakeTiny) -> None:
+    """The recorder keeps ids and weights after the layer that chose them."""
+    tiny = make_tiny("qwen3_moe")
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    plain = tiny.experts.forward
+
+    def spy(layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        kept.append((ids, ids.clone()))
+        return plain(layer, hidden, ids, weights)
+
+    tiny.experts.forward = spy  # type: ignore[method-assign]
+    session = Session(tiny)
+    session.step([3])
+    session.step([4])
+    assert all(torch.equal(*pair) for pair in kept)
+
+
+def test_a_long_prompt_takes_memory_that_grows_with_it_and_not_with_its_square(make_tiny: MakeTiny) -> None:
+    tiny, tokens = make_tiny("mixtral"), _tokens(1500)
+    reference = tiny.reference(tokens)[-3:]
+    session = Session(tiny, blocks=100)
+    assert _error(session.step(tokens, rows=[1497, 1498, 1499]), reference) < TOLERANCE
+
+
+def test_blocks_can_be_copied_parked_and_brought_back(make_tiny: MakeTiny) -> None:
+    tiny, tokens = make_tiny("qwen3_moe"), _tokens(33)
+    session = Session(tiny)
+    session.step(tokens[:32])
+    table, kv = session._tables[0], session.kv
+    parked = kv.gather(table)
+    assert parked.nbytes == len(table) * kv.block_bytes
+    kv.copy_block(table[0], 60 if 60 not in table else 61)
+    kv.data[table] = torch.nan
+    kv.scatter(table, parked)
+    assert _error(session.step(tokens[32:])[0], tiny.reference(tokens)[-1]) < TOLERANCE
