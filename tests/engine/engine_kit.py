@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -146,24 +146,39 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
+class Model(NamedTuple):
+    """What an engine computes with."""
+
+    decoder: Any
+    experts: Any
+    spec: ModelSpec
+    cache: Callable[[int], Any]  # a KV cache of so many blocks
+
+
+def plain_model() -> Model:
+    decoder = PlainDecoder()
+    return Model(decoder, decoder.experts, SPEC, PlainCache)
+
+
 class Drive:
     """An engine that the test steps, with a clock that the test moves."""
 
-    def __init__(self, blocks: int = 64, grammars: Grammars | None = None, **settings: Any) -> None:
+    def __init__(
+        self, blocks: int = 64, grammars: Grammars | None = None, model: Model | None = None, **settings: Any
+    ) -> None:
         self.now_s = 0.0
         self.emitted: list[Emission] = []
-        self.decoder = PlainDecoder()
-        self.kv = PlainCache(blocks)
+        self.model = model = model or plain_model()
         chosen = {"mixed_step_s": 0.0, "step_tokens": 48, "max_sequences": 8, **settings}
         self.engine = Engine(
-            self.decoder,
-            self.kv,
-            self.decoder.experts,
-            SPEC,
+            model.decoder,
+            model.cache(blocks),
+            model.experts,
+            model.spec,
             EngineSettings(**chosen),
             self.emitted.extend,
             kv_blocks=blocks,
-            context_tokens=SPEC.context_tokens,
+            context_tokens=model.spec.context_tokens,
             device=torch.device("cpu"),
             parking_bytes=1 << 20,
             grammars=grammars,
@@ -209,6 +224,6 @@ class Drive:
         return last
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
+def prompt(length: int, seed: int = 0, vocab: int = SPEC.vocab) -> list[int]:
     """Random tokens."""
-    return np.random.default_rng(seed).integers(0, SPEC.vocab, length).tolist()  # type: ignore[no-any-return]
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()  # type: ignore[no-any-return]

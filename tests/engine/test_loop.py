@@ -97,7 +97,7 @@ def test_choices_share_the_prompt_and_differ_in_what_follows() -> None:
     for choice in range(4):
         drive.submit(prompt(64), f"r{choice}", choice=choice, temperature=1.0)
     drive.run()
-    computed = sum(sum(batch.query_lens) for batch in drive.decoder.steps)
+    computed = sum(sum(batch.query_lens) for batch in drive.model.decoder.steps)
     assert computed == 64 + 3 * BLOCK_TOKENS + 4 * 11, "the prompt, its last block for the others, and the decoding"
     assert len({tuple(drive.tokens(f"r{choice}")) for choice in range(4)}) == 4
 
@@ -192,7 +192,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
 def test_a_missing_expert_fails_those_who_need_it_and_nobody_else() -> None:
     lengths = [3, 9, 20, 5, 11, 2]
     drive = Drive()
-    drive.decoder.experts.missing = {(0, 3)}
+    drive.model.decoder.experts.missing = {(0, 3)}
     for n, length in enumerate(lengths):
         drive.submit(prompt(length, n), f"r{n}", seed=n, max_tokens=4, **STYLES[n % len(STYLES)])
     drive.run()
@@ -209,7 +209,7 @@ def test_a_missing_expert_fails_those_who_need_it_and_nobody_else() -> None:
 
 def test_any_other_error_in_a_step_ends_the_loop_and_says_so() -> None:
     drive, ended = Drive(), []
-    drive.decoder.embed = drive.decoder.embed[:1]
+    drive.model.decoder.embed = drive.model.decoder.embed[:1]
     drive.submit()
     drive.engine.start(1, ended.append).join(timeout=20)
     assert isinstance(ended[0], IndexError)

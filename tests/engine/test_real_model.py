@@ -1,0 +1,153 @@
+"""The engine over the real decoder and real tiers, smaller than the model: transformers' tokens, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import tiny_checkpoint, tiny_model
+from engine_kit import Drive, Model, prompt
+
+from edgemoe.budgets import DeviceBudget
+from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.devices import Tiers
+from edgemoe.experts.manifest import DENSE
+from edgemoe.experts.store import ExpertStore
+from edgemoe.kernels.compute import Kernels
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.model.spec import spec_from_config
+from edgemoe.pack import pack
+from edgemoe.policy.baselines import LRU
+from edgemoe.types import Tier
+
+LENGTHS = [3, 40, 17, 70, 1, 33, 20]
+STYLES: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.3}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Kernels]:
+    made = Kernels(1, bf16=False)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def running(tiers: Tiers) -> Iterator[None]:
+    """The tiers' event loop on a thread of its own."""
+
+    async def serve() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await tiers.run()
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve())
+    thread = threading.Thread(target=loop.run_until_complete, args=(task,))
+    thread.start()
+    yield
+    loop.call_soon_threadsafe(task.cancel)
+    thread.join(20)
+    loop.close()
+    tiers.close()
+    tiers.check_integrity(idle=True)
+
+
+@pytest.fixture(scope="module", params=["resident", "half in RAM, a quarter on a device", "two slots"])
+def model(
+    request: pytest.FixtureRequest, checkpoint: Path, kernels: Kernels, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    """18 experts, in budgets from ample to the smallest."""
+    ram, devices = {"r": (18, ()), "h": (9, (4,)), "t": (2, ())}[request.param[0]]
+    directory = tmp_path_factory.mktemp("store")
+    manifest = pack(checkpoint, directory)
+    spec = spec_from_config(manifest.spec_config)
+    shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=False)
+    policy = LRU(spec.layers, spec.experts)
+    with ExpertStore(directory, manifest) as store:
+        tiers = Tiers(
+            shape,
+            store,
+            ram * shape.stride_bytes,
+            [DeviceBudget("emulated", slots * shape.stride_bytes, 1e12) for slots in devices],
+            {Tier.RAM: policy, Tier.VRAM: policy},
+            kernels,
+        )
+        with running(tiers):
+            decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels)
+            yield Model(decoder, tiers.experts, spec, partial(KVCache, spec))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path, kernels: Kernels) -> dict[int, list[int]]:
+    """What each request gets on an idle engine; the greedy ones are transformers' own. Filled as models come."""
+    return {}
+
+
+def drive_all(model: Model, **settings: Any) -> Drive:
+    drive = Drive(model=model, **settings)
+    for n, length in enumerate(LENGTHS):
+        drive.submit(prompt(length, n, 96), f"r{n}", seed=n, max_tokens=16, **STYLES[n % len(STYLES)])
+        drive.step()
+    drive.run()
+    return drive
+
+
+def test_greedy_tokens_are_those_of_transformers_in_any_company_and_budget(model: Model) -> None:
+    drive, oracle = drive_all(model), tiny_model("qwen3_moe")
+    for n in range(0, len(LENGTHS), len(STYLES)):
+        tokens = [*prompt(LENGTHS[n], n, 96), *drive.tokens(f"r{n}")]
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([tokens]), use_cache=False).logits[0].argmax(-1).tolist()
+        assert tokens[LENGTHS[n] :] == expected[LENGTHS[n] - 1 : -1]
+
+
+def test_sampled_tokens_do_not_depend_on_company_budget_or_chunks(model: Model, alone: dict[int, list[int]]) -> None:
+    drives = [drive_all(model), drive_all(model, step_tokens=16, max_sequences=3), drive_all(model, prefix_cache=False)]
+    for n in range(len(LENGTHS)):
+        expected = alone.setdefault(n, drives[0].tokens(f"r{n}"))
+        assert all(drive.tokens(f"r{n}") == expected for drive in drives)
+
+
+@pytest.mark.parametrize("way", ["recompute", "park"])
+def test_pre_emption_changes_no_token(model: Model, alone: dict[int, list[int]], way: str) -> None:
+    drive = drive_all(model, blocks=7, output_reserve=0.0, preemption=way)
+    assert drive.engine.scheduler.paused_total[way] > 0
+    for n in range(len(LENGTHS)):
+        assert drive.tokens(f"r{n}") == alone[n]
+
+
+def test_a_replay_from_any_token_gives_the_same_continuation(model: Model, alone: dict[int, list[int]]) -> None:
+    for n, whole in alone.items():
+        for cut in range(0, 16, 5):
+            drive = Drive(model=model)
+            drive.submit(
+                prompt(LENGTHS[n], n, 96),
+                emitted=whole[:cut],
+                attempt=2,
+                seed=n,
+                max_tokens=16,
+                **STYLES[n % len(STYLES)],
+            )
+            drive.run()
+            assert drive.tokens() == whole[cut:]
+
+
+def test_a_prompt_that_the_prefix_cache_has_gives_the_same_tokens(model: Model, alone: dict[int, list[int]]) -> None:
+    drive = Drive(model=model)
+    for attempt in (1, 2):
+        drive.submit(prompt(70, 3, 96), f"r{attempt}", seed=3, max_tokens=16, **STYLES[0])
+        drive.run()
+        assert drive.tokens(f"r{attempt}") == alone[3]
+    assert drive.engine.scheduler.prefix_tokens["hit"] == 64
