@@ -74,10 +74,11 @@ def budgets(manifest: Manifest) -> list[str]:
     size_bytes = sum(entry.bytes for layer in manifest.layers for entry in layer.experts)
     vram_bytes, ram_bytes = int(size_bytes * VRAM_SHARE), int(size_bytes * RAM_SHARE)
     console.print(
-        f"[bold]{manifest.name}[/] has {format_size(size_bytes)} of experts. It gets {format_size(vram_bytes)} of "
+        f"[bold]{demo.NAME}[/] has {format_size(size_bytes)} of experts. It gets {format_size(vram_bytes)} of "
         f"emulated VRAM behind a link of {LINK} and {format_size(ram_bytes)} of RAM; the rest stays on disk."
     )
     settings = {
+        "model.name": demo.NAME,
         "device.0.kind": "emulated",
         "device.0.expert_bytes": vram_bytes,
         "device.0.link_bytes_per_s": LINK,

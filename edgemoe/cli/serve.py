@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from edgemoe.pack import Progress, ensure_store
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 5.0
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -49,7 +52,9 @@ def pack(args: argparse.Namespace) -> int:
 def with_store(settings: Settings) -> Settings:
     """`settings` whose model is a packed store, written now if it was a checkpoint."""
     model = settings.model
-    path = Path(model.path).expanduser() if model.path else demo.model_path()
+    if not model.path:
+        model = msgspec.structs.replace(model, path=str(demo.model_path()), name=model.name or demo.NAME)
+    path = Path(model.path).expanduser()
     if not path.exists():
         from edgemoe.models import resolve
 
@@ -69,7 +74,7 @@ def _loaded(args: argparse.Namespace) -> Loaded:
 
 
 def _progress(what: str) -> AbstractContextManager[Progress]:
-    """A bar with rate and time left on a terminal, else a line of log for every tenth."""
+    """A bar with rate and time left on a terminal, else a line of log every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -80,13 +85,13 @@ def _progress(what: str) -> AbstractContextManager[Progress]:
 
 
 def _logged(what: str) -> Progress:
-    said = 0
+    said_s = time.monotonic()
 
     def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal said
-        tenth = 10 * done_bytes // max(1, total_bytes)
-        if tenth > said:
-            said = tenth
-            log.info(what, extra={"percent": 10 * tenth, "done_bytes": done_bytes, "total_bytes": total_bytes})
+        nonlocal said_s
+        if time.monotonic() - said_s > LOG_EVERY_S or done_bytes == total_bytes:
+            said_s = time.monotonic()
+            percent = 100 * done_bytes // max(1, total_bytes)
+            log.info(what, extra={"percent": percent, "done_bytes": done_bytes, "total_bytes": total_bytes})
 
     return progress

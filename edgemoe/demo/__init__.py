@@ -10,6 +10,8 @@ from pathlib import Path
 
 from edgemoe.errors import CheckpointError
 
+NAME = "edgemoe-demo"  # what clients call it
+
 
 def model_path() -> Path:
     """The demo model's checkpoint directory. Raises CheckpointError where the package was installed without it."""
