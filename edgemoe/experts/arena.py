@@ -55,6 +55,7 @@ class HostArena:
     def __init__(self, slots: int, stride_bytes: int, *, lock: bool = False) -> None:
         """`lock` keeps the slab out of reach of swap. Raises CapacityError where that is not allowed."""
         self.slots, self.stride_bytes = slots, stride_bytes
+        self.pinned = False  # registered for DMA
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._map = mmap.mmap(-1, self.size_bytes, flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -6,16 +6,19 @@ per block of tokens. Each call's output goes to a row of its own; who sums the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
 
+jit: Callable[[Any], Any] = triton.jit
+
 BLOCK_COLS = 32  # outputs of one program
 BLOCK_INNER = 128  # inputs of one step of its sum
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def gate_up(
     x: Any,  # [T, H]
     slab: Any,  # a slot every `stride` items: gate [I, H], up [I, H], down [H, I]
@@ -51,7 +54,7 @@ def gate_up(
     tl.store(at, out, mask=live[:, None] & (cols < width)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@jit
 def down(
     mid: Any,  # [m, I]
     slab: Any,

@@ -1,0 +1,177 @@
+"""Experts on a GPU: the same results, copies beside the computation, the right order of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiers_kit import SMALL, FileStore, Weights, running, wait_until
+
+from edgemoe.errors import CapacityError
+from edgemoe.experts.arena import ExpertShape, HostArena
+from edgemoe.experts.compute import Group
+from edgemoe.experts.cuda import CudaCompute, Order, blocks_of, open_cuda
+from edgemoe.experts.devices import Tiers
+from edgemoe.experts.pool import Pool
+from edgemoe.policy.baselines import LRU
+from edgemoe.types import Tier
+
+gpu = pytest.mark.gpu
+WIDE = ExpertShape(layers=2, experts=16, top_k=4, hidden=256, width=192, bf16=True)
+
+
+def test_calls_are_cut_into_blocks_of_one_expert() -> None:
+    blocks = blocks_of(np.array([7, 3, 5]), np.array([0, 1, 36, 52]), 16)
+    assert blocks.tolist() == [[7, 0, 1], [3, 1, 17], [3, 17, 33], [3, 33, 36], [5, 36, 52]]
+
+
+class Budget:
+    kind = "cuda:0"
+    link_bytes_per_s = 0.0
+
+    def __init__(self, expert_bytes: int) -> None:
+        self.expert_bytes = expert_bytes
+
+
+def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **options: object) -> Tiers:
+    shape, policy = store.shape, LRU(store.shape.layers, store.shape.experts)
+    stride = shape.stride_bytes
+    budgets = [Budget(slots * stride)]
+    policies = {Tier.VRAM: policy, Tier.RAM: policy}
+    return Tiers(shape, store, ram_slots * stride, budgets, policies, None, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("ram", "slots"), [(32, 32), (16, 8), (3, 2), (1, 1)])
+@pytest.mark.parametrize("wide", [False, True], ids=["small", "wide"])
+def test_a_gpu_computes_what_resident_experts_do(wide: bool, bf16: bool, ram: int, slots: int) -> None:
+    weights = Weights((WIDE if wide else SMALL)._replace(bf16=bf16))
+    store, rng = FileStore(weights), np.random.default_rng(1)
+    tolerance = 3e-2 if bf16 else 1e-4
+    with running(gpu_tiers(store, ram, slots)) as tiers:
+        for tokens in (1, 2, 33, 200, 1, 1, 5):
+            for layer in range(weights.shape.layers):
+                hidden, ids, shares = weights.route(tokens, rng)
+                out = tiers.experts.forward(layer, hidden.cuda(), ids.cuda(), shares.cuda())
+                want = weights.forward(layer, hidden, ids, shares)
+                scale = float(want.abs().max())
+                assert out.dtype == hidden.dtype
+                assert (out.cpu().double() - want).abs().max() < tolerance * scale
+            tiers.check_integrity()
+        wait_until(lambda: all(link.idle() for link in tiers.mover.links))
+
+
+@gpu
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_the_fused_kernel_and_the_products_agree(bf16: bool) -> None:
+    shape = WIDE._replace(bf16=bf16)
+    weights, rng = Weights(shape), np.random.default_rng(2)
+    raw = b"".join(weights.bytes_of(0, e).ljust(shape.stride_bytes, b"\0") for e in range(shape.experts))
+    slab = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(shape.experts, -1).cuda()
+    fused = CudaCompute(slab, shape, Order(shape.experts))
+    products = CudaCompute(slab, shape, Order(shape.experts))
+    assert fused._fused is not None, "Triton did not compile"
+    products._fused = None
+    for tokens in (1, 7, 90, 700):
+        hidden, ids, shares = weights.route(tokens, rng)
+        group = Group.of(ids.numpy(), shares.numpy())
+        outputs = []
+        for compute in (fused, products):
+            compute.begin(hidden.cuda())
+            compute.add(group.experts, group)
+            outputs.append(compute.end().float())
+        torch.testing.assert_close(outputs[0], outputs[1], atol=2e-2 if bf16 else 1e-4, rtol=2e-2 if bf16 else 1e-4)
+
+
+@gpu
+def test_results_do_not_depend_on_how_a_layer_is_cut_into_waves() -> None:
+    weights, rng = Weights(WIDE), np.random.default_rng(5)
+    hidden, ids, shares = weights.route(6, rng)
+    outputs = []
+    for ram, slots in ((32, 32), (5, 3)):
+        with running(gpu_tiers(FileStore(weights), ram, slots)) as tiers:
+            outputs.append(tiers.experts.forward(0, hidden.cuda(), ids.cuda(), shares.cuda()).cpu())
+            wait_until(lambda tiers=tiers: tiers.mover.links[0].idle())  # type: ignore[misc]
+    assert torch.equal(*outputs)
+
+
+@gpu
+def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
+    shape = WIDE._replace(hidden=2048, width=1024, experts=4)
+    ram = HostArena(4, shape.stride_bytes)
+    ram.slab[:] = 1
+    link, _ = open_cuda("cuda:0", 2, shape, ram)
+    pool = Pool(Tier.VRAM, shape.layers, shape.experts, 2, LRU(shape.layers, shape.experts))
+    dock = Landing()
+    link.attach(dock)
+    link._slab[0].fill_(7)
+    seen = torch.zeros(shape.stride_bytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream()
+    torch.cuda._sleep(200_000_000)  # some 0.1 s
+    seen.copy_(link._slab[0])
+    link._order.computed([0], stream)
+    load = pool.place(0, 0, 1, 0, 0)
+    load.source = 1
+    link.copy(load)
+    assert dock.arrivals == 1, "the host does not wait"
+    assert not link.idle()
+    torch.cuda.synchronize()
+    assert (seen == 7).all(), "the copy overtook the computation"
+    assert (link._slab[0] == 1).all()
+    wait_until(lambda: dock.releases == 1)
+    link.close()
+
+
+@gpu
+def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
+    shape = WIDE._replace(hidden=4096, width=4096, experts=4)
+    ram = HostArena(4, shape.stride_bytes)
+    ram.slab[:] = np.arange(1, 5)[:, None]
+    link, _ = open_cuda("cuda:0", 4, shape, ram)
+    assert ram.pinned
+    pool = Pool(Tier.VRAM, shape.layers, shape.experts, 4, LRU(shape.layers, shape.experts))
+    link.attach(Landing())
+    torch.cuda.synchronize()
+    for slot in range(4):
+        load = pool.place(slot, 0, slot, 0, 0)
+        load.source = slot
+        link.copy(load)
+    stream = torch.cuda.current_stream()
+    link._order.before_compute([0], stream)
+    first = link._slab[0, -1].clone()
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    assert not link.idle(), "the other copies are still under way"
+    link._order.before_compute([1, 2, 3], stream)
+    rest = link._slab[1:, -1].clone()
+    assert first.item() == 1
+    assert rest.tolist() == [2, 3, 4]
+    wait_until(link.idle)
+    link.close()
+    assert not ram.pinned
+
+
+@gpu
+def test_a_slab_that_does_not_fit_is_a_capacity_error() -> None:
+    shape = WIDE._replace(hidden=1 << 14, width=1 << 14)
+    with pytest.raises(CapacityError, match="lower the device's expert_bytes"):
+        open_cuda("cuda:0", 1 << 12, shape, HostArena(1, 4096))
+
+
+class Landing:
+    """Counts how copies end."""
+
+    def __init__(self) -> None:
+        self.arrivals = self.releases = 0
+
+    def arrived(self, load: object) -> None:
+        self.arrivals += 1
+
+    def released(self, load: object) -> None:
+        self.releases += 1
+
+    def failed(self, load: object, error: Exception) -> None:
+        raise error
