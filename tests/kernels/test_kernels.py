@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,13 +9,6 @@ import torch
 from edgemoe.kernels.compute import Kernels, Paged
 
 BLOCK = 16
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["float32", "bfloat16"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    kernels = Kernels(threads=2, bf16=request.param)
-    yield kernels
-    kernels.close()
 
 
 def _random(kernels: Kernels, *shape: int) -> torch.Tensor:

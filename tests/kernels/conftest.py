@@ -1,0 +1,16 @@
+"""Kernels of both weight types, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from edgemoe.kernels.compute import Kernels
+
+
+@pytest.fixture(scope="session", params=[False, True], ids=["float32", "bfloat16"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    kernels = Kernels(threads=2, bf16=request.param)
+    yield kernels
+    kernels.close()

@@ -1,0 +1,71 @@
+"""The two ways of computing experts give the same sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from edgemoe.kernels.compute import Kernels
+from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products
+
+HIDDEN, WIDTH, SLOTS = 64, 96, 7
+
+
+def _slab(bf16: bool, device: str = "cpu") -> ExpertSlab:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    weights = (torch.randn(SLOTS, 3 * HIDDEN * WIDTH) * 0.1).to(dtype).view(torch.uint8)
+    slab = torch.zeros(SLOTS, -(-weights.shape[1] // 4096) * 4096, dtype=torch.uint8)
+    slab[:, : weights.shape[1]] = weights
+    return ExpertSlab(slab.to(device), HIDDEN, WIDTH, bf16)
+
+
+def _calls(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    """Slots 5, 0 and 3 for random tokens."""
+    random = np.random.default_rng(tokens)
+    counts = random.integers(1, tokens + 1, 3)
+    index = np.concatenate([np.sort(random.permutation(tokens)[:count]) for count in counts])
+    weights = random.random(len(index), np.float32)
+    return np.array([5, 0, 3]), np.concatenate(([0], np.cumsum(counts))), index, weights
+
+
+def _expected(slab: ExpertSlab, tokens: int, x: torch.Tensor) -> torch.Tensor:
+    slots, offsets, index, weights = _calls(tokens)
+    out = torch.ones(tokens, HIDDEN, dtype=torch.float64)
+    for i, slot in enumerate(slots):
+        for pair in range(offsets[i], offsets[i + 1]):
+            gate, up = (slab.gate_up[slot].double().cpu() @ x[index[pair]].double()).chunk(2)
+            output = slab.down[slot].double().cpu() @ (torch.nn.functional.silu(gate) * up)
+            out[index[pair]] += float(weights[pair]) * output
+    return out
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_both_ways_equal_the_definition(kernels: Kernels, tokens: int) -> None:
+    slab = _slab(kernels.bf16)
+    x = torch.randn(tokens, HIDDEN).to(slab.down.dtype)
+    expected = _expected(slab, tokens, x)
+    for crossover in (0.0, float("inf")):
+        out = torch.ones(tokens, HIDDEN)
+        ExpertMath(kernels, crossover).add(slab, *_calls(tokens), x, out)
+        rounding = 0.05 if kernels.bf16 and not crossover else 1e-4
+        torch.testing.assert_close(out.double(), expected, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_a_gpu_gives_the_same_sums(bf16: bool, tokens: int) -> None:
+    slab = _slab(bf16, "cuda")
+    x = torch.randn(tokens, HIDDEN).to(slab.down.dtype)
+    out = torch.ones(tokens, HIDDEN, device="cuda")
+    by_products(slab, *_calls(tokens), x.cuda(), out)
+    rounding = 0.05 if bf16 else 1e-3
+    torch.testing.assert_close(out.double().cpu(), _expected(slab, tokens, x), atol=rounding, rtol=rounding)
+
+
+def test_the_crossover_is_measured(kernels: Kernels) -> None:
+    math = ExpertMath(kernels, crossover=0.0)
+    math.calibrate(256, 128, kernels.bf16)
+    assert math.crossover >= 1.0
