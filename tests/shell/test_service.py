@@ -106,7 +106,12 @@ def test_the_wheel_carries_the_unit_files_and_the_demo_model(tmp_path: Path) -> 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        wheel.extractall(tmp_path)
     assert {f"edgemoe/systemd/{path.name}" for path in templates().iterdir()} <= names
     assert "edgemoe/demo/model/model.safetensors" in names
     assert "edgemoe/py.typed" in names
+    code = "import edgemoe.service; print(edgemoe.service.templates())"
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True, timeout=60)
+    assert found.strip() == str(tmp_path / "edgemoe/systemd")
