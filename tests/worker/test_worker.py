@@ -1,0 +1,195 @@
+"""The real engine process on the real wire."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+from checkpoints import tiny_checkpoint
+
+from edgemoe.cluster.wire.ipc import FrontEnd
+from edgemoe.cluster.wire.messages import (
+    Boot,
+    Cancel,
+    Drain,
+    Emissions,
+    Failed,
+    FromEngine,
+    Loading,
+    Ping,
+    Ready,
+    Stats,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from edgemoe.config import DeviceSettings, EngineSettings, LogSettings, MemorySettings, ModelSettings, Settings
+from edgemoe.pack import pack
+from edgemoe.types import Request, Sampling
+
+M = TypeVar("M", bound=FromEngine)
+START_S, ANSWER_S = 120, 30
+EXPERT_BYTES = 8192  # one slot of the tiny model
+
+SAMPLING = Sampling(temperature=1.0, top_p=0.95, max_tokens=60)
+
+
+class Child:
+    """A worker, and the front's end of its wire."""
+
+    def __init__(self, process: asyncio.subprocess.Process, wire: FrontEnd, boot_id: str) -> None:
+        self.process, self._wire, self._boot_id = process, wire, boot_id
+        self._messages = wire.messages()
+
+    def tell(self, message: ToEngine) -> None:
+        self._wire.send(self._boot_id, message)
+
+    async def hear(self, kind: type[M], timeout_s: float = ANSWER_S) -> M:
+        """The next message of this kind."""
+        async with asyncio.timeout(timeout_s):
+            async for boot_id, message in self._messages:
+                assert boot_id == self._boot_id
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError("the wire was closed")
+
+    async def tokens(self, name: str, count: int = 10**9) -> list[int]:
+        """What a request emits, up to its end or so many tokens."""
+        tokens: list[int] = []
+        while True:
+            for item in (await self.hear(Emissions)).items:
+                if item.request == name:
+                    assert item.token is not None
+                    tokens.append(item.token)
+                    if item.finish or len(tokens) == count:
+                        return tokens
+
+
+@asynccontextmanager
+async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
+    """A worker whose experts have half of what they take in RAM and a quarter of it on a device."""
+    wire = FrontEnd(runtime)
+    settings = Settings(
+        model=ModelSettings(path=str(store), name="tiny"),
+        memory=MemorySettings(ram_bytes=9 * EXPERT_BYTES, kv_bytes=1 << 20),
+        device=(DeviceSettings(kind="emulated", expert_bytes=4 * EXPERT_BYTES, link_bytes_per_s=1e10),),
+        engine=EngineSettings(threads=1, max_sequences=4, max_queue=5),
+        log=LogSettings(level="warning"),
+    )
+    boot = Boot(boot_id=secrets.token_hex(8), address=wire.address, settings=msgspec.to_builtins(settings))
+    command = (sys.executable, "-m", "edgemoe.worker")
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(boot))
+    process.stdin.close()
+    try:
+        yield Child(process, wire, boot.boot_id)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        wire.close()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("store")
+    pack(tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint")), directory)
+    return directory
+
+
+def request(name: str) -> Request:
+    return Request(id=name, prompt=tuple(range(3, 40)), sampling=SAMPLING, seed=1234, user="1000")
+
+
+async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tokens(
+    store: Path, tmp_path: Path
+) -> None:
+    async with worker(store, tmp_path / "run") as first:
+        assert (await first.hear(Loading, START_S)).phase
+        ready = await first.hear(Ready, START_S)
+        assert ready.model.id == "tiny"
+        assert ready.limits.max_queue == 5
+        assert ready.limits.context_tokens == 256
+        first.tell(Submit(request=request("whole")))
+        whole = await first.tokens("whole")
+        assert len(whole) == 60
+        first.tell(Submit(request=request("cut")))
+        begun = await first.tokens("cut", count=7)
+        first.process.send_signal(signal.SIGKILL)
+        await first.process.wait()
+    async with worker(store, tmp_path / "run") as second:
+        await second.hear(Ready, START_S)
+        second.tell(Submit(request=request("cut"), emitted=tuple(begun), attempt=2))
+        assert begun + await second.tokens("cut") == whole
+        await check_manners(second)
+
+
+async def check_manners(child: Child) -> None:
+    """What an engine that is up says and obeys, to the end."""
+    child.tell(Submit(request=request("long")))
+    child.tell(Submit(request=request("gone")))
+    child.tell(Cancel(request="gone", attempt=1))
+    child.tell(Drain())
+    child.tell(Submit(request=request("late")))
+    long, late = [], None
+    while len(long) < 60 or late is None:
+        for item in (await child.hear(Emissions)).items:
+            assert item.request in ("long", "late")
+            long += [item.token] if item.request == "long" else []
+            late = item if item.request == "late" else late
+    assert late.error_code == "engine_unavailable"
+    child.tell(Ping())
+    values = (await child.hear(Stats)).values
+    while values["edgemoe_requests_running"]:
+        values = (await child.hear(Stats)).values
+    assert values["edgemoe_kv_blocks_referenced"] == 0
+    assert values['edgemoe_requests_finished_total{reason="cancelled"}'] == 1
+    assert values['edgemoe_tier_hits_total{tier="nvme"}'] > 0
+    assert values['edgemoe_tier_slots{tier="vram"}'] == 4
+    child.process.send_signal(signal.SIGTERM)  # the front's business alone
+    child.tell(Stop())
+    assert await asyncio.wait_for(child.process.wait(), ANSWER_S) == 0
+
+
+async def test_an_engine_that_cannot_load_says_why_and_that_it_is_for_good(tmp_path: Path) -> None:
+    async with worker(tmp_path / "nowhere", tmp_path / "run") as child:
+        failed = await child.hear(Failed, START_S)
+        assert failed.fatal
+        assert failed.error == "StoreError"
+        assert "nowhere" in failed.message
+        assert await asyncio.wait_for(child.process.wait(), ANSWER_S) == 1
+
+
+@pytest.mark.slow
+def test_an_engine_ends_with_its_front() -> None:
+    """The front is a process that starts a worker, prints its id and is killed."""
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'edgemoe.worker'], stdin=subprocess.PIPE)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as front:
+        assert front.stdout is not None
+        child = Path("/proc", front.stdout.readline().decode().strip())
+        wait_until(lambda: (child / "oom_score_adj").read_text().startswith("500"))
+        front.kill()
+    wait_until(lambda: not child.exists() or "State:\tZ" in (child / "status").read_text())
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
