@@ -148,7 +148,7 @@ class Experts(Protocol):
     lookahead: int  # how many layers ahead `hint` is wanted (0: never call it)
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of the chosen experts' outputs, [T, H].
+        """Weighted sum of the chosen experts' outputs, [T, H], best in float32.
 
         `hidden` [T, H] in the model's dtype; `ids` [T, k] int64; `weights` [T, k] float32.
         Raises MissingExpert, CorruptExpert.

@@ -18,9 +18,10 @@ import torch
 
 from edgemoe.errors import CapacityError
 from edgemoe.experts.arena import ExpertShape, HostArena
-from edgemoe.experts.compute import Group, Products
+from edgemoe.experts.compute import Group
 from edgemoe.experts.links import Dock, LinkStats
 from edgemoe.experts.pool import Load
+from edgemoe.kernels.products import ExpertSlab, by_products
 from edgemoe.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -143,8 +144,8 @@ class CudaCompute:
     """Experts computed where they lie in the slab, by one kernel for all of them, else by torch's products."""
 
     def __init__(self, slab: torch.Tensor, shape: ExpertShape, order: Order) -> None:
-        self._slab, self._shape, self._order = slab, shape, order
-        self._products = Products(slab, shape)
+        self._shape, self._order = shape, order
+        self._slab = ExpertSlab(slab, shape.hidden, shape.width, shape.bf16)
         self._fused = _fused(slab, shape)
 
     def begin(self, hidden: torch.Tensor) -> None:
@@ -156,16 +157,15 @@ class CudaCompute:
         stream, read = torch.cuda.current_stream(self._slab.device), slots.tolist()
         self._order.before_compute(read, stream)
         if self._fused is None:
-            self._products.add(slots, group, self._hidden, self._out)
+            by_products(self._slab, slots, group.offsets, group.tokens, group.weights, self._hidden, self._out)
         else:
             self._fused.add(slots, group, self._hidden, self._out)
         self._order.computed(read, stream)
 
     def end(self) -> torch.Tensor:
-        out = self._out
-        if self._fused is not None:
-            out = out.view(len(self._hidden), self._shape.top_k, -1).sum(1)
-        return out.to(self._hidden.dtype)
+        if self._fused is None:
+            return self._out
+        return self._out.view(len(self._hidden), self._shape.top_k, -1).sum(1)
 
 
 class Fused:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
+
 from edgemoe.errors import ConfigError
 from edgemoe.experts.arena import ExpertShape, HostArena
 from edgemoe.experts.compute import Compute, HostCompute
@@ -15,6 +17,7 @@ from edgemoe.experts.pool import Pool
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.tiered import TieredExperts
 from edgemoe.kernels.compute import Kernels
+from edgemoe.kernels.products import ExpertMath, ExpertSlab
 from edgemoe.types import CachePolicy, ExpertId, Move, Store, Tier
 
 
@@ -70,12 +73,14 @@ class Tiers:
         """
         ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
         self.shape, self.ram_bytes = shape, ram.size_bytes
-        self.devices = [_open(device, shape, ram, kernels) for device in devices if device.kind != "cpu"]
+        math = ExpertMath(kernels)
+        math.calibrate(shape.hidden, shape.width, shape.bf16)
+        self.devices = [_open(device, shape, ram, math) for device in devices if device.kind != "cpu"]
         pools = [
             Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices
         ]
         ram_pool = Pool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
-        computes = [device.compute for device in self.devices] or [HostCompute(ram.slab, shape, kernels)]
+        computes = [device.compute for device in self.devices] or [HostCompute(_matrices(ram, shape), math)]
         self.residency = Residency(ram_pool, pools, containment=containment)
         self.mover = Mover(self.residency, store, ram, [device.link for device in self.devices])
         self.experts = TieredExperts(
@@ -111,14 +116,18 @@ class Tiers:
             yield Move(expert, Tier.NVME, target, 0.0)
 
 
-def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena, kernels: Kernels | None) -> Device:
+def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena, math: ExpertMath) -> Device:
     slots = shape.slots(device.expert_bytes, f"experts on {device.kind}")
     if device.kind == "emulated":
         slab = HostArena(slots, shape.stride_bytes)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s)
-        return Device(slots, link, HostCompute(slab.slab, shape, kernels))
+        return Device(slots, link, HostCompute(_matrices(slab, shape), math))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.cuda import open_cuda
 
         return Device(slots, *open_cuda(device.kind, slots, shape, ram))
     raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
+
+
+def _matrices(arena: HostArena, shape: ExpertShape) -> ExpertSlab:
+    return ExpertSlab(torch.from_numpy(arena.slab), shape.hidden, shape.width, shape.bf16)

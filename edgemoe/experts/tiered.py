@@ -112,6 +112,7 @@ class TieredExperts:
     def begin_step(self, meta: StepMeta) -> None:
         """Observes from here on; a step that failed before its end is forgotten."""
         self._step = Observations(meta, self.shape)
+        self._next_layer = 0
 
     def end_step(self) -> StepRouting:
         """What the step's gates chose."""
@@ -120,7 +121,7 @@ class TieredExperts:
         return step.routing()
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of the chosen experts' outputs, [T, H]. Raises MissingExpert, CorruptExpert."""
+        """Weighted sum of the chosen experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         chosen, shares = ids.numpy(force=True), weights.numpy(force=True)  # [T, k]
         group, scan = Group.of(chosen, shares), None
         if self._step is not None:

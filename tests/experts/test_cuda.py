@@ -56,7 +56,7 @@ def test_a_gpu_computes_what_resident_experts_do(wide: bool, bf16: bool, ram: in
                 out = tiers.experts.forward(layer, hidden.cuda(), ids.cuda(), shares.cuda())
                 want = weights.forward(layer, hidden, ids, shares)
                 scale = float(want.abs().max())
-                assert out.dtype == hidden.dtype
+                assert out.dtype == torch.float32
                 assert (out.cpu().double() - want).abs().max() < tolerance * scale
             tiers.check_integrity()
         wait_until(lambda: all(link.idle() for link in tiers.mover.links))

@@ -39,7 +39,7 @@ async def settled() -> None:
 
 async def until(condition: object) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # type: ignore[operator]  # noqa: ASYNC110
+        while not condition():  # type: ignore[operator]
             await asyncio.sleep(1e-3)
 
 
