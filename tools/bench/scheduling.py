@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
@@ -151,7 +152,12 @@ def paired(ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64]) -> di
 def study(args: argparse.Namespace) -> dict[str, Any]:
     trace = read_trace(args.trace, args.max_prompt_tokens)
     costs = Costs(args.fixed_ms / 1e3, args.prefill_us / 1e6, args.decode_us / 1e6)
-    settings = EngineSettings(max_sequences=args.max_sequences, step_tokens=args.step_tokens, max_queue=10**6)
+    settings = EngineSettings(
+        max_sequences=args.max_sequences,
+        step_tokens=args.step_tokens,
+        max_queue=10**6,
+        aging_tokens_per_s=args.aging_tokens_per_s,
+    )
     blocks = args.kv_tokens // 16
     probe = stretch_of(trace, 10**6, args.requests)
     rate = args.load * saturation(probe, settings, costs, blocks)
@@ -172,6 +178,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         "rate": round(rate, 3),
         "share_of_saturation": args.load,
         "kv_tokens": args.kv_tokens,
+        "aging_tokens_per_s": args.aging_tokens_per_s,
         "seeds": args.seeds,
         "ttft": {r: {k: round(float(v.mean()), 3) for k, v in f.items()} for r, f in figures.items()},
         "linear_against_fcfs": {k: paired(figures["linear"][k], figures["fcfs"][k]) for k in ("mean_s", "p99_s")},
@@ -181,8 +188,6 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with(settings: EngineSettings, rule: str) -> EngineSettings:
-    import msgspec
-
     return msgspec.structs.replace(settings, scheduler=rule)
 
 
@@ -209,6 +214,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kv-tokens", type=int, default=65536)
     p.add_argument("--max-sequences", type=int, default=64)
     p.add_argument("--step-tokens", type=int, default=512)
+    p.add_argument("--aging-tokens-per-s", type=float, default=EngineSettings().aging_tokens_per_s)
     p.add_argument("--max-prompt-tokens", type=int, default=8192)
     p.add_argument("--json", action="store_true", help="only the JSON line, no table")
     return p
