@@ -9,6 +9,7 @@
     |   |-- CorruptExpert       bytes on disk (or from a peer) that differ from the manifest
     |   `-- MissingExpert       an expert that is nowhere to be had
     |-- CapacityError           a memory budget too small for what it must hold
+    |   `-- PlacementInfeasible the boxes together cannot hold every expert
     |-- RequestError            one request failed; carries the HTTP status and the OpenAI error type
     |   |-- InvalidRequest      400: the request itself is wrong
     |   |-- ModelNotFound       404
@@ -78,6 +79,14 @@ class MissingExpert(StoreError):
 
 class CapacityError(EdgemoeError):
     """A memory budget is too small for what it must hold."""
+
+
+class PlacementInfeasible(CapacityError):
+    """The boxes together cannot keep every expert as often as asked; `missing_bytes` more would do."""
+
+    def __init__(self, message: str, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 class RequestError(EdgemoeError):

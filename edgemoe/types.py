@@ -7,8 +7,10 @@ I expert width, V vocabulary. Sizes carry their unit in the name (`_bytes`, `_s`
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 
 BLOCK_TOKENS = 16  # tokens per KV block, everywhere
 
@@ -195,6 +198,110 @@ class Store(Protocol):
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         """Reads one expert into `into` and verifies it. Raises CorruptExpert, MissingExpert."""
+
+
+# --- several boxes: who keeps which expert, and who computes it for whom ----------------------------------
+
+
+class PlacementPlan(msgspec.Struct, frozen=True):
+    """Where every expert is at home: a home keeps it in memory for all. Named by epoch, version and digest."""
+
+    epoch: int
+    version: int
+    model: str  # digest
+    layers: int
+    experts: int
+    nodes: tuple[str, ...]
+    homes: tuple[bytes, ...]  # per node a bitmap of L * E bits, as `pack_bits` makes it
+
+    def digest(self) -> str:
+        """Names the plan's content."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32).hexdigest()
+
+    def homes_of(self, node: str) -> BoolArray:
+        """Experts [L, E] that are at home at the node; none where the plan does not name it."""
+        if node not in self.nodes:
+            return np.zeros((self.layers, self.experts), np.bool_)
+        return unpack_bits(self.homes[self.nodes.index(node)], self.layers, self.experts)
+
+    def nodes_of(self, layer: int, expert: int) -> tuple[str, ...]:
+        """The nodes where one expert is at home."""
+        bit = layer * self.experts + expert
+        pairs = zip(self.nodes, self.homes, strict=True)
+        return tuple(node for node, homes in pairs if homes[bit >> 3] >> (bit & 7) & 1)
+
+
+def pack_bits(which: BoolArray) -> bytes:
+    """Booleans [L, E] as a bitmap: bit l * E + e, the lowest of each byte first."""
+    return np.packbits(which.ravel(), bitorder="little").tobytes()
+
+
+def unpack_bits(bitmap: bytes, layers: int, experts: int) -> BoolArray:
+    """Booleans [L, E] from a bitmap. Raises ValueError where it has another size."""
+    bits = layers * experts
+    if len(bitmap) != -(-bits // 8):
+        raise ValueError(f"a bitmap of {len(bitmap)} bytes for {layers} layers of {experts} experts")
+    flags = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=bits, bitorder="little")
+    return flags.reshape(layers, experts).astype(np.bool_)
+
+
+class ExpertWork(NamedTuple):
+    """Calls of distinct experts [n] of one layer; the i-th has the calls `offsets[i]:offsets[i + 1]` of m.
+
+    Its result is the weighted sum of the experts' outputs by row, [r, H], in the model's dtype as `hidden` is.
+    """
+
+    layer: int
+    experts: IntArray  # [n]
+    offsets: IntArray  # [n + 1]
+    rows: IntArray  # [m] row of `hidden`
+    weights: FloatArray  # [m] routing weight
+    hidden: npt.NDArray[np.uint8]  # [r, H * bytes of an item]
+
+
+class Offer(NamedTuple):
+    """What a peer would take, in seconds, for some experts [n] of a layer."""
+
+    node: str
+    open_s: float  # once: the round trip
+    row_s: float  # each row of hidden states, there and back
+    unit_s: float  # each unit of work, see `work_units`
+    wait_s: FloatArray  # [n] until the expert is at hand there; inf: it has not got it
+
+
+class RemoteCall:
+    """Work that a peer was asked to do, and what came of it."""
+
+    __slots__ = ("asked_s", "error", "node", "result", "work")
+
+    def __init__(self, node: str, work: ExpertWork, asked_s: float) -> None:
+        self.node, self.work, self.asked_s = node, work, asked_s
+        self.result: memoryview | None = None  # [r, H] in the model's dtype
+        self.error: Exception | None = None
+
+
+class Peers(Protocol):
+    """The other boxes, as the compute thread sees them. Never waits."""
+
+    timeout_s: float  # after which a call has failed
+
+    def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+        """What the peers that can be reached would take for some experts [n] of a layer."""
+
+    def fetch_s(self, layer: int, experts: IntArray) -> FloatArray:
+        """Seconds to bring each expert's bytes [n] here from a peer; inf where none has it."""
+
+    def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
+        """Asks a peer; puts the call into `answers` when it has a result or an error."""
+
+
+TOKENS_PER_READ = 8  # tokens that an expert computes in the time that reading its weights takes
+
+
+def work_units(offsets: IntArray) -> FloatArray:
+    """What computing each of n experts costs, in reads of one expert's weights; `offsets` [n + 1] of their calls."""
+    units: FloatArray = np.maximum(1.0, np.diff(offsets) / TOKENS_PER_READ).astype(np.float32)
+    return units
 
 
 Json = dict[str, Any]

@@ -86,3 +86,12 @@ def test_an_expert_that_is_nowhere_is_named() -> None:
     alone[1] = np.inf
     with pytest.raises(ValueError, match="row 1"):
         resolve(Ways(load, alone, np.zeros(1)))
+
+
+def test_work_that_a_channel_has_to_do_anyway_counts() -> None:
+    load = np.zeros((3, 2, 2))
+    load[:, 0, 0], load[:, 1, 1] = 1.0, 1.0
+    ways = Ways(load, load.sum(axis=2), np.zeros(2), busy=np.array([5.0, 0.0]))
+    found = resolve(ways)
+    assert found.way.tolist() == [1, 1, 1]
+    assert found.finish_s == pytest.approx(5.0) == finish_s(ways, found.way)

@@ -1,0 +1,80 @@
+"""Uniform placement: every expert has a home, memory is never exceeded, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from edgemoe.errors import PlacementInfeasible
+from edgemoe.policy.placement import uniform
+from edgemoe.types import PlacementPlan, pack_bits, unpack_bits
+
+NODES = ("a", "b", "c")
+
+
+def everywhere(layers: int, experts: int) -> dict[str, np.ndarray]:
+    return {node: np.ones((layers, experts), bool) for node in NODES}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_expert_has_a_home_and_no_box_more_than_it_holds(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers, experts, replicas = int(rng.integers(1, 6)), int(rng.integers(1, 20)), int(rng.integers(1, 5))
+    total = layers * experts
+    room = dict(zip(NODES, rng.integers(0, 2 * total + 1, 3).tolist(), strict=True))
+    room["b"] += max(0, total - sum(min(total, r) for r in room.values()))
+    homes = uniform(NODES, room, everywhere(layers, experts), layers, experts, replicas)
+    copies = sum(h.astype(int) for h in homes.values())
+    assert copies.min() >= 1
+    assert copies.max() <= max(1, min(replicas, 3))
+    assert all(homes[node].sum() <= room[node] for node in NODES)
+    if min(room.values()) >= total * replicas:
+        assert (copies == min(replicas, 3)).all()
+
+
+def test_layers_are_spread_in_proportion_to_memory() -> None:
+    room = {"a": 40, "b": 40, "c": 80}
+    homes = uniform(NODES, room, everywhere(4, 40), 4, 40)
+    assert {node: h.sum(axis=1).tolist() for node, h in homes.items()} == {
+        "a": [10] * 4,
+        "b": [10] * 4,
+        "c": [20] * 4,
+    }
+
+
+def test_a_box_that_has_the_expert_on_disk_is_preferred() -> None:
+    disk = {node: np.zeros((2, 9), bool) for node in NODES}
+    for n, node in enumerate(NODES):
+        disk[node][:, n::3] = True
+    homes = uniform(NODES, dict.fromkeys(NODES, 6), disk, 2, 9)
+    assert all((homes[node] == disk[node]).all() for node in NODES)
+
+
+def test_too_little_memory_is_refused_with_the_missing_bytes() -> None:
+    with pytest.raises(PlacementInfeasible, match="3000 bytes missing") as caught:
+        uniform(NODES, {"a": 5, "b": 5, "c": 5}, everywhere(2, 9), 2, 9, expert_bytes=1000)
+    assert caught.value.missing_bytes == 3000
+
+
+def test_an_expert_on_no_disk_is_named() -> None:
+    disk = everywhere(2, 9)
+    for held in disk.values():
+        held[1, 4] = False
+    with pytest.raises(PlacementInfeasible, match="expert 4 of layer 1"):
+        uniform(NODES, dict.fromkeys(NODES, 20), disk, 2, 9)
+
+
+def test_a_plan_says_where_each_expert_is_at_home() -> None:
+    homes = uniform(NODES, dict.fromkeys(NODES, 9), everywhere(3, 7), 3, 7)
+    plan = PlacementPlan(1, 2, "d" * 32, 3, 7, NODES, tuple(pack_bits(homes[node]) for node in NODES))
+    for node in NODES:
+        np.testing.assert_array_equal(plan.homes_of(node), homes[node])
+    assert not plan.homes_of("stranger").any()
+    for layer in range(3):
+        for expert in range(7):
+            assert plan.nodes_of(layer, expert) == tuple(n for n in NODES if homes[n][layer, expert])
+    assert plan.digest() == msgspec.structs.replace(plan).digest()
+    assert plan.digest() != msgspec.structs.replace(plan, version=3).digest()
+    with pytest.raises(ValueError, match="bitmap"):
+        unpack_bits(b"\0", 3, 7)
