@@ -109,8 +109,8 @@ class Front:
             log.info("stopping", extra={"live": len(supervisor.book), "drain_s": self.settings.service.drain_s})
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
             await _either(supervisor.drain(self.settings.service.drain_s), self._stopped[1].wait())
+            supervisor.stop()
             server.should_exit = True
-            server.force_exit = self._stopped[1].is_set()
             for helper in helpers:
                 helper.cancel()
         log.info("stopped")

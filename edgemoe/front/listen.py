@@ -36,14 +36,15 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
     """
     if len(os.fsencode(path)) > PATH_BYTES:
         raise ServiceError(f"{path}: too long for a socket ({PATH_BYTES} bytes); set api.socket to a shorter path")
+    gid = _group_id(group) if group else None
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
     _clear(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o777 & ~SOCKET_MODE)
     try:
         listener.bind(str(path))
-        if group:
-            os.chown(path, -1, _group_id(group))
+        if gid is not None:
+            os.chown(path, -1, gid)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -139,7 +140,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=2,
             )
         )
         self._sockets = sockets

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
 LONGEST_DELAY_S = 15.0
+SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
 
 
 class Supervisor:
@@ -114,16 +115,21 @@ class Supervisor:
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""
+        self.book.closed = SHUTTING_DOWN
         self._change("draining")
-        self.book.closed = EngineUnavailable("the server is shutting down", code="draining")
         self._send(Drain())
         try:
             async with asyncio.timeout(drain_s):
                 await self.book.empty()
         except TimeoutError:
             log.warning("requests were cut off by the drain deadline", extra={"live": len(self.book)})
-            self.book.fail_all(self.book.closed)
+            self.book.fail_all(SHUTTING_DOWN)
         await self._stop_engine()
+
+    def stop(self) -> None:
+        """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
+        self._stopping = True
+        self.book.fail_all(SHUTTING_DOWN)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where book and engine contradict each other."""

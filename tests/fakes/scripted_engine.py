@@ -8,6 +8,7 @@ Anything else yields letters drawn by a hash of (prompt, seed, choice, index), u
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import os
 import re
@@ -126,4 +127,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the front
     asyncio.run(main())

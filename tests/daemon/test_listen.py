@@ -1,0 +1,85 @@
+"""Sockets: who may use them, which are replaced, and what systemd passes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from edgemoe.errors import ServiceError
+from edgemoe.front.listen import api_keys, sole_owner, tcp_socket, unix_socket
+from edgemoe.front.notify import Notifier, passed_sockets
+
+
+def test_the_socket_is_for_owner_and_group(tmp_path: Path) -> None:
+    with unix_socket(tmp_path / "sub" / "api.sock"):
+        assert stat.S_IMODE((tmp_path / "sub" / "api.sock").stat().st_mode) == 0o660
+
+
+def test_a_stale_socket_is_replaced_and_a_live_one_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    unix_socket(path).close()
+    with unix_socket(path), pytest.raises(ServiceError, match="another daemon"):
+        unix_socket(path)
+
+
+def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ServiceError, match="no socket"):
+        unix_socket(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_a_path_or_group_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match="too long"):
+        unix_socket(tmp_path / ("x" * 120))
+    with pytest.raises(ServiceError, match="no group"):
+        unix_socket(tmp_path / "api.sock", "no-such-group-here")
+
+
+def test_two_daemons_cannot_share_a_runtime_directory(tmp_path: Path) -> None:
+    with sole_owner(tmp_path), pytest.raises(ServiceError, match="another daemon"), sole_owner(tmp_path):
+        pass
+
+
+def test_keys_are_read_from_a_file_that_others_cannot_read(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# comment\n\n0123456789abcdef\nfedcba9876543210\n")
+    file.chmod(0o600)
+    assert api_keys(file) == (b"0123456789abcdef", b"fedcba9876543210")
+    file.chmod(0o644)
+    with pytest.raises(ServiceError, match="chmod"):
+        api_keys(file)
+    file.write_text("short\n")
+    file.chmod(0o600)
+    with pytest.raises(ServiceError, match="at least 16"):
+        api_keys(file)
+    with pytest.raises(ServiceError):
+        api_keys(tmp_path / "none")
+
+
+def test_a_tcp_address_in_use_is_an_error() -> None:
+    with tcp_socket("127.0.0.1:0") as taken, pytest.raises(ServiceError, match=r"api\.tcp"):
+        tcp_socket(f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_the_service_manager_is_told(tmp_path: Path, abstract: bool) -> None:
+    name = f"edgemoe-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(f"\0{name}" if abstract else name)
+        manager.settimeout(5)
+        notifier = Notifier({"NOTIFY_SOCKET": f"@{name}" if abstract else name, "WATCHDOG_USEC": "3000000"})
+        notifier.tell(READY="1", STATUS="ready, 0 requests")
+        assert manager.recv(1024) == b"READY=1\nSTATUS=ready, 0 requests"
+        assert notifier.watchdog_s == 3.0
+
+
+def test_without_a_service_manager_nothing_happens(tmp_path: Path) -> None:
+    Notifier({}).tell(READY="1")
+    Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")}).tell(READY="1")
+    assert Notifier({"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}).watchdog_s == 0
+    assert passed_sockets({}) == passed_sockets({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) == []

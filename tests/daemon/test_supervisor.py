@@ -1,0 +1,262 @@
+"""Engines die, hang and refuse to start; clients notice as little as can be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from front_kit import http_client, openai_client, ready, running, settings_for, until
+
+from edgemoe.daemon import Front
+from edgemoe.errors import EngineUnavailable, ServiceError
+from edgemoe.front import engine as engine_module
+from edgemoe.front import supervisor as supervisor_module
+from edgemoe.front.listen import tcp_socket
+from edgemoe.front.supervisor import Supervisor
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-offs for people in a hurry."""
+    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "LONGEST_DELAY_S", 0.05)
+
+
+def supervisor_of(front: Front) -> Supervisor:
+    assert front.supervisor is not None
+    return front.supervisor
+
+
+def engine_pid(front: Front) -> int:
+    return int(supervisor_of(front).describe()["engine"]["pid"])
+
+
+async def text_of(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> str:
+    stream = await client.completions.create(model="tiny", prompt=prompt, stream=True, **options)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def test_killing_the_engine_again_and_again_changes_no_text(tmp_path: Path, model_dir: Path, quick: None) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 50})
+    async with running(settings) as front, openai_client(settings) as client:
+        prompts: list[dict[str, Any]] = [
+            {"prompt": f"prompt {n}", "max_tokens": 150, "seed": n, "temperature": n % 2} for n in range(8)
+        ]
+        expected = await asyncio.gather(*(text_of(client, **options) for options in prompts))
+        streams = asyncio.gather(*(text_of(client, **options) for options in prompts))
+        for _ in range(3):
+            await until(lambda: ready(front) and front.supervisor.book.replayed % 8 == 0)  # type: ignore[union-attr]
+            await asyncio.sleep(0.05)
+            os.kill(engine_pid(front), signal.SIGKILL)
+            await until(lambda: not ready(front))
+        assert await streams == expected
+        assert supervisor_of(front).starts == 4
+
+
+async def test_an_engine_that_hangs_is_replaced(
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "SILENCE_S", 0.6)
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, openai_client(settings) as client:
+        first = engine_pid(front)
+        stream = asyncio.ensure_future(text_of(client, "go", max_tokens=200, seed=1))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        os.kill(first, signal.SIGSTOP)
+        text = await stream
+        assert engine_pid(front) != first
+        assert "silent" in supervisor_of(front).why
+        assert text == await text_of(client, "go", max_tokens=200, seed=1)
+
+
+async def test_a_request_that_fells_engines_ends_in_an_error_and_others_go_on(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 50})
+    async with running(settings) as front, openai_client(settings) as client:
+        bad = asyncio.ensure_future(client.completions.create(model="tiny", prompt="DIE-ALWAYS"))
+        with pytest.raises(openai.InternalServerError, match="in a row") as failed:
+            await bad
+        assert failed.value.status_code == 503
+        assert await text_of(client, "SAY{still here}END") == "still here"
+        assert front.supervisor is not None
+
+
+async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    window = {"max_restarts": 1, "restart_window_s": 1.0}
+    settings = settings_for(tmp_path, model_dir, service=window)
+    async with running(settings) as front, http_client(settings) as client:
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        for _ in range(2):
+            await until(lambda: ready(front))
+            os.kill(engine_pid(front), signal.SIGKILL)
+            await until(lambda: not ready(front))
+        await until(lambda: supervisor_of(front).state == "failed")
+        assert (await waiting).status_code == 503
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert "SIGKILL" in health.json()["engine"]["last_end"]
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        await until(lambda: ready(front))
+        assert (await client.post("/v1/completions", json={"prompt": "SAY{a}END"})).status_code == 200
+
+
+@pytest.mark.parametrize("script", ["import sys; sys.exit(3)", "import os; os.abort()"])
+async def test_an_engine_that_never_starts_ends_the_daemon(
+    tmp_path: Path, model_dir: Path, quick: None, script: str
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 2})
+    with pytest.raises(BaseExceptionGroup) as group:
+        await Front(settings, (sys.executable, "-c", script), env={}).serve()
+    assert group.group_contains(ServiceError, match="exit status 3|SIGABRT")
+
+
+async def test_a_fatal_error_ends_the_daemon_at_once_with_its_reason(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPTED_FATAL", "1")
+    with pytest.raises(BaseExceptionGroup) as group:
+        async with running(settings_for(tmp_path, model_dir)):
+            raise AssertionError("it started")
+    assert group.group_contains(ServiceError, match="no room for the experts")
+
+
+async def test_requests_wait_for_an_engine_that_is_still_loading(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    front = Front(settings, env={}, command=(sys.executable, "-c", "import time; time.sleep(60)"))
+    serving = asyncio.ensure_future(front.serve())
+    async with http_client(settings) as client:
+        await until(Path(settings.api.socket).exists)
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert not waiting.done()
+        front.stop()
+        assert (await waiting).status_code == 503
+    await serving
+
+
+async def test_deadlines_end_requests_with_504(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 0.5})
+    async with running(settings), http_client(settings) as client:
+        late = await client.post("/v1/completions", json={"prompt": "HANG@0"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        stream = await client.post("/v1/completions", json={"prompt": "HANG@2", "stream": True})
+        assert stream.status_code == 200
+        assert "deadline_exceeded" in stream.text
+
+
+async def test_a_full_queue_is_a_429(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, engine={"max_sequences": 1, "max_queue": 1})
+    async with running(settings) as front, http_client(settings) as client:
+        body = {"prompt": "HANG@0"}
+        waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(2)]
+        await until(lambda: len(supervisor_of(front).book) == 2)
+        full = await client.post("/v1/completions", json=body)
+        assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(full.headers["retry-after"]) >= 1
+        for one in waiting:
+            one.cancel()
+        await until(lambda: not supervisor_of(front).book)
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        body = {"prompt": "go", "max_tokens": 300, "seed": 1}
+        running_one = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        front.stop()
+        await until(lambda: supervisor_of(front).state == "draining")
+        assert (await client.get("/health")).json()["status"] == "draining"
+        refused = await client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        os.kill(engine_pid(front), signal.SIGKILL)  # even now
+        answer = await running_one
+        assert answer.json()["usage"]["completion_tokens"] == 300
+
+
+async def test_a_drain_that_takes_too_long_ends_in_errors(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"drain_s": 0.2})
+    async with running(settings) as front, http_client(settings) as client:
+        stuck = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        front.stop()
+        assert (await stuck).status_code == 503
+
+
+async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        tasks_before = len(asyncio.all_tasks())
+
+        async def one(number: int) -> int:
+            body = {"prompt": f"p{number}", "max_tokens": 40, "seed": number, "stream": number % 2 == 0}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_bytes():
+                    if number % 3 == 0:
+                        return 0  # hangs up midway
+            return answer.status_code
+
+        statuses = await asyncio.gather(*map(one, range(100)))
+        assert set(statuses) <= {0, 200}
+        await until(lambda: not supervisor_of(front).book)
+        await until(lambda: supervisor_of(front).values.get("edgemoe_requests_running") == 0)
+        supervisor_of(front).check_integrity()
+    assert len(asyncio.all_tasks()) <= tasks_before
+
+
+async def test_tcp_asks_for_the_key_and_the_socket_does_not(tmp_path: Path, model_dir: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+    keys.chmod(0o600)
+    with tcp_socket("127.0.0.1:0") as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    api = {"tcp": address, "api_key_file": str(keys)}
+    settings = settings_for(tmp_path, model_dir, api=api)
+    async with running(settings), httpx.AsyncClient(base_url=f"http://{address}") as tcp:
+        for header in (None, "Bearer wrong-key-0123456", "Basic 0123456789abcdef", "0123456789abcdef"):
+            headers = {"authorization": header} if header else {}
+            refused = await tcp.get("/v1/models", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="0123456789abcdef") as client:
+            assert (await client.models.retrieve("tiny")).id == "tiny"
+        async with http_client(settings) as local:
+            assert (await local.get("/v1/models")).status_code == 200
+
+
+async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        for user, expected in ((None, f"uid:{os.getuid()}"), ("anna", f"uid:{os.getuid()}/anna")):
+            body = {"prompt": "HANG@0", "user": user}
+            waiting = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            await until(lambda: len(supervisor_of(front).book) == 1)
+            (live,) = supervisor_of(front).book._live.values()
+            assert live.request.user == expected
+            waiting.cancel()
+            await until(lambda: not supervisor_of(front).book)
+
+
+async def test_what_the_book_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
+    async with running(settings_for(tmp_path, model_dir)) as front:
+        supervisor_of(front).book.closed = EngineUnavailable("closed for today", code="holiday")
+        async with http_client(front.settings) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.json()["error"] == {
+            "message": "closed for today",
+            "type": "server_error",
+            "param": None,
+            "code": "holiday",
+        }
