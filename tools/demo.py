@@ -31,7 +31,7 @@ START_TIMEOUT_S, STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 90.0, 30.0, 60.0
 VRAM_SHARE, RAM_SHARE, LINK = 0.25, 0.50, "1GB/s"
 HOPS = (("nvme", "ram"), ("ram", "vram"))
 FIGURES_S = 1.0  # the engine tells its figures twice a second
-QUESTION = "Write a Python function that reverses a string."
+QUESTION = "Tell me a story about a fox."
 console = Console(highlight=False)
 
 
@@ -129,6 +129,7 @@ def answer(socket: Path, question: str, max_tokens: int) -> None:
         openai.OpenAI(base_url="http://edgemoe/v1", api_key="unused", http_client=http) as app,
     ):
         model = app.models.list().data[0].id
+        began_s, first_s, tokens = time.monotonic(), 0.0, 0
         stream = app.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": question}],
@@ -137,7 +138,6 @@ def answer(socket: Path, question: str, max_tokens: int) -> None:
             stream=True,
             stream_options={"include_usage": True},
         )
-        began_s, first_s, tokens = time.monotonic(), 0.0, 0
         for chunk in stream:
             if chunk.choices and chunk.choices[0].delta.content:
                 first_s = first_s or time.monotonic()
