@@ -27,7 +27,7 @@ from edgemoe.pack import ensure_store
 from edgemoe.telemetry.metrics import BYTES_MOVED, select
 from edgemoe.units import format_size
 
-START_TIMEOUT_S, STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 90.0, 30.0, 60.0
+START_TIMEOUT_S, STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 180.0, 30.0, 60.0
 VRAM_SHARE, RAM_SHARE, LINK = 0.25, 0.50, "1GB/s"
 HOPS = (("nvme", "ram"), ("ram", "vram"))
 FIGURES_S = 1.0  # the engine tells its figures twice a second

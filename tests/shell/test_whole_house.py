@@ -37,7 +37,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
     try:
-        deadline_s = time.monotonic() + 90
+        deadline_s = time.monotonic() + 180
         with Client(home / "edgemoe.sock") as client:
             while not client.is_ready():
                 assert process.poll() is None, log.read_text()
