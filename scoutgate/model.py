@@ -114,7 +114,8 @@ class ScoutGate(nn.Module):
         the request had not begun. Variant "context" also takes `previous` [B, L * k], the previous token's experts
         counted through all layers (`total` where there was none), and `state` [B, hidden].
         """
-        return self.score(self.summary(projected, present, previous, state))
+        towers, own = self.towers()
+        return self.summary(projected, present, previous, state) @ towers.T + own
 
     def summary(self, projected: Tensor, present: Tensor, previous: Tensor | None, state: Tensor | None) -> Tensor:
         """W_h's part for the tokens, [B, rank]."""
@@ -136,12 +137,11 @@ class ScoutGate(nn.Module):
         gate, up = self.trunk(joined).chunk(2, -1)
         return torch.cat([joined, nn.functional.silu(gate) * up], -1)
 
-    def score(self, summary: Tensor) -> Tensor:
-        """Step 5: both towers' product, [B, horizons * sum E_l]."""
-        towers = self.expert(self.expert_embedding.weight)  # W_e v_{e,l}, [V E, rank]
+    def towers(self) -> tuple[Tensor, Tensor]:
+        """Step 5's part that no token changes: W_e v_{e,l} [V E, rank], and (W_l z_l)^T W_e v_{e,l} + b [V E]."""
+        towers = self.expert(self.expert_embedding.weight)
         layers = self.layer(self.layer_embedding.weight)  # W_l z_l, [V, rank]
-        own = (towers * layers[self.layer_of]).sum(-1) + self.bias
-        return summary @ towers.T + own
+        return towers, (towers * layers[self.layer_of]).sum(-1) + self.bias
 
 
 def cardinality(logits: Tensor, shape: ScoutShape) -> Tensor:

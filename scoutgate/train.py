@@ -35,6 +35,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint or store of the recorded model, for its embedding")
     parser.add_argument("--out", type=Path, required=True, help="training folder; made, or continued")
     parser.add_argument("--variant", choices=VARIANTS, default="source")
+    parser.add_argument("--no-hidden", action="store_true", help="leave recorded hidden states out of variant context")
     parser.add_argument("--passes", type=float, default=12.0, help="passes over the training split, at most")
     parser.add_argument("--max-minutes", type=float, default=15.0)
     parser.add_argument("--batch", type=int, default=512, help="tokens per step")
@@ -102,7 +103,7 @@ def train(options: argparse.Namespace) -> Path:
     recording = Recording(options.data)
     embedding = embedding_for(recording, options.model)
     meta = recording.meta
-    hidden = meta.hidden if options.variant == "context" else 0
+    hidden = meta.hidden if options.variant == "context" and not options.no_hidden else 0
     shape = ScoutShape(meta.experts, meta.top_k, embedding.shape[1], hidden, variant=options.variant)
     options.out.mkdir(parents=True, exist_ok=True)
     training, validation = loaders(recording, shape, options)

@@ -31,6 +31,12 @@ STEPS = "edgemoe_steps_total"  # {phase}: prefill, where a prompt is in the step
 STEP_SECONDS = "edgemoe_step_seconds_total"  # {phase}
 STEP_TOKENS = "edgemoe_step_tokens_total"  # {phase}: tokens computed
 ACTIVE_EXPERTS = "edgemoe_active_experts_total"  # {phase}: distinct experts of a step, summed over its layers
+SCOUT_RECALL = "edgemoe_scout_recall_ratio"  # {horizon}: chosen experts among ScoutGate's k likeliest, lately
+SCOUT_LOG_LOSS = "edgemoe_scout_log_loss"  # {horizon}: nats per expert, lately
+SCOUT_CALIBRATION = "edgemoe_scout_calibration_ratio"  # {horizon}: expert calls forecast over those that came
+SCOUT_TRUST = "edgemoe_scout_trust_ratio"  # weight of its forecasts in fusion, by how they do now
+SCOUT_SECONDS = "edgemoe_scout_forecast_seconds"  # 99th percentile of the last 512
+SCOUT_SKIPPED = "edgemoe_scout_skipped_total"  # forecasts that would have come too late
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 
