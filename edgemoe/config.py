@@ -66,6 +66,7 @@ class CacheSettings(Section, frozen=True, kw_only=True):
     prefetch: bool = True
     hysteresis: Share = 0.1
     state_file: str = ""  # learned state kept across restarts; "" is beside the store
+    scoutgate: str = ""  # folder of an exported ScoutGate; "" forecasts without one
 
 
 class ApiSettings(Section, frozen=True, kw_only=True):
