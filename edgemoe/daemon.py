@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import resource
@@ -88,6 +89,7 @@ class Front:
             held.enter_context(sole_owner(runtime))
             keys = api_keys(Path(settings.api.api_key_file)) if settings.api.tcp else ()
             text = await asyncio.to_thread(TextModel, Path(settings.model.path))
+            _give_back_memory()
             wire = FrontEnd(runtime)
             held.callback(wire.close)
             self.supervisor = supervisor = Supervisor(settings, wire, self._command)
@@ -176,6 +178,12 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to show: ours if there is one among them."""
     leaves = [error for error in group.exceptions if not isinstance(error, BaseExceptionGroup)]
     return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0] if leaves else group)
+
+
+def _give_back_memory() -> None:
+    """Reading a large tokenizer leaves as much freed memory as it keeps; glibc returns it when asked."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _raise_file_limit() -> None:

@@ -37,7 +37,7 @@ def sampling(
     check_ids(body.logit_bias or {}, vocab, "logit_bias")
     check_ids(body.stop_token_ids or (), vocab, "stop_token_ids")
     defaults = text.defaults
-    eos = () if body.ignore_eos else text.eos
+    eos = () if body.ignore_eos else (token for token in text.eos if token < vocab)
     return Sampling(
         temperature=float(_or(body.temperature, defaults.get("temperature", 1.0))),
         top_p=float(_or(body.top_p, defaults.get("top_p", 1.0))),

@@ -3,12 +3,16 @@
 It makes an engine's death invisible: a request's continuation is a function of the request and the tokens emitted so
 far, so `replay` submits each live one again as its next attempt, and `take` lets through only the current attempt's
 next index. So no token is delivered twice, changed or left out, whatever arrives late or from a dead incarnation.
+
+A request that kills engines must not take its neighbours along: those that have seen two die without a token in
+between are suspects and go to the third one after the other, each once the one before has proved harmless.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +21,7 @@ from edgemoe.cluster.wire.messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.types import Emission, Request
 
-FRUITLESS_ATTEMPTS = 3  # engines that a request may lose without a token in between
+FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without a token in between
 RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
 
 
@@ -85,6 +89,8 @@ class Book:
         self._send = send
         self._now = now
         self._live: dict[str, Live] = {}
+        self._suspects: deque[str] = deque()  # to be tried one by one
+        self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
         self._idle = asyncio.Event()
         self._idle.set()
@@ -138,9 +144,14 @@ class Book:
 
     def replay(self) -> None:
         """Submits every live request to a new engine, in the order of acceptance."""
+        self._suspects.clear()
         for live in list(self._live.values()):
             self.replayed += live.attempt > 0
-            self._submit(live)
+            if live.fruitless == FRUITLESS_ATTEMPTS - 1:
+                self._suspects.append(live.request.id)
+            else:
+                self._submit(live)
+        self._try_next()
 
     def expire(self) -> None:
         """Ends the requests whose deadline has passed."""
@@ -167,6 +178,7 @@ class Book:
             assert len(live.emitted) <= live.request.sampling.max_tokens, f"{name} has emitted too much"
             assert live.fruitless <= live.attempt, f"{name} counts attempts that never were"
             assert live.ticket.live <= self._live.keys(), f"the ticket of {name} holds forgotten requests"
+        assert not self._suspects or self._on_trial in self._live, "suspects wait, and nobody is on trial"
         assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
         assert len(self._live) <= self.capacity, "more requests than there is room for"
 
@@ -200,13 +212,25 @@ class Book:
         if emission.token is not None:
             live.emitted.append(emission.token)
             live.fruitless = 0
+            if live.request.id == self._on_trial:
+                self._try_next()
         if emission.finish:
             self._mean_s += RATE_ALPHA * (self._now() - live.accepted - self._mean_s)
             self._forget(live)
         live.ticket.put(emission)
 
+    def _try_next(self) -> None:
+        """Submits the next suspect."""
+        self._on_trial = ""
+        while self._suspects and not self._on_trial:
+            if (live := self._live.get(self._suspects.popleft())) is not None:
+                self._on_trial = live.request.id
+                self._submit(live)
+
     def _forget(self, live: Live) -> None:
         del self._live[live.request.id]
         live.ticket.live.discard(live.request.id)
+        if live.request.id == self._on_trial:
+            self._try_next()
         if not self._live:
             self._idle.set()

@@ -139,7 +139,11 @@ class Supervisor:
     async def _incarnation(self) -> str:
         """One engine, from start to end; how it ended."""
         self.starts += 1
-        engine = self._engine = await Engine.start(self._command, self.settings, self._wire.address)
+        try:
+            engine = self._engine = await Engine.start(self._command, self.settings, self._wire.address)
+        except OSError as error:  # no memory for another process, say
+            self._engine = None
+            return f"it cannot be started: {error}"
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
         ended = asyncio.ensure_future(engine.ended())
         try:

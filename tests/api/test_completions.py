@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -63,6 +64,22 @@ async def test_tokenize_and_detokenize_are_each_others_inverse(http: httpx.Async
     chat = (await http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]})).json()
     shown = (await http.post("/detokenize", json={"tokens": chat["tokens"]})).json()
     assert shown["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_tokenizing_a_long_prompt_lets_the_loop_go_on(http: httpx.AsyncClient) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    ticking = asyncio.ensure_future(tick())
+    answer = await http.post("/tokenize", json={"prompt": "the quick brown fox " * 50_000})
+    ticking.cancel()
+    assert answer.json()["count"] > 50_000
+    assert ticks > 20
 
 
 async def test_the_model_is_listed_and_found(client: openai.AsyncOpenAI) -> None:

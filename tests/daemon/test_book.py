@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgemoe.cluster.wire.messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
-from edgemoe.front.book import FRUITLESS_ATTEMPTS, Book, Ticket
+from edgemoe.front.book import Book, Ticket
 from edgemoe.types import Emission, Request, Sampling
 
 
@@ -110,14 +110,23 @@ async def test_a_full_book_says_when_to_come_back(engine: FakeEngine) -> None:
         pass
 
 
-async def test_a_request_that_fells_every_engine_is_given_up(engine: FakeEngine) -> None:
-    with engine.book.open([request("bad"), request("good")], 10) as ticket:
-        for attempt in range(1, FRUITLESS_ATTEMPTS + 1):
-            engine.book.take([token(attempt - 1, attempt, "good")])
-            engine.book.replay()
+async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: FakeEngine) -> None:
+    """`bad` kills whatever runs it before anybody gets a token; its neighbours must live."""
+    book = engine.book
+    with book.open([request("good")], 10) as good, book.open([request("bad"), request("fine")], 10) as other:
+        for _ in range(6):
+            running = {sent.request.id for sent in engine.sent if isinstance(sent, Submit)}
+            if "bad" not in running:  # this engine lives: each of the others says something
+                for name in ("good", "fine"):
+                    if (live := book._live[name]).fruitless:
+                        book.take([token(len(live.emitted), live.attempt, name)])
+            engine.sent.clear()
+            book.replay()
+            book.check_integrity()
         with pytest.raises(EngineUnavailable, match="in a row"):
-            await drain(ticket)
-        assert ticket.live == {"good"}
+            await drain(other)
+        assert good.live == {"good"}
+        assert other.live == {"fine"}
 
 
 async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> None:

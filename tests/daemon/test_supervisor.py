@@ -260,3 +260,10 @@ async def test_what_the_book_refuses_is_what_the_client_is_told(tmp_path: Path, 
             "param": None,
             "code": "holiday",
         }
+
+
+async def test_an_engine_that_cannot_be_executed_is_told_as_such(tmp_path: Path, model_dir: Path, quick: None) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0})
+    with pytest.raises(BaseExceptionGroup) as group:
+        await Front(settings, (str(tmp_path / "nothing"),), env={}).serve()
+    assert group.group_contains(ServiceError, match="cannot be started")
