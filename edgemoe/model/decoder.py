@@ -29,7 +29,7 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device, kernels: Kernels | None = None) -> None:
         self.spec, self.device = spec, device
-        self._weights, self._kernels = weights, kernels
+        self._weights, self.kernels = weights, kernels
         self._rope = Rope(spec, device)
         self._fused = FusedDecoder(spec, weights, kernels, self._rope) if kernels is not None else None
 
@@ -50,7 +50,7 @@ class Decoder:
         tokens = len(batch.tokens)
         if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
             return self._fused.forward(batch, kv, experts)
-        attention = StepAttention(self.spec, batch, kv, self._kernels)
+        attention = StepAttention(self.spec, batch, kv, self.kernels)
         cos, sin = self._rope(batch.positions)
         residual = self._weights.embed[batch.tokens].float()
         for number, layer in enumerate(self._weights.layers):

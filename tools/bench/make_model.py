@@ -1,0 +1,172 @@
+"""Writes a Hugging Face checkpoint with random weights, of any supported family and size.
+
+    python -m tools.bench.make_model --out DIR [--family qwen3_moe] [--layers 16] [--hidden 1024] ...
+
+Without options: the 3.3 GB Qwen3-MoE of the decode benchmark. Tensors are streamed, so memory stays small whatever
+the size of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from edgemoe.model.spec import FAMILIES, Family, ModelSpec, dense_shapes, spec_from_config
+
+PIECE = 1 << 22  # elements drawn at once
+SHARD_BYTES = 1 << 30
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    "generation_config.json",
+)
+SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+Tensors = list[tuple[str, tuple[int, ...]]]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="directory to create")
+    parser.add_argument("--family", choices=[family.name for family in FAMILIES.values()], default="qwen3_moe")
+    for name, value in {
+        "layers": 16,
+        "hidden": 1024,
+        "heads": 16,
+        "kv-heads": 4,
+        "head-dim": 64,
+        "experts": 64,
+        "width": 512,
+        "top-k": 8,
+        "vocab": 32000,
+        "context": 40960,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    parser.add_argument("--dtype", choices=sorted(SAFETENSORS_TYPES), default="bfloat16")
+    parser.add_argument("--layout", choices=["separate", "stacked"], default="separate", help="of expert tensors")
+    parser.add_argument("--tied", action="store_true", help="the head is the embedding")
+    parser.add_argument("--std", type=float, default=0.02, help="standard deviation of the weights")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer-from", type=Path, help="directory whose tokenizer to copy")
+    return parser.parse_args()
+
+
+def make_config(args: argparse.Namespace) -> dict[str, Any]:
+    """`config.json` as transformers 5 writes it."""
+    family = next(family for family in FAMILIES.values() if family.name == args.family)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "vocab_size": args.vocab,
+        "hidden_size": args.hidden,
+        "intermediate_size": args.expert_width,
+        family.width_key: args.expert_width,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "num_local_experts": args.experts,
+        "num_experts_per_tok": args.top_k,
+        "norm_topk_prob": True,
+        "rms_norm_eps": family.default_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": family.default_theta},
+        "max_position_embeddings": args.context,
+        "tie_word_embeddings": args.tied,
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "dtype": args.dtype,
+    }
+
+
+def tensors(spec: ModelSpec, layout: str) -> Tensors:
+    """Name and shape of every tensor, layer by layer."""
+    family, result = spec.names, list(dense_shapes(spec).items())
+    for layer in range(spec.layers):
+        result += _experts(spec, family, layer, layout)
+    return result
+
+
+def _experts(spec: ModelSpec, family: Family, layer: int, layout: str) -> Iterable[tuple[str, tuple[int, ...]]]:
+    if layout == "stacked":
+        gate_up, down = family.stacked(layer)
+        yield gate_up, (spec.experts, *spec.gate_up_shape)
+        yield down, (spec.experts, *spec.down_shape)
+        return
+    row = (spec.expert_width, spec.hidden)
+    for expert in range(spec.experts):
+        names = (family.spellings(name)[-1] for name in family.separate(layer, expert))
+        yield from zip(names, (row, row, spec.down_shape), strict=True)
+
+
+def shards(spec: ModelSpec, all_tensors: Tensors) -> Iterator[Tensors]:
+    """Groups of at most SHARD_BYTES, or of one tensor."""
+    group: Tensors = []
+    size = 0
+    for name, shape in all_tensors:
+        more = int(np.prod(shape)) * spec.dtype_bytes
+        if group and size + more > SHARD_BYTES:
+            yield group
+            group, size = [], 0
+        group.append((name, shape))
+        size += more
+    yield group
+
+
+def write_shard(path: Path, spec: ModelSpec, group: Tensors, std: float, random: np.random.Generator) -> None:
+    """One safetensors file: the length of the header, the header, the values."""
+    header, offset = {}, 0
+    for name, shape in group:
+        after = offset + int(np.prod(shape)) * spec.dtype_bytes
+        header[name] = {
+            "dtype": SAFETENSORS_TYPES[spec.dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, after],
+        }
+        offset = after
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in group:
+            write_values(file, int(np.prod(shape)), spec, 0.0 if "norm" in name else std, random)
+
+
+def write_values(file: BinaryIO, count: int, spec: ModelSpec, std: float, random: np.random.Generator) -> None:
+    """Normal values around 0; norms (`std` 0) are 1."""
+    for start in range(0, count, PIECE):
+        n = min(PIECE, count - start)
+        values = random.standard_normal(n, np.float32) * np.float32(std) if std else np.ones(n, np.float32)
+        bits = values.view(np.uint32)
+        file.write((bits >> 16).astype(np.uint16).data if spec.dtype == "bfloat16" else values.data)
+
+
+def main() -> None:
+    args = arguments()
+    config = make_config(args)
+    spec = spec_from_config(config)
+    args.out.mkdir(parents=True)
+    groups = list(shards(spec, tensors(spec, args.layout)))
+    random, weight_map, total = np.random.default_rng(args.seed), {}, 0
+    for number, group in enumerate(groups, 1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_shard(args.out / name, spec, group, args.std, random)
+        weight_map |= {tensor: name for tensor, _ in group}
+        total += sum(int(np.prod(shape)) for _, shape in group) * spec.dtype_bytes
+        print(f"{name}: {number} of {len(groups)}, {total / 1e9:.2f} GB so far", flush=True)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (args.out / "model.safetensors.index.json").write_text(json.dumps(index))
+    (args.out / "config.json").write_text(json.dumps(config, indent=2))
+    for file in TOKENIZER_FILES if args.tokenizer_from else ():
+        if (args.tokenizer_from / file).exists():
+            shutil.copy(args.tokenizer_from / file, args.out / file)
+
+
+if __name__ == "__main__":
+    main()
