@@ -1,0 +1,113 @@
+"""Learning at the edge: trains from local recordings, and replaces the export in use only where the new one is better.
+
+`python -m scoutgate.refresh --config FILE` takes recordings, model and export folder from the daemon's settings. Both
+exports forecast the same held-out requests, which neither was trained on as far as the split can tell: it goes by the
+prompts, so that the requests held out today were held out the last time too. The daemon is not told; reload it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from scoutgate import baselines, calibrate, export, train
+from scoutgate.data import Recording
+from scoutgate.embedding import embedding_for
+from scoutgate.evaluate import judge_run, positions_for, scout
+from scoutgate.metrics import Score
+
+LEAST_TOKENS = 20_000  # recorded ones; with fewer nothing is trained
+LEAST_GAIN = 0.005  # of log-loss, for the sake of which a forecaster is replaced
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Log-loss (nats per expert) of the new forecaster and the one in use, and whether it was replaced."""
+
+    new: float
+    old: float | None
+    replaced: bool
+
+
+def export_log_loss(directory: Path, recording: Recording, model: Path) -> float | None:
+    """Of an export's calibrated forecasts for the test split; None where it is not there or not for this model."""
+    try:
+        found = export.read(directory)
+    except ValueError:
+        return None
+    embedding, meta, shape = embedding_for(recording, model), recording.meta, found.shape
+    if (shape.experts, shape.top_k, shape.embedding) != (meta.experts, meta.top_k, embedding.shape[1]) or shape.hidden:
+        return None
+    at = positions_for(recording, "test", 0, 20_000)
+    scores = calibrate.logits(scout(found.gate, recording, embedding)(at, 0))
+    sizes = np.array(meta.experts)
+    scale, shift = (t[: meta.layers].numpy().repeat(sizes) for t in (found.scale, found.shift))
+    p = calibrate.sigmoid(scale * scores + shift).astype(np.float32)
+    score = Score(meta.top_k)
+    score.add(p, baselines.routes(recording, at) > 0)
+    return score.figures()["log_loss"]
+
+
+def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float, *more: str) -> Verdict:
+    """Trains in `run` (with `more` options of scoutgate.train) and writes `target` where that is better.
+
+    Raises ValueError where nothing can be trained.
+    """
+    recording = Recording(data)
+    if recording.count < LEAST_TOKENS:
+        raise ValueError(f"{recording.count} tokens are recorded; training begins at {LEAST_TOKENS}")
+    options = ["--data", str(data), "--model", str(model), "--out", str(run), "--max-minutes", str(max_minutes)]
+    fixed = ["--variant", "context", "--no-hidden", "--device", "cpu", "--threads", "1", "--no-progress"]
+    train.train(train.arguments([*options, *fixed, *more]))
+    judged = judge_run(run, data, model)
+    new = float(judged.metrics["horizons"]["this_token"]["scoutgate"]["log_loss"])
+    old = export_log_loss(target, recording, model)
+    better = old is None or new < old * (1 - LEAST_GAIN)
+    if better:
+        export.write(target, judged.gate, judged.calibration, judged.model, judged.metrics)
+    return Verdict(new, old, better)
+
+
+def from_settings(config: Path) -> tuple[Path, Path, Path]:
+    """Recordings, store and export folder that the daemon uses. Raises ValueError where one is not set."""
+    from edgemoe.config_load import load
+    from edgemoe.errors import EdgemoeError
+    from edgemoe.pack import ensure_store
+
+    try:
+        settings = load(config).settings
+        store = ensure_store(settings.model.path, settings.model.store_dir)
+    except EdgemoeError as error:
+        raise ValueError(str(error)) from error
+    if not settings.record.dir or not settings.cache.scoutgate:
+        raise ValueError(f"{config} sets no record.dir, or no cache.scoutgate: there is nothing to learn from, or for")
+    return Path(settings.record.dir), store, Path(settings.cache.scoutgate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scoutgate.refresh", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the daemon's settings")
+    parser.add_argument("--max-minutes", type=float, default=30.0)
+    options = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="scoutgate-"))
+    try:
+        records, store, target = from_settings(options.config)
+        from scoutgate.convert import recordings
+
+        recordings(records, store, work / "data")
+        verdict = refresh(work / "data", store, target, work / "run", options.max_minutes)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    word = "replaced" if verdict.replaced else "kept"
+    print(f"log-loss {verdict.new:.4f} (new) against {verdict.old} (in use): {word}")
+
+
+if __name__ == "__main__":
+    main()

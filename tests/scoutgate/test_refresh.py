@@ -1,0 +1,44 @@
+"""Learning at the edge: a forecaster is replaced only by a better one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic import checkpoint, dataset
+
+from scoutgate import export, refresh
+
+FAST = ("--batch", "128", "--lr", "0.01")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(refresh, "LEAST_TOKENS", 1000)
+    dataset(tmp_path / "data")
+    checkpoint(tmp_path / "model")
+    return tmp_path
+
+
+def learn(folder: Path, run: str, passes: int) -> refresh.Verdict:
+    paths = (folder / name for name in ("data", "model", "export", run))
+    return refresh.refresh(*paths, 2.0, *FAST, "--passes", str(passes))
+
+
+def test_a_forecaster_is_replaced_by_a_better_one_and_kept_from_a_worse(folder: Path) -> None:
+    first = learn(folder, "first", 2)
+    assert first.replaced
+    assert first.old is None
+    better = learn(folder, "second", 12)
+    assert better.replaced
+    assert better.old == pytest.approx(first.new, rel=0.02)  # judged as it will be used
+    kept = (folder / "export" / export.RECORD).read_text()
+    worse = learn(folder, "third", 1)
+    assert not worse.replaced
+    assert (folder / "export" / export.RECORD).read_text() == kept
+
+
+def test_nothing_is_trained_from_too_little(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresh, "LEAST_TOKENS", 10**9)
+    with pytest.raises(ValueError, match="training begins at"):
+        learn(folder, "run", 1)
