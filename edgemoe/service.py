@@ -18,6 +18,8 @@ from edgemoe.errors import ServiceError
 
 SOCKET = Path("/run/edgemoe/edgemoe.sock")
 UNITS = ("edgemoe.service", "edgemoe.socket")
+LEARNING = ("edgemoe-scoutgate.service", "edgemoe-scoutgate.timer")  # in place for who enables the timer
+_SYSTEM = Path("/etc/systemd/system")
 _HIDDEN_BY_UNIT = ("/home", "/root", "/run/user")  # ProtectHome=tmpfs
 _COMMAND_TIMEOUT_S = 90.0
 
@@ -52,41 +54,37 @@ def templates() -> Path:
 def planned_files(options: Options) -> list[File]:
     """Every file of an installation, paths without `root`. Raises ServiceError for options that cannot work."""
     model = _existing(options.model, "--model") if options.model else None
-    folder, units = templates(), Path("/etc/systemd/system")
-    service = _with(_read(folder / UNITS[0]), "ExecStart", _command(options, model))
-    socket = _with(_read(folder / UNITS[1]), "SocketGroup", options.socket_group)
+    folder = templates()
+    refresh = [sys.executable, "-m", "scoutgate.refresh", "--config", str(options.config), "--max-minutes", "30"]
     files = [
-        File(units / UNITS[0], service),
-        File(units / UNITS[1], socket),
+        File(_SYSTEM / UNITS[0], _with(_read(folder / UNITS[0]), "ExecStart", _command(options, model))),
+        File(_SYSTEM / UNITS[1], _with(_read(folder / UNITS[1]), "SocketGroup", options.socket_group)),
+        File(_SYSTEM / LEARNING[0], _with(_read(folder / LEARNING[0]), "ExecStart", _joined(refresh))),
+        File(_SYSTEM / LEARNING[1], _read(folder / LEARNING[1])),
         File(Path("/etc/sysusers.d/edgemoe.conf"), _read(folder / "sysusers.conf")),
         File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
         File(options.config, _read(folder / "edgemoe.toml"), keep=True),
     ]
     if binds := _binds(model):
         text = "# What the service needs from under /home or /root, which it does not see otherwise.\n[Service]\n"
-        files.append(
-            File(
-                units / "edgemoe.service.d/paths.conf",
-                text + "".join(f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in binds),
-            )
-        )
+        text += "".join(f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in binds)
+        files += [File(_SYSTEM / f"{unit}.d/paths.conf", text) for unit in (UNITS[0], LEARNING[0])]
     return files
 
 
 def install(options: Options) -> list[str]:
     """Puts everything in place and starts it; returns what was done, a line each. Raises ServiceError."""
-    done = []
-    for file in planned_files(options):
-        done.append(_place(file, options))
+    done = [_place(file, options) for file in planned_files(options)]
     commands = [["systemd-sysusers"], ["systemd-tmpfiles", "--create", "edgemoe.conf"], ["systemctl", "daemon-reload"]]
-    verb = ["enable", "--now"] if options.start else ["enable"]
-    commands.append(["systemctl", *verb, *UNITS])
+    commands.append(["systemctl", "enable", *UNITS])
+    if options.start:  # without waiting: a new model is packed first
+        commands.append(["systemctl", "start", "--no-block", *UNITS])
     return done + _run_all(commands, options)
 
 
 def uninstall(options: Options) -> list[str]:
     """Stops the service and removes its files; settings and packed stores stay. Returns what was done."""
-    done = _run_all([["systemctl", "disable", "--now", *UNITS]], options, tolerant=True)
+    done = _run_all([["systemctl", "disable", "--now", *UNITS, LEARNING[1]]], options, tolerant=True)
     for path in _ours(options.root):
         done.append(f"remove {path}")
         if not options.dry_run:
@@ -110,14 +108,17 @@ def status(root: Path = Path("/")) -> list[tuple[str, str]]:
 
 
 def _paths(root: Path) -> list[Path]:
-    names = [*(f"systemd/system/{unit}" for unit in UNITS), "sysusers.d/edgemoe.conf", "tmpfiles.d/edgemoe.conf"]
+    names = [
+        *(f"systemd/system/{unit}" for unit in (*UNITS, *LEARNING)),
+        "sysusers.d/edgemoe.conf",
+        "tmpfiles.d/edgemoe.conf",
+    ]
     return [root / "etc" / name for name in names]
 
 
 def _ours(root: Path) -> list[Path]:
-    return [
-        path for path in (*_paths(root), root / "etc/systemd/system/edgemoe.service.d/paths.conf") if path.is_file()
-    ]
+    binds = [root / f"etc/systemd/system/{unit}.d/paths.conf" for unit in (UNITS[0], LEARNING[0])]
+    return [path for path in (*_paths(root), *binds) if path.is_file()]
 
 
 def _place(file: File, options: Options) -> str:
@@ -150,12 +151,12 @@ def _with(text: str, key: str, value: str) -> str:
 def _command(options: Options, model: Path | None) -> str:
     words = [str(_program()), "serve", "--config", str(options.config)]
     words += ["--model", str(model)] if model else []
-    return " ".join(_quoted(word) for word in words)
+    return _joined(words)
 
 
-def _quoted(word: str) -> str:
-    """A word of ExecStart, where variables are expanded."""
-    return _escaped(word.replace("$", "$$"))
+def _joined(words: Sequence[str]) -> str:
+    """A command for ExecStart, where variables are expanded."""
+    return " ".join(_escaped(word.replace("$", "$$")) for word in words)
 
 
 def _escaped(word: str | Path) -> str:

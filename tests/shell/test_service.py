@@ -75,8 +75,8 @@ def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_pat
 @needs_systemd
 def test_the_units_pass_systemds_own_verification(tmp_path: Path) -> None:
     install(Options(root=tmp_path, model=str(model_dir(tmp_path))))
-    installed = [str(path) for path in (tmp_path / "etc/systemd/system").glob("edgemoe.*") if path.is_file()]
-    for units in (installed, [str(templates() / unit) for unit in service.UNITS]):
+    installed = [str(path) for path in (tmp_path / "etc/systemd/system").glob("edgemoe*") if path.is_file()]
+    for units in (installed, [str(templates() / unit) for unit in (*service.UNITS, *service.LEARNING)]):
         done = subprocess.run(
             ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, timeout=60, check=False
         )
