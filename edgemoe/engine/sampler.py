@@ -7,6 +7,7 @@ rounding in the logits hardly moves. Log probabilities are the model's own, befo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -14,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from edgemoe.engine.choose import RUN, gather, largest, pick, richest, runs, top
 from edgemoe.engine.grammar import Matcher
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
 from edgemoe.types import Request
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
-CANDIDATES = 1024  # likeliest tokens that are looked at first where top_p alone cuts off the tail
+CANDIDATES = 256  # likeliest tokens that are looked at first where top_p alone cuts off the tail
 
 Uints = npt.NDArray[np.uint64]
 
@@ -40,9 +42,12 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | Invalid
     logprobs = torch.log_softmax(logits[told], dim=-1) if told else None
     failed = adjust(logits, rows)
     warm = [row for row, seq in enumerate(rows) if seq.sampling.temperature >= GREEDY_BELOW]
-    tokens = logits.argmax(dim=-1)
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    if len(warm) < len(rows):
+        tokens[:] = largest(runs(logits))
     if warm:
-        tokens[warm] = _draw(logits[warm], [rows[row].request for row in warm], [rows[row].emitted for row in warm])
+        hot = _select(logits, warm)
+        tokens[warm] = _draw(hot, [rows[row].request for row in warm], [rows[row].emitted for row in warm])
     drawn = tokens.tolist()
     chosen: list[Sampled | InvalidRequest] = [failed.get(row) or Sampled(token) for row, token in enumerate(drawn)]
     if logprobs is not None:
@@ -53,9 +58,9 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | Invalid
 
 
 def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
-    best = torch.topk(logprobs, min(count, len(logprobs)))
-    top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return Sampled(token, float(logprobs[token]), top)
+    values, tokens = top(runs(logprobs[None]), min(count, len(logprobs)))
+    best = zip(tokens[0].tolist(), values[0].tolist(), strict=True)
+    return Sampled(token, float(logprobs[token]), tuple(best))
 
 
 # --- what a request adds to or forbids in its logits
@@ -98,38 +103,40 @@ def _forbid(logits: torch.Tensor, matcher: Matcher) -> None:
 
 
 def _draw(logits: torch.Tensor, requests: Rows[Request], positions: Rows[int]) -> torch.Tensor:
-    """A token for each row [R, V], by its temperature, top_k, top_p and min_p."""
+    """A token for each row [R, V], which is overwritten, by its temperature, top_k, top_p and min_p."""
     chosen = [request.sampling for request in requests]
-    logits = logits / _column([s.temperature for s in chosen], logits)
+    logits -= runs(logits).amax(dim=-1).amax(dim=-1, keepdim=True)
+    logits.div_(_column([s.temperature for s in chosen], logits)).exp_()
+    weights = runs(logits, fill=0.0)  # of the likeliest token: 1
     point = torch.from_numpy(uniform(requests, positions)).to(logits.device)[:, None]
     tokens = torch.empty(len(chosen), dtype=torch.int64, device=logits.device)
     cut = [row for row, s in enumerate(chosen) if s.top_k or s.top_p < 1.0 or s.min_p > 0.0]
     whole = sorted(set(range(len(chosen))) - set(cut))
     if whole:
-        tokens[whole] = _pick(torch.softmax(logits[whole], dim=-1), point[whole])
+        tokens[whole] = pick(_select(weights, whole), point[whole])
     if cut:
-        shortest = [chosen[row] for row in cut]
-        top_k = _column([float(s.top_k or logits.shape[1]) for s in shortest], logits)
-        top_p, min_p = _column([s.top_p for s in shortest], logits), _column([s.min_p for s in shortest], logits)
-        tokens[cut] = _pick_among_likeliest(logits[cut], point[cut], top_k, top_p, min_p)
+        some = [chosen[row] for row in cut]
+        top_k = _column([s.top_k or math.inf for s in some], logits)
+        top_p, min_p = _column([s.top_p for s in some], logits), _column([s.min_p for s in some], logits)
+        tokens[cut] = _pick_likely(_select(weights, cut), point[cut], top_k, top_p, min_p)
     return tokens
 
 
-def _pick_among_likeliest(
-    logits: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+def _pick_likely(
+    weights: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """As `_pick`, among those that top_k, then top_p, then min_p leave; the settings are [R, 1]."""
-    probs, vocab = torch.softmax(logits, dim=-1), logits.shape[1]
-    width = min(vocab, int(torch.where(top_k < vocab, top_k, CANDIDATES).max()))
-    tokens = _pick_among(probs, width, point, top_k, top_p, min_p)
+    """A token among those that top_k, then top_p, then min_p leave; the settings are [R, 1]."""
+    vocab = weights.shape[1] * weights.shape[2]
+    width = min(vocab, int(torch.where(top_k.isinf(), CANDIDATES, top_k).max()))
+    tokens = _pick_among(weights, width, point, top_k, top_p, min_p)
     short = tokens < 0
     if short.any():
-        tokens[short] = _pick_among(probs[short], vocab, point[short], top_k[short], top_p[short], min_p[short])
+        tokens[short] = _pick_among(weights[short], vocab, point[short], top_k[short], top_p[short], min_p[short])
     return tokens
 
 
 def _pick_among(
-    probs: torch.Tensor,
+    weights: torch.Tensor,
     width: int,
     point: torch.Tensor,
     top_k: torch.Tensor,
@@ -137,23 +144,22 @@ def _pick_among(
     min_p: torch.Tensor,
 ) -> torch.Tensor:
     """As above, looking at the `width` likeliest; -1 in rows where that is too few to know."""
-    values, indices = probs.topk(width)  # [R, width], falling
-    values = values.double() * (torch.arange(width, device=probs.device) < top_k)
+    rich = richest(weights, width)
+    candidates = gather(weights, rich)
+    values = candidates.flatten(1).topk(width).values.double()  # falling
+    values *= torch.arange(width, device=values.device) < top_k
     mass = values.cumsum(dim=-1)
-    total = torch.where(top_k < probs.shape[1], mass[:, -1:], 1.0)  # top_p is of what top_k leaves
-    kept = ((mass - values < top_p * total) | (top_p >= 1.0)) & (values >= min_p * values[:, :1])
-    known = (width >= top_k) | ~kept[:, -1:] | (width == probs.shape[1])
-    indices, order = indices.sort(dim=-1)
-    tokens = indices.gather(1, _pick((values * kept).gather(1, order), point)[:, None])
-    return torch.where(known, tokens, -1)[:, 0]
+    total = torch.where(top_k <= width, mass[:, -1:], weights.sum(dim=(1, 2))[:, None])  # top_p is of what top_k leaves
+    kept = ((mass - values < top_p * total) | (top_p >= 1.0)) & (values >= min_p * values[:, :1]) & (values > 0)
+    least = torch.where(kept, values, torch.inf).amin(dim=-1).float()[:, None, None]
+    token = pick(candidates * (candidates >= least), point)
+    known = (width >= top_k) | ~kept[:, -1:] | (width == weights[0].numel())
+    return torch.where(known[:, 0], rich.gather(1, (token // RUN)[:, None])[:, 0] * RUN + token % RUN, -1)
 
 
-def _pick(probs: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
-    """The index at which the cumulated `probs` [R, n] pass `point` [R, 1] of their sum; its own is above 0."""
-    cumulated = probs.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulated[:, -1:]
-    passed = torch.minimum(point * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, passed, right=True)[:, 0].clamp_max(probs.shape[1] - 1)
+def _select(tensor: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
+    """The chosen rows; the tensor itself where that is all of them, for copies of long rows are dear."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
 def _column(values: Rows[float], like: torch.Tensor) -> torch.Tensor:
