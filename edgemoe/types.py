@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -288,8 +288,8 @@ class Peers(Protocol):
     def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
         """What the peers that can be reached would take for some experts [n] of a layer."""
 
-    def fetch_s(self, layer: int, experts: IntArray) -> FloatArray:
-        """Seconds to bring each expert's bytes [n] here from a peer; inf where none has it."""
+    def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
+        """Seconds to bring each expert's bytes [n] here from a peer, some left out; inf where none has it."""
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         """Asks a peer; puts the call into `answers` when it has a result or an error."""

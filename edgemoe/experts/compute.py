@@ -60,6 +60,9 @@ class Compute(Protocol):
     def end(self) -> torch.Tensor:
         """The sum, [T, H] float32."""
 
+    def twin(self, math: ExpertMath) -> Self:
+        """Another one over the same slots, for another thread; `math` serves where the CPU computes."""
+
 
 class HostCompute:
     """Experts in a slab of host memory, computed by the CPU."""
@@ -76,3 +79,6 @@ class HostCompute:
 
     def end(self) -> torch.Tensor:
         return self._out
+
+    def twin(self, math: ExpertMath) -> Self:
+        return type(self)(self._slab, math)

@@ -8,9 +8,11 @@ read the old expert, and for the last copy into the slot. The host waits for nei
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 from queue import SimpleQueue
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from edgemoe.experts.arena import ExpertShape, HostArena
 from edgemoe.experts.compute import Group
 from edgemoe.experts.links import Dock, LinkStats
 from edgemoe.experts.pool import Load
-from edgemoe.kernels.products import ExpertSlab, by_products
+from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products
 from edgemoe.types import IntArray
 
 log = logging.getLogger(__name__)
@@ -166,6 +168,9 @@ class CudaCompute:
         if self._fused is None:
             return self._out
         return self._out.view(len(self._hidden), self._shape.top_k, -1).sum(1)
+
+    def twin(self, math: ExpertMath) -> Self:
+        return copy.copy(self)  # a thread's own hidden states and sums; all threads use the device's default stream
 
 
 class Fused:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from edgemoe.errors import ConfigError
@@ -14,11 +15,12 @@ from edgemoe.experts.compute import Compute, HostCompute
 from edgemoe.experts.links import EmulatedLink, Link
 from edgemoe.experts.mover import Mover
 from edgemoe.experts.pool import Pool
+from edgemoe.experts.remote import Remote
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.tiered import TieredExperts
 from edgemoe.kernels.compute import Kernels
 from edgemoe.kernels.products import ExpertMath, ExpertSlab
-from edgemoe.types import CachePolicy, ExpertId, Move, Store, Tier
+from edgemoe.types import BoolArray, CachePolicy, ExpertId, Move, Peers, Store, Tier
 
 
 class DeviceBudget(Protocol):
@@ -66,13 +68,16 @@ class Tiers:
         keep_hints: bool = False,
         lock_ram: bool = False,
         deadline_s: float = 60.0,
+        on_disk: BoolArray | None = None,
     ) -> None:
         """`policies` for VRAM and RAM may be one object; `kernels` serve what the CPU computes.
 
-        Raises CapacityError for a budget that does not hold one expert.
+        `on_disk` [L, E] marks what the store can read without help, where that is not everything. Raises CapacityError
+        for a budget that does not hold one expert.
         """
         ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
-        self.shape, self.ram_bytes = shape, ram.size_bytes
+        self.shape, self.ram, self.ram_bytes = shape, ram, ram.size_bytes
+        self.on_disk = np.ones((shape.layers, shape.experts), np.bool_) if on_disk is None else on_disk
         math = ExpertMath(kernels)
         math.calibrate(shape.hidden, shape.width, shape.bf16)
         self.devices = [_open(device, shape, ram, math) for device in devices if device.kind != "cpu"]
@@ -81,6 +86,7 @@ class Tiers:
         ]
         ram_pool = Pool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
         computes = [device.compute for device in self.devices] or [HostCompute(_matrices(ram, shape), math)]
+        self._computes = computes
         self.residency = Residency(ram_pool, pools, containment=containment)
         self.mover = Mover(self.residency, store, ram, [device.link for device in self.devices])
         self.experts = TieredExperts(
@@ -92,6 +98,17 @@ class Tiers:
             keep_hints=keep_hints,
             deadline_s=deadline_s,
         )
+
+    def join(self, peers: Peers) -> None:
+        """From here on peers help with what is missing here."""
+        self.experts.remote = Remote(self.shape, self.residency, self.mover, peers, self.on_disk)
+
+    def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
+        """The same experts for one more thread, which brings its own kernels."""
+        math = ExpertMath(kernels)
+        math.calibrate(self.shape.hidden, self.shape.width, self.shape.bf16)
+        computes = [compute.twin(math) for compute in self._computes]
+        return TieredExperts(self.shape, self.residency, self.mover, computes, prefetch=False, deadline_s=deadline_s)
 
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""
@@ -112,7 +129,8 @@ class Tiers:
         layers, experts = self.residency.device_of.shape
         target = Tier.VRAM if self.devices else Tier.RAM
         everything = (ExpertId(layer, expert) for expert in range(experts) for layer in range(layers))
-        for expert in itertools.islice(everything, self.residency.ram.slots):
+        readable = (expert for expert in everything if self.on_disk[expert])
+        for expert in itertools.islice(readable, self.residency.ram.slots):
             yield Move(expert, Tier.NVME, target, 0.0)
 
 

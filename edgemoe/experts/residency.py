@@ -17,12 +17,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.errors import CapacityError
 from edgemoe.experts.pool import NONE, TRANSIENT, UNUSED, BoolArray, Load, Pool
 from edgemoe.types import ExpertId, IntArray, Move, Tier
 
 ALWAYS = np.inf  # a demand: takes the place of anything that nobody needs now
 SCAN_WORTH = -1e29  # prefetched for a scan: takes the place of a scan's leavings only
 TRANSIENT_KEY = -1e30  # a scan's leavings: below whatever a policy says
+MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are nobody's home: so many, or one in so many
 
 
 class Horizon(enum.IntEnum):
@@ -30,17 +32,18 @@ class Horizon(enum.IntEnum):
 
     NEAR = 0  # the layers that come next
     SCAN = 1  # the next layer of a prefill
-    FAR = 2  # everything later: the controller's
-    FILL = 3  # anything, into slots that are free
+    HOME = 2  # what the boxes agreed to keep here
+    FAR = 3  # everything later: the controller's
+    FILL = 4  # anything, into slots that are free
 
     @property
     def flags(self) -> int:
         """Flags of the slot that the expert is moved to."""
-        return (UNUSED, UNUSED | TRANSIENT, UNUSED, TRANSIENT)[self]
+        return (UNUSED, UNUSED | TRANSIENT, 0, UNUSED, TRANSIENT)[self]
 
     def worth(self, score: float) -> float:
         """What a move may take the place of: that which ranks lower."""
-        return (score, SCAN_WORTH, score, -ALWAYS)[self]
+        return (score, SCAN_WORTH, ALWAYS, score, -ALWAYS)[self]
 
 
 class Claim(NamedTuple):
@@ -67,6 +70,8 @@ class Residency:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._version = 0  # counts what `wait_for_change` waits for
+        self._waiting = 0  # threads in it
+        self._homes: BoolArray | None = None  # [L * E] never dropped from RAM
         self._clock = 0  # layer-steps begun
         self._visited = np.full(ram.layers, NONE, np.int64)  # [L] clock of each layer's last visit
         self._needed = np.full(ram.where.size, NONE, np.int64)  # [L * E] clock of the layer-step that needs it
@@ -127,15 +132,22 @@ class Residency:
         """Unpins [n] distinct slots of an earlier claim."""
         with self._lock:
             self.tops[device].unpin(slots)
+            if self._waiting:  # another thread's layer-step may find room now
+                self._version += 1
+                self._changed.notify_all()
 
     def done(self, layer: int, experts: IntArray) -> None:
         """The running layer-step has computed these: they need no protection any more."""
         self._needed[layer * self.ram.experts + experts] = NONE
 
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
-        """Waits until a load has ended, or a copy let go of its source, since the claim; false after `timeout_s`."""
+        """Waits until a load has ended, or slots were let go of, since the claim; false after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._version != version, timeout_s)
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(lambda: self._version != version, timeout_s)
+            finally:
+                self._waiting -= 1
 
     # --- the mover's verbs ------------------------------------------------------------------------------------
 
@@ -187,6 +199,36 @@ class Residency:
                 failed.pool.abandon(failed)
                 self._tell(failed)
 
+    # --- several boxes ------------------------------------------------------------------------------------------
+
+    def keep(self, homes: BoolArray) -> None:
+        """Experts [L, E] that, once in RAM, stay there; replaces earlier ones. Raises CapacityError."""
+        most = self.home_slots
+        if (count := int(np.count_nonzero(homes))) > most:
+            raise CapacityError(f"{count} experts are to be at home here, RAM has room for {most}")
+        with self._lock:
+            self._homes = homes.ravel().copy()
+
+    @property
+    def home_slots(self) -> int:
+        """Most experts that can be at home here: some slots stay free for what passes through."""
+        return max(0, self.ram.slots - max(MIN_PASSING, self.ram.slots // PASSING_SHARE))
+
+    def missing_homes(self) -> list[ExpertId]:
+        """Homes that are not in RAM."""
+        if self._homes is None:
+            return []
+        missing = np.flatnonzero(self._homes & (self.ram.where.ravel() < 0))
+        return [ExpertId(*divmod(key, self.ram.experts)) for key in missing.tolist()]
+
+    def hold(self, layer: int, expert: int) -> int:
+        """The RAM slot of an expert, pinned until `let_go`; NONE where it is not there."""
+        with self._lock:
+            slot = int(self.ram.where[layer, expert])
+            if slot >= 0:
+                self.ram.pins[slot] += 1
+            return slot
+
     # --- questions ----------------------------------------------------------------------------------------------
 
     def all_on_top(self, layer: int, experts: IntArray) -> bool:
@@ -202,6 +244,14 @@ class Residency:
         if self.devices and self.devices[self.device_of[expert]].where[expert] >= 0:
             return Tier.VRAM
         return Tier.RAM if self.ram.where[expert] >= 0 else Tier.NVME
+
+    def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
+        """The fastest tier that has each of the experts [n] now."""
+        tiers = np.where(self.ram.where[layer].take(experts) >= 0, Tier.RAM, Tier.NVME)
+        for i, pool in enumerate(self.devices):
+            here = (self.device_of[layer].take(experts) == i) & (pool.where[layer].take(experts) >= 0)
+            tiers[here] = Tier.VRAM
+        return tiers
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Asserts every invariant; with `idle`, also that nothing is pinned or on its way."""
@@ -321,6 +371,8 @@ class Residency:
     def _victims(self, pool: Pool, layer: int, n: int, worth: float) -> IntArray:
         """Slots of the `n` unpinned experts that are worth least."""
         slots = np.flatnonzero((pool.pins == 0) & (pool.owner >= 0))
+        if pool is self.ram and self._homes is not None:
+            slots = slots[~self._homes[pool.owner[slots]]]
         transient = (pool.flags[slots] & TRANSIENT) > 0
         if pool is self.ram and self.containment:
             for top in self.devices:

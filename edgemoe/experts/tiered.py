@@ -14,6 +14,7 @@ from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.compute import Compute, Group
 from edgemoe.experts.mover import Mover
 from edgemoe.experts.pool import BoolArray
+from edgemoe.experts.remote import Remote
 from edgemoe.experts.residency import ALWAYS, Horizon, Residency
 from edgemoe.experts.waves import Part, Waves
 from edgemoe.types import ExpertId, FloatArray, IntArray, Move, StepRouting, Tier
@@ -108,6 +109,7 @@ class TieredExperts:
         self._step: Observations | None = None
         self._next_layer = 0  # the one whose experts are computed next
         self._wished: dict[Horizon, int] = {}  # horizons with wishes, and for which layer
+        self.remote: Remote | None = None  # the boxes that help, if any
 
     def begin_step(self, meta: StepMeta) -> None:
         """Observes from here on; a step that failed before its end is forgotten."""
@@ -130,13 +132,23 @@ class TieredExperts:
         self._next_layer = layer + 1
         if self._wished:
             self._drop_wishes(layer)
+        return self.compute(layer, hidden, group, scan)
+
+    def compute(self, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None = None) -> torch.Tensor:
+        """Weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         for compute in self._computes:
             compute.begin(hidden)
+        helped: torch.Tensor | None = None
         if not self._all_there(layer, group, scan):
-            self._wait_for(layer, group, scan)
+            if self.remote is None:
+                self._wait_for(layer, group, scan)
+            else:
+                helped = self._share(self.remote, layer, hidden, group, scan)
         first, *others = (compute.end() for compute in self._computes)
         for other in others:
             first += other.to(first.device)
+        if helped is not None:
+            first += helped
         return first
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
@@ -164,8 +176,19 @@ class TieredExperts:
             self.residency.release(0, slots)
         return True
 
-    def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> None:
-        """Computes a layer-step some of whose experts are missing, or that several devices share."""
+    def _share(
+        self, remote: Remote, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None
+    ) -> torch.Tensor | None:
+        """Computes a layer-step with the peers' help; what they add to the sum."""
+        waited_s = remote.stall_s
+        try:
+            return remote.run(layer, hidden, group, scan, lambda part, scan: self._wait_for(layer, part, scan))
+        finally:
+            if self._step is not None:
+                self._step.stall_s += remote.stall_s - waited_s
+
+    def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> float:
+        """Computes a layer-step some of whose experts are missing, or that several devices share; seconds waited."""
         parts = [part for device in range(len(self._computes)) if (part := self._part(device, layer, group, scan))]
         waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s)
         try:
@@ -174,6 +197,7 @@ class TieredExperts:
             self.stall_s = [old + new for old, new in zip(self.stall_s, waves.stall_s, strict=True)]
             if self._step is not None:
                 self._step.stall_s += sum(waves.stall_s)
+        return sum(waves.stall_s)
 
     def _part(self, device: int, layer: int, group: Group, scan: BoolArray | None) -> Part | None:
         slots = self.residency.tops[device].slots
@@ -198,6 +222,9 @@ class TieredExperts:
             where = [
                 (expert, self.residency.tier_of(expert)) for expert in (ExpertId(layer, e) for e in experts.tolist())
             ]
+            if self.remote is not None:
+                away = dict(zip(experts.tolist(), self.remote.elsewhere(layer, experts).tolist(), strict=True))
+                where = [(expert, tier) for expert, tier in where if tier is not Tier.NVME or not away[expert.expert]]
             moves = [Move(expert, tier, fastest, ALWAYS) for expert, tier in where if tier is not fastest]
         if moves or horizon in self._wished:
             self.mover.prefetch(moves, horizon)

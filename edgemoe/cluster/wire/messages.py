@@ -5,8 +5,9 @@
 Whatever arrives is checked: length, magic, version, tag, every field's type and bound. What does not fit raises
 WireError (WireVersionError for another version); nothing else is ever raised by `decode_*`.
 
-    front -> engine   Submit Cancel Drain Stop Ping
+    front -> engine   Submit Cancel Drain Stop Ping, and among several boxes Peers Plan
     engine -> front   Loading* Ready (Emissions | Stats)* ; Failed at any time, before it exits
+                      among several boxes Listening once before Ready, then Holds and PeerSeen
 
 Times are remaining or elapsed, never clock readings, so that a message means the same on any machine.
 """
@@ -19,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.errors import WireError, WireVersionError
-from edgemoe.types import Emission, ModelInfo, Request
+from edgemoe.types import Emission, ModelInfo, PlacementPlan, Request
 
 MAGIC = b"EMOE"
 VERSION = 1
@@ -65,6 +66,55 @@ class Stop(Message, frozen=True):
 
 class Ping(Message, frozen=True):
     """Answered with Stats at once."""
+
+
+class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Another box's engine: its public key, and where its lanes listen ("host:port")."""
+
+    node: Name
+    boot: Name
+    key: Name
+    calls: Name
+    bulk: Name
+
+
+class Peers(Message, frozen=True):
+    """The complete list of engines to connect to; what is not in it is disconnected, and its key revoked."""
+
+    peers: tuple[PeerEngine, ...] = ()
+
+
+class Plan(Message, frozen=True):
+    """Adopt this plan: keep what is at home here."""
+
+    plan: PlacementPlan
+
+
+class Listening(Message, frozen=True):
+    """The ports that the engine's lanes listen on."""
+
+    calls_port: Annotated[int, Meta(ge=1, le=65535)]
+    bulk_port: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Holds(Message, frozen=True):
+    """Experts as bitmaps of L * E bits (`types.pack_bits`): readable from the disk, and in memory.
+
+    `budget_experts` is how many can be at home here. Sent when it has changed, at most once a second.
+    """
+
+    disk: bytes
+    ram: bytes
+    budget_experts: Count
+
+
+class PeerSeen(Message, frozen=True):
+    """The link to a peer as measured: a round trip, and bytes per second. At most once a second for each."""
+
+    node: Name
+    boot: Name
+    latency_s: Annotated[float, Meta(ge=0)]
+    bytes_per_s: Annotated[float, Meta(ge=0)]
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,8 +174,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
 
 
-ToEngine = Submit | Cancel | Drain | Stop | Ping
-FromEngine = Loading | Ready | Emissions | Stats | Failed
+ToEngine = Submit | Cancel | Drain | Stop | Ping | Peers | Plan
+FromEngine = Loading | Ready | Emissions | Stats | Failed | Listening | Holds | PeerSeen
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -1,0 +1,1 @@
+"""Engine to engine: expert calls and the experts themselves."""

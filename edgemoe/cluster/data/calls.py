@@ -1,0 +1,182 @@
+"""Asking peers to compute experts: implements `types.Peers` over the calls lane.
+
+The compute thread reads snapshots and posts calls; everything else happens on the engine's event loop. One hop leads
+from the compute thread to the loop, and one queue leads back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from queue import SimpleQueue
+
+import numpy as np
+
+from edgemoe.cluster.data.messages import CallMessage, Hello, Model, Result
+from edgemoe.cluster.data.peer import SMALL_BYTES, PeerState
+from edgemoe.cluster.wire.lane import Lane
+from edgemoe.errors import EdgemoeError, PeerError, PeerRefused, PeerUnavailable
+from edgemoe.types import BoolArray, ExpertWork, FloatArray, IntArray, Offer, RemoteCall, work_units
+
+log = logging.getLogger(__name__)
+HELLO_S = 1.0  # between hellos to each peer
+PROBE_EVERY = 10  # hellos, one of which carries a payload that measures the rate
+PROBE_BYTES = 128 << 10
+
+Holdings = Callable[[], tuple[BoolArray, BoolArray]]  # experts [L, E] in memory, and on the disk
+
+
+class Calls:
+    """The peers of this engine. `add` and `remove` them on the loop; `offers`, `fetch_s`, `call` from anywhere."""
+
+    def __init__(self, lane: Lane[CallMessage], model: Model, holdings: Holdings, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.peers: dict[str, PeerState] = {}  # replaced as a whole, so that any thread may read it
+        self._lane, self._model, self._holdings = lane, model, holdings
+        self._loop = asyncio.get_running_loop()
+        self._group: asyncio.TaskGroup | None = None
+        self._numbers = itertools.count()
+        lane.on_up, lane.on_down = self._up, self._down
+
+    # --- the compute thread's side --------------------------------------------------------------------------
+
+    def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+        """What the peers that can be reached would take for some experts [n] of a layer."""
+        now_s, model = time.monotonic(), self._model
+        found = (
+            peer.offer(layer, experts, model.row_bytes, model.expert_bytes, now_s)
+            for peer in self.peers.values()
+            if peer.ready and not peer.silent
+        )
+        return [offer for offer in found if offer is not None]
+
+    def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
+        """Seconds to bring each expert's bytes [n] here from a peer, some left out; inf where none has it."""
+        best = np.full(len(experts), np.inf, np.float32)
+        for peer in self.peers.values():
+            if peer.ready and not peer.silent and peer.node not in without:
+                has = (peer.ram[layer] | peer.disk[layer])[experts]
+                best[has] = np.minimum(best[has], peer.latency_s + self._model.expert_bytes * peer.s_per_byte)
+        return best
+
+    def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
+        """Asks a peer; puts the call into `answers` when it has a result or an error."""
+        call = RemoteCall(node, work, time.monotonic())
+        self._loop.call_soon_threadsafe(self._begin, call, answers)
+        return call
+
+    # --- the loop's side ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Says hello to every peer once in a while, until cancelled; calls under way then fail."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for count in itertools.count():
+                    for peer in self.peers.values():
+                        if self._lane.is_up(peer.node):
+                            self._spawn(self._greet(peer, probe=count % PROBE_EVERY == 1))
+                    await asyncio.sleep(HELLO_S)
+        finally:
+            self._group = None
+
+    def add(self, node: str, boot: str) -> None:
+        """A peer that may now be connected."""
+        self.peers = {**self.peers, node: PeerState(node, boot, self._model.layers, self._model.experts)}
+
+    def remove(self, node: str) -> None:
+        self.peers = {name: peer for name, peer in self.peers.items() if name != node}
+
+    def learn(self, node: str, hello: Hello) -> Hello:
+        """What a peer says of itself; our own hello. Raises PeerRefused for another model."""
+        ram, disk = self._model.read_hello(node, hello)
+        if (peer := self.peers.get(node)) is not None:
+            peer.ram, peer.disk = ram, disk
+            peer.ready = self._lane.is_up(node)
+        return self._model.hello(*self._holdings())
+
+    def _up(self, node: str) -> None:
+        if (peer := self.peers.get(node)) is not None:
+            self._spawn(self._greet(peer, probe=False))
+
+    def _down(self, node: str) -> None:
+        if (peer := self.peers.get(node)) is not None:
+            peer.ready = peer.silent = False
+
+    async def _greet(self, peer: PeerState, *, probe: bool) -> None:
+        """One hello, there and back."""
+        began_s = time.monotonic()
+        payload = [bytes(PROBE_BYTES)] if probe else []
+        try:
+            hello = self._model.hello(*self._holdings())
+            answer = await self._lane.ask(peer.node, hello, payload, timeout_s=self.timeout_s)
+            if not isinstance(answer.message, Hello):
+                raise PeerRefused(f"{peer.node} answers a hello with a {type(answer.message).__name__}")
+            peer.ram, peer.disk = self._model.read_hello(peer.node, answer.message)
+        except PeerRefused as error:
+            if not peer.refused:
+                log.warning("a peer cannot help", extra={"peer": peer.node, "why": str(error)})
+            peer.refused, peer.ready = str(error), False
+        except PeerError:
+            peer.failed(time.monotonic() - began_s)
+        else:
+            size = len(hello.ram) + len(hello.disk) + sum(map(len, payload))
+            peer.measure_way(size if probe else min(size, SMALL_BYTES), time.monotonic() - began_s)
+            peer.ready, peer.silent, peer.refused = True, False, ""
+
+    def _begin(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
+        if self._group is not None:
+            self._spawn(self._ask(call, answers))
+        else:
+            call.error = PeerUnavailable("the engine is stopping")
+            answers.put(call)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        if self._group is not None:
+            self._group.create_task(work)
+        else:
+            work.close()
+
+    async def _ask(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
+        peer, number = self.peers.get(call.node), next(self._numbers)
+        try:
+            if peer is None:
+                raise PeerUnavailable(f"{call.node} is no member any more")
+            peer.under_way[number] = call
+            body, tensors = self._model.call(call.work)
+            answer = await self._lane.ask(call.node, body, tensors, timeout_s=self.timeout_s)
+            sums = answer.tensors[0] if answer.tensors else memoryview(b"")
+            if not isinstance(answer.message, Result) or sums.nbytes != call.work.hidden.nbytes:
+                raise PeerRefused(f"{call.node} answered a call with something else")
+            call.result = sums
+            self._measure(peer, call, answer.message.served_s)
+        except EdgemoeError as error:
+            call.error = error
+            if peer is not None:
+                self._note_failure(peer, call, error)
+        except asyncio.CancelledError:
+            call.error = PeerUnavailable("the engine is stopping")
+            raise
+        except Exception as error:  # whatever it is, the compute thread may not be left waiting
+            log.exception("an expert call went wrong")
+            call.error = PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
+        finally:
+            if peer is not None:
+                peer.under_way.pop(number, None)
+            answers.put(call)
+
+    def _measure(self, peer: PeerState, call: RemoteCall, served_s: float) -> None:
+        took_s = time.monotonic() - call.asked_s
+        peer.silent = False
+        peer.calls += 1
+        peer.busy_s += took_s
+        peer.measure_way(2 * call.work.hidden.nbytes, max(0.0, took_s - served_s))
+        peer.measure_work(float(work_units(call.work.offsets).sum()), served_s)
+
+    def _note_failure(self, peer: PeerState, call: RemoteCall, error: EdgemoeError) -> None:
+        took_s = time.monotonic() - call.asked_s
+        peer.failed(took_s)
+        peer.silent = isinstance(error, PeerUnavailable) and took_s >= 0.9 * self.timeout_s
+        log.info("expert call failed", extra={"peer": call.node, "layer": call.work.layer, "why": str(error)})

@@ -1,0 +1,135 @@
+"""The languages of the two lanes between engines: expert calls, and bulk.
+
+    calls   Hello -> Hello     who serves what; small and regular, so that it measures the round trip too
+            Call -> Result     one layer's experts on some rows: tensors (hidden, index) -> (sums,)
+    bulk    Fetch -> Chunk     a part of one expert's bytes, at most CHUNK_BYTES: tensors () -> (bytes,)
+
+A Call's index is int32: experts [n], calls of each [n], row of each call [m], routing weight of each [m] as bits of
+float32. Whatever arrives is checked here before anything is computed from it; what does not fit raises PeerRefused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from edgemoe.cluster.wire.envelope import Buffer
+from edgemoe.cluster.wire.net import Failure
+from edgemoe.errors import PeerRefused
+from edgemoe.types import BoolArray, ExpertWork, pack_bits, unpack_bits
+
+CHUNK_BYTES = 1 << 20  # of an expert in one message
+MAX_ROWS = 1 << 16  # of one call
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Small = Annotated[int, Meta(ge=0, le=1 << 24)]
+Digest = Annotated[str, Meta(max_length=64)]
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The model that is served, and bitmaps of its experts: in memory, and on the disk."""
+
+    model: Digest
+    layers: Small
+    experts: Small
+    row_bytes: Count  # one row of hidden states
+    expert_bytes: Count
+    ram: Annotated[bytes, Meta(max_length=1 << 18)]
+    disk: Annotated[bytes, Meta(max_length=1 << 18)]
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Compute `experts` experts of a layer, `calls` calls in all, on `rows` rows."""
+
+    layer: Small
+    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    experts: Annotated[int, Meta(ge=1, le=1 << 20)]
+    calls: Annotated[int, Meta(ge=1, le=1 << 24)]
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """A call's sums; `served_s` is the time from the call's arrival to here."""
+
+    served_s: Annotated[float, Meta(ge=0, le=1e6)]
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """`bytes` of one expert from `offset`."""
+
+    layer: Small
+    expert: Small
+    offset: Count
+    bytes: Annotated[int, Meta(ge=1, le=CHUNK_BYTES)]
+
+
+class Chunk(msgspec.Struct, frozen=True, tag=True):
+    """The bytes asked for, and what the whole expert must hash to."""
+
+    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+
+CallMessage = Hello | Call | Result | Failure
+BulkMessage = Fetch | Chunk | Failure
+CALLS: msgspec.msgpack.Decoder[CallMessage] = msgspec.msgpack.Decoder(CallMessage)
+BULK: msgspec.msgpack.Decoder[BulkMessage] = msgspec.msgpack.Decoder(BulkMessage)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What two engines must agree on before either computes for the other."""
+
+    digest: str
+    layers: int
+    experts: int
+    row_bytes: int
+    expert_bytes: int
+
+    def hello(self, ram: BoolArray, disk: BoolArray) -> Hello:
+        """`ram` and `disk` [L, E]."""
+        return Hello(
+            self.digest, self.layers, self.experts, self.row_bytes, self.expert_bytes, pack_bits(ram), pack_bits(disk)
+        )
+
+    def read_hello(self, node: str, hello: Hello) -> tuple[BoolArray, BoolArray]:
+        """What the node has in memory and on its disk, [L, E]. Raises PeerRefused for another model."""
+        if hello.model != self.digest:
+            raise PeerRefused(
+                f"{node} serves model {hello.model[:12]}, not {self.digest[:12]}; serve the same packed store on both"
+            )
+        sizes = (hello.layers, hello.experts, hello.row_bytes, hello.expert_bytes)
+        if sizes != (self.layers, self.experts, self.row_bytes, self.expert_bytes):
+            raise PeerRefused(f"{node} computes the same model in other sizes: {sizes}; run the same release on both")
+        try:
+            return tuple(unpack_bits(bits, self.layers, self.experts) for bits in (hello.ram, hello.disk))  # type: ignore[return-value]
+        except ValueError as error:
+            raise PeerRefused(f"{node} tells its experts wrongly: {error}") from error
+
+    def call(self, work: ExpertWork) -> tuple[Call, list[Buffer]]:
+        """Body and tensors that carry the work."""
+        n, m = len(work.experts), len(work.rows)
+        index = np.empty(2 * n + 2 * m, np.int32)
+        index[:n], index[n : 2 * n] = work.experts, np.diff(work.offsets)
+        index[2 * n : 2 * n + m] = work.rows
+        index[2 * n + m :] = work.weights.view(np.int32)
+        return Call(work.layer, len(work.hidden), n, m), [work.hidden.data.cast("B"), index.data.cast("B")]
+
+    def read_call(self, call: Call, tensors: Sequence[memoryview]) -> ExpertWork:
+        """The work that a peer asks for. Raises PeerRefused where it is none."""
+        n, m, rows = call.experts, call.calls, call.rows
+        fits = len(tensors) == 2 and tensors[0].nbytes == rows * self.row_bytes and tensors[1].nbytes == 8 * (n + m)
+        if not fits or call.layer >= self.layers or n > self.experts:
+            raise PeerRefused("a call whose sizes do not fit together")
+        index = np.frombuffer(tensors[1], np.int32)
+        experts, counts, row = (part.astype(np.int64) for part in np.split(index[: 2 * n + m], (n, 2 * n)))
+        weights = index[2 * n + m :].view(np.float32)
+        inside = experts.min() >= 0 and experts.max() < self.experts and row.min() >= 0 and row.max() < rows
+        distinct = len(np.unique(experts)) == n
+        if not (inside and distinct and counts.min() >= 1 and counts.sum() == m and np.isfinite(weights).all()):
+            raise PeerRefused("a call whose numbers cannot be")
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        hidden = np.frombuffer(tensors[0], np.uint8).reshape(rows, self.row_bytes)
+        return ExpertWork(call.layer, experts, offsets, row, weights, hidden)

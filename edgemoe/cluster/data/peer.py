@@ -1,0 +1,60 @@
+"""One peer as its callers see it: what it has, how fast the way to it is, and how fast it computes.
+
+Times are measured on every call. Of a call's time, what the peer says that it spent itself is its own; the rest is
+the way: a round trip, and seconds per byte. A call without an answer counts as at least as slow as it is old, so that
+a peer that stops answering loses its work before any time-out says so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.types import BoolArray, IntArray, Offer, RemoteCall
+
+SMALL_BYTES = 16 << 10  # messages up to here measure the round trip, larger ones the rate
+FIRST_BYTES_PER_S = 50e6  # assumed until measured
+FIRST_UNIT_S = 1e-3
+READ_BYTES_PER_S = 1e9  # assumed of a peer's disk
+RECENT = 0.2  # weight of the newest measurement
+
+
+class PeerState:
+    """Belongs to the event loop; the compute thread reads single fields."""
+
+    def __init__(self, node: str, boot: str, layers: int, experts: int) -> None:
+        self.node, self.boot = node, boot
+        self.ready = False  # it has said hello, for the same model, on the connection that stands
+        self.silent = False  # its last call was not answered in time
+        self.refused = ""  # why it cannot help
+        self.ram: BoolArray = np.zeros((layers, experts), np.bool_)  # [L, E] in its memory
+        self.disk: BoolArray = np.zeros((layers, experts), np.bool_)
+        self.latency_s, self.s_per_byte, self.unit_s = 1e-3, 1 / FIRST_BYTES_PER_S, FIRST_UNIT_S
+        self.calls, self.failures, self.busy_s = 0, 0, 0.0
+        self.under_way: dict[int, RemoteCall] = {}
+
+    def offer(self, layer: int, wanted: IntArray, row_bytes: int, expert_bytes: int, now_s: float) -> Offer | None:
+        """What it would take for the `wanted` experts of the layer; None where it has none of them."""
+        ram, disk = self.ram[layer][wanted], self.disk[layer][wanted]
+        if not (ram | disk).any():
+            return None
+        wait_s = np.where(ram, 0.0, np.where(disk, expert_bytes / READ_BYTES_PER_S, np.inf)).astype(np.float32)
+        oldest_s = min((call.asked_s for call in list(self.under_way.values())), default=now_s)
+        open_s = max(self.latency_s, now_s - oldest_s)
+        return Offer(self.node, open_s, 2 * row_bytes * self.s_per_byte, self.unit_s, wait_s)
+
+    def measure_way(self, size_bytes: int, seconds: float) -> None:
+        """A round trip of so many bytes, both ways together, without what the peer itself needed."""
+        if size_bytes <= SMALL_BYTES:
+            self.latency_s += RECENT * (seconds - self.latency_s)
+        else:
+            rate = max(0.0, seconds - self.latency_s) / size_bytes
+            self.s_per_byte += RECENT * (max(rate, 1e-11) - self.s_per_byte)
+
+    def measure_work(self, units: float, seconds: float) -> None:
+        """It computed so many units in the time that it states."""
+        self.unit_s += RECENT * (seconds / units - self.unit_s)
+
+    def failed(self, seconds: float) -> None:
+        """A call was not answered: the way is at least as slow as that."""
+        self.failures += 1
+        self.latency_s = max(self.latency_s, seconds)

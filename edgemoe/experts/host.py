@@ -1,0 +1,132 @@
+"""This box's experts for others: computed on their hidden states, or handed out as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgemoe.experts.arena import HostArena
+from edgemoe.experts.compute import Group
+from edgemoe.experts.files import page_memory
+from edgemoe.experts.manifest import Manifest
+from edgemoe.experts.pool import NONE
+from edgemoe.experts.residency import Residency
+from edgemoe.experts.tiered import TieredExperts
+from edgemoe.types import BoolArray, ExpertId, ExpertWork, IntArray, Store
+
+KEPT_READS = 2  # experts read for others and kept until all of their parts are fetched
+
+
+class ExpertHost:
+    """Computes for peers, on the one thread that serves them. Their calls are demands like our own."""
+
+    def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
+        """`experts` is that thread's own; `on_disk` [L, E] as the store can read."""
+        self._experts, self._on_disk = experts, on_disk
+        self._residency, self._shape = experts.residency, experts.shape
+
+    def refuses(self, work: ExpertWork) -> str:
+        """Why the work cannot be done here; "" where it can."""
+        if np.bincount(work.rows).max() > self._shape.top_k:
+            return f"a row with more calls than the {self._shape.top_k} that a token has"
+        absent = (self._residency.ram.where[work.layer, work.experts] < 0) & ~self._on_disk[work.layer, work.experts]
+        if absent.any():
+            return f"expert {int(work.experts[absent][0])} of layer {work.layer} is not here"
+        return ""
+
+    @torch.inference_mode()
+    def compute(self, works: Sequence[ExpertWork]) -> Sequence[memoryview]:
+        """The result of each work, all of one layer. Raises StoreError."""
+        dtype = torch.bfloat16 if self._shape.bf16 else torch.float32
+        hidden = torch.from_numpy(np.concatenate([work.hidden for work in works])).view(dtype)  # [R, H]
+        first = np.cumsum([0, *(len(work.hidden) for work in works)])
+        group = _merge(works, first, self._shape.top_k)
+        sums = self._experts.compute(works[0].layer, hidden, group).to("cpu", dtype)
+        rows = sums.contiguous().view(torch.uint8).numpy()
+        return [rows[a:b].data.cast("B") for a, b in itertools.pairwise(first)]
+
+
+def _merge(works: Sequence[ExpertWork], first: IntArray, k: int) -> Group:
+    """The calls of all works as one group; work i's rows begin at `first[i]`."""
+    experts = np.concatenate([np.repeat(work.experts, np.diff(work.offsets)) for work in works])
+    rows = np.concatenate([work.rows + start for work, start in zip(works, first, strict=False)])
+    weights = np.concatenate([work.weights for work in works])
+    order = np.argsort(experts, kind="stable")
+    experts, rows, weights = experts[order], rows[order], weights[order]
+    starts = np.flatnonzero(np.concatenate(([True], experts[1:] != experts[:-1])))
+    offsets = np.concatenate((starts, [len(experts)]))
+    return Group(experts[starts], offsets, _places(rows, k), rows, weights)
+
+
+def _places(rows: IntArray, k: int) -> IntArray:
+    """A place of its own for each call, row * k + j."""
+    order, counts = np.argsort(rows, kind="stable"), np.bincount(rows)
+    within = np.empty_like(rows)
+    within[order] = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows * k + within
+
+
+class ExpertShelf:
+    """Experts as bytes: from RAM where they are there, else from the disk. On the event loop."""
+
+    def __init__(self, manifest: Manifest, store: Store, expert_bytes: int) -> None:
+        self._manifest, self._store, self._size = manifest, store, expert_bytes
+        self._residency: Residency | None = None
+        self._learned: dict[ExpertId, str] = {}
+        self._reads: OrderedDict[ExpertId, asyncio.Task[memoryview]] = OrderedDict()
+
+    def attach(self, residency: Residency, ram: HostArena) -> None:
+        """Once there is a RAM tier to take from."""
+        self._residency, self._ram = residency, ram
+
+    def on_disk(self, layers: int, experts: int) -> BoolArray:
+        """What the store can read, [L, E]."""
+        present: npt.NDArray[np.bool_] = np.zeros((layers, experts), np.bool_)
+        for layer, entry in enumerate(self._manifest.layers):
+            present[layer, list(entry.by_expert)] = True
+        return present
+
+    def has(self, layer: int, expert: int) -> bool:
+        return self._manifest.present(layer, expert)
+
+    def checksum(self, layer: int, expert: int) -> str | None:
+        """What the expert must hash to; None where nobody said so yet."""
+        if self._manifest.present(layer, expert):
+            return self._manifest.entry(layer, expert).xxh3_128
+        return self._learned.get(ExpertId(layer, expert))
+
+    def learn(self, layer: int, expert: int, checksum: str) -> None:
+        if not self._manifest.present(layer, expert):
+            self._learned[ExpertId(layer, expert)] = checksum
+
+    async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
+        """A part of an expert that is in memory or on the disk. Raises StoreError."""
+        slot = NONE if self._residency is None else self._residency.hold(layer, expert)
+        if slot >= 0:
+            assert self._residency is not None
+            try:
+                return bytes(self._ram.view(slot)[offset : offset + size_bytes])
+            finally:
+                self._residency.let_go(slot)
+        whole = await asyncio.shield(self._read(ExpertId(layer, expert)))
+        return bytes(whole[offset : offset + size_bytes])
+
+    def _read(self, expert: ExpertId) -> asyncio.Task[memoryview]:
+        """One read for all parts that are asked for about the same time."""
+        if (task := self._reads.get(expert)) is None or (task.done() and task.exception() is not None):
+            task = self._reads[expert] = asyncio.ensure_future(self._load(expert))
+        self._reads.move_to_end(expert)
+        while len(self._reads) > KEPT_READS:
+            self._reads.popitem(last=False)
+        return task
+
+    async def _load(self, expert: ExpertId) -> memoryview:
+        room = page_memory(-(-self._size // 4096) * 4096)
+        await self._store.read(expert.layer, expert.expert, room)
+        return room

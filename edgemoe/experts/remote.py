@@ -1,0 +1,280 @@
+"""One layer-step with the help of peers: every missing expert goes the way that has the layer finished soonest.
+
+Here are the device's hits, what RAM or the disk have, and what can be fetched; each peer is a channel more. Peers are
+asked first, one message each, then what is ours is computed while they work. A call that fails, or takes several
+times what was expected of it, is resolved another way; of two that run, the first answer counts. An answer is added
+whole or not at all. Source: the design page, section 5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+
+from edgemoe.errors import MissingExpert
+from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.compute import Group
+from edgemoe.experts.mover import Mover
+from edgemoe.experts.pool import BoolArray
+from edgemoe.experts.residency import Residency
+from edgemoe.policy.resolve import Ways, resolve
+from edgemoe.types import ExpertWork, FloatArray, IntArray, Offer, Peers, RemoteCall, Tier, work_units
+
+HERE = -1
+COMPUTE, LINK, DISK, BULK, FIRST_PEER = range(5)  # channels
+CALL_BYTES = 1 << 20  # of hidden states in one call: larger ones are cut, so that link and peer work side by side
+LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
+READ_BYTES_PER_S, COPY_BYTES_PER_S = 1e9, 8e9  # assumed until measured
+FIRST_UNIT_S = 1e-4
+RECENT = 0.1
+
+Local = Callable[[Group, BoolArray | None], float]  # computes a group here; the seconds of it that it waited
+
+
+@dataclass(slots=True)
+class Job:
+    """Experts that one or more peers were asked to compute; the first answer counts."""
+
+    group: Group
+    rows: IntArray  # [r] tokens whose sums come back
+    late_s: float  # when another way is looked for
+    tried: set[str]
+    live: int = 0
+    done: bool = False
+
+
+class Remote:
+    """What the layer-steps of one engine share: costs, counts, peers."""
+
+    def __init__(
+        self, shape: ExpertShape, residency: Residency, mover: Mover, peers: Peers, on_disk: BoolArray
+    ) -> None:
+        """`on_disk` [L, E]: what the store can read itself."""
+        self.shape, self.residency, self.mover, self.peers, self.on_disk = shape, residency, mover, peers, on_disk
+        self.unit_s = FIRST_UNIT_S  # here
+        self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
+        self.experts = 0  # computed by peers
+        self.stall_s = 0.0  # waiting for answers
+
+    def run(
+        self, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None, local: Local
+    ) -> torch.Tensor | None:
+        """The peers' part of the layer's sum, [T, H] float32; the rest goes through `local`. Raises MissingExpert."""
+        return LayerStep(self, layer, hidden, scan, local).run(group)
+
+    def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:
+        """Which experts [n] are not worth reading ahead: they would have to come from a peer, or a peer has them."""
+        away: BoolArray = ~self.on_disk[layer, experts]
+        for offer in self.peers.offers(layer, experts):
+            away |= offer.wait_s <= 0
+        return away
+
+    def observe(self, units: float, seconds: float) -> None:
+        """Computing here took so long."""
+        self.unit_s += RECENT * (seconds / units - self.unit_s)
+
+    def read_s(self) -> float:
+        """One expert from the disk."""
+        return _transfer_s(self.mover.stats.bytes_per_s or READ_BYTES_PER_S, self.shape.stride_bytes)
+
+    def copy_s(self) -> float:
+        """One expert from RAM to a device; 0 where RAM is the top tier."""
+        if not self.mover.links:
+            return 0.0
+        rates = [link.stats.bytes_per_s or COPY_BYTES_PER_S for link in self.mover.links]
+        return _transfer_s(min(rates), self.shape.stride_bytes)
+
+
+@dataclass(slots=True)
+class LayerStep:
+    """One layer-step under way."""
+
+    remote: Remote
+    layer: int
+    hidden: torch.Tensor
+    scan: BoolArray | None  # [n] of the whole group
+    local: Local
+    out: FloatArray | None = None  # [T, H]
+    answers: SimpleQueue[RemoteCall] = field(default_factory=SimpleQueue)
+    jobs: dict[RemoteCall, Job] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    scanned: BoolArray | None = None  # [E]
+    host: torch.Tensor | None = None
+
+    def run(self, group: Group) -> torch.Tensor | None:
+        if self.scan is not None:
+            self.scanned = np.zeros(self.remote.shape.experts, np.bool_)
+            self.scanned[group.experts] = self.scan
+        self._assign(group, set())
+        while any(not job.done for job in self.jobs.values()):
+            self._wait()
+        return None if self.out is None else torch.from_numpy(self.out).to(self.hidden.device)
+
+    # --- which way ----------------------------------------------------------------------------------------------
+
+    def _assign(self, group: Group, tried: set[str]) -> None:
+        """Asks peers for what is theirs to compute, then computes the rest here."""
+        offers = [o for o in self.remote.peers.offers(self.layer, group.experts) if o.node not in tried]
+        way = self._choose(group, offers, ())
+        for i, offer in enumerate(offers):
+            if (chosen := way == i).any():
+                self._ask(offer, group.only(chosen), chosen, tried)
+        here = way == HERE
+        if here.any():
+            self._compute(group if here.all() else group.only(here))
+
+    def _choose(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
+        """Index of the offer that each expert [n] is computed by, or HERE. Raises MissingExpert."""
+        remote, layer = self.remote, self.layer
+        way = np.full(len(group.experts), HERE)
+        tier = remote.residency.tiers_of(layer, group.experts)
+        missing = np.flatnonzero(tier > (Tier.VRAM if remote.residency.devices else Tier.RAM))
+        wanted, tier = group.experts[missing], tier[missing]
+        away = (tier == Tier.NVME) & ~remote.on_disk[layer, wanted]
+        if not len(missing) or not (offers or away.any()):
+            return way
+        units, counts = work_units(group.offsets), np.diff(group.offsets)[missing]
+        load = np.zeros((len(missing), 1 + len(offers), FIRST_PEER + len(offers)))
+        load[:, 0, COMPUTE] = remote.unit_s * units[missing]
+        load[:, 0, LINK] = remote.copy_s()
+        load[:, 0, DISK] = np.where((tier == Tier.NVME) & ~away, remote.read_s(), 0.0)
+        if away.any():
+            load[:, 0, BULK] = np.where(away, remote.peers.fetch_s(layer, wanted, without), 0.0)
+        rows = counts * _share(len(self.hidden), counts.sum() / (1 + len(offers)))
+        opening = np.zeros(load.shape[2])
+        for i, offer in enumerate(offers):
+            load[:, 1 + i, FIRST_PEER + i] = offer.row_s * rows + offer.unit_s * units[missing] + offer.wait_s[missing]
+            opening[FIRST_PEER + i] = offer.open_s
+        busy = np.zeros_like(opening)
+        busy[COMPUTE] = remote.unit_s * (units.sum() - units[missing].sum())
+        alone = load.sum(axis=2) + (load > 0) @ opening
+        nowhere = np.flatnonzero(~np.isfinite(alone).any(axis=1))
+        if len(nowhere):
+            why = "; ".join(self.reasons) or "it is not on the disk, and no box that can be reached has it"
+            raise MissingExpert(layer, int(wanted[nowhere[0]]), why)
+        way[missing] = resolve(Ways(load, alone, opening, busy)).way - 1
+        return way
+
+    # --- peers --------------------------------------------------------------------------------------------------
+
+    def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: set[str]) -> None:
+        """One call for all experts that are the peer's, or several where the rows are many."""
+        tokens = np.unique(group.tokens)
+        most = max(1, CALL_BYTES // (self.remote.shape.hidden * self.remote.shape.item_bytes))
+        parts = [group] if len(tokens) <= most else [_within(group, part) for part in _cut(tokens, most)]
+        expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum())
+        expected_s += offer.unit_s * sum(float(work_units(part.offsets).sum()) for part in parts)
+        late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
+        for part in parts:
+            job = Job(part, np.unique(part.tokens), late_s, set(tried))
+            self._call(job, offer.node)
+
+    def _call(self, job: Job, node: str) -> None:
+        if self.host is None:
+            self.host = self.hidden.detach().to("cpu")
+        hidden = self.host.index_select(0, torch.from_numpy(job.rows)).view(torch.uint8).numpy()  # a copy
+        index = np.searchsorted(job.rows, job.group.tokens)
+        work = ExpertWork(self.layer, job.group.experts, job.group.offsets, index, job.group.weights, hidden)
+        job.tried.add(node)
+        job.live += 1
+        self.remote.asked += 1
+        self.jobs[self.remote.peers.call(node, work, self.answers)] = job
+
+    def _wait(self) -> None:
+        """Returns when a call has ended, or another way was found for one that is late."""
+        began_s = time.monotonic()
+        pending = [job for job in self.jobs.values() if not job.done]
+        end_s = began_s + 2 * self.remote.peers.timeout_s
+        try:
+            call = self.answers.get(timeout=max(0.0, min(end_s, *(job.late_s for job in pending)) - began_s))
+        except Empty:
+            self.remote.stall_s += time.monotonic() - began_s
+            if time.monotonic() >= end_s:
+                expert = int(pending[0].group.experts[0])
+                raise MissingExpert(self.layer, expert, "the peers that were asked do not answer") from None
+            for job in pending:
+                if not job.done and job.late_s <= time.monotonic():
+                    self._hedge(job)
+        else:
+            self.remote.stall_s += time.monotonic() - began_s
+            self._settle(call)
+
+    def _settle(self, call: RemoteCall) -> None:
+        job = self.jobs[call]
+        job.live -= 1
+        if job.done:
+            return
+        if call.result is not None:
+            job.done = True
+            self.remote.experts += len(job.group.experts)
+            self._add(job.rows, call.result)
+            return
+        self.reasons.append(str(call.error))
+        if not job.live:
+            job.done = True
+            self.remote.redone += 1
+            self._assign(job.group, job.tried)
+
+    def _hedge(self, job: Job) -> None:
+        """Asks another peer for the same, or gives the late call up for ways without it; else waits on."""
+        job.late_s = np.inf
+        offers = [o for o in self.remote.peers.offers(self.layer, job.group.experts) if o.node not in job.tried]
+        whole = [offer for offer in offers if np.isfinite(offer.wait_s).all()]
+        if whole:
+            self.remote.hedged += 1
+            job.late_s = time.monotonic() + self.remote.peers.timeout_s
+            self._call(job, min(whole, key=lambda offer: offer.open_s).node)
+            return
+        try:
+            self._choose(job.group, offers, job.tried)
+        except MissingExpert:
+            return
+        self.remote.hedged += 1
+        job.done = True
+        self._assign(job.group, job.tried)
+
+    def _add(self, rows: IntArray, result: memoryview) -> None:
+        if self.out is None:
+            self.out = np.zeros(tuple(self.hidden.shape), np.float32)
+        if self.remote.shape.bf16:
+            sums = (np.frombuffer(result, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            sums = np.frombuffer(result, np.float32)
+        self.out[rows] += sums.reshape(len(rows), -1)
+
+    # --- here ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, group: Group) -> None:
+        began_s = time.perf_counter()
+        waited_s = self.local(group, None if self.scanned is None else self.scanned[group.experts])
+        units = float(work_units(group.offsets).sum())
+        self.remote.observe(units, max(0.0, time.perf_counter() - began_s - waited_s))
+
+
+def _within(group: Group, tokens: IntArray) -> Group:
+    """The group's calls of some tokens, sorted."""
+    kept = np.isin(group.tokens, tokens)
+    counts = np.add.reduceat(kept.astype(np.int64), group.offsets[:-1])
+    used = counts > 0
+    offsets = np.concatenate(([0], np.cumsum(counts[used])))
+    return Group(group.experts[used], offsets, group.calls[kept], group.tokens[kept], group.weights[kept])
+
+
+def _cut(tokens: IntArray, most: int) -> Sequence[IntArray]:
+    return np.array_split(tokens, -(-len(tokens) // most))
+
+
+def _share(tokens: int, calls: float) -> float:
+    """Rows per call where so many calls fall on tokens at random: calls of one token share its row."""
+    if tokens == 1 or calls <= 1:
+        return 1.0 / max(1.0, calls)
+    return float(tokens * (1 - (1 - 1 / tokens) ** calls) / calls)
+
+
+def _transfer_s(bytes_per_s: float, size_bytes: int) -> float:
+    return size_bytes / bytes_per_s
