@@ -115,7 +115,7 @@ def ready(front: Front) -> bool:
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Waits for something that happens in its own time."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        while not condition():
             await asyncio.sleep(0.005)
 
 

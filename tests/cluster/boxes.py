@@ -64,5 +64,5 @@ async def running(*boxes: Box) -> AsyncIterator[None]:
 
 async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
