@@ -11,18 +11,21 @@ import msgspec
 
 from edgemoe.cluster.wire.messages import Boot
 from edgemoe.config import Settings
+from edgemoe.kernels.env import WORKER_ENV
 from edgemoe.telemetry.log import configure, goes_to_journal
 from edgemoe.worker.process import settle
-from edgemoe.worker.service import Worker
 
 
 async def serve(boot: Boot, settings: Settings, parent: int) -> int:
     """The exit status."""
+    from edgemoe.worker.service import Worker  # loads torch, which reads the environment once
+
     return await Worker(boot, settings, parent).run()
 
 
 def main() -> None:
     parent = settle()
+    os.environ.update(WORKER_ENV)
     boot = msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)
     settings = msgspec.convert(boot.settings, Settings)
     configure(settings.log, journal=goes_to_journal(os.environ))
