@@ -1,0 +1,241 @@
+"""What a GPU gives: copies into it, experts and whole decode steps out of its memory, and what a miss costs.
+
+    python -m tools.bench.gpu [--layers 8] [--hidden 2048] [--width 768] [--experts 128] [--top-k 8] [--device cuda:0]
+
+Layers of Qwen3-30B-A3B's shape by default, with blank experts: the time does not depend on what they hold. Routing
+is uniformly random, the worst case for a cache. The last line is one JSON object. `--device emulated` tries the
+script itself on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.devices import Tiers
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.model.spec import ModelSpec, dense_shapes, spec_from_config
+from edgemoe.policy.baselines import LRU
+from edgemoe.types import BLOCK_TOKENS, Batch, Tier
+
+CONTEXT = 256  # tokens in the cache before a decode step is timed
+BATCHES = (1, 8, 64, 512)
+
+
+class Budget(NamedTuple):
+    kind: str
+    expert_bytes: int
+    link_bytes_per_s: float
+
+
+class BlankStore:
+    """Experts of zeros, at once."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        self._shape = shape
+
+    def expert_bytes(self, layer: int, expert: int) -> int:
+        return self._shape.expert_bytes
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        await asyncio.sleep(0)
+
+
+class Bench:
+    """One model's shape on one device."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.spec = _spec(args)
+        spec = self.spec
+        self.shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=True)
+        self.kind = args.device
+        self.gpu = self.kind.startswith("cuda")
+        self.device = torch.device(self.kind if self.gpu else "cpu")
+        self._rng = np.random.default_rng(0)
+
+    def figures(self) -> dict[str, object]:
+        with self.tiers(1.0) as tiers:
+            self._fill(tiers)
+            link = tiers.mover.links[0].stats
+            fixed_s, per_byte_s = link.cost()
+            found: dict[str, object] = {
+                "expert_mb": self.shape.expert_bytes / 1e6,
+                "h2d_gb_per_s": link.bytes_per_s / 1e9,
+                "h2d_expert_us": (fixed_s + per_byte_s * self.shape.stride_bytes) * 1e6,
+                "hits": [self._hits(tiers, tokens) for tokens in BATCHES],
+                "decode": [self._decode(tiers, batch) for batch in (1, 8)],
+            }
+        found["misses"] = [self._misses(prefetch) for prefetch in (False, True)]
+        return found
+
+    @contextlib.contextmanager
+    def tiers(self, share: float, *, prefetch: bool = False) -> Iterator[Tiers]:
+        """Everything in RAM, and a share of it on the device."""
+        shape, policy = self.shape, LRU(self.shape.layers, self.shape.experts)
+        everything = shape.layers * shape.experts * shape.stride_bytes
+        budget = Budget(self.kind, int(share * everything), 8e9)
+        policies = {Tier.VRAM: policy, Tier.RAM: policy}
+        tiers = Tiers(shape, BlankStore(shape), everything, [budget], policies, None, prefetch=prefetch)
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(tiers.run())
+        thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
+        thread.start()
+        try:
+            yield tiers
+        finally:
+            loop.call_soon_threadsafe(task.cancel)
+            thread.join()
+            loop.close()
+            tiers.close()
+
+    def _fill(self, tiers: Tiers) -> None:
+        """Waits until every slot of the device is in use and its link is quiet."""
+        while tiers.residency.devices[0].free or not tiers.mover.links[0].idle():
+            time.sleep(0.01)
+        self._synchronize()
+
+    def _hits(self, tiers: Tiers, tokens: int) -> dict[str, float]:
+        """One layer's experts, all of them on the device."""
+        touched = 0
+
+        def layer() -> None:
+            nonlocal touched
+            hidden, ids, weights = inputs[touched % len(inputs)]
+            tiers.experts.forward(touched % self.shape.layers, hidden, ids, weights)
+            touched += 1
+
+        inputs = [self._route(tokens) for _ in range(16)]
+        seconds = self._time(layer, 64)
+        distinct = float(np.mean([len(np.unique(ids.cpu().numpy())) for _, ids, _ in inputs]))
+        return {
+            "tokens": tokens,
+            "layer_us": seconds * 1e6,
+            "experts": distinct,
+            "gb_per_s": distinct * self.shape.expert_bytes / seconds / 1e9,
+            "tflop_per_s": tokens * self.shape.top_k * 6 * self.shape.hidden * self.shape.width / seconds / 1e12,
+        }
+
+    def _decode(self, tiers: Tiers, batch: int) -> dict[str, float]:
+        """Whole steps of the decoder, every expert a hit."""
+        decoder, spec = self._decoder(), self.spec
+        blocks = CONTEXT // BLOCK_TOKENS
+        kv = KVCache(spec, batch * blocks, self.device)
+        step = Batch(
+            tokens=torch.arange(batch, device=self.device),
+            positions=torch.full((batch,), CONTEXT - 1, device=self.device),
+            query_lens=[1] * batch,
+            context_lens=[CONTEXT] * batch,
+            block_tables=[list(range(s * blocks, (s + 1) * blocks)) for s in range(batch)],
+            logit_rows=torch.arange(batch, device=self.device),
+            decode=True,
+        )
+        seconds = self._time(lambda: decoder.forward(step, kv, tiers.experts), 16)
+        return {"batch": batch, "step_ms": seconds * 1e3, "layer_us": seconds / spec.layers * 1e6}
+
+    def _misses(self, prefetch: bool) -> dict[str, float | bool]:
+        """Single tokens with a quarter of the experts on the device; with `prefetch` the next layer is known."""
+        with self.tiers(0.25, prefetch=prefetch) as tiers:
+            self._fill(tiers)
+            layers, number = self.shape.layers, 0
+            inputs = [self._route(1) for _ in range(64 * layers)]
+
+            def layer() -> None:
+                nonlocal number
+                at, following = number % layers, inputs[(number + 1) % len(inputs)][1]
+                if prefetch and at + 1 < layers:
+                    probs = torch.zeros((1, self.shape.experts), device=self.device)
+                    tiers.experts.hint(at + 1, probs.scatter_(1, following, 1.0))
+                tiers.experts.forward(at, *inputs[number % len(inputs)])
+                number += 1
+
+            before = list(tiers.residency.served)
+            seconds = self._time(layer, 32 * layers, rounds=1)
+            served = np.subtract(tiers.residency.served, before)
+            misses = served[1:].sum() / served.sum() * self.shape.top_k
+            rate = tiers.mover.links[0].stats.bytes_per_s
+            return {
+                "prefetch": prefetch,
+                "layer_us": seconds * 1e6,
+                "misses_per_layer": float(misses),
+                "copy_us_per_layer": float(misses * self.shape.stride_bytes / rate * 1e6),
+                "wasted_mb": tiers.residency.devices[0].wasted * self.shape.stride_bytes / 1e6,
+            }
+
+    def _route(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape = self.shape
+        ids = np.argsort(self._rng.random((tokens, shape.experts)), axis=1)[:, : shape.top_k]
+        return (
+            torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=self.device),
+            torch.from_numpy(ids).to(self.device),
+            torch.full((tokens, shape.top_k), 1 / shape.top_k, device=self.device),
+        )
+
+    def _decoder(self) -> Decoder:
+        weights = {name: torch.randn(shape).mul_(0.02).bfloat16() for name, shape in dense_shapes(self.spec).items()}
+        with tempfile.TemporaryDirectory() as directory:
+            save_file(weights, Path(directory) / "dense.safetensors")
+            return Decoder.load(self.spec, Path(directory) / "dense.safetensors", self.device)
+
+    def _time(self, deed: Callable[[], object], times: int, rounds: int = 3) -> float:
+        """Seconds of one deed: the median of rounds, after one to warm up."""
+        taken = []
+        with torch.inference_mode():
+            for _ in range(rounds + 1):
+                self._synchronize()
+                start = time.perf_counter()
+                for _ in range(times):
+                    deed()
+                self._synchronize()
+                taken.append((time.perf_counter() - start) / times)
+        return median(taken[1:])
+
+    def _synchronize(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+
+
+def _spec(args: argparse.Namespace) -> ModelSpec:
+    return spec_from_config(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 32768,
+            "hidden_size": args.hidden,
+            "num_hidden_layers": args.layers,
+            "num_attention_heads": args.hidden // 64,
+            "num_key_value_heads": max(1, args.hidden // 512),
+            "head_dim": 128,
+            "num_experts": args.experts,
+            "moe_intermediate_size": args.width,
+            "num_experts_per_tok": args.top_k,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 4096,
+            "dtype": "bfloat16",
+        }
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in {"layers": 8, "hidden": 2048, "width": 768, "experts": 128, "top-k": 8}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--device", default="cuda:0")
+    print(json.dumps(Bench(parser.parse_args()).figures()))
+
+
+if __name__ == "__main__":
+    main()
