@@ -25,21 +25,39 @@ Choices = Annotated[int, Meta(ge=1, le=128)]
 StopText = Annotated[str, Meta(max_length=1024)]
 Label = Annotated[str, Meta(max_length=512)]
 
-# field -> values that change nothing; any other is refused
+# field -> values that change nothing; any other is refused. OpenAI's own, then those of other servers.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo_prompt_logprobs": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "length_penalty": (1,),
     "modalities": (["text"],),
-    "prompt_logprobs": (0,),
-    "repetition_penalty": (1,),
     "suffix": ("",),
+    "web_search_options": (),
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "continue_final_message": (False,),
+    "dry_multiplier": (0,),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "mirostat": (0,),
+    "prompt_logprobs": (0,),
+    "repeat_penalty": (1,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "tfs_z": (1,),
+    "top_a": (0,),
+    "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
-    "web_search_options": (),
+    "xtc_probability": (0,),
 }
 
 
@@ -183,11 +201,15 @@ def decode(body: bytes) -> dict[str, Any]:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def refuse_unsupported(value: dict[str, Any]) -> None:
+    """Raises InvalidRequest for the first field that would change the answer if it were honoured."""
     for field, neutral in REFUSED.items():
         if value.get(field) is not None and value[field] not in neutral:
             message = f"{field} is not supported by this server; leave it out"
             raise InvalidRequest(message, param=field, code="unsupported_parameter")
-    return value
 
 
 T = TypeVar("T")
@@ -195,6 +217,8 @@ T = TypeVar("T")
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
     """`value` as a `kind`. Raises InvalidRequest with the path of the first field that does not fit."""
+    if issubclass(kind, Body):
+        refuse_unsupported(value)
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:

@@ -65,6 +65,11 @@ class Engine:
                 return message
         return None
 
+    @property
+    def serving(self) -> bool:
+        """Whether it takes requests: ready, and not known to have died."""
+        return self.ready is not None and self.process.returncode is None
+
     def hangs(self) -> str:
         """Why the engine is taken to hang; empty while it is not."""
         silent_s = time.monotonic() - self.heard

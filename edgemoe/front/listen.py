@@ -140,6 +140,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=75,  # longer than clients keep theirs, so that they are the ones who close
                 timeout_graceful_shutdown=2,
             )
         )

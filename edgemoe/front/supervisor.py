@@ -207,7 +207,7 @@ class Supervisor:
 
     def _send(self, message: ToEngine) -> bool:
         """Hands a message to the engine; false where there is none to take it."""
-        if self._engine is None or self._engine.ready is None:
+        if self._engine is None or not self._engine.serving:
             return False
         try:
             self._wire.send(self._engine.boot_id, message)
