@@ -96,6 +96,15 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     restart_window_s: Seconds = 300.0
 
 
+class ClusterSettings(Section, frozen=True, kw_only=True):
+    node: str = ""  # this box's name among the boxes; "" is a box on its own
+    key_file: str = ""  # its secret key
+    listen: str = ""  # HOST:PORT of the control lane; the engine's lanes are on the same host
+    calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for expert calls; 0: any free one
+    bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for experts themselves
+    call_timeout_s: Annotated[float, Meta(gt=0)] = 5.0  # after which a call to another box has failed
+
+
 class Settings(Section, frozen=True, kw_only=True):
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
@@ -106,6 +115,7 @@ class Settings(Section, frozen=True, kw_only=True):
     log: LogSettings = LogSettings()
     record: RecordSettings = RecordSettings()
     service: ServiceSettings = ServiceSettings()
+    cluster: ClusterSettings = ClusterSettings()
 
 
 def check(settings: Settings) -> Settings:

@@ -30,6 +30,7 @@ class ExpertHost:
         """`experts` is that thread's own; `on_disk` [L, E] as the store can read."""
         self._experts, self._on_disk = experts, on_disk
         self._residency, self._shape = experts.residency, experts.shape
+        self.experts = 0  # of layer-steps, computed for peers
 
     def refuses(self, work: ExpertWork) -> str:
         """Why the work cannot be done here; "" where it can."""
@@ -47,6 +48,7 @@ class ExpertHost:
         hidden = torch.from_numpy(np.concatenate([work.hidden for work in works])).view(dtype)  # [R, H]
         first = np.cumsum([0, *(len(work.hidden) for work in works)])
         group = _merge(works, first, self._shape.top_k)
+        self.experts += len(group.experts)
         sums = self._experts.compute(works[0].layer, hidden, group).to("cpu", dtype)
         rows = sums.contiguous().view(torch.uint8).numpy()
         return [rows[a:b].data.cast("B") for a, b in itertools.pairwise(first)]

@@ -37,6 +37,24 @@ SCOUT_CALIBRATION = "edgemoe_scout_calibration_ratio"  # {horizon}: expert calls
 SCOUT_TRUST = "edgemoe_scout_trust_ratio"  # weight of its forecasts in fusion, by how they do now
 SCOUT_SECONDS = "edgemoe_scout_forecast_seconds"  # 99th percentile of the last 512
 SCOUT_SKIPPED = "edgemoe_scout_skipped_total"  # forecasts that would have come too late
+REMOTE_CALLS = "edgemoe_remote_calls_total"  # {peer}: expert calls that a peer answered
+REMOTE_FAILURES = "edgemoe_remote_failures_total"  # {peer}: those that it did not
+REMOTE_SECONDS = "edgemoe_remote_call_seconds_total"  # {peer}: from the call to its answer
+REMOTE_EXPERTS = "edgemoe_remote_experts_total"  # experts of layer-steps that peers computed
+REMOTE_RETRIES = "edgemoe_remote_retries_total"  # {why}: late | failed; calls that were resolved another way
+REMOTE_STALL_SECONDS = "edgemoe_remote_stall_seconds_total"  # steps waiting for peers
+LOCAL_RATIO = "edgemoe_local_compute_ratio"  # experts of layer-steps computed here, over all since the start
+SERVED_CALLS = "edgemoe_served_calls_total"  # expert calls of peers computed here
+SERVED_BATCHES = "edgemoe_served_batches_total"  # computations that took
+SERVED_SHED = "edgemoe_served_shed_total"  # calls of peers sent away
+SERVED_SECONDS = "edgemoe_served_seconds_total"  # computing for peers
+PEER_LATENCY = "edgemoe_peer_latency_seconds"  # {peer}: a round trip
+PEER_RATE = "edgemoe_peer_bytes_per_second"  # {peer}
+EXPERTS_FETCHED = "edgemoe_experts_fetched_total"  # from peers, verified
+EXPERTS_REFUSED = "edgemoe_experts_refused_total"  # from peers, with a wrong checksum
+BULK_SENT_BYTES = "edgemoe_bulk_sent_bytes_total"  # of experts, to peers
+HOME_EXPERTS = "edgemoe_home_experts"  # at home here by the plan
+HOME_MISSING = "edgemoe_home_experts_missing"  # of those, not in RAM yet
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 

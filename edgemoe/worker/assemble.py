@@ -8,12 +8,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from llguidance import LLTokenizer
 
 from edgemoe.api.text import TextModel
 from edgemoe.budgets import Budgets, ModelNeeds, resolve_budgets
+from edgemoe.cluster.data.bulk import PeerStore
 from edgemoe.config import Settings
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.grammar import Grammars
@@ -21,6 +23,8 @@ from edgemoe.engine.loop import Emit
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.devices import Tiers
+from edgemoe.experts.files import checksum
+from edgemoe.experts.host import ExpertShelf
 from edgemoe.experts.manifest import DENSE, Manifest
 from edgemoe.experts.store import ExpertStore
 from edgemoe.kernels.compute import Kernels
@@ -42,6 +46,13 @@ POLICIES: dict[str, Callable[[int, int], CachePolicy]] = {
 }
 
 
+class Sharing(NamedTuple):
+    """What a box among others has besides: its experts as bytes, and a store that peers add to."""
+
+    shelf: ExpertShelf
+    store: PeerStore
+
+
 @dataclass(frozen=True, slots=True)
 class Assembly:
     """A model in memory, ready to run. `close` it when the step loop and the tiers have ended."""
@@ -52,6 +63,7 @@ class Assembly:
     engine: Engine
     tiers: Tiers
     close: Callable[[], None]
+    sharing: Sharing | None = None  # without a cluster
 
 
 def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
@@ -77,12 +89,13 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
-        tiers = _tiers(settings, spec, budgets, store, kernels)
+        sharing = _sharing(manifest, spec, store) if settings.cluster.node else None
+        tiers = _tiers(settings, spec, budgets, store, sharing, kernels)
         opened.callback(tiers.close)
         engine = _engine(settings, spec, budgets, decoder, tiers, _grammars(directory, spec), emit)
         opened.callback(engine.close)
         closing = opened.pop_all()
-    return Assembly(settings, _info(settings, manifest, spec), budgets, engine, tiers, closing.close)
+    return Assembly(settings, _info(settings, manifest, spec), budgets, engine, tiers, closing.close, sharing)
 
 
 def _machine() -> probes.Machine:
@@ -114,21 +127,37 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
     )
 
 
-def _tiers(settings: Settings, spec: ModelSpec, budgets: Budgets, store: ExpertStore, kernels: Kernels | None) -> Tiers:
+def _sharing(manifest: Manifest, spec: ModelSpec, store: ExpertStore) -> Sharing:
+    shelf = ExpertShelf(manifest, store, spec.expert_bytes)
+    return Sharing(shelf, PeerStore(store, shelf, checksum, spec.expert_bytes))
+
+
+def _tiers(
+    settings: Settings,
+    spec: ModelSpec,
+    budgets: Budgets,
+    store: ExpertStore,
+    sharing: Sharing | None,
+    kernels: Kernels | None,
+) -> Tiers:
     shape = ExpertShape(
         spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=spec.dtype == "bfloat16"
     )
     policy = _policy(settings, spec)
-    return Tiers(
+    tiers = Tiers(
         shape,
-        store,
+        store if sharing is None else sharing.store,
         budgets.ram_bytes,
         budgets.devices,
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         containment=budgets.containment,
         prefetch=settings.cache.prefetch,
+        on_disk=None if sharing is None else sharing.shelf.on_disk(spec.layers, spec.experts),
     )
+    if sharing is not None:
+        sharing.shelf.attach(tiers.residency, tiers.ram)
+    return tiers
 
 
 def _policy(settings: Settings, spec: ModelSpec) -> CachePolicy:

@@ -19,7 +19,9 @@ from edgemoe.cluster.wire.messages import (
     Failed,
     Limits,
     Loading,
+    Peers,
     Ping,
+    Plan,
     Ready,
     Stats,
     Stop,
@@ -32,6 +34,7 @@ from edgemoe.experts.figures import figures
 from edgemoe.guard import refuse_pickle
 from edgemoe.types import BLOCK_TOKENS, Emission, Request, Sampling
 from edgemoe.worker.assemble import Assembly, assemble
+from edgemoe.worker.cluster import ClusterSide
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Worker:
         self._phase = "start"
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._told_to_stop = asyncio.Event()
+        self._side: ClusterSide | None = None  # towards other boxes
 
     async def run(self) -> int:
         """Serves until stopped; the exit status."""
@@ -78,17 +82,23 @@ class Worker:
             assembly = await asyncio.to_thread(assemble, self._settings, self._emit, self._say)
             computing = tasks.create_task(self._compute(assembly), name="compute")
             helpers.append(tasks.create_task(assembly.tiers.run(), name="tiers"))
+            if self._settings.cluster.node:
+                self._side = ClusterSide(self._settings.cluster, self._boot.boot_id, assembly, self._wire.post)
+                self._side.listen()
+                helpers.append(tasks.create_task(self._side.run(), name="cluster"))
+            helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
             await self._warm_up(assembly)
             refuse_pickle()
             self._say("ready")
             self._wire.post(self._ready(assembly))
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))
-            helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
             await self._told_to_stop.wait()
             assembly.engine.loop.stop()
             await asyncio.wait([computing], timeout=JOIN_S)
             for helper in (*helpers, computing):
                 helper.cancel()
+        if self._side is not None:
+            self._side.close()
         assembly.close()
 
     # --- coming up
@@ -109,7 +119,9 @@ class Worker:
         request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
         assembly.engine.loop.submit(request, (), 1, WARM_UP_S)
         end = await self._warm
-        if end.finish == "error":
+        if self._side is not None and end.error_code == "missing_expert":
+            log.warning("not warmed up: the boxes that have the other experts are not here yet")
+        elif end.finish == "error":
             raise ServiceError(f"the model does not run: {end.error}")
 
     def _ready(self, assembly: Assembly) -> Ready:
@@ -154,13 +166,16 @@ class Worker:
             case Drain():
                 loop.drain()
             case Ping():
-                self._wire.post(_stats(assembly))
+                self._wire.post(self._stats(assembly))
+            case Peers() | Plan():
+                if self._side is not None:
+                    self._side.obey(message)
             case Stop():
                 self._told_to_stop.set()
 
     async def _report(self, assembly: Assembly) -> None:
         while True:
-            self._wire.post(_stats(assembly))
+            self._wire.post(self._stats(assembly))
             await asyncio.sleep(STATS_S)
 
     async def _watch_parent(self) -> None:
@@ -170,10 +185,11 @@ class Worker:
             if os.getppid() != self._parent:
                 os._exit(1)
 
-
-def _stats(assembly: Assembly) -> Stats:
-    values = assembly.engine.figures() | figures(assembly.tiers)
-    return Stats(values=values, step_s=assembly.engine.runner.step_age_s())
+    def _stats(self, assembly: Assembly) -> Stats:
+        values = assembly.engine.figures() | figures(assembly.tiers)
+        if self._side is not None:
+            values |= self._side.figures()
+        return Stats(values=values, step_s=assembly.engine.runner.step_age_s())
 
 
 def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:

@@ -1,0 +1,153 @@
+"""The engine among other boxes' engines: lanes, what is told to the front, and the plan that it passes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from edgemoe.cluster.data.messages import Model
+from edgemoe.cluster.data.plane import DataPlane
+from edgemoe.cluster.wire.keys import load_secret
+from edgemoe.cluster.wire.messages import FromEngine, Holds, Listening, Peers, PeerSeen, Plan
+from edgemoe.config import ClusterSettings
+from edgemoe.errors import CapacityError
+from edgemoe.experts.host import ExpertHost
+from edgemoe.experts.residency import ALWAYS, Horizon
+from edgemoe.kernels.compute import Kernels
+from edgemoe.telemetry import metrics
+from edgemoe.telemetry.metrics import named
+from edgemoe.types import BoolArray, Move, PlacementPlan, Tier, pack_bits
+from edgemoe.worker.assemble import Assembly
+
+log = logging.getLogger(__name__)
+REPORT_S = 1.0
+Post = Callable[[FromEngine], None]
+
+
+class ClusterSide:
+    """Everything of an engine that speaks to other engines. On the event loop."""
+
+    def __init__(self, settings: ClusterSettings, boot: str, assembly: Assembly, post: Post) -> None:
+        """Raises ConfigError for a key that cannot be used."""
+        tiers, info, sharing = assembly.tiers, assembly.model, assembly.sharing
+        assert sharing is not None
+        self.plan: PlacementPlan | None = None
+        self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
+        self._sharing, self._homes = sharing, 0
+        self._kernels: Kernels | None = None
+        if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
+            self._kernels = Kernels(assembly.budgets.threads, info.dtype == "bfloat16")
+        shape = tiers.shape
+        model = Model(info.digest, info.layers, info.experts, shape.hidden * shape.item_bytes, shape.expert_bytes)
+        self._host = ExpertHost(tiers.second(self._kernels, deadline_s=settings.call_timeout_s), tiers.on_disk)
+        self.plane = DataPlane(
+            settings.node,
+            boot,
+            load_secret(Path(settings.key_file)),
+            model,
+            self._holdings,
+            self._host,
+            sharing.shelf,
+            sharing.store,
+            timeout_s=settings.call_timeout_s,
+        )
+        tiers.join(self.plane.calls)
+
+    def listen(self) -> None:
+        """Opens the lanes and says where. Raises PeerRefused where an address cannot be had."""
+        host = self._settings.listen.rpartition(":")[0] or "0.0.0.0"
+        calls, bulk = self.plane.bind(host.strip("[]"), self._settings.calls_port, self._settings.bulk_port)
+        self._post(Listening(calls_port=calls, bulk_port=bulk))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.plane.run())
+            group.create_task(self._report())
+
+    def close(self) -> None:
+        """After `run` has ended, before the tiers are closed."""
+        self.plane.close()
+        if self._kernels is not None:
+            self._kernels.close()
+
+    def obey(self, message: Peers | Plan) -> None:
+        """What the front says."""
+        if isinstance(message, Peers):
+            self.plane.set_peers(message.peers)
+        else:
+            self._adopt(message.plan)
+
+    def figures(self) -> dict[str, float]:
+        """Numbers for /metrics by their final names."""
+        server, sharing, remote = self.plane.server, self._sharing, self._tiers.experts.remote
+        assert remote is not None
+        here = sum(self._tiers.residency.served) - self._host.experts
+        values: dict[str, float] = {
+            metrics.REMOTE_EXPERTS: remote.experts,
+            named(metrics.REMOTE_RETRIES, why="late"): remote.hedged,
+            named(metrics.REMOTE_RETRIES, why="failed"): remote.redone,
+            metrics.REMOTE_STALL_SECONDS: remote.stall_s,
+            metrics.LOCAL_RATIO: here / max(1, here + remote.experts),
+            metrics.SERVED_CALLS: server.served,
+            metrics.SERVED_BATCHES: server.batches,
+            metrics.SERVED_SHED: server.shed,
+            metrics.SERVED_SECONDS: server.busy_s,
+            metrics.EXPERTS_FETCHED: sharing.store.fetched,
+            metrics.EXPERTS_REFUSED: sharing.store.refused,
+            metrics.BULK_SENT_BYTES: self.plane.bulk.sent_bytes,
+            metrics.HOME_EXPERTS: self._homes,
+            metrics.HOME_MISSING: len(self._tiers.residency.missing_homes()),
+        }
+        for peer in self.plane.calls.peers.values():
+            values[named(metrics.REMOTE_CALLS, peer=peer.node)] = peer.calls
+            values[named(metrics.REMOTE_FAILURES, peer=peer.node)] = peer.failures
+            values[named(metrics.REMOTE_SECONDS, peer=peer.node)] = peer.busy_s
+            values[named(metrics.PEER_LATENCY, peer=peer.node)] = peer.latency_s
+            values[named(metrics.PEER_RATE, peer=peer.node)] = 1 / peer.s_per_byte
+        return values
+
+    def _adopt(self, plan: PlacementPlan) -> None:
+        """Keeps what is at home here; a plan that cannot be kept is refused, and the last one stays."""
+        model = (plan.model, plan.layers, plan.experts)
+        fields = {"epoch": plan.epoch, "version": plan.version}
+        try:
+            if model != (self._info.digest, self._info.layers, self._info.experts):
+                raise CapacityError("it is a plan for another model")
+            homes = plan.homes_of(self._settings.node)
+            self._tiers.residency.keep(homes)
+        except (CapacityError, ValueError) as error:
+            log.error("plan refused", extra={**fields, "why": str(error)})
+            return
+        self.plan, self._homes = plan, int(homes.sum())
+        log.info("plan adopted", extra={**fields, "homes": self._homes})
+        self._fetch_homes()
+
+    def _fetch_homes(self) -> None:
+        """Wishes for the homes that are not in RAM; those under way or done are no wishes any more."""
+        missing = self._tiers.residency.missing_homes()
+        self._tiers.mover.prefetch((Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in missing), Horizon.HOME)
+
+    def _holdings(self) -> tuple[BoolArray, BoolArray]:
+        return self._tiers.residency.ram.where >= 0, self._tiers.on_disk
+
+    async def _report(self) -> None:
+        """Tells the front what is here and how the links are, when it has changed."""
+        told: Holds | None = None
+        while True:
+            ram, disk = self._holdings()
+            slots = self._tiers.residency.home_slots
+            holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots)
+            if holds != told:
+                told = holds
+                self._post(holds)
+            for peer in self.plane.calls.peers.values():
+                if peer.ready:
+                    seen = PeerSeen(
+                        node=peer.node, boot=peer.boot, latency_s=peer.latency_s, bytes_per_s=1 / peer.s_per_byte
+                    )
+                    self._post(seen)
+            self._fetch_homes()
+            await asyncio.sleep(REPORT_S)
