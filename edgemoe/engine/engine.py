@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from edgemoe.config import EngineSettings
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.figures import figures
-from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.pace import Pace
 from edgemoe.engine.parking import Parking
@@ -21,6 +20,9 @@ from edgemoe.engine.runner import Decoder, Runner, StepExperts
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.model.spec import ModelSpec
 from edgemoe.types import BLOCK_TOKENS, StepRouting
+
+if TYPE_CHECKING:
+    from edgemoe.engine.grammar import Grammars
 
 
 class Engine:

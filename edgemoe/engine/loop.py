@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgemoe.engine.batch import completes
-from edgemoe.engine.grammar import Grammars, Matcher
 from edgemoe.engine.request import Bounds, check_request
 from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampler import Sampled, sample
@@ -32,6 +31,9 @@ from edgemoe.errors import (
     StoreError,
 )
 from edgemoe.types import Emission, Request
+
+if TYPE_CHECKING:
+    from edgemoe.engine.grammar import Grammars, Matcher
 
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step

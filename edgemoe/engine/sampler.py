@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from edgemoe.engine.choose import RUN, gather, largest, pick, richest, runs, top
-from edgemoe.engine.grammar import Matcher
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
 from edgemoe.types import Request
+
+if TYPE_CHECKING:
+    from edgemoe.engine.grammar import Matcher
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
 CANDIDATES = 256  # likeliest tokens that are looked at first where top_p alone cuts off the tail

@@ -1,0 +1,38 @@
+"""Sampling on a GPU; imports nothing that a bare GPU machine may lack."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from edgemoe.engine.sampler import Sampled, sample
+from edgemoe.engine.sequence import Sequence
+from edgemoe.types import Request, Sampling
+
+STYLES: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"top_k": 20, "top_p": 0.95},
+    {"top_p": 0.8, "presence_penalty": 0.5},
+    {"min_p": 0.05, "logit_bias": {3: 4.0}, "logprobs": 4},
+    {"min_tokens": 3, "stop_token_ids": (1, 2)},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [1000, 151_936])
+def test_a_gpu_picks_the_tokens_that_the_cpu_picks(vocab: int) -> None:
+    logits = 4 * torch.randn(60, vocab, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for n in range(60):
+        chosen = Sampling(max_tokens=9, **STYLES[n % len(STYLES)])
+        request = Request(id=str(n), prompt=(1,), sampling=chosen, seed=n)
+        rows.append(Sequence(request, (5, 6), 1, 0.0, 1e9))
+    pairs = zip(sample(logits.cuda(), rows), sample(logits.clone(), rows), strict=True)
+    for ours, expected in pairs:
+        assert isinstance(ours, Sampled)
+        assert isinstance(expected, Sampled)
+        assert ours.token == expected.token
+        assert ours.logprob == pytest.approx(expected.logprob, abs=1e-4)
