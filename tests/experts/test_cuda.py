@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+from queue import SimpleQueue
+
 import numpy as np
 import pytest
 import torch
+from fake_gpu import FakeGpu, FakeSlab, FakeStream
 from tiers_kit import SMALL, FileStore, Weights, running, wait_until
 
 from edgemoe.errors import CapacityError
 from edgemoe.experts.arena import ExpertShape, HostArena
 from edgemoe.experts.compute import Group
-from edgemoe.experts.cuda import CudaCompute, Order, blocks_of, open_cuda
+from edgemoe.experts.cuda import CudaCompute, CudaLink, Order, blocks_of, open_cuda
 from edgemoe.experts.devices import Tiers
-from edgemoe.experts.pool import Pool
+from edgemoe.experts.pool import Load, Pool
+from edgemoe.experts.residency import ALWAYS, Horizon, Residency
 from edgemoe.policy.baselines import LRU
-from edgemoe.types import Tier
+from edgemoe.types import ExpertId, Move, Tier
 
 gpu = pytest.mark.gpu
 WIDE = ExpertShape(layers=2, experts=16, top_k=4, hidden=256, width=192, bf16=True)
@@ -23,6 +29,80 @@ WIDE = ExpertShape(layers=2, experts=16, top_k=4, hidden=256, width=192, bf16=Tr
 def test_calls_are_cut_into_blocks_of_one_expert() -> None:
     blocks = blocks_of(np.array([7, 3, 5]), np.array([0, 1, 36, 52]), 16)
     assert blocks.tolist() == [[7, 0, 1], [3, 1, 17], [3, 17, 33], [3, 33, 36], [5, 36, 52]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, rng = FakeGpu(seed), np.random.default_rng(seed)
+    gpu.install(monkeypatch)
+    layers, experts, stride, policy = 3, 6, 4096, LRU(3, 6)
+    ram, slab, order = HostArena(5, stride), FakeSlab(gpu, 3, stride), Order(3)
+    ram.pinned = True  # there is nothing to register with
+    pools = [Pool(Tier.VRAM, layers, experts, 3, policy)]
+    residency = Residency(Pool(Tier.RAM, layers, experts, 5, policy), pools, containment=bool(seed % 2))
+    link = CudaLink(ram, slab, order)  # type: ignore[arg-type]
+    desk = Desk(residency, ram, link)
+    link.attach(desk)
+    compute, wrong = FakeStream(gpu), []
+
+    def read(slots: list[int], tags: list[int]) -> bool:
+        wrong.extend(slot for slot, tag in zip(slots, tags, strict=True) if (slab.memory[slot] != tag).any())
+        return True
+
+    for step in range(150):
+        layer, wanted = step % layers, rng.choice(experts, 2, replace=False)
+        for _ in range(rng.integers(3)):
+            tier = Tier(rng.integers(2))
+            move = Move(ExpertId((layer + 1) % layers, int(rng.integers(experts))), Tier(tier + 1), tier, ALWAYS)
+            load = residency.reserve(move, Horizon.NEAR)
+            desk.start([load] if load else [])
+        residency.begin(layer, wanted)
+        while True:
+            claim = residency.acquire(0, layer, wanted, SimpleQueue())
+            desk.start(claim.loads)
+            if (claim.slots >= 0).all():
+                break
+            residency.release(0, claim.slots[claim.slots >= 0])
+            gpu.run(5)
+        slots = claim.slots.tolist()
+        order.before_compute(slots, compute)  # type: ignore[arg-type]
+        compute.work.append(functools.partial(read, slots, [1 + layer * experts + e for e in wanted.tolist()]))
+        order.computed(slots, compute)  # type: ignore[arg-type]
+        residency.done(layer, wanted)
+        residency.release(0, claim.slots)
+        gpu.run(int(rng.integers(12)))
+    gpu.drain()
+    wait_until(link.idle)
+    ram.pinned = False
+    link.close()
+    assert not wrong
+    residency.check_integrity(idle=True)
+
+
+class Desk:
+    """Reads at once, marking the slot with the expert's number; passes on how copies end."""
+
+    def __init__(self, residency: Residency, ram: HostArena, link: CudaLink) -> None:
+        self._residency, self._ram, self._link = residency, ram, link
+
+    def start(self, loads: Iterable[Load]) -> None:
+        for load in loads:
+            if load.source >= 0:
+                self._link.copy(load)
+            else:
+                self._ram.slab[load.slot] = 1 + load.layer * 6 + load.expert
+                self.start(self._residency.arrive(load))
+
+    def arrived(self, load: Load) -> None:
+        self._residency.arrive(load)
+
+    def released(self, load: Load) -> None:
+        self._residency.let_go(load.source)
+
+    def failed(self, load: Load, error: Exception) -> None:
+        raise error
 
 
 class Budget:

@@ -1,0 +1,117 @@
+"""A GPU whose streams run in any order that their events allow, for tests of who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+Work = Callable[[], bool]  # one step of a stream; false if it has to wait
+
+
+class FakeGpu:
+    """Work goes into streams; `run` does some of it, the next piece of a random stream each time."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._streams: list[FakeStream] = []
+        self._current = threading.local()
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream(self))
+        patch.setattr(torch.cuda, "Event", lambda blocking=False: FakeEvent(self))
+        patch.setattr(torch.cuda, "stream", self._on)
+        patch.setattr(torch, "from_numpy", lambda array: array)
+
+    def add(self, stream: FakeStream) -> None:
+        self._streams.append(stream)
+
+    def queue(self, work: Work) -> None:
+        """On the calling thread's current stream."""
+        with self._lock:
+            self._current.stream.work.append(work)
+
+    def run(self, pieces: int) -> None:
+        with self._lock:
+            for _ in range(pieces):
+                ready = [stream for stream in self._streams if stream.work]
+                if ready:
+                    stream = self._random.choice(ready)
+                    if stream.work[0]():
+                        stream.work.popleft()
+
+    def drain(self) -> None:
+        while any(stream.work for stream in self._streams):
+            self.run(1)
+
+    @contextlib.contextmanager
+    def _on(self, stream: FakeStream) -> Iterator[None]:
+        self._current.stream = stream
+        yield
+
+
+class FakeStream:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self.work: deque[Work] = deque()
+        gpu.add(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        wanted = event.recorded
+        self.work.append(lambda: event.happened >= wanted)
+
+
+class FakeEvent:
+    """Counts its recordings; a wait is for the last one before it."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.recorded = self.happened = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded += 1
+        number = self.recorded
+        stream.work.append(lambda: self._happen(number))
+
+    def _happen(self, number: int) -> bool:
+        self.happened = number
+        return True
+
+    def synchronize(self) -> None:
+        wanted = self.recorded
+        while self.happened < wanted:  # the test's thread is what makes things happen
+            time.sleep(1e-5)
+
+
+class FakeSlab:
+    """Slots that are copied into when the GPU comes to it; the source is read then, not before."""
+
+    def __init__(self, gpu: FakeGpu, slots: int, stride_bytes: int) -> None:
+        self._gpu = gpu
+        self.memory = np.zeros((slots, stride_bytes), np.uint8)
+        self.device = "fake"
+
+    def __getitem__(self, slot: int) -> FakeSlot:
+        return FakeSlot(self._gpu, self.memory[slot])
+
+
+class FakeSlot:
+    def __init__(self, gpu: FakeGpu, memory: np.ndarray) -> None:  # type: ignore[type-arg]
+        self._gpu, self._memory = gpu, memory
+
+    def copy_(self, source: np.ndarray, non_blocking: bool) -> None:  # type: ignore[type-arg]
+        assert non_blocking
+        half = len(source) // 2
+        self._gpu.queue(lambda: self._write(slice(0, half), source))
+        self._gpu.queue(lambda: self._write(slice(half, None), source))
+
+    def _write(self, part: slice, source: np.ndarray) -> bool:  # type: ignore[type-arg]
+        self._memory[part] = source[part]
+        return True
