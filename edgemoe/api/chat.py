@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgemoe.api.choice import Choice, Delta
-from edgemoe.api.grammar import response_grammar, tool_grammar
+from edgemoe.api.grammar import Form, response_grammar, tool_grammar
 from edgemoe.api.job import Job, Prompt, requests
 from edgemoe.api.messages import for_template, tools_for_template
 from edgemoe.api.parse import END_THINK, THINK, Marks
@@ -32,7 +32,7 @@ def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, pref
         wanted_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         vocab=span.vocab,
         logprobs=_logprobs(body),
-        grammar=_grammar(body, tools, marks),
+        grammar=_grammar(body, tools, marks, text),
     )
     n = body.n or 1
     return Job(
@@ -83,11 +83,11 @@ def _tools(body: Chat) -> tuple[list[Tool], int]:
     return tools, 1 if body.parallel_tool_calls is False else MANY_CALLS
 
 
-def _grammar(body: Chat, tools: list[Tool], marks: Marks) -> str | None:
-    think, thinking = marks.think, marks.thinking
+def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> str | None:
+    form = Form(text.vocabulary.added, marks.think, marks.thinking)
     if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
-        return tool_grammar(tools, several=marks.calls > 1, think=think, thinking=thinking)
-    return response_grammar(body.response_format, think=think, thinking=thinking)
+        return tool_grammar(tools, marks.calls > 1, form)
+    return response_grammar(body.response_format, form)
 
 
 def _logprobs(body: Chat) -> int | None:

@@ -26,12 +26,13 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class Vocabulary:
-    """The bytes of every token."""
+    """The bytes of every token; `added` are the names of the added ones, `special` the ids that no text shows."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.added = frozenset(self._added.values())
         self._alphabet = byte_alphabet() if tokenizer.token_to_id("\u0120") is not None else None
         self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
 

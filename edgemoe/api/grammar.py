@@ -2,61 +2,87 @@
 
 One llguidance Lark grammar per request, checked here (`validate_grammar` needs no tokenizer), so that a schema that
 cannot be honoured is a 400 and never reaches the engine. Where the model may reason first, the grammar lets it.
+Marks that the tokenizer has as tokens of their own stand in a grammar as such: llguidance takes an added token whose
+name is in angle brackets for a special one, which no string or regex of a grammar matches.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, regex_to_lark
 
-from edgemoe.api.parse import CALL, END_CALL
+from edgemoe.api.parse import CALL, END_CALL, END_THINK, THINK
 from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
 MAX_GRAMMAR_BYTES = 1 << 20
 GUIDANCE = {"whitespace_pattern": r"[ \n\t]{0,40}"}  # white space without end is how small models get stuck
-REASONING = r"think[lazy]: /<think>(.|\n)*<\/think>/"
-REST_OF_REASONING = r"think[lazy]: /(.|\n)*<\/think>/"
+THOUGHT = r"/(.|\n)*/"
 LAYOUT = r"layout: /[ \n]{0,4}/"
 
 
-def response_grammar(form: ResponseFormat | None, *, think: bool = False, thinking: bool = False) -> str | None:
-    """The grammar of `response_format`; None for free text. `think`: reasoning may come first; `thinking`: has begun.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What surrounds the part that is constrained."""
 
-    Raises InvalidRequest.
-    """
-    match form.type if form else "text":
+    tokens: Container[str] = ()  # names of the tokenizer's added tokens
+    think: bool = False  # reasoning may come first
+    thinking: bool = False  # and has begun with the prompt
+
+    def mark(self, name: str) -> str:
+        """The Lark term for a mark."""
+        return name if name in self.tokens else f'"{name}"'
+
+    def around(self, rules: str) -> str:
+        """The whole grammar, for rules that define `body`."""
+        if not self.think:
+            return f"start: body\n{rules}"
+        start = "think layout" if self.thinking else "(think layout)?"
+        return f"start: {start} body\n{self._reasoning()}\n{LAYOUT}\n{rules}"
+
+    def _reasoning(self) -> str:
+        begin = "" if self.thinking else f"{self.mark(THINK)} "
+        if END_THINK in self.tokens:
+            return f"think: {begin}THOUGHT {END_THINK}\nTHOUGHT: {THOUGHT}"
+        return f"think: {begin}thought\nthought[lazy]: {THOUGHT[:-1]}<\\/think>/"
+
+
+def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str | None:
+    """The grammar of `response_format`; None for free text. Raises InvalidRequest."""
+    match asked.type if asked else "text":
         case "text":
             return None
         case "json_object":
             body = json_rule({"type": "object"})
         case "json_schema":
-            if form is None or form.json_schema is None or form.json_schema.schema is None:
+            if asked is None or asked.json_schema is None or asked.json_schema.schema is None:
                 raise InvalidRequest("json_schema needs a `schema`", param="response_format.json_schema.schema")
-            body = json_rule(form.json_schema.schema)
+            body = json_rule(asked.json_schema.schema)
         case "regex":
-            if form is None or not form.regex:
+            if asked is None or not asked.regex:
                 raise InvalidRequest("a format of type regex needs a `regex`", param="response_format.regex")
-            body = f"/{regex_to_lark(form.regex)}/"
+            body = f"/{regex_to_lark(asked.regex)}/"
         case other:
             raise InvalidRequest(
                 f"response_format {other!r} is unknown; use text, json_object, json_schema or regex",
                 param="response_format.type",
             )
-    return _checked(_with_reasoning(f"body: {body}", think, thinking), "response_format")
+    return _checked(form.around(f"body: {body}"), "response_format")
 
 
-def tool_grammar(tools: Sequence[Tool], *, several: bool, think: bool = False, thinking: bool = False) -> str:
+def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str:
     """The grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
     calls = [_call_schema(tool) for tool in tools]
     call = " | ".join(f"call_{at}" for at in range(len(calls)))
-    rules = [f'call_{at}: "{CALL}\\n" {json_rule(schema)} "\\n{END_CALL}"' for at, schema in enumerate(calls)]
+    begin, end = form.mark(CALL), form.mark(END_CALL)
+    rules = [f'call_{at}: {begin} "\\n" {json_rule(schema)} "\\n" {end}' for at, schema in enumerate(calls)]
     body = 'call ("\\n" call){0,31}' if several else "call"
-    return _checked(_with_reasoning("\n".join([f"body: {body}", f"call: {call}", *rules]), think, thinking), "tools")
+    return _checked(form.around("\n".join([f"body: {body}", f"call: {call}", *rules])), "tools")
 
 
 def _call_schema(tool: Tool) -> dict[str, Any]:
@@ -78,14 +104,6 @@ def json_rule(schema: Any) -> str:
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": GUIDANCE}
     return f"%json {msgspec.json.encode(schema).decode()}"
-
-
-def _with_reasoning(rules: str, think: bool, thinking: bool) -> str:
-    if thinking:
-        return f"start: think layout body\n{REST_OF_REASONING}\n{LAYOUT}\n{rules}"
-    if think:
-        return f"start: (think layout)? body\n{REASONING}\n{LAYOUT}\n{rules}"
-    return f"start: body\n{rules}"
 
 
 def _checked(lark: str, param: str) -> str:

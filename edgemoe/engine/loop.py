@@ -228,7 +228,11 @@ class StepLoop:
 
     def _append(self, seq: Sequence, sampled: Sampled) -> None:
         if seq.matcher is not None:
-            seq.matcher.accept(sampled.token)
+            try:
+                seq.matcher.accept(sampled.token)
+            except InvalidRequest as error:  # the grammar has become too intricate to follow
+                self._end(seq, "error", error)
+                return
         index, finish = seq.emitted, ""
         seq.tokens.append(sampled.token)
         self._scheduler.users.serve(seq.user, 0, 1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+from front_kit import MARKS, byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 
-from edgemoe.api.grammar import response_grammar, tool_grammar
+from edgemoe.api.grammar import Form, response_grammar, tool_grammar
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
 BYTES = LLTokenizer("byte")
+TOKENIZER = byte_level_tokenizer()
+TOKENS = LLTokenizer(TOKENIZER.to_str())  # has the marks as tokens
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -31,6 +34,12 @@ def accepts(grammar: str | None, text: str) -> bool:
     assert grammar is not None
     matcher = LLMatcher(BYTES, grammar)
     return matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting()
+
+
+def accepts_tokens(grammar: str | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = LLMatcher(TOKENS, grammar, log_level=0)
+    return matcher.consume_tokens(TOKENIZER.encode(text).ids) and matcher.is_accepting()
 
 
 def call(name: str, arguments: object) -> str:
@@ -61,11 +70,11 @@ def test_free_text_needs_no_grammar() -> None:
 
 def test_reasoning_may_come_first_where_the_model_reasons() -> None:
     asked = form(type="json_object")
-    grammar = response_grammar(asked, think=True)
+    grammar = response_grammar(asked, Form(think=True))
     assert accepts(grammar, '<think>\nfirst {"no"} \n</think>\n\n{"a": 1}')
     assert accepts(grammar, '{"a": 1}')
     assert not accepts(response_grammar(asked), '<think>\n</think>{"a": 1}')
-    begun = response_grammar(asked, think=True, thinking=True)
+    begun = response_grammar(asked, Form(think=True, thinking=True))
     assert accepts(begun, 'more thought</think>\n{"a": 1}')
     assert not accepts(begun, '{"a": 1}')
 
@@ -89,7 +98,19 @@ def test_a_tool_call_must_fit_its_tool() -> None:
     assert not accepts(grammar, call("three", {}))
     assert not accepts(grammar, "no call")
     assert not accepts(tool_grammar(TOOLS, several=False), call("two", {}) + "\n" + call("two", {}))
-    assert accepts(tool_grammar(TOOLS, several=False, think=True), "<think>hm</think>\n" + call("two", {}))
+    assert accepts(tool_grammar(TOOLS, several=False, form=Form(think=True)), "<think>hm</think>\n" + call("two", {}))
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_marks_that_are_tokens_are_accepted_as_tokens(thinking: bool) -> None:
+    form = Form(MARKS, think=True, thinking=thinking)
+    thought = "so <b> it is\n" if thinking else "<think>\nso <b> it is\n"
+    schema = response_grammar(ResponseFormat(type="json_object"), form)
+    assert accepts_tokens(schema, thought + '</think>\n\n{"a": 1}')
+    assert accepts_tokens(schema, '{"a": 1}') != thinking
+    calls = tool_grammar(TOOLS, True, form)
+    assert accepts_tokens(calls, f"{thought}</think>\n{call('two', {})}\n{call('one', {'item': 'a'})}")
+    assert not accepts_tokens(calls, f"{thought}</think>\n{call('one', {})}")
 
 
 @pytest.mark.parametrize(
