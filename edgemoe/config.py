@@ -52,7 +52,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     max_queue: Count = 256  # waiting requests; beyond it 429
     context_tokens: Natural = 0  # 0: the model's own
     scheduler: Literal["linear", "gimbal", "fcfs"] = "linear"
-    aging_tokens_per_s: Rate = 1500.0  # linear aging: tokens of prefill that a second of waiting makes up for
+    aging_tokens_per_s: Rate = 0.0  # linear aging: prefill that a second of waiting makes up for; 0: by speed
     aging_threshold_s: Seconds = 5.0  # gimbal: age at which a request goes first
     output_reserve: Share = 0.25  # share of the expected remaining output reserved in KV per running request
     preemption: Literal["recompute", "park"] = "recompute"

@@ -12,6 +12,7 @@ import numpy as np
 from edgemoe.types import BLOCK_TOKENS
 
 MEMORY = 0.9  # weight of the past at each new step
+FIRST_GUESS_TOKENS_PER_S = 2000.0
 FIRST_CHUNK_TOKENS = 4 * BLOCK_TOKENS  # beside decoders, before anything is known
 
 
@@ -23,6 +24,12 @@ class Pace:
         self._most = step_tokens
         self._aim_s = aim_s
         self._sums = np.zeros((2, 3))  # of (1, n) times (1, n, seconds), decayed
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt tokens that recent steps with a prompt in them got through in a second."""
+        _, tokens, seconds = self._sums[0].tolist()
+        return tokens / seconds if seconds else FIRST_GUESS_TOKENS_PER_S
 
     def observe(self, prefill_tokens: int, seconds: float) -> None:
         """A step that prefilled so many tokens took so long."""

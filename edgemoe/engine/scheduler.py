@@ -28,6 +28,7 @@ from edgemoe.engine.users import Users
 from edgemoe.policy import sjf
 from edgemoe.types import BLOCK_TOKENS
 
+AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
 PATIENCE_S = 2.0  # a user with nothing running waits at most this long before another's surplus is paused
 
 
@@ -70,6 +71,11 @@ class Scheduler:
     def expired(self, now_s: float) -> list[Sequence]:
         """Those whose deadline has passed."""
         return [seq for seq in (*self.running, *self.waiting) if seq.deadline_s <= now_s]
+
+    @property
+    def aging_tokens_per_s(self) -> float:
+        """Tokens of prefill that a second of waiting makes up for."""
+        return self._settings.aging_tokens_per_s or AGING_SHARE * self._pace.tokens_per_s
 
     def retry_after_s(self) -> float:
         """When a refused request may find room in the queue."""
@@ -180,7 +186,7 @@ class Scheduler:
         tokens = np.array([waiter.tokens for waiter in waiters])
         waited_s = now_s - np.array([waiter.seq.arrived_s for waiter in waiters])
         chosen = self._settings
-        ranks = sjf.order(tokens, waited_s, chosen.scheduler, chosen.aging_tokens_per_s, chosen.aging_threshold_s)
+        ranks = sjf.order(tokens, waited_s, chosen.scheduler, self.aging_tokens_per_s, chosen.aging_threshold_s)
         return [waiters[i] for i in ranks]
 
     def _next_line(self, lines: dict[str, deque[Waiter]], now_s: float) -> tuple[str, float]:
@@ -192,7 +198,7 @@ class Scheduler:
             np.array([head.tokens for head in heads]),
             np.array(self.users.leads(lines)),
             now_s - np.array([self.users.heading_since(head.seq.user, head.seq.arrived_s) for head in heads]),
-            self._settings.aging_tokens_per_s,
+            self.aging_tokens_per_s,
         )
         best = int(np.argmin(keys))
         return heads[best].seq.user, float(keys[best])

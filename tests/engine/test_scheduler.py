@@ -11,7 +11,7 @@ import pytest
 from edgemoe.config import EngineSettings
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.pace import FIRST_CHUNK_TOKENS, Pace
-from edgemoe.engine.scheduler import PATIENCE_S, Scheduler, Work
+from edgemoe.engine.scheduler import AGING_SHARE, PATIENCE_S, Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.policy.sjf import LEAD_S
 from edgemoe.types import BLOCK_TOKENS, Request, Sampling
@@ -382,3 +382,11 @@ def test_users_who_were_away_have_no_credit() -> None:
     engine.submit(10, user="fresh")
     assert engine.scheduler.users.leads(["fresh"]) == [0.0]
     assert engine.scheduler.users.leads(["busy"])[0] >= 0.0
+
+
+def test_aging_keeps_step_with_the_speed_of_the_engine_unless_it_is_stated() -> None:
+    engine = Engine()
+    for _ in range(20):
+        engine.pace.observe(100, 2.0)
+    assert engine.scheduler.aging_tokens_per_s == pytest.approx(50 * AGING_SHARE)
+    assert Engine(aging_tokens_per_s=7.0).scheduler.aging_tokens_per_s == 7.0
