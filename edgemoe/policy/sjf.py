@@ -2,9 +2,9 @@
 
 Source: Gimbal, Algorithm 2 ("Request Scheduler with SJF and aging"), selectable as `gimbal`, literally. The default
 differs in three ways. A job's length counts only the tokens that the prefix cache will not supply. Aging is linear,
-for a threshold lowers the mean of TTFT at the price of its p99 (single engine on the Azure chat trace at 95 % of
-saturation, against first come: threshold -26 % and +14 %; linear with k = 0.4 of the prefill rate -17 % and -1 %). Users take turns: each one's best request competes
-with the others' by
+for a threshold lowers the mean of TTFT at the price of its p99 (one engine, Azure chat trace at 95 % of saturation,
+against first come: threshold -26 % and +14 %; linear with k = 0.4 of the speed of prefill -17 % and -1 %). Users take
+turns: each one's best request competes with the others' by
 
     key = prefill tokens + lead - k * seconds at the head of its user's line                                  (1)
 
