@@ -48,6 +48,8 @@ class Pool:
         self.born: IntArray = np.zeros(slots, np.int64)  # [S] layer-step at which the load began
         self.free = list(range(slots - 1, -1, -1))
         self.loads: dict[int, Load] = {}  # by owner
+        self.shortlist: list[tuple[float, int, int]] = []  # worth, slot, owner of those worth least, the least last
+        self.shortlist_at = NONE  # the layer-step that it was made in
         self.moved = 0  # experts that came in
         self.prefetched = 0  # of them, before they were demanded
         self.wasted = 0  # of those, gone before they were
@@ -97,6 +99,7 @@ class Pool:
 
     def evict(self, slots: IntArray) -> None:
         """Forgets what lies in the unpinned slots [n]; they are the caller's, not free."""
+        assert not self.pins[slots].any(), "a pinned expert is to be evicted"
         self.where.ravel()[self.owner[slots]] = NONE
         self.owner[slots] = NONE
         self.wasted += int(np.count_nonzero(self.flags[slots] & UNUSED))

@@ -23,6 +23,7 @@ from edgemoe.types import ExpertId, IntArray, Move, Tier
 
 ALWAYS = np.inf  # a demand: takes the place of anything that nobody needs now
 SCAN_WORTH = -1e29  # prefetched for a scan: takes the place of a scan's leavings only
+SHORTLIST = 32  # victims that the wishes of one layer-step share
 TRANSIENT_KEY = -1e30  # a scan's leavings: below whatever a policy says
 MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are nobody's home: so many, or one in so many
 
@@ -164,12 +165,12 @@ class Residency:
                 return None
             if source >= 0:
                 self.ram.pins[source] += 1
-            slots = self._take(pool, layer, 1, horizon.worth(move.score))
-            if not slots:
+            slot = self._take_below(pool, layer, horizon.worth(move.score))
+            if slot is None:
                 if source >= 0:
                     self.ram.pins[source] -= 1
                 return None
-            load = pool.place(slots[0], layer, expert, horizon.flags, self._clock, demand=False)
+            load = pool.place(slot, layer, expert, horizon.flags, self._clock, demand=False)
             load.source = source
             pool.worth[load.slot] = move.score
             return load
@@ -208,6 +209,7 @@ class Residency:
             raise CapacityError(f"{count} experts are to be at home here, RAM has room for {most}")
         with self._lock:
             self._homes = homes.ravel().copy()
+            self.ram.shortlist_at = NONE
 
     @property
     def home_slots(self) -> int:
@@ -310,7 +312,7 @@ class Residency:
     ) -> tuple[list[Load | None], list[Load]]:
         """Loads of absent experts into the top tier, None where there is no room, and those that can start now."""
         if top is self.ram:
-            jobs = zip(self._take(top, layer, len(experts), ALWAYS), experts, flags, strict=False)
+            jobs = zip(self._take(top, layer, len(experts)), experts, flags, strict=False)
             loads = [top.place(slot, layer, expert, flag, self._clock) for slot, expert, flag in jobs]
             return [*loads, *[None] * (len(experts) - len(loads))], loads
         return self._fetch_through_ram(top, layer, experts, flags)
@@ -323,9 +325,9 @@ class Residency:
         sources = ram.where[layer, experts]  # [n]
         ram.pins[sources[sources >= 0]] += 1
         order = np.argsort(sources < 0, kind="stable").tolist()  # what is in RAM first
-        slots = self._take(top, layer, len(order), ALWAYS)
+        slots = self._take(top, layer, len(order))
         unread = [i for i in order[: len(slots)] if sources[i] < 0 and base + experts[i] not in ram.loads]
-        reads = dict(zip(unread, self._take(ram, layer, len(unread), ALWAYS), strict=False))
+        reads = dict(zip(unread, self._take(ram, layer, len(unread)), strict=False))
         loads: list[Load | None] = [None] * len(order)
         starts = []
         for i in order:
@@ -350,15 +352,46 @@ class Residency:
         top.free.extend(slots)
         return loads, starts
 
-    def _take(self, pool: Pool, layer: int, n: int, worth: float) -> list[int]:
-        """Up to `n` empty slots: free ones, then those of what is worth least, and less than `worth`."""
+    def _take(self, pool: Pool, layer: int, n: int) -> list[int]:
+        """Up to `n` empty slots: free ones, then those of what is worth least."""
         slots = [pool.free.pop() for _ in range(min(n, len(pool.free)))]
-        if len(slots) < n and worth > -ALWAYS:
-            victims = self._victims(pool, layer, n - len(slots), worth)
-            if pool is self.ram and self.containment:
-                self._drop_copies(pool.owner[victims])
-            pool.evict(victims)
-            slots += victims.tolist()
+        if len(slots) < n:
+            victims, keys = self._worths(pool, layer)
+            slots += self._evict(pool, _lowest(victims, keys, n - len(slots))).tolist()
+        return slots
+
+    def _take_below(self, pool: Pool, layer: int, worth: float) -> int | None:
+        """An empty slot: a free one, or that of what is worth least if that is less than `worth`."""
+        if pool.free:
+            return pool.free.pop()
+        if worth == -ALWAYS:
+            return None
+        if pool.shortlist_at != self._clock:  # ranking all for every wish of a layer-step would cost too much
+            victims, keys = self._worths(pool, layer)
+            least = _lowest(np.arange(len(victims)), keys, SHORTLIST)
+            order = least[np.argsort(-keys[least])]
+            listed = (keys[order], victims[order], pool.owner[victims[order]])
+            pool.shortlist = list(zip(*(part.tolist() for part in listed), strict=True))
+            pool.shortlist_at = self._clock
+        while pool.shortlist and pool.shortlist[-1][0] < worth:
+            _, slot, owner = pool.shortlist.pop()
+            if pool.owner[slot] == owner and self._may_go(pool, slot, owner):
+                return int(self._evict(pool, np.array([slot]))[0])
+        return None
+
+    def _may_go(self, pool: Pool, slot: int, owner: int) -> bool:
+        """Nobody pins the slot, or a copy that would go with it."""
+        pinned = pool.pins[slot] > 0
+        if pool is self.ram and self.containment:
+            copies = [(top, top.where.ravel()[owner]) for top in self.devices]
+            pinned |= any(copy >= 0 and top.pins[copy] for top, copy in copies)
+        return not pinned
+
+    def _evict(self, pool: Pool, slots: IntArray) -> IntArray:
+        """Forgets what lies in the unpinned slots, which are the caller's then."""
+        if pool is self.ram and self.containment:
+            self._drop_copies(pool.owner[slots])
+        pool.evict(slots)
         return slots
 
     def _drop_copies(self, owners: IntArray) -> None:
@@ -368,8 +401,8 @@ class Residency:
             top.evict(copies)
             top.free.extend(copies.tolist())
 
-    def _victims(self, pool: Pool, layer: int, n: int, worth: float) -> IntArray:
-        """Slots of the `n` unpinned experts that are worth least."""
+    def _worths(self, pool: Pool, layer: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
+        """The slots [n] that may be taken, and what keeping each one's expert is worth."""
         slots = np.flatnonzero((pool.pins == 0) & (pool.owner >= 0))
         if pool is self.ram and self._homes is not None:
             slots = slots[~self._homes[pool.owner[slots]]]
@@ -380,11 +413,7 @@ class Residency:
                 transient &= (copies < 0) | ((top.flags[copies] & TRANSIENT) > 0)
                 kept = (copies < 0) | (top.pins[copies] == 0)
                 slots, transient = slots[kept], transient[kept]
-        keys = self._keys(pool, layer, slots, transient)
-        if worth < ALWAYS:
-            less = keys < worth
-            slots, keys = slots[less], keys[less]
-        return slots[np.argpartition(keys, n - 1)[:n]] if len(slots) > n else slots
+        return slots, self._keys(pool, layer, slots, transient)
 
     def _keys(self, pool: Pool, layer: int, slots: IntArray, transient: BoolArray) -> npt.NDArray[np.float32]:
         """Worth of keeping what lies in each slot [n]: the policy's rank, with what it cannot know on top.
@@ -407,6 +436,11 @@ class Residency:
             waiter.put(load)
         self._version += 1
         self._changed.notify_all()
+
+
+def _lowest(items: IntArray, keys: npt.NDArray[np.float32], n: int) -> IntArray:
+    """The items [m] that have the `n` lowest keys [m], in no order."""
+    return items[np.argpartition(keys, n - 1)[:n]] if len(items) > n else items
 
 
 def _deal(shape: tuple[int, ...], slots: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -191,6 +191,21 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
     assert desk.residency.ram.wasted == 1
 
 
+def test_wishes_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
+    policy = Ranks()
+    desk = Desk(4, 2, policy=policy)
+    desk.use(0, 0, 1)
+    desk.use(1, 0, 1)
+    policy.ranks[0], policy.ranks[1] = 2.0, 3.0
+    policy.ranks[0, 0], policy.ranks[1, 0] = 0.0, 1.0
+    assert desk.residency.reserve(wish(2, 0, score=5.0), Horizon.FAR) is not None
+    claim = desk.acquire(1, 0)
+    assert claim.ready.all()
+    assert desk.residency.reserve(wish(2, 1, score=5.0), Horizon.FAR) is not None
+    assert (1, 0) in desk.on_top()
+    assert desk.residency.ram.where[0].max() < 0
+
+
 def test_a_wish_for_what_is_there_or_on_its_way_is_refused() -> None:
     desk = Desk(4, 2)
     desk.use(0, 0)
