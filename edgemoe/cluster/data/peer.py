@@ -16,6 +16,7 @@ FIRST_BYTES_PER_S = 50e6  # assumed until measured
 FIRST_UNIT_S = 1e-3
 READ_BYTES_PER_S = 1e9  # assumed of a peer's disk
 RECENT = 0.2  # weight of the newest measurement
+RECOVERY = 0.6  # and of one that is much better than those before: whatever kept the peer is over
 
 
 class PeerState:
@@ -45,7 +46,8 @@ class PeerState:
     def measure_way(self, size_bytes: int, seconds: float) -> None:
         """A round trip of so many bytes, both ways together, without what the peer itself needed."""
         if size_bytes <= SMALL_BYTES:
-            self.latency_s += RECENT * (seconds - self.latency_s)
+            weight = RECENT if seconds > self.latency_s / 2 else RECOVERY
+            self.latency_s += weight * (seconds - self.latency_s)
         else:
             rate = max(0.0, seconds - self.latency_s) / size_bytes
             self.s_per_byte += RECENT * (max(rate, 1e-11) - self.s_per_byte)

@@ -1,0 +1,236 @@
+"""Boxes that hold a part of a model each: the same tokens as one box, whatever breaks, or an error that says what."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from checkpoints import tiny_checkpoint
+from engines import EXPERTS, LAYERS, EngineBox, adopt, meet, partial_store, plan_for, prompts, running, wait_for
+
+from edgemoe.cluster.wire.messages import Peers, Plan
+from edgemoe.pack import pack
+from edgemoe.types import BoolArray, pack_bits
+
+TOTAL = LAYERS * EXPERTS
+NODES = ("a", "b", "c")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint"))
+    directory = tmp_path_factory.mktemp("store")
+    pack(checkpoint, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What one box that holds everything generates."""
+    box = EngineBox("alone", store, TOTAL, tmp_path_factory.mktemp("alone"))
+    with running(box):
+        return box.generate(prompts())
+
+
+def thirds() -> list[BoolArray]:
+    """A third of each layer's experts [L, E] for each of three boxes."""
+    return [np.tile(np.arange(EXPERTS) % 3 == n, (LAYERS, 1)) for n in range(3)]
+
+
+def boxes(store: Path, directory: Path, present: list[BoolArray], slots: int, **options: float) -> list[EngineBox]:
+    """Boxes whose disks have these experts only."""
+    return [
+        EngineBox(node, partial_store(store, directory / node, held), slots, directory, **options)
+        for node, held in zip(NODES, present, strict=False)
+    ]
+
+
+def test_three_boxes_with_a_third_each_generate_what_one_box_does(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    three = boxes(store, tmp_path, thirds(), TOTAL // 3 + 2)
+    with running(*three):
+        adopt(plan_for(three), *three)
+        assert [int(box.side._homes) for box in three] == [TOTAL // 3] * 3
+        for box in three:
+            assert box.generate(prompts()) == alone
+        assert all(box.remote.experts > 0 for box in three)
+        assert all(box.side.figures()["edgemoe_local_compute_ratio"] < 1 for box in three)
+
+
+def compute_rather_than_fetch(*boxes: EngineBox) -> None:
+    """Tiny experts are fetched in no time; real ones are not."""
+    for box in boxes:
+        calls = box.side.plane.calls
+        real = calls.fetch_s
+        calls.fetch_s = lambda *which, real=real: 1e4 * real(*which)  # type: ignore[method-assign, misc]
+
+
+class Brake:
+    """Holds up what a box computes for others, from its n-th computation on."""
+
+    def __init__(self, box: EngineBox, after: int = 0, each_s: float = 0.0) -> None:
+        self.reached, self.release = threading.Event(), threading.Event()
+        self.computed, compute = 0, box.side._host.compute
+
+        def slow(works: Any) -> Any:
+            self.computed += 1
+            if self.computed > after:
+                self.reached.set()
+                self.release.wait(each_s or 20)
+            return compute(works)
+
+        box.side._host.compute = slow  # type: ignore[method-assign]
+
+
+def everything() -> BoolArray:
+    return np.ones((LAYERS, EXPERTS), np.bool_)
+
+
+def nothing() -> BoolArray:
+    return ~everything()
+
+
+def test_a_peer_that_dies_mid_call_costs_no_token_where_another_has_its_experts(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        brake = Brake(b, after=4)
+        for n, prompt in enumerate(prompts()):
+            a.submit(prompt, str(n))
+        assert brake.reached.wait(20), "b was never asked"
+        killer = threading.Thread(target=b.die)
+        killer.start()
+        assert [a.end(str(n)).finish for n in range(4)] == ["length"] * 4
+        assert [a.tokens(str(n)) for n in range(4)] == alone
+        brake.release.set()
+        killer.join()
+        assert c.side.plane.server.served > 0
+
+
+def test_without_another_copy_the_request_ends_in_an_error_that_names_the_expert(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2)
+    compute_rather_than_fetch(a)
+    with running(a, b):
+        brake = Brake(b, after=4)
+        a.submit(prompts()[1], remaining_s=20)
+        assert brake.reached.wait(20), "b was never asked"
+        killer = threading.Thread(target=b.die)
+        killer.start()
+        began_s = time.monotonic()
+        end = a.end(within_s=20)
+        assert time.monotonic() - began_s < 6
+        brake.release.set()
+        killer.join()
+        assert (end.finish, end.error_code) == ("error", "missing_expert")
+        assert "of layer" in end.error
+        assert a.tokens() == alone[1][: len(a.tokens())]
+        wait_for(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
+        a.submit(prompts()[1], "again")
+        assert a.end("again", within_s=10).error_code == "missing_expert"
+
+
+def test_a_peer_that_hangs_is_hedged_long_before_its_deadline(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        brake = Brake(b, after=2)
+        began_s = time.monotonic()
+        assert a.generate(prompts()) == alone
+        assert time.monotonic() - began_s < 12
+        assert brake.reached.is_set(), "b was never asked"
+        assert a.remote.hedged > 0
+        brake.release.set()
+
+
+def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL // 3 + 2)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        Brake(b, each_s=0.1)
+        assert a.generate(prompts()) == alone
+        calls = {node: peer.calls for node, peer in a.side.plane.calls.peers.items()}
+        assert calls["c"] > 4 * calls["b"]
+
+
+def bytes_at(box: EngineBox, layer: int, expert: int) -> bytes:
+    slot = int(box.tiers.residency.ram.where[layer, expert])
+    return bytes(box.tiers.ram.view(slot)[: box.tiers.shape.expert_bytes])
+
+
+def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_refused(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [nothing(), everything(), everything()], TOTAL)
+    part = b.assembly.sharing.shelf.part  # type: ignore[union-attr]
+
+    async def damaged(*which: int) -> bytes:
+        data = bytearray(await part(*which))
+        data[len(data) // 2] ^= 1
+        return bytes(data)
+
+    b.assembly.sharing.shelf.part = damaged  # type: ignore[union-attr, method-assign]
+    with running(a, b, c):
+        plan = plan_for((a, b, c), replicas=3)
+        b_first = a.side.plane.calls.peers["b"]
+        b_first.s_per_byte = 1e-12
+        adopt(plan, a)
+        homes = plan.homes_of("a")
+        assert homes.sum() == TOTAL - 2
+        for layer, expert in zip(*np.nonzero(homes), strict=True):
+            wait_for(lambda: c.tiers.residency.ram.where[layer, expert] >= 0)  # noqa: B023
+            assert bytes_at(a, layer, expert) == bytes_at(c, layer, expert)
+        assert a.assembly.sharing.store.refused > 0  # type: ignore[union-attr]
+        assert a.generate(prompts()) == alone
+        assert not a.tiers.residency.missing_homes()
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_the_last_one_stays(store: Path, tmp_path: Path) -> None:
+    a, b = boxes(store, tmp_path, [everything(), everything()], TOTAL // 2 + 2)
+    with running(a, b):
+        good = plan_for((a, b))
+        adopt(good, a, b)
+        bits = pack_bits(everything())
+        a.obey(Plan(plan=msgspec.structs.replace(good, version=2, homes=(bits, bits))))
+        a.obey(Plan(plan=msgspec.structs.replace(good, version=3, model="another")))
+        last = msgspec.structs.replace(good, version=4)
+        a.obey(Plan(plan=last))
+        wait_for(lambda: a.side.plan == last)
+        assert a.side.figures()["edgemoe_home_experts"] == good.homes_of("a").sum()
+
+
+def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=0.5)
+    with running(a, b):
+        wait_for(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        b.obey(Peers(peers=()))
+        a.submit(prompts()[0])
+        assert a.end().error_code == "missing_expert"
+        meet(a, b)
+        wait_for(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        assert a.generate(prompts()[:1], tag="again") == alone[:1]
+
+
+def test_boxes_with_other_weights_do_not_compute_for_each_other(store: Path, tmp_path: Path) -> None:
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "other", seed=9), tmp_path / "other store")
+    a = EngineBox("a", partial_store(store, tmp_path / "a", thirds()[0]), TOTAL, tmp_path)
+    b = EngineBox("b", tmp_path / "other store", TOTAL, tmp_path)
+    with running(a, b, know=False):
+        for box, other in ((a, b), (b, a)):
+            box.obey(Peers(peers=(other.engine_of,)))
+        for box, node in ((a, "b"), (b, "a")):
+            wait_for(lambda: "the same packed store" in box.side.plane.calls.peers[node].refused)  # noqa: B023
+        assert not a.remote.peers.offers(0, np.arange(EXPERTS))
+        a.submit(prompts()[0])
+        assert a.end().error_code == "missing_expert"
