@@ -19,12 +19,10 @@ import numpy.typing as npt
 
 from edgemoe.errors import CapacityError
 from edgemoe.experts.pool import NONE, TRANSIENT, UNUSED, BoolArray, Load, Pool
+from edgemoe.experts.victims import ALWAYS, Victims
 from edgemoe.types import ExpertId, IntArray, Move, Tier
 
-ALWAYS = np.inf  # a demand: takes the place of anything that nobody needs now
 SCAN_WORTH = -1e29  # prefetched for a scan: takes the place of a scan's leavings only
-SHORTLIST = 32  # victims that the wishes of one layer-step share
-TRANSIENT_KEY = -1e30  # a scan's leavings: below whatever a policy says
 MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are nobody's home: so many, or one in so many
 
 
@@ -72,10 +70,7 @@ class Residency:
         self._changed = threading.Condition(self._lock)
         self._version = 0  # counts what `wait_for_change` waits for
         self._waiting = 0  # threads in it
-        self._homes: BoolArray | None = None  # [L * E] never dropped from RAM
-        self._clock = 0  # layer-steps begun
-        self._visited = np.full(ram.layers, NONE, np.int64)  # [L] clock of each layer's last visit
-        self._needed = np.full(ram.where.size, NONE, np.int64)  # [L * E] clock of the layer-step that needs it
+        self._victims = Victims(ram, self.devices, containment=containment)
 
     # --- the compute thread's verbs -------------------------------------------------------------------------
 
@@ -120,7 +115,7 @@ class Residency:
             ready = slots >= 0
             top.hold(slots[ready], None if scan is None else scan[ready])
             self.served[top.tier] += int(np.count_nonzero(ready))
-            self._needed[layer * top.experts + experts] = self._clock
+            self._victims.need(layer, experts)
             absent = self._join_loads(top, layer, experts, slots, scan, arrivals)[:limit]
             flags = [TRANSIENT if scan is not None and scan[i] else 0 for i in absent]
             begun, starts = self._fetch(top, layer, [int(experts[i]) for i in absent], flags)
@@ -139,7 +134,7 @@ class Residency:
 
     def done(self, layer: int, experts: IntArray) -> None:
         """The running layer-step has computed these: they need no protection any more."""
-        self._needed[layer * self.ram.experts + experts] = NONE
+        self._victims.done(layer, experts)
 
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
         """Waits until a load has ended, or slots were let go of, since the claim; false after `timeout_s`."""
@@ -165,12 +160,12 @@ class Residency:
                 return None
             if source >= 0:
                 self.ram.pins[source] += 1
-            slot = self._take_below(pool, layer, horizon.worth(move.score))
+            slot = self._victims.take_below(pool, horizon.worth(move.score))
             if slot is None:
                 if source >= 0:
                     self.ram.pins[source] -= 1
                 return None
-            load = pool.place(slot, layer, expert, horizon.flags, self._clock, demand=False)
+            load = pool.place(slot, layer, expert, horizon.flags, self._victims.clock, demand=False)
             load.source = source
             pool.worth[load.slot] = move.score
             return load
@@ -208,8 +203,7 @@ class Residency:
         if (count := int(np.count_nonzero(homes))) > most:
             raise CapacityError(f"{count} experts are to be at home here, RAM has room for {most}")
         with self._lock:
-            self._homes = homes.ravel().copy()
-            self.ram.shortlist_at = NONE
+            self._victims.keep(homes)
 
     @property
     def home_slots(self) -> int:
@@ -218,9 +212,10 @@ class Residency:
 
     def missing_homes(self) -> list[ExpertId]:
         """Homes that are not in RAM."""
-        if self._homes is None:
+        homes = self._victims.homes
+        if homes is None:
             return []
-        missing = np.flatnonzero(self._homes & (self.ram.where.ravel() < 0))
+        missing = np.flatnonzero(homes & (self.ram.where.ravel() < 0))
         return [ExpertId(*divmod(key, self.ram.experts)) for key in missing.tolist()]
 
     def hold(self, layer: int, expert: int) -> int:
@@ -272,8 +267,7 @@ class Residency:
     # --- under the lock -------------------------------------------------------------------------------------------
 
     def _begin(self, layer: int, demanded: IntArray) -> None:
-        self._clock += 1
-        self._visited[layer] = self._clock
+        self._victims.begin(layer)
         if len(demanded):
             for policy in self._policies:
                 policy.touch(layer, demanded)
@@ -312,8 +306,8 @@ class Residency:
     ) -> tuple[list[Load | None], list[Load]]:
         """Loads of absent experts into the top tier, None where there is no room, and those that can start now."""
         if top is self.ram:
-            jobs = zip(self._take(top, layer, len(experts)), experts, flags, strict=False)
-            loads = [top.place(slot, layer, expert, flag, self._clock) for slot, expert, flag in jobs]
+            jobs = zip(self._victims.take(top, len(experts)), experts, flags, strict=False)
+            loads = [top.place(slot, layer, expert, flag, self._victims.clock) for slot, expert, flag in jobs]
             return [*loads, *[None] * (len(experts) - len(loads))], loads
         return self._fetch_through_ram(top, layer, experts, flags)
 
@@ -325,9 +319,9 @@ class Residency:
         sources = ram.where[layer, experts]  # [n]
         ram.pins[sources[sources >= 0]] += 1
         order = np.argsort(sources < 0, kind="stable").tolist()  # what is in RAM first
-        slots = self._take(top, layer, len(order))
+        slots = self._victims.take(top, len(order))
         unread = [i for i in order[: len(slots)] if sources[i] < 0 and base + experts[i] not in ram.loads]
-        reads = dict(zip(unread, self._take(ram, layer, len(unread)), strict=False))
+        reads = dict(zip(unread, self._victims.take(ram, len(unread)), strict=False))
         loads: list[Load | None] = [None] * len(order)
         starts = []
         for i in order:
@@ -337,14 +331,14 @@ class Residency:
                 if source >= 0:
                     ram.pins[source] -= 1
                 continue
-            load = loads[i] = top.place(slots.pop(), layer, experts[i], flags[i], self._clock)
+            load = loads[i] = top.place(slots.pop(), layer, experts[i], flags[i], self._victims.clock)
             if source >= 0:
                 load.source = source
                 ram.flags[source] &= flags[i]
                 starts.append(load)
                 continue
             if read is None:
-                read = ram.place(reads[i], layer, experts[i], flags[i], self._clock)
+                read = ram.place(reads[i], layer, experts[i], flags[i], self._victims.clock)
                 starts.append(read)
             read.then.append(load)
             read.demand = load.cold = True
@@ -352,95 +346,11 @@ class Residency:
         top.free.extend(slots)
         return loads, starts
 
-    def _take(self, pool: Pool, layer: int, n: int) -> list[int]:
-        """Up to `n` empty slots: free ones, then those of what is worth least."""
-        slots = [pool.free.pop() for _ in range(min(n, len(pool.free)))]
-        if len(slots) < n:
-            victims, keys = self._worths(pool, layer)
-            slots += self._evict(pool, _lowest(victims, keys, n - len(slots))).tolist()
-        return slots
-
-    def _take_below(self, pool: Pool, layer: int, worth: float) -> int | None:
-        """An empty slot: a free one, or that of what is worth least if that is less than `worth`."""
-        if pool.free:
-            return pool.free.pop()
-        if worth == -ALWAYS:
-            return None
-        if pool.shortlist_at != self._clock:  # ranking all for every wish of a layer-step would cost too much
-            victims, keys = self._worths(pool, layer)
-            least = _lowest(np.arange(len(victims)), keys, SHORTLIST)
-            order = least[np.argsort(-keys[least])]
-            listed = (keys[order], victims[order], pool.owner[victims[order]])
-            pool.shortlist = list(zip(*(part.tolist() for part in listed), strict=True))
-            pool.shortlist_at = self._clock
-        while pool.shortlist and pool.shortlist[-1][0] < worth:
-            _, slot, owner = pool.shortlist.pop()
-            if pool.owner[slot] == owner and self._may_go(pool, slot, owner):
-                return int(self._evict(pool, np.array([slot]))[0])
-        return None
-
-    def _may_go(self, pool: Pool, slot: int, owner: int) -> bool:
-        """Nobody pins the slot, or a copy that would go with it."""
-        pinned = pool.pins[slot] > 0
-        if pool is self.ram and self.containment:
-            copies = [(top, top.where.ravel()[owner]) for top in self.devices]
-            pinned |= any(copy >= 0 and top.pins[copy] for top, copy in copies)
-        return not pinned
-
-    def _evict(self, pool: Pool, slots: IntArray) -> IntArray:
-        """Forgets what lies in the unpinned slots, which are the caller's then."""
-        if pool is self.ram and self.containment:
-            self._drop_copies(pool.owner[slots])
-        pool.evict(slots)
-        return slots
-
-    def _drop_copies(self, owners: IntArray) -> None:
-        for top in self.devices:
-            copies = top.where.ravel()[owners]
-            copies = copies[copies >= 0]
-            top.evict(copies)
-            top.free.extend(copies.tolist())
-
-    def _worths(self, pool: Pool, layer: int) -> tuple[IntArray, npt.NDArray[np.float32]]:
-        """The slots [n] that may be taken, and what keeping each one's expert is worth."""
-        slots = np.flatnonzero((pool.pins == 0) & (pool.owner >= 0))
-        if pool is self.ram and self._homes is not None:
-            slots = slots[~self._homes[pool.owner[slots]]]
-        transient = (pool.flags[slots] & TRANSIENT) > 0
-        if pool is self.ram and self.containment:
-            for top in self.devices:
-                copies = top.where.ravel()[pool.owner[slots]]
-                transient &= (copies < 0) | ((top.flags[copies] & TRANSIENT) > 0)
-                kept = (copies < 0) | (top.pins[copies] == 0)
-                slots, transient = slots[kept], transient[kept]
-        return slots, self._keys(pool, layer, slots, transient)
-
-    def _keys(self, pool: Pool, layer: int, slots: IntArray, transient: BoolArray) -> npt.NDArray[np.float32]:
-        """Worth of keeping what lies in each slot [n]: the policy's rank, with what it cannot know on top.
-
-        A scan's leavings go before all else, those of the layers that come last in its round first. A prefetched
-        expert keeps its worth until its layer has run. What the running layer-step still needs goes last.
-        """
-        owners = pool.owner[slots]
-        layers = owners // pool.experts
-        keys = pool.policy.rank(layer).ravel()[owners].astype(np.float32)
-        distance = (layers - layer - 1) % pool.layers
-        keys[transient] = (TRANSIENT_KEY * (1.0 + distance / pool.layers))[transient]
-        awaited = ((pool.flags[slots] & UNUSED) > 0) & (self._visited[layers] <= pool.born[slots])
-        np.maximum(keys, pool.worth[slots], out=keys, where=awaited)
-        keys[self._needed[owners] == self._clock] = ALWAYS
-        return keys
-
     def _tell(self, load: Load) -> None:
         for waiter in load.waiters:
             waiter.put(load)
         self._version += 1
         self._changed.notify_all()
-
-
-def _lowest(items: IntArray, keys: npt.NDArray[np.float32], n: int) -> IntArray:
-    """The items [m] that have the `n` lowest keys [m], in no order."""
-    return items[np.argpartition(keys, n - 1)[:n]] if len(items) > n else items
 
 
 def _deal(shape: tuple[int, ...], slots: Sequence[int]) -> npt.NDArray[np.int64]:

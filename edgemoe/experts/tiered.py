@@ -15,7 +15,8 @@ from edgemoe.experts.compute import Compute, Group
 from edgemoe.experts.mover import Mover
 from edgemoe.experts.pool import BoolArray
 from edgemoe.experts.remote import Remote
-from edgemoe.experts.residency import ALWAYS, Horizon, Residency
+from edgemoe.experts.residency import Horizon, Residency
+from edgemoe.experts.victims import ALWAYS
 from edgemoe.experts.waves import Part, Waves
 from edgemoe.types import ExpertId, FloatArray, IntArray, Move, StepRouting, Tier
 

@@ -18,7 +18,8 @@ from edgemoe.experts.compute import Group
 from edgemoe.experts.cuda import CudaCompute, CudaLink, Order, blocks_of, open_cuda
 from edgemoe.experts.devices import Tiers
 from edgemoe.experts.pool import Load, Pool
-from edgemoe.experts.residency import ALWAYS, Horizon, Residency
+from edgemoe.experts.residency import Horizon, Residency
+from edgemoe.experts.victims import ALWAYS
 from edgemoe.policy.baselines import LRU
 from edgemoe.types import ExpertId, Move, Tier
 

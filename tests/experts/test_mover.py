@@ -14,7 +14,8 @@ from tiers_kit import SMALL, FileStore, Weights, small_tiers
 from edgemoe.errors import CorruptExpert, MissingExpert
 from edgemoe.experts.devices import Tiers
 from edgemoe.experts.pool import Load
-from edgemoe.experts.residency import ALWAYS, Claim, Horizon
+from edgemoe.experts.residency import Claim, Horizon
+from edgemoe.experts.victims import ALWAYS
 from edgemoe.types import ExpertId, Move, Tier
 
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgemoe.experts.pool import Load, Pool
-from edgemoe.experts.residency import ALWAYS, Claim, Horizon, Residency
+from edgemoe.experts.residency import Claim, Horizon, Residency
+from edgemoe.experts.victims import ALWAYS
 from edgemoe.policy.baselines import LRU
 from edgemoe.types import CachePolicy, ExpertId, FloatArray, IntArray, Move, Tier
 
