@@ -12,12 +12,14 @@ from edgemoe.kernels.attention import ATTENTION, make_attention
 from edgemoe.kernels.experts import EXPERTS, make_experts
 from edgemoe.kernels.layer import make_layer
 from edgemoe.kernels.linear import LINEAR, make_linear
+from edgemoe.kernels.machine import place_of
 from edgemoe.kernels.pool import Pool
 from edgemoe.kernels.vector import make_pack_all
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
+SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
 MAX_TOKENS = 64  # tokens of one call; more belong to torch's products
 
 
@@ -53,6 +55,7 @@ class Kernels:
         self.iota = self._iota.ctypes.data
         self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
         self._attention_job = np.zeros(1, ATTENTION)
+        self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
         self._expert_sizes = (0, 0, 0, 0)
 
     def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
@@ -83,15 +86,19 @@ class Kernels:
         Slot `slots[i]` serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x`
         [tokens, hidden] with routing weight `weights[p]`.
         """
-        job = self._job
         sizes = (hidden, width, tokens, len(index))
         if sizes != self._expert_sizes:
-            for name, count in experts.scratch_floats(*sizes).items():
-                job[name] = self.scratch(name, count)
-            self._expert_sizes = sizes
-            job["hidden"], job["width"], job["tokens"], job["iota"] = hidden, width, tokens, self.iota
-        job["slab"], job["stride"], job["x"], job["x_bf16"], job["out"] = slab, stride_bytes, x, x_bf16, out
-        self._experts(self.pool.control, job.ctypes.data, slots, offsets, index, weights)
+            self._size_experts(*sizes)
+        job = self._call
+        job[SLAB], job[STRIDE], job[X], job[X_BF16], job[OUT] = slab, stride_bytes, x, x_bf16, out
+        self._experts(self.pool.control, self._job_address, slots, offsets, index, weights)
+
+    def _size_experts(self, hidden: int, width: int, tokens: int, pairs: int) -> None:
+        job = self._job
+        for name, count in experts.scratch_floats(hidden, width, tokens, pairs).items():
+            job[name] = self.scratch(name, count)
+        job["hidden"], job["width"], job["tokens"], job["iota"] = hidden, width, tokens, self.iota
+        self._expert_sizes = (hidden, width, tokens, pairs)
 
     def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
         """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""

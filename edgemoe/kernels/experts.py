@@ -23,8 +23,8 @@ EXPERTS = fields(
     *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
     *("hidden", "width", "packed", "mid", "both", "part", "iota"),
 )
-GATE_ROWS = 32  # rows of gate and of up in one chunk
-DOWN_ROWS = 32
+GATE_ROWS = 64  # rows of gate and of up in one chunk
+DOWN_ROWS = 64
 
 
 def scratch_floats(hidden: int, width: int, tokens: int, pairs: int) -> dict[str, int]:

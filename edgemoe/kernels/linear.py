@@ -11,8 +11,9 @@ from edgemoe.kernels.machine import call_rows, chunk, entry, fields, record
 from edgemoe.kernels.pool import parallel
 
 # out[t] = weight [rows, n] . x[index[t]] for `tokens` tokens; `x` packed float32, `out` [tokens, rows] float32.
-LINEAR = fields("weight", "rows", "n", "x", "index", "tokens", "out")
-STEP_ROWS = 32  # rows in one chunk
+# `step` is set by the kernel.
+LINEAR = fields("weight", "rows", "n", "x", "index", "tokens", "out", "step")
+LONG, SHORT = 128, 8  # rows in one chunk of a large matrix, and of a small one such as a gate
 
 
 @cache
@@ -24,8 +25,8 @@ def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
     @chunk
     def some_rows(job: int, number: int) -> None:
         a = record(job, LINEAR)
-        row, line = number * STEP_ROWS, a.n * size
-        count, out = min(STEP_ROWS, a.rows - row), a.out + 4 * row
+        row, line = number * a.step, a.n * size
+        count, out = min(a.step, a.rows - row), a.out + 4 * row
         call_rows(multiply, a.weight + row * line, line, count, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
 
     multiplying = some_rows.address
@@ -33,6 +34,7 @@ def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
     @entry
     def run(control: int, job: int) -> None:
         a = record(job, LINEAR)
-        parallel(control, multiplying, job, (a.rows + STEP_ROWS - 1) // STEP_ROWS)
+        a.step = LONG if a.rows >= 4 * LONG else SHORT
+        parallel(control, multiplying, job, (a.rows + a.step - 1) // a.step)
 
     return run, some_rows

@@ -54,6 +54,12 @@ def fields(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names])
 
 
+def place_of(dtype: np.dtype[np.void], field: str) -> int:
+    """The field's index in an int64 view of the record."""
+    assert dtype.fields is not None
+    return int(dtype.fields[field][1]) // 8
+
+
 def _pointer(element: Any) -> Any:
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:

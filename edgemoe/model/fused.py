@@ -10,6 +10,7 @@ import torch
 
 from edgemoe.kernels.compute import Kernels
 from edgemoe.kernels.layer import HEAD, LAYER, STEP
+from edgemoe.kernels.machine import place_of
 from edgemoe.model.attention import block_tables, paged
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Rope
@@ -18,6 +19,7 @@ from edgemoe.model.weights import LayerWeights, Weights
 from edgemoe.types import Batch, Experts
 
 Record = npt.NDArray[Any]
+IDS, WEIGHTS, DELTA = (place_of(STEP, name) for name in ("ids", "weights", "delta"))
 
 
 class FusedDecoder:
@@ -27,6 +29,8 @@ class FusedDecoder:
         self._spec, self._weights, self._kernels, self._rope = spec, weights, kernels, rope
         self._step = self._sizes()
         self._layers = np.concatenate([self._layer_record(layer) for layer in weights.layers])
+        self._addresses = [self._layers[i : i + 1].ctypes.data for i in range(spec.layers)]
+        self._call = self._step.view(np.int64)  # the fields that change from layer to layer are set through this
         self._head = np.zeros(1, HEAD)
         self._head["step"], self._head["vocab"] = self._step.ctypes.data, spec.vocab
         self._head["norm"], self._head["weight"] = weights.norm.data_ptr(), weights.head.data_ptr()
@@ -61,12 +65,13 @@ class FusedDecoder:
         step["positions"], step["residual"] = batch.positions.data_ptr(), residual.data_ptr()
         step["cos"], step["sin"], step["hidden"] = cos.data_ptr(), sin.data_ptr(), hidden.data_ptr()
         self._begin(tokens, tables, contexts, kv)
-        for layer in range(spec.layers):
-            step["ids"], step["weights"] = ids[layer].data_ptr(), weights[layer].data_ptr()
-            self._kernels.layer(self._layers[layer : layer + 1].ctypes.data)
-            self._hint(experts, layer, hidden)
-            mixed = experts.forward(layer, hidden, ids[layer], weights[layer]).float()
-            step["delta"] = mixed.data_ptr()
+        for layer, (chosen, shares) in enumerate(zip(ids.unbind(0), weights.unbind(0), strict=True)):
+            self._call[IDS], self._call[WEIGHTS] = chosen.data_ptr(), shares.data_ptr()
+            self._kernels.layer(self._addresses[layer])
+            if experts.lookahead and batch.decode:
+                self._hint(experts, layer, hidden)
+            mixed = experts.forward(layer, hidden, chosen, shares).float()
+            self._call[DELTA] = mixed.data_ptr()
         return self._logits(batch.logit_rows)
 
     def _begin(self, tokens: int, tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], kv: KVCache) -> None:

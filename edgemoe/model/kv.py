@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from edgemoe.model.memory import zeros
 from edgemoe.model.spec import ModelSpec
 from edgemoe.types import BLOCK_TOKENS
 
@@ -21,7 +22,7 @@ class KVCache:
     def __init__(self, spec: ModelSpec, blocks: int, device: torch.device | str = "cpu") -> None:
         shape = (blocks, spec.layers, 2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
         # Zeros, not garbage: a masked position's value is multiplied by 0, and NaN would survive that.
-        self.data = torch.zeros(shape, dtype=DTYPES[spec.dtype], device=device)
+        self.data = zeros(shape, DTYPES[spec.dtype], device)
 
     @property
     def blocks(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
 from edgemoe.model.kv import DTYPES
+from edgemoe.model.memory import zeros
 from edgemoe.model.spec import ModelSpec, dense_shapes
 
-Read = Callable[[str, torch.dtype], torch.Tensor]
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,50 +44,70 @@ def load_weights(spec: ModelSpec, path: Path, device: torch.device) -> Weights:
     """Copies the weights into memory of their own. Raises StoreError."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return _assemble(spec, _reader(spec, path, file, device))
+            return _assemble(spec, _Reader(spec, path, file, device))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
 
 
-def _reader(spec: ModelSpec, path: Path, file: Any, device: torch.device) -> Read:
-    shapes, present = dense_shapes(spec), set(file.keys())
+class _Reader:
+    """Copies tensors of a file into one piece of memory, one after the other."""
 
-    def read(name: str, dtype: torch.dtype) -> torch.Tensor:
-        stored = next((spelling for spelling in spec.names.spellings(name) if spelling in present), None)
-        if stored is None:
-            raise StoreError(f"{path} lacks {name}; pack the checkpoint again")
-        tensor = file.get_tensor(stored)
-        if tuple(tensor.shape) != shapes[name]:
-            raise StoreError(f"{path}: {stored} is {tuple(tensor.shape)}, but config.json says {shapes[name]}")
-        return tensor.to(device=device, dtype=dtype, copy=True)  # type: ignore[no-any-return]
+    def __init__(self, spec: ModelSpec, path: Path, file: Any, device: torch.device) -> None:
+        self._names, self._dtype = spec.names, DTYPES[spec.dtype]
+        self._path, self._file, self._shapes, self._present = path, file, dense_shapes(spec), set(file.keys())
+        elements = sum(math.prod(shape) * (2 if _is_norm(name) else 1) for name, shape in self._shapes.items())
+        room = elements * spec.dtype_bytes + ALIGNMENT * len(self._shapes)
+        self._memory = zeros([room], torch.uint8, device)
+        self._taken = 0
 
-    return read
+    def __call__(self, *names: str) -> torch.Tensor:
+        """The tensors of these names, one below the other; norms in float32."""
+        stored = [self._stored(name) for name in names]
+        dtype = torch.float32 if _is_norm(names[0]) else self._dtype
+        result = self._take([sum(len(part) for part in stored), *stored[0].shape[1:]], dtype)
+        for part, rows in zip(stored, torch.split(result, [len(part) for part in stored]), strict=True):
+            rows.copy_(part)
+        return result
+
+    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        start = self._taken
+        size = math.prod(shape) * dtype.itemsize
+        self._taken += -(-size // ALIGNMENT) * ALIGNMENT
+        return self._memory[start : start + size].view(dtype).view(tuple(shape))
+
+    def _stored(self, name: str) -> torch.Tensor:
+        spelling = next((each for each in self._names.spellings(name) if each in self._present), None)
+        if spelling is None:
+            raise StoreError(f"{self._path} lacks {name}; pack the checkpoint again")
+        tensor: torch.Tensor = self._file.get_tensor(spelling)
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise StoreError(
+                f"{self._path}: {spelling} is {tuple(tensor.shape)}, but config.json says {self._shapes[name]}"
+            )
+        return tensor
 
 
-def _assemble(spec: ModelSpec, read: Read) -> Weights:
-    dtype = DTYPES[spec.dtype]
-    embed = read("model.embed_tokens.weight", dtype)
+def _is_norm(name: str) -> bool:
+    return "norm" in name
+
+
+def _assemble(spec: ModelSpec, read: _Reader) -> Weights:
+    embed = read("model.embed_tokens.weight")
     return Weights(
         embed=embed,
         layers=tuple(_layer(spec, f"model.layers.{layer}", read) for layer in range(spec.layers)),
-        norm=read("model.norm.weight", torch.float32),
-        head=embed if spec.tied else read("lm_head.weight", dtype),
+        norm=read("model.norm.weight"),
+        head=embed if spec.tied else read("lm_head.weight"),
     )
 
 
-def _layer(spec: ModelSpec, prefix: str, read: Read) -> LayerWeights:
-    def norm(name: str) -> torch.Tensor:
-        return read(f"{prefix}.{name}.weight", torch.float32)
-
-    def matrix(name: str) -> torch.Tensor:
-        return read(f"{prefix}.{name}.weight", DTYPES[spec.dtype])
-
+def _layer(spec: ModelSpec, prefix: str, read: _Reader) -> LayerWeights:
     return LayerWeights(
-        norm=norm("input_layernorm"),
-        qkv=torch.cat([matrix(f"self_attn.{part}_proj") for part in "qkv"]),
-        q_norm=norm("self_attn.q_norm") if spec.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if spec.qk_norm else None,
-        o=matrix("self_attn.o_proj"),
-        post_norm=norm("post_attention_layernorm"),
-        gate=matrix("mlp.gate"),
+        norm=read(f"{prefix}.input_layernorm.weight"),
+        qkv=read(*(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv")),
+        q_norm=read(f"{prefix}.self_attn.q_norm.weight") if spec.qk_norm else None,
+        k_norm=read(f"{prefix}.self_attn.k_norm.weight") if spec.qk_norm else None,
+        o=read(f"{prefix}.self_attn.o_proj.weight"),
+        post_norm=read(f"{prefix}.post_attention_layernorm.weight"),
+        gate=read(f"{prefix}.mlp.gate.weight"),
     )

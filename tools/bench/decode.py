@@ -26,20 +26,21 @@ from edgemoe.kernels.env import WORKER_ENV
 for _name, _value in WORKER_ENV.items():  # before anything loads torch
     os.environ.setdefault(_name, _value)
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import save_file
 
-from edgemoe.experts.compute import Group  # noqa: E402
-from edgemoe.kernels.compute import Kernels  # noqa: E402
-from edgemoe.kernels.machine import chunk, fields, i64_at, record  # noqa: E402
-from edgemoe.kernels.pool import parallel  # noqa: E402
-from edgemoe.kernels.products import ExpertMath, ExpertSlab  # noqa: E402
-from edgemoe.model.decoder import Decoder  # noqa: E402
-from edgemoe.model.kv import KVCache  # noqa: E402
-from edgemoe.model.spec import dense_shapes, spec_from_config  # noqa: E402
-from edgemoe.types import BLOCK_TOKENS, Batch  # noqa: E402
+from edgemoe.experts.compute import Group
+from edgemoe.kernels.compute import Kernels
+from edgemoe.kernels.machine import chunk, fields, i64_at, record
+from edgemoe.kernels.pool import parallel
+from edgemoe.kernels.products import ExpertMath, ExpertSlab
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.model.memory import zeros  # noqa: E402
+from edgemoe.model.spec import dense_shapes, spec_from_config
+from edgemoe.types import BLOCK_TOKENS, Batch
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 CONTEXT = 64  # tokens in the cache before timing starts
@@ -65,7 +66,7 @@ class Resident:
     def __init__(self, spec: Any, kernels: Kernels, model: Any) -> None:
         self._spec, self._math = spec, ExpertMath(kernels)
         self.stride = -(-spec.expert_bytes // 4096) * 4096
-        self.slab = torch.empty(spec.layers * spec.experts, self.stride, dtype=torch.uint8)
+        self.slab = zeros([spec.layers * spec.experts, self.stride], torch.uint8, "cpu")
         self._experts = ExpertSlab(self.slab, spec.hidden, spec.expert_width, kernels.bf16)
         for number, layer in enumerate(model.model.layers):
             here = slice(number * spec.experts, (number + 1) * spec.experts)
