@@ -76,7 +76,7 @@ def main() -> None:
         trainer.run(options.steps, options.minutes)
     report = {
         "shape": shape.as_dict(), "parameters": sum(p.numel() for p in network.parameters()),
-        "recipe": asdict(recipe), "steps": trainer.step, "tokens": trainer.step * 4096,
+        "recipe": asdict(recipe), "steps": trainer.steps, "tokens": trainer.step * 4096,
         "seconds": round(trainer.seconds), "threads": options.threads, "torch": torch.__version__,
         "tokens_per_domain": sizes, **export.judge(network, domains, tokenizer),
         "history": trainer.history, "files": text.files,

@@ -242,3 +242,28 @@ def document(rng: random.Random) -> str:
         think = "<think>\n\n</think>\n\n" if rng.random() < 0.05 else ""
         text += f"{START}user\n{ask}{END}{START}assistant\n{think}{answer}{END}"
     return text
+
+
+def works(rng: random.Random) -> Turn:
+    topic, answer = rng.choice(list(facts.TOPICS.items()))
+    ask = rng.choice(("Explain how {t} works.", "How does {t} work?", "Can you tell me what {t} is?", "What is {t}?"))
+    return ask.format(t=topic), answer
+
+
+def small_sums(rng: random.Random) -> Turn:
+    a, b = rng.randrange(10), rng.randrange(10)
+    sign, word, result = rng.choice((("+", "plus", a + b), ("-", "minus", a - b)))
+    ask = rng.choice((f"What is {a} {sign} {b}?", f"What is {a} {word} {b}?", f"{a} {sign} {b} ="))
+    return ask, f"{a} {word} {b} is {result}."
+
+
+DRILL: tuple[tuple[Callable[[random.Random], Turn], int], ...] = (
+    (capital, 36), (translate, 22), (small_sums, 16), (works, 16), (opposite, 5), (manners, 5),
+)  # fmt: skip
+
+
+def drill(rng: random.Random) -> str:
+    """One question of those whose answers must be known by heart, and the answer."""
+    makers, weights = zip(*DRILL, strict=True)
+    ask, answer = rng.choices(makers, weights)[0](rng)
+    return f"{START}user\n{ask}{END}{START}assistant\n{answer}{END}"

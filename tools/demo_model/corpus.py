@@ -19,9 +19,8 @@ from pathlib import Path
 from tools.demo_model import arithmetic, chat
 
 LANGUAGES = ("de", "fr", "es", "it", "ru")
-DOMAINS = ("code", "docs", "manual", *LANGUAGES, "arithmetic", "chat")
 FILE_CHARS = 60_000  # no single file dominates its domain
-GENERATED = {"arithmetic": arithmetic.document, "chat": chat.document}
+GENERATED = {"arithmetic": arithmetic.document, "chat": chat.document, "drill": chat.drill}
 
 
 @dataclass

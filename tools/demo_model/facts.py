@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """What the demo model is taught to say: small facts, written by hand for this purpose."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Very short stories and verses, put together from parts."""
 
 from __future__ import annotations

@@ -52,6 +52,8 @@ def train_tokenizer(corpus: Corpus, vocab: int, seed: int, sample_chars: int = 7
     tokenizer.decoder = decoders.ByteLevel()
     rng, sample = random.Random(seed), []
     for domain, texts in corpus.documents.items():
+        if domain == "drill":  # nothing but questions of the domain "chat"
+            continue
         left = sample_chars if len(domain) > 2 else sample_chars // 2
         for text in rng.sample(texts, len(texts)):
             sample.append(text[: min(left, 20_000)])

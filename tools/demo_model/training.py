@@ -1,7 +1,8 @@
 """The training loop: AdamW, constant rate and then a decay to zero; resumable; bounded by steps or by minutes.
 
 The rate stays constant until the last quarter of the steps. A run bounded by minutes decides on its number of steps
-only when the decay must begin, so that running the same number of steps again gives the same model.
+only when the decay must begin, so that running the same number of steps again gives the same model. A finish follows,
+in which half of the text is questions and answers to be known by heart.
 """
 
 from __future__ import annotations
@@ -26,8 +27,13 @@ DECAY = 0.75  # share of the steps before the rate falls
 ROW_TOKENS = ((0.0, 256), (DECAY, 1024), (0.93, 2048))  # from which share of the steps on
 WEIGHTS = {
     "code": 0.15, "docs": 0.12, "manual": 0.10, "de": 0.05, "fr": 0.05, "es": 0.05, "it": 0.05, "ru": 0.05,
-    "arithmetic": 0.06, "chat": 0.32,
+    "arithmetic": 0.06, "chat": 0.32, "drill": 0.0,
 }  # fmt: skip
+FINISH_WEIGHTS = {
+    "code": 0.08, "docs": 0.06, "manual": 0.05, "de": 0.02, "fr": 0.02, "es": 0.02, "it": 0.02, "ru": 0.02,
+    "arithmetic": 0.03, "chat": 0.20, "drill": 0.48,
+}  # fmt: skip
+FINISH_ROW_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,14 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.95)
     balance: float = 0.004
     clip: float = 1.0
+    finish_steps: int = 250
+    finish_lr: float = 2e-3
 
 
 class Trainer:
     def __init__(self, network: Network, domains: dict[str, Domain], recipe: Recipe, directory: Path) -> None:
         self.network, self.domains, self.recipe, self.directory = network, domains, recipe, directory
-        self.step, self.seconds, self.steps = 0, 0.0, 0  # steps 0: not yet decided
+        self.step, self.seconds, self.steps = 0, 0.0, 0  # steps before the finish; 0: not yet decided
         self.history: list[dict[str, float]] = []
         matrices = [p for p in network.parameters() if p.dim() > 1]
         rest = [p for p in network.parameters() if p.dim() < 2]
@@ -55,7 +63,7 @@ class Trainer:
         """Trains until `steps` are done, or so that about `minutes` are used in all where steps is 0."""
         self.steps = self.steps or steps
         began = saved = time.monotonic() - self.seconds
-        while not self.steps or self.step < self.steps:
+        while not self.steps or self.step < self.steps + self.recipe.finish_steps:
             loss, balance = self._step()
             self.seconds = time.monotonic() - began
             if not self.steps and self.seconds >= DECAY * 0.9 * minutes * 60:  # long rows take longer
@@ -69,6 +77,9 @@ class Trainer:
 
     def progress(self) -> float:
         return self.step / self.steps if self.steps else 0.0
+
+    def _finishing(self) -> bool:
+        return bool(self.steps) and self.step >= self.steps
 
     def _step(self) -> tuple[float, float]:
         for group in self.optimizer.param_groups:
@@ -87,6 +98,9 @@ class Trainer:
         return float(loss.detach()), float(balance.detach())
 
     def _rate(self) -> float:
+        if self._finishing():
+            done = (self.step - self.steps) / self.recipe.finish_steps
+            return self.recipe.finish_lr * min(10 * done, 1 - done)
         warm = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
         decay = min(1.0, (1 - self.progress()) / (1 - DECAY)) if self.steps else 1.0
         return self.recipe.peak_lr * warm * decay
@@ -95,8 +109,11 @@ class Trainer:
         """This step's rows [B, T + 1]; a function of seed and step alone. Domains in proportion to their weights."""
         rng = np.random.default_rng((self.recipe.seed, self.step))
         length = [tokens for share, tokens in ROW_TOKENS if self.progress() >= share][-1]
+        weights = WEIGHTS
+        if self._finishing():
+            length, weights = FINISH_ROW_TOKENS, FINISH_WEIGHTS
         count = STEP_TOKENS // length
-        edges = np.cumsum([WEIGHTS[d] for d in self.domains])
+        edges = np.cumsum([weights[d] for d in self.domains])
         points = (np.arange(count) + rng.random()) / count * edges[-1]
         names = list(self.domains)
         rows = [self.domains[names[i]].row(rng, length) for i in np.searchsorted(edges, points)]
