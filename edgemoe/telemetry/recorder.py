@@ -1,0 +1,248 @@
+"""Recordings of routing: what the gates chose, step by step, in compressed files that are bounded and rotated.
+
+A file is MAGIC, then blocks: four bytes of length (little-endian) and a zlib stream of that length, which holds a
+MessagePack array. The first block of a file is a `Header`, all others are lists of `Step`. Recordings tell what users
+wrote: files are 0600, the oldest go first, and nothing is recorded unless the owner says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+import numpy as np
+
+from edgemoe.config import RecordSettings
+from edgemoe.errors import StoreError
+from edgemoe.types import StepRouting
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"EDGEMOE\x01"
+SUFFIX = ".routes"
+BLOCK_STEPS = 64  # steps compressed together
+BLOCK_BYTES = 8 << 20  # or so many bytes of them, whichever comes first
+WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped, and counted
+MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
+FLUSH_S = 5.0  # longest that a step waits for its block to fill
+_LENGTH = struct.Struct("<I")
+T = TypeVar("T")
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """What a file's steps were recorded from."""
+
+    digest: str  # of the model
+    layers: int
+    experts: int
+    top_k: int
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """One step's `StepRouting`; arrays as little-endian bytes."""
+
+    requests: tuple[str, ...]  # [S]
+    query_lens: bytes  # [S] int32
+    decode: bytes  # [S] bool
+    tokens: bytes  # [T] int32
+    positions: bytes  # [T] int32
+    ids: bytes  # [L, T, k] int16
+    weights: bytes  # [L, T, k] float16
+
+
+class Recorder:
+    """Owns the newest file and a thread that writes it. `add` never waits; `close` writes what is left."""
+
+    def __init__(self, settings: RecordSettings, header: Header) -> None:
+        """Raises StoreError where the directory cannot be written."""
+        self.dropped = 0  # steps that the writer was too slow for
+        self._settings, self._header = settings, header
+        self._directory = Path(settings.dir)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._file: BinaryIO | None = None
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._open()
+        except OSError as error:
+            raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
+        self._waiting: deque[StepRouting] = deque()
+        self._waiting_bytes = 0
+        self._wake, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def add(self, step: StepRouting) -> None:
+        """Records one step; its arrays must not change any more. Any thread."""
+        size = _size(step)
+        with self._wake:
+            if self._closed or self._waiting_bytes + size > WAITING_BYTES:
+                self.dropped += 1
+                return
+            self._waiting.append(step)
+            self._waiting_bytes += size
+            if len(self._waiting) >= BLOCK_STEPS or self._waiting_bytes >= BLOCK_BYTES:
+                self._wake.notify()
+
+    def close(self) -> None:
+        """Writes what is left and ends the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(10.0)
+
+    # --- the writer's thread
+
+    def _run(self) -> None:
+        try:
+            while (steps := self._take()) is not None:
+                if steps:
+                    self._write([_pack(step) for step in steps])
+        except OSError as error:
+            log.error(f"recording to {self._directory} stopped: {error}")
+            with self._wake:
+                self._closed = True
+                self._waiting.clear()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def _take(self) -> list[StepRouting] | None:
+        """The next block's steps; None when it is over."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._closed or len(self._waiting) >= BLOCK_STEPS, FLUSH_S)
+            if self._closed and not self._waiting:
+                return None
+            steps: list[StepRouting] = []
+            size = 0
+            while self._waiting and len(steps) < BLOCK_STEPS and size < BLOCK_BYTES:
+                steps.append(self._waiting.popleft())
+                size += _size(steps[-1])
+            self._waiting_bytes -= size
+            return steps
+
+    def _write(self, steps: list[Step]) -> None:
+        block = zlib.compress(self._encode(steps), 1)
+        assert self._file is not None
+        if self._file.tell() + len(block) > self._settings.file_bytes and self._file.tell() > len(MAGIC) + 512:
+            self._file.close()
+            self._open()
+        self._file.write(_LENGTH.pack(len(block)) + block)
+        self._file.flush()
+        self._make_room()
+
+    def _open(self) -> None:
+        """A new file; names sort by age."""
+        name = f"{time.time_ns():020d}{SUFFIX}"
+        descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = os.fdopen(descriptor, "wb")
+        block = zlib.compress(self._encode(self._header), 1)
+        self._file.write(MAGIC + _LENGTH.pack(len(block)) + block)
+        self._file.flush()
+
+    def _make_room(self) -> None:
+        """Deletes the oldest files until all together fit; the newest stays."""
+        files = sorted(self._directory.glob(f"*{SUFFIX}"))
+        sizes = [file.stat().st_size for file in files]
+        while len(files) > 1 and sum(sizes) > self._settings.max_bytes:
+            with contextlib.suppress(FileNotFoundError):
+                files[0].unlink()
+            del files[0], sizes[0]
+
+
+def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
+    """A recording's header and its steps, in order; one cut short by a crash ends early. Raises StoreError."""
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise StoreError(f"{path} is no recording of routing, or of a later version")
+        header = _decode(path, _block(path, file), Header)
+    if min(header.layers, header.experts, header.top_k) < 1 or header.top_k > header.experts:
+        raise StoreError(f"{path} is damaged: {header}")
+    return header, _steps(path, header)
+
+
+def _steps(path: Path, header: Header) -> Iterator[StepRouting]:
+    with path.open("rb") as file:
+        file.seek(len(MAGIC))
+        _block(path, file)
+        while block := _block(path, file):
+            for step in _decode(path, block, list[Step]):
+                yield _unpack(path, header, step)
+
+
+def _block(path: Path, file: BinaryIO) -> bytes:
+    """The next block, decompressed; empty at the end, or where the last one is incomplete."""
+    prefix = file.read(_LENGTH.size)
+    if len(prefix) < _LENGTH.size:
+        return b""
+    length = _LENGTH.unpack(prefix)[0]
+    data = file.read(length)
+    if len(data) < length:
+        return b""
+    try:
+        stream = zlib.decompressobj()
+        whole = stream.decompress(data, MAX_BLOCK)
+    except zlib.error as error:
+        raise StoreError(f"{path} is damaged: {error}") from error
+    if not stream.eof:
+        raise StoreError(f"{path} is damaged: a block is larger than {MAX_BLOCK} bytes, or cut short")
+    return whole
+
+
+def _decode(path: Path, data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"{path} is damaged: {error}") from error
+
+
+def _size(step: StepRouting) -> int:
+    return int(step.ids.nbytes) * 2 + 4096
+
+
+def _pack(step: StepRouting) -> Step:
+    return Step(
+        requests=step.requests,
+        query_lens=step.query_lens.astype("<i4").tobytes(),
+        decode=step.decode.astype(np.bool_).tobytes(),
+        tokens=step.tokens.astype("<i4").tobytes(),
+        positions=step.positions.astype("<i4").tobytes(),
+        ids=step.ids.astype("<i2").tobytes(),
+        weights=step.weights.astype("<f2").tobytes(),
+    )
+
+
+def _unpack(path: Path, header: Header, step: Step) -> StepRouting:
+    try:
+        query_lens = np.frombuffer(step.query_lens, "<i4").astype(np.int64)
+        tokens = np.frombuffer(step.tokens, "<i4").astype(np.int64)
+        shape = (header.layers, len(tokens), header.top_k)
+        ids = np.frombuffer(step.ids, "<i2").astype(np.int16).reshape(shape)
+        routing = StepRouting(
+            requests=step.requests,
+            query_lens=query_lens,
+            decode=np.frombuffer(step.decode, np.bool_),
+            tokens=tokens,
+            positions=np.frombuffer(step.positions, "<i4").astype(np.int64),
+            ids=ids,
+            weights=np.frombuffer(step.weights, "<f2").astype(np.float32).reshape(shape),
+            hints={},
+            step_s=0.0,
+            stall_s=0.0,
+        )
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged: {error}") from error
+    sizes = len(routing.requests), len(query_lens), len(routing.decode)
+    inside = not ids.size or (ids.min() >= 0 and ids.max() < header.experts)
+    if len(set(sizes)) > 1 or query_lens.sum() != len(tokens) or len(routing.positions) != len(tokens) or not inside:
+        raise StoreError(f"{path} is damaged: the parts of a step do not fit together")
+    return routing
