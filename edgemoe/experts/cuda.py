@@ -28,6 +28,7 @@ from edgemoe.types import IntArray
 
 log = logging.getLogger(__name__)
 
+ROUSE, CLOSE = "rouse", "close"  # what the link's thread is told beside copies
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 ROWS = (16, 32, 64)  # calls of one expert that one program takes on
 MARKS = 64  # computations remembered; of older ones the oldest remembered is waited for
@@ -93,7 +94,7 @@ class CudaLink:
         self._streams = tuple(torch.cuda.Stream(slab.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._flying = 0
-        self._ends: SimpleQueue[tuple[Load, torch.cuda.Event] | None] = SimpleQueue()
+        self._ends: SimpleQueue[tuple[Load, torch.cuda.Event] | str] = SimpleQueue()
         self._thread = threading.Thread(target=self._reap, name="edgemoe-copies", daemon=True)
 
     def attach(self, dock: Dock) -> None:
@@ -112,8 +113,11 @@ class CudaLink:
     def idle(self) -> bool:
         return not self._flying
 
+    def rouse(self) -> None:
+        self._ends.put(ROUSE)
+
     def close(self) -> None:
-        self._ends.put(None)
+        self._ends.put(CLOSE)
         self._thread.join(timeout=10)
         _unpin(self._source)
 
@@ -130,16 +134,21 @@ class CudaLink:
         return end
 
     def _reap(self) -> None:
-        while (flight := self._ends.get()) is not None:
-            load, end = flight
-            try:
-                end.synchronize()
-            except RuntimeError:
-                log.exception("a copy to the GPU failed")
-            with self._lock:
-                self._flying -= 1
-                self.stats.end(self._source.stride_bytes)
-            self._dock.released(load)
+        while (flight := self._ends.get()) is not CLOSE:
+            if isinstance(flight, str):
+                self._dock.roused(self)
+            else:
+                self._end(*flight)
+
+    def _end(self, load: Load, end: torch.cuda.Event) -> None:
+        try:
+            end.synchronize()
+        except RuntimeError:
+            log.exception("a copy to the GPU failed")
+        with self._lock:
+            self._flying -= 1
+            self.stats.end(self._source.stride_bytes)
+        self._dock.released(load)
 
 
 class CudaCompute:

@@ -96,6 +96,9 @@ class Dock(Protocol):
     def failed(self, load: Load, error: Exception) -> None:
         """The copy ended without its bytes, and no longer reads from its source."""
 
+    def roused(self, link: Link) -> None:
+        """The answer to `rouse`, on the link's thread."""
+
 
 class Link(Protocol):
     """RAM -> one device."""
@@ -110,6 +113,9 @@ class Link(Protocol):
 
     def idle(self) -> bool:
         """Nothing is queued or under way."""
+
+    def rouse(self) -> None:
+        """Has the dock called back soon, where it can take its time."""
 
     def close(self) -> None:
         """Ends the link after the copy under way; what is queued fails."""
@@ -133,6 +139,7 @@ class EmulatedLink:
         self._lanes: tuple[deque[tuple[Load, float]], ...] = (deque(), deque())  # demand, prefetch
         self._changed = threading.Condition()
         self._waiting = 0  # queued or under way
+        self._roused = False
         self._free_at_s = 0.0
         self.closed = False
         self._thread = threading.Thread(target=self._run, name="edgemoe-link", daemon=True)
@@ -143,13 +150,21 @@ class EmulatedLink:
 
     def copy(self, load: Load) -> None:
         with self._changed:
-            self._lanes[0 if load.demand else 1].append((load, self._clock()))
-            self._waiting += 1
-            self.stats.begin()
-            self._changed.notify()
+            if not self.closed:
+                self._lanes[0 if load.demand else 1].append((load, self._clock()))
+                self._waiting += 1
+                self.stats.begin()
+                self._changed.notify()
+                return
+        self._refuse(load)
 
     def idle(self) -> bool:
         return not self._waiting
+
+    def rouse(self) -> None:
+        with self._changed:
+            self._roused = True
+            self._changed.notify()
 
     def close(self) -> None:
         with self._changed:
@@ -157,10 +172,17 @@ class EmulatedLink:
             self._changed.notify()
         self._thread.join(timeout=10)
         for load, _ in (*self._lanes[0], *self._lanes[1]):
-            self._dock.failed(load, RuntimeError(f"the link of {load} is closed"))
+            self._refuse(load)
+
+    def _refuse(self, load: Load) -> None:
+        self._dock.failed(load, RuntimeError(f"the link of {load} is closed"))
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while not self.closed:
+            job = self._next()
+            if job is None:
+                self._dock.roused(self)
+                continue
             load, queued_s = job
             self._transfer(load, queued_s)
             with self._changed:
@@ -170,9 +192,11 @@ class EmulatedLink:
             self._dock.released(load)
 
     def _next(self) -> tuple[Load, float] | None:
+        """The next copy; None when roused, or closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or any(self._lanes))
-            if self.closed:
+            self._changed.wait_for(lambda: self.closed or self._roused or any(self._lanes))
+            if self.closed or not any(self._lanes):
+                self._roused = False
                 return None
             return next(lane for lane in self._lanes if lane).popleft()
 

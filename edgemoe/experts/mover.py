@@ -178,6 +178,15 @@ class Mover:
         self.residency.fail(load, _as_failure(load, error))
         self.residency.let_go(load.source)
 
+    def roused(self, link: Link) -> None:
+        """The link is idle: time for wishes."""
+        lanes = self._copies[self.links.index(link)]
+        with self._lock:
+            for horizon, queue in zip(Horizon, lanes, strict=True):
+                while queue and link.idle():
+                    if (load := self.residency.reserve(queue.popleft(), horizon)) is not None:
+                        link.copy(load)
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _lanes_of(self, move: Move) -> Lanes:
@@ -201,17 +210,10 @@ class Mover:
     def _serve_wishes(self) -> None:
         """Starts what idle links and idle readers allow."""
         for link, lanes in zip(self.links, self._copies, strict=True):
-            if any(lanes):
-                with self._lock:
-                    self._serve_link(link, lanes)
+            if any(lanes) and link.idle():
+                link.rouse()
         if any(self._stages) and not self._reading[1] and self._reading[0] < self._idle_readers:
             self._wake(self._idle_readers)
-
-    def _serve_link(self, link: Link, lanes: Lanes) -> None:
-        for horizon, queue in zip(Horizon, lanes, strict=True):
-            while queue and link.idle():
-                if (load := self.residency.reserve(queue.popleft(), horizon)) is not None:
-                    link.copy(load)
 
     def _close(self) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from edgemoe.experts.arena import ExpertShape, HostArena
 from edgemoe.experts.compute import Group
 from edgemoe.experts.cuda import CudaCompute, CudaLink, Order, blocks_of, open_cuda
 from edgemoe.experts.devices import Tiers
+from edgemoe.experts.links import Link
 from edgemoe.experts.pool import Load, Pool
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.victims import ALWAYS
@@ -104,6 +105,9 @@ class Desk:
 
     def failed(self, load: Load, error: Exception) -> None:
         raise error
+
+    def roused(self, link: Link) -> None:
+        raise AssertionError
 
 
 class Budget:
@@ -256,3 +260,6 @@ class Landing:
 
     def failed(self, load: object, error: Exception) -> None:
         raise error
+
+    def roused(self, link: object) -> None:
+        raise AssertionError

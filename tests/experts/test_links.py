@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgemoe.experts.arena import HostArena
-from edgemoe.experts.links import EmulatedLink, LinkStats
+from edgemoe.experts.links import EmulatedLink, Link, LinkStats
 from edgemoe.experts.pool import Load, Pool
 from edgemoe.policy.baselines import LRU
 from edgemoe.types import Tier
@@ -48,6 +48,9 @@ class Dock:
 
     def failed(self, load: Load, error: Exception) -> None:
         self.failures.append(load.slot)
+
+    def roused(self, link: Link) -> None:
+        self.ended.release()
 
 
 def copy(pool: Pool, slot: int, *, demand: bool = True) -> Load:
@@ -109,6 +112,15 @@ def test_demanded_copies_overtake_prefetches(pool: Pool) -> None:
     assert dock.order == [0, 2, 1]
 
 
+def test_a_roused_link_calls_back_on_its_own_thread(pool: Pool) -> None:
+    dock = Dock()
+    link = EmulatedLink(HostArena(8, STRIDE), HostArena(8, STRIDE), 1e6)
+    link.attach(dock)
+    link.rouse()
+    assert dock.ended.acquire(timeout=10)
+    link.close()
+
+
 def test_closing_fails_what_is_queued(pool: Pool) -> None:
     clock, dock = Clock(), Dock()
     link = EmulatedLink(HostArena(8, STRIDE), HostArena(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
@@ -122,7 +134,8 @@ def test_closing_fails_what_is_queued(pool: Pool) -> None:
         pass
     dock.gate.release()
     closer.join(10)
-    assert dock.failures == [1]
+    link.copy(copy(pool, 2))
+    assert dock.failures == [1, 2]
 
 
 def test_a_link_knows_its_rate_and_the_fixed_cost_of_a_transfer() -> None:
