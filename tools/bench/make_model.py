@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
         "kv-heads": 4,
         "head-dim": 64,
         "experts": 64,
-        "width": 512,
+        "expert-width": 512,
         "top-k": 8,
         "vocab": 32000,
         "context": 40960,

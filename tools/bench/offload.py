@@ -118,7 +118,8 @@ class Edgemoe:
         command = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--set", f"api.socket={socket}"]
         settings = (
             f"memory.ram_bytes={ram_mib}MiB",
-            "memory.kv_bytes=64MiB",
+            "memory.kv_bytes=32MiB",
+            "memory.headroom_bytes=0",
             "device.0.kind=cpu",
             "engine.prefix_cache=false",
             "engine.context_tokens=2048",
