@@ -95,7 +95,7 @@ async def running(settings: Settings, command: tuple[str, ...] = SCRIPTED) -> As
     front = Front(settings, command, env={})
     serving = asyncio.ensure_future(front.serve())
     try:
-        await until(lambda: serving.done() or ready(front), 30.0)
+        await until(lambda: serving.done() or ready(front), 120.0)
         if serving.done():
             serving.result()
         yield front
@@ -121,7 +121,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 def http_client(settings: Settings, **options: Any) -> httpx.AsyncClient:
     transport = httpx.AsyncHTTPTransport(uds=settings.api.socket)
-    return httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=30.0, **options)
+    return httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=120.0, **options)
 
 
 def openai_client(settings: Settings, **options: Any) -> openai.AsyncOpenAI:

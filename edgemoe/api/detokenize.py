@@ -49,6 +49,14 @@ class Vocabulary:
             return bytes([int(byte[1], 16)])
         return piece.replace(SPACE, " ").encode()
 
+    def name(self, token: int) -> str:
+        """How a single token is written: its text, or as OpenAI does, "bytes:\\xe2\\x80" where that is no UTF-8."""
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
     def text(self, tokens: Iterable[int], skip_special: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
         kept = (token for token in tokens if not (skip_special and token in self.special))

@@ -15,6 +15,7 @@ from edgemoe.errors import RequestError
 from edgemoe.types import Emission, Json
 
 DONE = b"data: [DONE]\n\n"
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
 _encode = msgspec.json.Encoder().encode
 
@@ -48,22 +49,29 @@ def _logprob(emission: Emission, vocabulary: Vocabulary) -> Json:
 
 
 def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
-    raw = vocabulary.bytes_of(token)
-    return {"token": raw.decode(errors="replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}
+    return {
+        "token": vocabulary.name(token),
+        "logprob": max(logprob, LEAST),
+        "bytes": list(vocabulary.bytes_of(token)),
+    }
 
 
 def text_logprobs(emissions: Iterable[Emission], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
     """The `logprobs` of a completion whose next token starts at `offset`; and where the one after starts."""
-    tokens, offsets = [], []
+    offsets = []
     emissions = list(emissions)
     for emission in emissions:
-        tokens.append(vocabulary.text([emission.token or 0]))
         offsets.append(offset)
-        offset += len(tokens[-1])
+        offset += len(vocabulary.text([emission.token or 0]))
     body = {
-        "tokens": tokens,
-        "token_logprobs": [max(emission.logprob or 0.0, -9999.0) for emission in emissions],
-        "top_logprobs": [{vocabulary.text([token]): max(value, -9999.0) for token, value in e.top} for e in emissions],
+        "tokens": [vocabulary.name(emission.token or 0) for emission in emissions],
+        "token_logprobs": [max(emission.logprob or 0.0, LEAST) for emission in emissions],
+        "top_logprobs": [_top(emission, vocabulary) for emission in emissions],
         "text_offset": offsets,
     }
     return body, offset
+
+
+def _top(emission: Emission, vocabulary: Vocabulary) -> dict[str, float]:
+    """The likeliest tokens by name; where two have the same, the likelier one counts."""
+    return {vocabulary.name(token): max(logprob, LEAST) for token, logprob in reversed(emission.top)}

@@ -80,6 +80,12 @@ def test_a_character_of_several_tokens_arrives_whole() -> None:
     assert [detokenizer.feed(token) for token in ids] == [""] * (len(ids) - 1) + ["\u2603"]
 
 
+def test_a_token_that_is_no_text_is_named_by_its_bytes() -> None:
+    names = [VOCABULARY.name(token) for token in TOKENIZER.encode("a\u2603").ids]
+    assert names[0] == "a"
+    assert names[1].startswith("bytes:\\xe2")
+
+
 def test_special_tokens_are_not_shown_but_marks_are() -> None:
     detokenizer = Detokenizer(VOCABULARY)
     shown = [detokenizer.feed(TOKENIZER.token_to_id(name)) for name in ("<|im_end|>", "<think>")]
