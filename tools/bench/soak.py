@@ -55,7 +55,12 @@ WORDS = [
     "peer",
     "dies",
 ]
-IDLE_GAUGES = ("edgemoe_requests_running", "edgemoe_queue_depth", "edgemoe_kv_blocks_referenced")
+IDLE_GAUGES = (
+    "edgemoe_live_requests",
+    "edgemoe_requests_running",
+    "edgemoe_queue_depth",
+    "edgemoe_kv_blocks_referenced",
+)
 
 
 class Soak:
