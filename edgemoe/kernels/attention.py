@@ -97,7 +97,7 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
         for at in range(start, end, BLOCK):
             keys = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
             count, to = min(BLOCK, end - at), scores + (at - start) * 4
-            call_rows(rows, keys, line, count, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4)
+            call_rows(rows, keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4)
         part = a.parts + number * group * (a.head_dim + 2) * 4
         for query in range(group):
             result = f32_at(part + query * (a.head_dim + 2) * 4)

@@ -54,6 +54,7 @@ class Kernels:
         self._iota = np.arange(MAX_TOKENS * 64, dtype=np.int64)
         self.iota = self._iota.ctypes.data
         self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
+        self._job["threads"] = self.linear_record["threads"] = threads
         self._attention_job = np.zeros(1, ATTENTION)
         self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
         self._expert_sizes = (0, 0, 0, 0)

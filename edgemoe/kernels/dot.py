@@ -39,7 +39,7 @@ WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
 LANES = 16 if WIDE else 8
 AHEAD_BYTES = 4096  # prefetched into the second-level cache: 35 GB/s on two cores, 23 without
 
-Dots = Callable[[int, int, int, int, int, int, int], None]
+Dots = Callable[[int, int, int, int, int, int, int, int], None]
 
 
 class _Emitter:
@@ -70,7 +70,6 @@ class _Emitter:
 
     def weights(self, w: Any, offset: Any) -> list[Any]:
         """One vector of float32, or the even and the odd ones of bf16."""
-        self.prefetch(self.b.add(self.b.add(w, offset), ir.Constant(I64, AHEAD_BYTES)))
         if not self.bf16:
             return [self.load(w, offset, self.vector)]
         pairs = self.load(w, offset, self.integers)
@@ -78,8 +77,8 @@ class _Emitter:
         odd = self.b.and_(pairs, ir.Constant(self.integers, [0xFFFF0000] * LANES))
         return [self.b.bitcast(half, self.vector) for half in (even, odd)]
 
-    def loop(self, w: Any, x: Any, x_stride: Any, index: Any, blocks: Any) -> list[Any]:
-        """Sums [tokens] over `blocks` (at least one) blocks, each still a vector."""
+    def loop(self, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, blocks: Any) -> list[Any]:
+        """Sums [tokens] over `blocks` (at least one) blocks, each still a vector; prefetches as much at `soon`."""
         b, entry = self.b, self.b.block
         vectors = self.vectors(x, x_stride, index)
         body, after = b.append_basic_block("body"), b.append_basic_block("after")
@@ -88,7 +87,9 @@ class _Emitter:
         block = b.phi(I64)
         parts = 2 if self.bf16 else 1
         sums = [[b.phi(self.vector) for _ in range(parts)] for _ in range(self.tokens)]
-        weights = self.weights(w, b.mul(block, ir.Constant(I64, 4 * LANES)))
+        place = b.mul(block, ir.Constant(I64, 4 * LANES))
+        self.prefetch(b.add(soon, place))
+        weights = self.weights(w, place)
         start = b.mul(block, ir.Constant(I64, 4 * LANES * parts))
         totals = [
             [
@@ -122,7 +123,9 @@ def _blocks(tokens: int, bf16: bool) -> Any:
     """out[token] = sum over full blocks; `out_stride` bytes between tokens."""
 
     @intrinsic
-    def blocks(typing: Any, w: Any, x: Any, x_stride: Any, index: Any, count: Any, out: Any, out_stride: Any) -> Any:
+    def blocks(
+        typing: Any, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, count: Any, out: Any, out_stride: Any
+    ) -> Any:
         def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
             emitter = _Emitter(builder, tokens, bf16)
             *inputs, out, out_stride = args
@@ -131,7 +134,7 @@ def _blocks(tokens: int, bf16: bool) -> Any:
                 builder.store(emitter.total(vector), builder.inttoptr(place, F32.as_pointer()))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), emit
+        return types.void(*[types.int64] * 8), emit
 
     return blocks
 
@@ -146,10 +149,10 @@ def _dots(tokens: int, bf16: bool) -> Dots:
     blocks, block, rest = _blocks(tokens, bf16), block_elements(bf16), _rest(bf16)
 
     @jit
-    def dots(w: int, x: int, x_stride: int, index: int, n: int, out: int, out_stride: int) -> None:
+    def dots(w: int, soon: int, x: int, x_stride: int, index: int, n: int, out: int, out_stride: int) -> None:
         full = n // block
         if full:
-            blocks(w, x, x_stride, index, full, out, out_stride)
+            blocks(w, soon, x, x_stride, index, full, out, out_stride)
         if full * block < n:
             for token in range(tokens):
                 rest(w, x + i64_at(index)[token] * x_stride, full * block, n, out + token * out_stride)
@@ -210,20 +213,22 @@ def make_place(bf16: bool) -> Callable[[int, int], int]:
 
 @cache
 def make_rows(bf16: bool) -> Any:
-    """rows(w, w_stride, count, x, x_stride, index, tokens, n, out, out_stride): any number of rows and tokens.
+    """rows(w, stride, count, next, x, x_stride, index, tokens, n, out, out_stride): any number of rows and tokens.
 
     Rows are read one after the other; tokens go in groups, for which a row comes from the first-level cache.
+    What is prefetched while the last rows are computed lies at `next`, where the caller will probably go on.
     Call it by its `.address` with `call_rows`.
     """
     by1, by2 = _dots(1, bf16), _dots(2, bf16)
     by4 = _dots(4, bf16) if WIDE else by2  # sums for four tokens need 32 wide registers
     widest = 4 if WIDE else 2
 
-    @compiled(10)
+    @compiled(11)
     def rows(
         w: int,
-        w_stride: int,
+        stride: int,
         count: int,
+        following: int,
         x: int,
         x_stride: int,
         index: int,
@@ -232,18 +237,23 @@ def make_rows(bf16: bool) -> Any:
         out: int,
         out_stride: int,
     ) -> None:
+        end = w + count * stride
         for row in range(count):
-            line, token = w + row * w_stride, 0
+            line, token = w + row * stride, 0
+            soon = line + AHEAD_BYTES
+            if soon >= end:
+                soon = following + soon - end
             while token < tokens:
                 left, which, to = tokens - token, index + 8 * token, out + token * out_stride + 4 * row
                 if left >= widest:
-                    by4(line, x, x_stride, which, n, to, out_stride)
+                    by4(line, soon, x, x_stride, which, n, to, out_stride)
                     token += widest
                 elif left >= 2:
-                    by2(line, x, x_stride, which, n, to, out_stride)
+                    by2(line, soon, x, x_stride, which, n, to, out_stride)
                     token += 2
                 else:
-                    by1(line, x, x_stride, which, n, to, out_stride)
+                    by1(line, soon, x, x_stride, which, n, to, out_stride)
                     token += 1
+                soon = line  # prefetched already
 
     return rows

@@ -21,7 +21,7 @@ from edgemoe.kernels.vector import make_pack, swiglu
 # scratch packed [tokens, hidden], mid [m, width], both and part of the sizes in `scratch_floats`.
 EXPERTS = fields(
     *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
-    *("hidden", "width", "packed", "mid", "both", "part", "iota"),
+    *("hidden", "width", "packed", "mid", "both", "part", "iota", "threads"),
 )
 GATE_ROWS = 64  # rows of gate and of up in one chunk
 DOWN_ROWS = 64
@@ -61,8 +61,10 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
         half = n * GATE_ROWS * 4  # bytes of the gate sums; the up sums follow them
         both = e.both + 2 * GATE_ROWS * 4 * first * per_slot + 2 * half * (number % per_slot)
         for part in range(2):
-            sums, w_part = both + part * half, w + part * e.width * line
-            call_rows(rows, w_part, line, count, e.packed, e.hidden * 4, index, n, e.hidden, sums, GATE_ROWS * 4)
+            here, sums = w + part * e.width * line, both + part * half
+            # After the gate's rows come up's; after those, what the other threads do not take.
+            soon = w + e.width * line if part == 0 else w + e.threads * GATE_ROWS * line
+            call_rows(rows, here, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, sums, GATE_ROWS * 4)
         for pair in range(first, after):
             gate = both + (pair - first) * GATE_ROWS * 4
             swiglu(gate, gate + half, count, f32_at(e.weights)[pair])
@@ -79,8 +81,10 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
         for slot in range(e.count):
             first, after = i64_at(e.offsets)[slot], i64_at(e.offsets)[slot + 1]
             w = e.slab + i64_at(e.slots)[slot] * e.stride + (2 * e.width * e.hidden + row * e.width) * size
-            mid = e.mid + first * line * (4 // size)
-            call_rows(rows, w, line, count, mid, e.width * 4, e.iota, after - first, e.width, part, DOWN_ROWS * 4)
+            mid, soon = e.mid + first * line * (4 // size), w
+            if slot + 1 < e.count:
+                soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
+            call_rows(rows, w, line, count, soon, mid, e.width * 4, e.iota, after - first, e.width, part, DOWN_ROWS * 4)
             for pair in range(first, after):
                 out = f32_at(e.out + (i64_at(e.index)[pair] * e.hidden + row) * 4)
                 values = f32_at(part + (pair - first) * DOWN_ROWS * 4)

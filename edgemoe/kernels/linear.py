@@ -11,8 +11,8 @@ from edgemoe.kernels.machine import call_rows, chunk, entry, fields, record
 from edgemoe.kernels.pool import parallel
 
 # out[t] = weight [rows, n] . x[index[t]] for `tokens` tokens; `x` packed float32, `out` [tokens, rows] float32.
-# `step` is set by the kernel.
-LINEAR = fields("weight", "rows", "n", "x", "index", "tokens", "out", "step")
+# `step` is set by the kernel; `threads` are those of the pool.
+LINEAR = fields("weight", "rows", "n", "x", "index", "tokens", "out", "step", "threads")
 LONG, SHORT = 128, 8  # rows in one chunk of a large matrix, and of a small one such as a gate
 
 
@@ -26,8 +26,9 @@ def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
     def some_rows(job: int, number: int) -> None:
         a = record(job, LINEAR)
         row, line = number * a.step, a.n * size
-        count, out = min(a.step, a.rows - row), a.out + 4 * row
-        call_rows(multiply, a.weight + row * line, line, count, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
+        count, out, w = min(a.step, a.rows - row), a.out + 4 * row, a.weight + row * line
+        following = w + a.threads * a.step * line  # the other threads take the chunks between
+        call_rows(multiply, w, line, count, following, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
 
     multiplying = some_rows.address
 

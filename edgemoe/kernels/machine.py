@@ -189,7 +189,7 @@ def call_chunk(typing: Any, function: Any, job: Any, number: Any) -> Any:
 
 @intrinsic
 def call_rows(
-    typing: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any
+    typing: Any, fn: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
 ) -> Any:
     """Calls what `dot.make_rows` made."""
-    return types.void(*[types.int64] * 11), _call
+    return types.void(*[types.int64] * 12), _call
