@@ -2,7 +2,8 @@
 
 A step that prefills n tokens takes about a + b n seconds, fitted to recent steps. The chunk is as long as fits the
 step that is aimed for, but no shorter than a/b: where the fixed part dominates, as when every expert has to be
-brought in for a handful of tokens, shorter chunks would slow the prompt down and not spare the decoders much.
+brought in for a handful of tokens, shorter chunks would slow the prompt down and not spare the decoders much. The
+fixed part is believed up to two thirds of a step, so that chunks at most double at a time, on repeated evidence.
 """
 
 from __future__ import annotations
@@ -50,6 +51,6 @@ class Pace:
         spread = count * squares - tokens * tokens
         slope = seconds / tokens  # all steps alike: no fixed part to be seen
         if spread > 1e-3 * tokens * tokens:
-            slope = min(max((count * products - tokens * seconds) / spread, 1e-2 * slope), slope)
+            slope = min(max((count * products - tokens * seconds) / spread, slope / 3), slope)
         fixed = (seconds - slope * tokens) / count
         return max((self._aim_s - fixed) / slope, fixed / slope)

@@ -369,9 +369,19 @@ def test_chunks_beside_decoders_shrink_until_a_step_takes_the_time_aimed_for() -
 
 def test_chunks_do_not_shrink_where_every_step_is_slow_anyway() -> None:
     pace = Pace(step_tokens=512, aim_s=0.2)
-    for tokens in (64, 128, 64, 200, 300):
+    for _ in range(40):
+        tokens = pace.prefill_tokens(decoding=4) - 10 * (_ % 2)  # the last chunk of a prompt is shorter
         pace.observe(tokens, 2.0 + 0.001 * tokens)
     assert pace.prefill_tokens(decoding=4) == 508
+
+
+def test_chunks_keep_their_length_on_a_machine_that_stutters() -> None:
+    pace, random, lengths = Pace(step_tokens=512, aim_s=0.25), np.random.default_rng(0), []
+    for _ in range(300):
+        lengths.append(pace.prefill_tokens(decoding=4))
+        pace.observe(lengths[-1], float((0.02 + 0.003 * lengths[-1]) * random.lognormal(0.0, 0.6)))
+    assert 30 < np.median(lengths[20:]) < 130, "77 would take a quarter of a second"
+    assert np.quantile(lengths[20:], 0.95) < 200
 
 
 def test_users_who_were_away_have_no_credit() -> None:
