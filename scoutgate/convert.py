@@ -1,7 +1,10 @@
-"""Routing recordings of any origin into one data set: `python -m scoutgate.convert FILE... --out DIR`.
+"""Routing recordings of any origin into one data set.
 
-* The daemon's own recordings (a folder, or files ending in .routes): tokens, routes, request boundaries.
-* Public routing tables (`*.ids.csv.gz`: seq or req, pos, ids; layers separated by "|"). They carry no ids of the
+    python -m scoutgate.convert FOLDER --model STORE --out DIR      # what the daemon recorded (record.dir)
+    python -m scoutgate.convert TABLE.ids.csv.gz ... --out DIR      # public routing tables
+
+* The daemon's own recordings hold tokens, routes and request boundaries: all that ScoutGate needs.
+* Public routing tables (seq or req, pos, ids; layers separated by "|") carry no ids of the
   routed tokens, so that the source's ScoutGate learns nothing from them but popularity. What they can be used for:
   variant "context" (the previous token's experts), the baselines, and the next-use network.
 """
@@ -11,16 +14,87 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from edgemoe.errors import EdgemoeError
+from edgemoe.experts.manifest import Manifest
+from edgemoe.telemetry.recorder import SUFFIX, read_recording
+from edgemoe.types import StepRouting
 from scoutgate.data import Meta, Routes, write
 from scoutgate.model import NO_TOKEN
 
+QUIET_STEPS = 2000  # after which a request that took no part in steps is over
 PUBLIC = {26: ("deepseek-ai/DeepSeek-V2-Lite", 64), 24: ("openai/gpt-oss-20b", 32)}  # layers -> model, experts
+
+
+class Growing:
+    """One request while its steps come in. A pre-empted one runs its last tokens again: the later routes count."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start  # position of the first token; what a prefix cache supplied is not recorded
+        self.tokens: list[int] = []
+        self.ids: list[npt.NDArray[np.int16]] = []  # each [L, k]
+        self.decode: list[bool] = []
+
+    def takes(self, position: int) -> bool:
+        """Whether tokens from this position on continue it."""
+        return self.start <= position <= self.start + len(self.tokens)
+
+    def add(self, position: int, tokens: list[int], ids: npt.NDArray[np.int16], decode: bool) -> None:
+        """`ids` [L, n, k]."""
+        keep = position - self.start
+        before = self.decode[keep:]
+        del self.tokens[keep:], self.ids[keep:], self.decode[keep:]
+        self.tokens += tokens
+        self.ids += list(ids.transpose(1, 0, 2))
+        again = before[: len(tokens)]  # decoded once, prefilled again
+        self.decode += [*again, *[decode] * (len(tokens) - len(again))]
+
+    def routes(self) -> Routes:
+        return Routes(np.array(self.tokens, np.int32), np.stack(self.ids), np.array(self.decode, bool))
+
+
+def requests_of(steps: Iterable[StepRouting]) -> Iterator[Routes]:
+    """The requests of recorded steps, each when it is over."""
+    growing: OrderedDict[str, tuple[Growing, int]] = OrderedDict()
+    for number, step in enumerate(steps):
+        ends = np.cumsum(step.query_lens)
+        for name, end, count, decode in zip(step.requests, ends, step.query_lens, step.decode, strict=True):
+            part = slice(int(end - count), int(end))
+            position = int(step.positions[part.start])
+            request = growing.pop(name, (None, 0))[0]
+            if request is None or not request.takes(position):
+                if request is not None:
+                    yield request.routes()
+                request = Growing(position)
+            request.add(position, step.tokens[part].tolist(), step.ids[:, part], bool(decode))
+            growing[name] = request, number
+        while growing and next(iter(growing.values()))[1] < number - QUIET_STEPS:
+            yield growing.popitem(last=False)[1][0].routes()
+    yield from (request.routes() for request, _ in growing.values())
+
+
+def recordings(folder: Path, store: Path, out: Path) -> int:
+    """What the daemon recorded of the model in `store`, as a data set; its number of tokens. Raises ValueError."""
+    try:
+        manifest = Manifest.load(store)
+        opened = [read_recording(file) for file in sorted(folder.glob(f"*{SUFFIX}"))]
+        mine = [(header, steps) for header, steps in opened if header.digest == manifest.digest]
+        if not mine:
+            raise ValueError(f"{folder} holds no recordings of {manifest.name} ({len(opened)} of other models)")
+        header = mine[0][0]
+        tokenizer = next((f.xxh3_128 for f in manifest.files if f.file == "tokenizer.json"), "")
+        experts = (header.experts,) * header.layers
+        meta = Meta(manifest.name, experts, header.top_k, manifest.digest, tokenizer, notes=f"recorded in {folder}")
+        return write(out, meta, requests_of(step for _, steps in mine for step in steps))
+    except EdgemoeError as error:
+        raise ValueError(str(error)) from error
 
 
 def public_rows(file: Path) -> Iterator[tuple[str, str]]:
@@ -55,16 +129,27 @@ def public_meta(files: list[Path]) -> Meta:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scoutgate.convert", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+")
+    parser = argparse.ArgumentParser(
+        prog="scoutgate.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+", help="a folder of recordings, or tables")
+    parser.add_argument("--model", type=Path, help="store of the recorded model; for recordings")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     try:
-        meta = public_meta(options.files)
-        tokens = write(options.out, meta, (r for file in options.files for r in public_requests(file)))
+        tokens = convert(options.files, options.model, options.out)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    print(f"{options.out}: {tokens} tokens of {meta.model}")
+    print(f"{options.out}: {tokens} tokens")
+
+
+def convert(files: list[Path], model: Path | None, out: Path) -> int:
+    """Number of tokens written. Raises ValueError, OSError."""
+    if not files[0].is_dir():
+        return write(out, public_meta(files), (r for file in files for r in public_requests(file)))
+    if model is None or len(files) > 1:
+        raise ValueError("recordings are converted a folder at a time, with --model naming the store they are of")
+    return recordings(files[0], model, out)
 
 
 if __name__ == "__main__":

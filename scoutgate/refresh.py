@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from scoutgate import baselines, calibrate, export, train
+from scoutgate.convert import recordings
 from scoutgate.data import Recording
 from scoutgate.embedding import embedding_for
 from scoutgate.evaluate import judge_run, positions_for, scout
@@ -97,8 +98,6 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="scoutgate-"))
     try:
         records, store, target = from_settings(options.config)
-        from scoutgate.convert import recordings
-
         recordings(records, store, work / "data")
         verdict = refresh(work / "data", store, target, work / "run", options.max_minutes)
     except ValueError as error:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from synthetic import EXPERTS, TOP_K, dataset, requests
 
-from scoutgate.convert import public_meta, public_requests
+from edgemoe.types import StepRouting
+from scoutgate.convert import public_meta, public_requests, requests_of
 from scoutgate.data import SPLITS, Batches, Meta, Recording, Routes, flat_ids, gather, k_hot, write
 from scoutgate.model import NO_TOKEN, ScoutShape
 
@@ -123,3 +124,50 @@ def test_a_table_of_another_kind_is_refused(tmp_path: Path) -> None:
         text.write("a,b\n1,2\n")
     with pytest.raises(ValueError, match="not a routing table"):
         public_meta([table])
+
+
+def step(requests: dict[str, tuple[int, list[int], bool]], seed: int = 0) -> StepRouting:
+    """A step in which each request has (position, tokens, decode); its routes are 10 * token + layer."""
+    tokens = np.array([t for _, part, _ in requests.values() for t in part])
+    ids = (tokens[None, :, None] * 10 + np.arange(2)[:, None, None] + seed).astype(np.int16)
+    return StepRouting(
+        requests=tuple(requests),
+        query_lens=np.array([len(part) for _, part, _ in requests.values()]),
+        decode=np.array([decode for _, _, decode in requests.values()]),
+        tokens=tokens,
+        positions=np.array([p + i for p, part, _ in requests.values() for i in range(len(part))]),
+        ids=ids,
+        weights=np.ones(ids.shape, np.float32),
+        hints={},
+        step_s=0.0,
+        stall_s=0.0,
+    )
+
+
+def test_recorded_steps_become_whole_requests() -> None:
+    steps = [
+        step({"a": (0, [1, 2], False)}),
+        step({"a": (2, [3], False), "b": (0, [7], False)}),
+        step({"b": (1, [8], True), "a": (3, [4], True)}),
+    ]
+    a, b = sorted(requests_of(steps), key=lambda routes: routes.tokens[0])
+    assert (a.tokens.tolist(), a.decode.tolist()) == ([1, 2, 3, 4], [False, False, False, True])
+    assert (b.tokens.tolist(), b.decode.tolist()) == ([7, 8], [False, True])
+    assert a.ids[:, :, 0].tolist() == [[10, 11], [20, 21], [30, 31], [40, 41]]
+
+
+def test_a_pre_empted_request_is_recorded_once() -> None:
+    steps = [
+        step({"a": (0, [1, 2], False)}),
+        step({"a": (2, [3], True)}),
+        step({"a": (0, [1, 2, 3, 4], False)}, seed=1),
+    ]
+    (a,) = requests_of(steps)
+    assert a.tokens.tolist() == [1, 2, 3, 4]
+    assert a.decode.tolist() == [False, False, True, False]
+    assert a.ids[0, 0, 0] == 11
+
+
+def test_a_request_of_the_same_name_elsewhere_is_another() -> None:
+    steps = [step({"a": (0, [1, 2], False)}), step({"a": (9, [5], True)})]
+    assert [r.tokens.tolist() for r in requests_of(steps)] == [[1, 2], [5]]
