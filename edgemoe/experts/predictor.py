@@ -1,0 +1,277 @@
+"""Time to next use of every expert, learned from nothing while serving.
+
+`scores` ranks all experts by decay^time to their next need, time in steps and parts of a step: a layer that is still
+to run in this step comes sooner than one that has run (the source's W, with its gamma measured in steps). Bounded
+memory; the state survives restarts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from edgemoe.experts import learner
+from edgemoe.experts.learner import FEATURES, RATES, Learner, describe, score
+from edgemoe.experts.recall import NONE, Memory, Track
+from edgemoe.types import FloatArray, IntArray
+
+MEMORY_BYTES = 64 << 20  # of recall
+MOST_SLOTS = 8192
+TRACKS = 16  # sequences that are aligned with the memory at once
+NEIGHBOURS = 32  # tokens of the past that are asked, in all
+FEWEST = 8  # of them for one sequence
+LOOKS = 4  # alignments per step, at even distances between the layers
+EXAMPLES = 64  # noted at each look
+UPDATES = 1  # minibatches per step
+LOG_DECAY = np.float32(math.log(learner.DECAY))
+
+
+class NextUse:
+    """Owns all that is learned. One step: `begin`, `see` for each layer, `end`. Not thread-safe."""
+
+    def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
+        self.layers, self.experts, self.top_k = layers, experts, top_k
+        self.scores = np.zeros((layers, experts), np.float32)  # log odds; those of a running step, kept up to date
+        self.step = 0
+        self.memory = Memory(layers, experts, min(MOST_SLOTS, MEMORY_BYTES // (layers * experts)))
+        self.learner = Learner(layers, experts, seed)
+        self.rates = np.full((layers, len(RATES), experts), top_k / experts, np.float32)
+        self.count = np.full((layers, experts), 4 * top_k / experts, np.float32)
+        self.visits = np.full(layers, 4.0, np.float32)
+        self.last: IntArray = np.full((layers, experts), -1000, np.int64)  # step of the latest need
+        self._tracks: OrderedDict[Hashable, Track] = OrderedDict()
+        self._running: list[Track] = []
+        self._neighbours = NEIGHBOURS
+        self._done = 0  # layers of this step that have run
+        self._never = np.ones(layers * experts, np.float32)  # 1 - recall
+        self._known = np.zeros((layers, FEATURES, experts), np.float32)
+        self._match = np.zeros(2, np.float32)  # mean over sequences: best match, how many count
+        self._odds = np.array(
+            [learner.logit(np.float32(1 - i / 255), np.float32(0.02)) for i in range(256)], np.float32
+        )
+        self._looks = {math.ceil(layers * (i + 1) / LOOKS) for i in range(LOOKS)}
+        self._later = (np.arange(layers) / layers * math.log(learner.DECAY)).astype(np.float32)  # [L]
+        for layer in range(layers):
+            self._describe(layer)
+
+    def begin(self, sequences: Sequence[Hashable]) -> None:
+        """A step begins in which each of the sequences decodes one token; those beyond TRACKS go untracked."""
+        self.learner.begin(self.step)
+        self._running = [self._track(name) for name in sequences[:TRACKS]]
+        self._neighbours = max(FEWEST, NEIGHBOURS // max(1, len(self._running)))
+        self._done = 0
+        for track in self._running:
+            track.begin()
+        self._look()
+
+    def see(self, layer: int, ids: npt.NDArray[np.integer], needed: IntArray) -> None:
+        """Layer `layer` ran: what each sequence chose, [S, k], and the distinct experts that were needed, [n]."""
+        for track, row in zip(self._running, ids, strict=False):
+            track.see(layer, row)
+        self._done = layer + 1
+        _visit(self.rates[layer], self.count[layer], self.last[layer], needed, RATES, self.step)
+        self.visits[layer] += 1
+        self.learner.need(self.step, layer * self.experts + needed)
+        self._describe(layer)
+        if layer + 1 in self._looks:
+            self._look()
+        else:
+            self._refresh(layer, layer + 1)
+
+    def end(self) -> None:
+        """The step is over: remember it, and learn."""
+        for track in self._running:
+            track.end()
+            for other in self._tracks.values():
+                other.matched[track.last] = 0
+                if other is not track and other.last == track.last:
+                    other.last = NONE
+        self.learner.learn(self.step, UPDATES)
+        self.step += 1
+
+    def soon(self) -> FloatArray:
+        """Expected decay^steps to the next need, [L, E]."""
+        odds = self.scores - self._phase()[:, None]
+        soon: FloatArray = 1 / (1 + np.exp(-odds))
+        return soon
+
+    # --- state
+
+    def save(self, path: Path) -> None:
+        """Writes what was learned; whole or not at all."""
+        from safetensors.numpy import save_file
+
+        filled = self.memory.filled
+        state: dict[str, Any] = {
+            "shape": np.array([self.layers, self.experts, self.top_k], np.int64),
+            "chosen": np.ascontiguousarray(self.memory.chosen[:, :, :filled]).view(np.int64),
+            "before": self.memory.before[:filled],
+            "written": np.array([self.memory.written], np.int64),
+            "rates": self.rates,
+            "count": self.count,
+            "visits": self.visits,
+            "age": np.minimum(self.step - self.last, 1 << 20),
+            "weights": self.learner.weights,
+        }
+        part = path.with_name(path.name + ".part")
+        part.touch(mode=0o600)
+        save_file(state, part)
+        part.replace(path)
+
+    def load(self, path: Path) -> bool:
+        """Takes over a saved state of the same model; False, and nothing changed, where it is not one."""
+        from safetensors import SafetensorError
+        from safetensors.numpy import load_file
+
+        try:
+            state = load_file(path)
+        except (OSError, SafetensorError, ValueError):
+            return False
+        return _fits(state, self) and self._restore(state)
+
+    def _restore(self, state: dict[str, np.ndarray]) -> bool:
+        memory = Memory(self.layers, self.experts, self.memory.slots)
+        chosen, before = state["chosen"].view(np.uint64), state["before"]
+        start = int(state["written"][0]) % len(before) if len(before) == memory.slots else 0
+        moved: dict[int, int] = {NONE: NONE}
+        for old in [*range(start, len(before)), *range(start)]:  # from the oldest on
+            moved[old] = memory.append(np.ascontiguousarray(chosen[:, :, old]), moved.get(int(before[old]), NONE))
+        self.memory = memory
+        self.rates[:], self.count[:], self.visits[:] = state["rates"], state["count"], state["visits"]
+        self.last[:] = self.step - state["age"]
+        self.learner.weights[:] = state["weights"]
+        self._tracks.clear()
+        for layer in range(self.layers):
+            self._describe(layer)
+        return True
+
+    # --- inside
+
+    def _track(self, name: Hashable) -> Track:
+        track = self._tracks.pop(name, None) or Track(self.memory, self.top_k, NEIGHBOURS)
+        self._tracks[name] = track
+        if len(self._tracks) > TRACKS:
+            self._tracks.popitem(last=False)
+        return track
+
+    def _phase(self) -> FloatArray:
+        """Log of the worth that each layer's place in the round takes away, [L]."""
+        phase = self._later.copy()
+        phase[: self._done] += np.float32(math.log(learner.DECAY))
+        return phase
+
+    def _describe(self, layer: int) -> None:
+        age = self.step - self.last[layer]
+        describe(self._known[layer], self.rates[layer], age, self.count[layer], self.visits[layer])
+
+    def _look(self) -> None:
+        """Aligns every sequence anew, and scores all experts."""
+        for track in self._running:
+            track.align(self._done, self._neighbours)
+        if self._running:
+            self._match[0] = sum(track.best for track in self._running) / len(self._running)
+            self._match[1] = sum(track.spread for track in self._running) / len(self._running)
+        self._refresh(0, self.layers)
+        keys = self.learner.draw(EXAMPLES, self.layers * self.experts)
+        layers, experts = np.divmod(keys, self.experts)
+        self.learner.note(self._known[layers, :, experts], keys, self.step + (layers < self._done))
+
+    def _refresh(self, first: int, last: int) -> None:
+        """Scores the experts of layers `first` to `last`."""
+        self._never[first * self.experts : last * self.experts] = 1
+        for track in self._running:
+            track.recall(self._never, first, last, self._done)
+        _score(
+            self.scores,
+            self._known,
+            self._never,
+            self._match,
+            self._later,
+            first,
+            last,
+            self._done,
+            self.learner.weights,
+            self._odds,
+        )
+
+
+def _fits(state: dict[str, np.ndarray], predictor: NextUse) -> bool:
+    """Whether a saved state has all that this predictor needs, in its shapes."""
+    layers, experts, memory = predictor.layers, predictor.experts, predictor.memory
+    wanted: dict[str, Any] = {
+        "rates": predictor.rates,
+        "count": predictor.count,
+        "visits": predictor.visits,
+        "age": predictor.last,
+        "weights": predictor.learner.weights,
+    }
+    if any(name not in state for name in (*wanted, "shape", "chosen", "before", "written")):
+        return False
+    same = all(state[name].shape == ours.shape and state[name].dtype == ours.dtype for name, ours in wanted.items())
+    filled, before = state["before"].size, state["before"]
+    return (
+        same
+        and state["shape"].tolist() == [layers, experts, predictor.top_k]
+        and state["chosen"].shape == (layers, memory.chosen.shape[1], filled)
+        and state["chosen"].dtype == np.int64
+        and before.dtype == np.int64
+        and filled <= memory.slots
+        and (filled == 0 or (before.min() >= NONE and before.max() < filled))
+        and state["written"].shape == (1,)
+        and all(np.isfinite(state[name]).all() for name in ("rates", "count", "visits", "weights"))
+    )
+
+
+@njit(fastmath=True, nogil=True)
+def _visit(
+    rates: FloatArray, count: FloatArray, last: IntArray, needed: IntArray, steps: FloatArray, step: int
+) -> None:
+    """One visit of a layer: EWMAs [3, E], counts [E] and last uses [E]."""
+    for i in range(steps.shape[0]):
+        for expert in range(rates.shape[1]):
+            rates[i, expert] *= np.float32(1) - steps[i]
+        for expert in needed:
+            rates[i, expert] += steps[i]
+    for expert in needed:
+        count[expert] += np.float32(1)
+        last[expert] = step
+
+
+@njit(fastmath=True, nogil=True)
+def _score(
+    scores: FloatArray,
+    known: FloatArray,
+    never: FloatArray,
+    match: FloatArray,
+    later: FloatArray,
+    first: int,
+    last: int,
+    done: int,
+    weights: FloatArray,
+    odds: FloatArray,
+) -> None:
+    """Scores of layers `first` to `last`, their place in the round included; `done` layers have run."""
+    experts = scores.shape[1]
+    for layer in range(first, last):
+        has_run = np.float32(1) if layer < done else np.float32(0)
+        row = scores[layer]
+        score(
+            row,
+            known[layer],
+            never[layer * experts : (layer + 1) * experts],
+            match[0],
+            match[1],
+            has_run,
+            weights,
+            odds,
+        )
+        phase = later[layer] + has_run * np.float32(LOG_DECAY)
+        for expert in range(experts):
+            row[expert] += phase

@@ -1,0 +1,1 @@
+"""`edgemoe replay`: routing traces through the cache policies that also run live."""

@@ -1,0 +1,176 @@
+"""Routing traces: which experts each token of each request chose, and the steps in which a batch ran them.
+
+Formats: tables `*.ids.csv[.gz]` (seq or req, pos, ids: layers separated by "|", experts by spaces) and the daemon's
+recordings (`*.routes`, or a folder of them), of which the decoded tokens are taken.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.errors import ConfigError, StoreError
+from edgemoe.telemetry.recorder import SUFFIX, read_recording
+from edgemoe.types import IntArray
+
+Ids = npt.NDArray[np.int16]
+SAME = 0.9  # share of equal routes from which on two tokens at one place of a template count as the same
+
+
+class Step(NamedTuple):
+    """One token of each running request."""
+
+    requests: tuple[int, ...]  # [S]
+    ids: Ids  # [S, L, k]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival."""
+
+    requests: Sequence[Ids]  # each [T, L, k]
+    experts: int
+
+    @property
+    def layers(self) -> int:
+        return int(self.requests[0].shape[1])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.requests[0].shape[2])
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(ids) for ids in self.requests)
+
+    def steps(self, batch: int) -> Iterator[Step]:
+        """One token of each of `batch` requests a step; where one ends the next begins."""
+        waiting = iter(enumerate(self.requests))
+        running: list[tuple[int, Ids, int]] = []
+        while True:
+            while len(running) < batch and (request := next(waiting, None)) is not None:
+                running.append((*request, 0))
+            if not running:
+                return
+            yield Step(tuple(name for name, _, _ in running), np.stack([ids[at] for _, ids, at in running]))
+            running = [(name, ids, at + 1) for name, ids, at in running if at + 1 < len(ids)]
+
+
+def load(paths: Sequence[Path], *, without_template: bool = False, limit: int = 0) -> Trace:
+    """Files taken in turn, a request of each; the first `limit` tokens if not 0. Raises ConfigError, StoreError."""
+    files = [requests for path in paths for requests in _read(path)]
+    if without_template:
+        files = [strip_template(requests) for requests in files]
+    order = [ids for turn in zip_longest(*files) for ids in turn if ids is not None and len(ids)]
+    shapes = {ids.shape[1:] for ids in order}
+    if not order or len(shapes) != 1:
+        found = ", ".join(f"{layers} layers with {k} experts a token" for layers, k in sorted(shapes)) or "no tokens"
+        raise ConfigError(f"these traces are not of one model: {found}; replay one model at a time")
+    experts = max(int(ids.max()) for ids in order) + 1
+    trace = Trace(_first(order, limit) if limit else order, max(experts, order[0].shape[2] + 1))
+    if min(int(ids.min()) for ids in order) < 0:
+        raise ConfigError("a trace has an expert below 0")
+    return trace
+
+
+def strip_template(requests: Sequence[Ids]) -> list[Ids]:
+    """Requests without the first and last tokens that they share with the request before them."""
+    kept = [requests[0]] if requests else []
+    for before, ids in pairwise(requests):
+        head = _shared(before, ids)
+        tail = _shared(before[::-1], ids[head:][::-1])
+        kept.append(ids[head : len(ids) - tail])
+    return kept
+
+
+def _shared(a: Ids, b: Ids) -> int:
+    """How many leading tokens choose the same experts, [T, L, k] each."""
+    n = min(len(a), len(b))
+    same = (a[:n, :, :, None] == b[:n, :, None, :]).any(axis=3).mean(axis=(1, 2)) >= SAME
+    return n if same.all() else int(same.argmin())
+
+
+def _first(requests: Sequence[Ids], tokens: int) -> list[Ids]:
+    ends = np.cumsum([len(ids) for ids in requests])
+    last = int(np.searchsorted(ends, tokens))
+    cut = list(requests[: last + 1])
+    if last < len(requests):
+        cut[last] = cut[last][: len(cut[last]) - int(ends[last]) + tokens]
+    return cut
+
+
+def _read(path: Path) -> list[list[Ids]]:
+    """The requests of each source in a path: a table is one, so is a folder of recordings."""
+    try:
+        if path.is_dir():
+            recordings = sorted(path.glob(f"*{SUFFIX}"))
+            tables = sorted([*path.glob("*.ids.csv"), *path.glob("*.ids.csv.gz")])
+            if not recordings and not tables:
+                raise ConfigError(f"{path} holds neither recordings (*{SUFFIX}) nor tables (*.ids.csv.gz)")
+            return ([_recorded(recordings)] if recordings else []) + [_table(table) for table in tables]
+        return [_recorded([path])] if path.suffix == SUFFIX else [_table(path)]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _recorded(paths: Sequence[Path]) -> list[Ids]:
+    """Decoded tokens by request, requests in the order in which they began."""
+    tokens: dict[str, list[Ids]] = defaultdict(list)
+    models = set()
+    for path in paths:
+        header, steps = read_recording(path)
+        models.add((header.digest, header.layers, header.experts))
+        for step in steps:
+            ends = np.cumsum(step.query_lens)
+            for request, end, decodes in zip(step.requests, ends.tolist(), step.decode.tolist(), strict=True):
+                if decodes:
+                    tokens[request].append(step.ids[:, end - 1])
+    if len(models) > 1:
+        raise StoreError(f"{paths[0].parent} holds recordings of several models; replay one at a time")
+    return [np.stack(ids) for ids in tokens.values()]
+
+
+def _table(path: Path) -> list[Ids]:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return parse_table(raw.decode("ascii"))
+    except (ValueError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} is no routing table (seq or req, pos, ids): {error}") from error
+
+
+def parse_table(text: str) -> list[Ids]:
+    """The requests of a table, in order. Raises ValueError saying what is wrong."""
+    first, _, body = text.partition("\n")
+    if [name.strip() for name in first.split(",")][1:] != ["pos", "ids"]:
+        raise ValueError(f"its first line is {first[:60]!r}")
+    rows = [line.split(",") for line in body.splitlines() if line]
+    if not rows or any(len(row) != 3 for row in rows):
+        raise ValueError("its rows have not three columns")
+    shapes = {(row[2].count("|") + 1, len(row[2].partition("|")[0].split())) for row in rows}
+    if len(shapes) != 1:
+        raise ValueError(f"its rows are of different shapes: {sorted(shapes)}")
+    layers, top_k = shapes.pop()
+    flat = np.array("|".join(row[2] for row in rows).replace("|", " ").split(), np.int16)
+    if flat.size != len(rows) * layers * top_k:
+        raise ValueError("its rows have different numbers of experts")
+    ids: Ids = flat.reshape(len(rows), layers, top_k)
+    ids.sort(axis=2)
+    if (ids[:, :, 1:] == ids[:, :, :-1]).any():
+        raise ValueError("a token chose one expert twice")
+    names = [row[0] for row in rows]
+    starts = [i for i in range(1, len(names)) if names[i] != names[i - 1]]
+    return np.split(ids, starts)
+
+
+def chosen(ids: Ids) -> IntArray:
+    """Distinct experts of one layer-step, from the choices of its tokens [S, k]."""
+    return ids[0].astype(np.int64) if len(ids) == 1 else np.unique(ids).astype(np.int64)
