@@ -1,4 +1,4 @@
-"""What a long prompt costs those who are streaming: the time between their tokens, without it and while it is prefilled.
+"""What a long prompt costs those who are streaming: the time between their tokens, without it and beside it.
 
     python -m tools.bench.long_prompt --socket /run/edgemoe/edgemoe.sock --prompt-tokens 16384 --streams 4
 
