@@ -31,10 +31,11 @@ class ExpertHost:
         self._experts, self._on_disk = experts, on_disk
         self._residency, self._shape = experts.residency, experts.shape
         self.experts = 0  # of layer-steps, computed for peers
+        self._threads: int | None = torch.get_num_threads()  # OpenMP keeps this by thread
 
     def refuses(self, work: ExpertWork) -> str:
         """Why the work cannot be done here; "" where it can."""
-        if np.bincount(work.rows).max() > self._shape.top_k:
+        if len(work.rows) > self._shape.top_k and np.bincount(work.rows).max() > self._shape.top_k:
             return f"a row with more calls than the {self._shape.top_k} that a token has"
         absent = (self._residency.ram.where[work.layer, work.experts] < 0) & ~self._on_disk[work.layer, work.experts]
         if absent.any():
@@ -44,9 +45,12 @@ class ExpertHost:
     @torch.inference_mode()
     def compute(self, works: Sequence[ExpertWork]) -> Sequence[memoryview]:
         """The result of each work, all of one layer. Raises StoreError."""
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
         dtype = torch.bfloat16 if self._shape.bf16 else torch.float32
         hidden = torch.from_numpy(np.concatenate([work.hidden for work in works])).view(dtype)  # [R, H]
-        first = np.cumsum([0, *(len(work.hidden) for work in works)])
+        first = list(itertools.accumulate((len(work.hidden) for work in works), initial=0))
         group = _merge(works, first, self._shape.top_k)
         self.experts += len(group.experts)
         sums = self._experts.compute(works[0].layer, hidden, group).to("cpu", dtype)
@@ -54,8 +58,11 @@ class ExpertHost:
         return [rows[a:b].data.cast("B") for a, b in itertools.pairwise(first)]
 
 
-def _merge(works: Sequence[ExpertWork], first: IntArray, k: int) -> Group:
+def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> Group:
     """The calls of all works as one group; work i's rows begin at `first[i]`."""
+    if len(works) == 1:
+        (work,) = works
+        return Group(work.experts, work.offsets, _places(work.rows, k), work.rows, work.weights)
     experts = np.concatenate([np.repeat(work.experts, np.diff(work.offsets)) for work in works])
     rows = np.concatenate([work.rows + start for work, start in zip(works, first, strict=False)])
     weights = np.concatenate([work.weights for work in works])
@@ -68,6 +75,8 @@ def _merge(works: Sequence[ExpertWork], first: IntArray, k: int) -> Group:
 
 def _places(rows: IntArray, k: int) -> IntArray:
     """A place of its own for each call, row * k + j."""
+    if rows.max() == 0:
+        return np.arange(len(rows))
     order, counts = np.argsort(rows, kind="stable"), np.bincount(rows)
     within = np.empty_like(rows)
     within[order] = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -73,6 +73,8 @@ class Victims:
             pool.shortlist_at = self.clock
         while pool.shortlist and pool.shortlist[-1][0] < worth:
             _, slot, owner = pool.shortlist.pop()
+            if not pool.shortlist:
+                pool.shortlist_at = NONE  # used up: between layer-steps there may be many wishes
             if pool.owner[slot] == owner and self._may_go(pool, slot, owner):
                 return int(self._evict(pool, np.array([slot]))[0])
         return None

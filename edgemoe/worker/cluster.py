@@ -14,7 +14,8 @@ from edgemoe.cluster.wire.messages import FromEngine, Holds, Listening, Peers, P
 from edgemoe.config import ClusterSettings
 from edgemoe.errors import CapacityError
 from edgemoe.experts.host import ExpertHost
-from edgemoe.experts.residency import ALWAYS, Horizon
+from edgemoe.experts.residency import Horizon
+from edgemoe.experts.victims import ALWAYS
 from edgemoe.kernels.compute import Kernels
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named

@@ -58,6 +58,17 @@ async def test_an_unlisted_key_never_gets_a_frame_through() -> None:
     assert served == []
 
 
+async def test_a_key_that_is_listed_late_gets_in_then() -> None:
+    a, b = pair()
+    b.allowed.revoke("a")
+    async with running(a, b):
+        a.lane.connect(b.peer)
+        await until(lambda: b.net.authenticator.refused > 0)
+        b.allowed.allow("a", a.key.public.decode())
+        await until(lambda: a.lane.is_up("b"))
+        assert (await a.lane.ask("b", Echo("late"), timeout_s=5)).message.text == "late"
+
+
 async def test_a_listed_key_cannot_speak_under_another_name() -> None:
     b_key, a_key, c_key = secret(), secret(), secret()
     b = Box("b", b_key, {"a": a_key, "c": c_key})
@@ -169,7 +180,7 @@ async def test_mutated_frames_are_counted_and_nothing_more() -> None:
             raw.send_multipart([bytes(f) for f in frames])
             sent += 1
             if sent % 200 == 0:
-                await until(lambda: b.lane.rejected == sent)  # noqa: B023
+                await until(lambda: b.lane.rejected == sent)
         assert b.lane.rejected == sent
         assert (await a.lane.ask("b", Echo("still here"), timeout_s=5)).message.text == "still here"
 

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from edgemoe.cluster.data.messages import CallMessage, Model, Result
@@ -54,25 +55,21 @@ class ExpertServer:
         self.busy_s = 0.0
         self._model, self._host = model, host
         self._loop = asyncio.get_running_loop()
-        self._changed = threading.Condition()  # of all that follows
-        self._waiting: deque[Job] = deque()
-        self._units = self._bytes = 0.0  # of what waits or is computed
+        self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
+        self._units = 0.0
         self._unit_s = FIRST_UNIT_S
         self._closed = False
+        self._inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self._waiting: deque[Job] = deque()  # touched on the thread only
         self._thread = threading.Thread(target=self._run, name="expert-server", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Lets the batch under way end; what waits fails."""
-        with self._changed:
-            self._closed = True
-            left = list(self._waiting)
-            self._waiting.clear()
-            self._changed.notify()
-        for job in left:
-            _fail(job, PeerRefused("the engine is stopping"))
+        """Lets the batch under way end; what waits is never answered."""
+        self._closed = True
+        self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
 
@@ -84,56 +81,55 @@ class ExpertServer:
         if why := self._host.refuses(work):
             raise PeerRefused(why)
         job = Job(work, float(work_units(work.offsets).sum()), question.deadline, self._loop.create_future())
-        self._queue(job)
-        sums = await job.done
+        self._admit(job)
+        self._pending += 1
+        self._units += job.units
+        self._bytes += work.hidden.nbytes
+        try:
+            self._inbox.put(job)
+            sums = await job.done
+        except PeerBusy:
+            self.shed += 1
+            raise
+        finally:
+            self._pending -= 1
+            self._units -= job.units
+            self._bytes -= work.hidden.nbytes
         self.served += 1
         return Answer(Result(time.monotonic() - began_s), [sums])
 
-    def _queue(self, job: Job) -> None:
-        left_s = job.deadline - self._loop.time()
-        with self._changed:
-            late = (self._units + job.units) * self._unit_s > left_s
-            full = len(self._waiting) >= QUEUE_CALLS or self._bytes > QUEUE_BYTES
-            if late or full or self._closed:
-                self.shed += 1
-                raise PeerBusy(f"{len(self._waiting)} calls wait here; this one would not be computed in time")
-            self._waiting.append(job)
-            self._units += job.units
-            self._bytes += job.work.hidden.nbytes
-            self._changed.notify()
+    def _admit(self, job: Job) -> None:
+        """Raises PeerBusy for a call that would wait for longer than its caller."""
+        late = (self._units + job.units) * self._unit_s > job.deadline - self._loop.time()
+        if late or self._pending >= QUEUE_CALLS or self._bytes > QUEUE_BYTES:
+            self.shed += 1
+            raise PeerBusy(f"{self._pending} calls wait here; this one would not be computed in time")
 
     # --- the server's thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while batch := self._next():
-            began_s = time.monotonic()
-            try:
-                results = self._host.compute([job.work for job in batch])
-            except Exception as error:  # the peers must hear of it, whatever it is
-                self._end(batch, error=error)
-            else:
-                self._end(batch, results=results)
-            self._account(batch, time.monotonic() - began_s)
+        while self._take():
+            if batch := self._next_layer():
+                self._compute(batch)
 
-    def _next(self) -> list[Job]:
-        """Waiting calls of one layer; empty when closed."""
-        with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._closed or self._waiting)
-                if self._closed:
-                    return []
-                if batch := self._take_layer():
-                    return batch
+    def _take(self) -> bool:
+        """Takes in what has arrived, and waits where there is nothing; false when closed."""
+        if not self._waiting and (job := self._inbox.get()) is not None:
+            self._waiting.append(job)
+        while not self._inbox.empty():
+            if (job := self._inbox.get_nowait()) is not None:
+                self._waiting.append(job)
+        return not self._closed
 
-    def _take_layer(self) -> list[Job]:
-        layer, rows = self._waiting[0].work.layer, 0
+    def _next_layer(self) -> list[Job]:
+        """Waiting calls of the layer that has waited longest; those that are too late are sent away."""
         taken: list[Job] = []
         kept: deque[Job] = deque()
-        now = self._loop.time()
+        rows, now = 0, self._loop.time()
         for job in self._waiting:
-            if job.deadline < now or job.done.done():
-                self._drop(job)
-            elif job.work.layer == layer and (not taken or rows + len(job.work.hidden) <= TOGETHER_ROWS):
+            if job.deadline < now:
+                self._post(_fail, job, PeerBusy("the call waited here until it was too late"))
+            elif not taken or (job.work.layer == taken[0].work.layer and rows < TOGETHER_ROWS):
                 taken.append(job)
                 rows += len(job.work.hidden)
             else:
@@ -141,35 +137,31 @@ class ExpertServer:
         self._waiting = kept
         return taken
 
-    def _drop(self, job: Job) -> None:
-        self.shed += 1
-        self._units -= job.units
-        self._bytes -= job.work.hidden.nbytes
-        self._post(_fail, job, PeerBusy("the call waited here until it was too late"))
-
-    def _account(self, batch: list[Job], took_s: float) -> None:
-        units = sum(job.units for job in batch)
-        with self._changed:
-            self._unit_s += RECENT * (took_s / units - self._unit_s)
-            self._units -= units
-            self._bytes -= sum(job.work.hidden.nbytes for job in batch)
-            self.batches += 1
-            self.busy_s += took_s
-
-    def _end(self, batch: list[Job], results: Sequence[Any] = (), error: Exception | None = None) -> None:
-        if error is not None and not isinstance(error, EdgemoeError):
-            log.error("computing for a peer failed", exc_info=error)
-        self._post(_settle, batch, results, error)
+    def _compute(self, batch: list[Job]) -> None:
+        began_s = time.monotonic()
+        try:
+            results = self._host.compute([job.work for job in batch])
+        except Exception as error:  # the peers must hear of it, whatever it is
+            if not isinstance(error, EdgemoeError):
+                log.exception("computing for a peer failed")
+                error = PeerRefused(f"it failed here: {error!r}")
+            self._post(_settle, batch, (), error)
+        else:
+            self._post(_settle, batch, results, None)
+        took_s = time.monotonic() - began_s
+        self._unit_s += RECENT * (took_s / sum(job.units for job in batch) - self._unit_s)
+        self.batches += 1
+        self.busy_s += took_s
 
     def _post(self, what: Any, *arguments: Any) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(what, *arguments)
 
 
-def _settle(batch: list[Job], results: Sequence[Any], error: Exception | None) -> None:
+def _settle(batch: list[Job], results: Sequence[Any], error: EdgemoeError | None) -> None:
     for i, job in enumerate(batch):
         if error is not None:
-            _fail(job, error if isinstance(error, EdgemoeError) else PeerRefused(f"it failed here: {error!r}"))
+            _fail(job, error)
         elif not job.done.done():
             job.done.set_result(results[i])
 

@@ -9,6 +9,7 @@ A lane belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,14 +29,15 @@ log = logging.getLogger(__name__)
 M = TypeVar("M")
 HWM_MESSAGES = 256
 SERVED_AT_ONCE = 64  # questions of one peer
+REFUSED_S = 0.5  # before a peer that refused our key is tried again
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class _Link(Generic[M]):
     """Our DEALER to one peer, and what was asked on it."""
 
-    def __init__(self, node: str, socket: zmq.asyncio.Socket, credits_bytes: int) -> None:
-        self.node = node
+    def __init__(self, node: str, address: str, socket: zmq.asyncio.Socket, credits_bytes: int) -> None:
+        self.node, self.address = node, address
         self.socket = socket
         self.monitor = socket.get_monitor_socket(EVENTS)
         self.credits = Credits(credits_bytes)
@@ -117,8 +119,8 @@ class Lane(Generic[M]):
         socket.set(zmq.IMMEDIATE, 1)
         socket.set(zmq.RECONNECT_IVL, 100)
         socket.set(zmq.RECONNECT_IVL_MAX, 2000)
-        link = self._links[peer.node] = _Link[M](peer.node, socket, self._credits_bytes)
-        socket.connect(f"tcp://{peer.address}")
+        link = self._links[peer.node] = _Link[M](peer.node, f"tcp://{peer.address}", socket, self._credits_bytes)
+        socket.connect(link.address)
         if self._group is not None:
             self._start(link, self._group)
 
@@ -199,10 +201,18 @@ class Lane(Generic[M]):
                 link.refusals += 1
                 if link.refusals == 1:
                     log.warning("a peer refuses our key; list it there", extra={"peer": link.node, "lane": self.name})
+                asyncio.get_running_loop().call_later(REFUSED_S, self._connect_again, link)
             elif link.up:
                 link.up = False
                 link.fail(PeerUnavailable(f"the connection to {link.node} broke ({self.name})"))
                 self.on_down(link.node)
+
+    def _connect_again(self, link: _Link[M]) -> None:
+        """ZeroMQ takes a refusal for final; but the peer may learn of our key a moment later."""
+        if self._links.get(link.node) is link and not link.up:
+            with contextlib.suppress(zmq.ZMQError):
+                link.socket.disconnect(link.address)
+            link.socket.connect(link.address)
 
     async def _read_answers(self, link: _Link[M]) -> None:
         while True:
