@@ -33,12 +33,13 @@ from edgemoe.model.kv import KVCache
 from edgemoe.model.spec import ModelSpec, spec_from_config
 from edgemoe.policy import baselines
 from edgemoe.telemetry import probes
-from edgemoe.types import BLOCK_TOKENS, CachePolicy, ModelInfo, Tier
+from edgemoe.telemetry.recorder import Header, Recorder
+from edgemoe.types import BLOCK_TOKENS, CachePolicy, ModelInfo, StepRouting, Tier
 
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]  # what is being done now, in a word
-PARKED_SHARE = 4  # where paused requests are parked, one byte in so many of the KV budget is theirs
+PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
 POLICIES: dict[str, Callable[[int, int], CachePolicy]] = {
     "lru": baselines.LRU,
     "lfu": baselines.LFU,
@@ -92,7 +93,12 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         sharing = _sharing(manifest, spec, store) if settings.cluster.node else None
         tiers = _tiers(settings, spec, budgets, store, sharing, kernels)
         opened.callback(tiers.close)
-        engine = _engine(settings, spec, budgets, decoder, tiers, _grammars(directory, spec), emit)
+        observe = None
+        if settings.record.dir:
+            recorder = Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
+            opened.callback(recorder.close)
+            observe = recorder.add
+        engine = _engine(settings, spec, budgets, decoder, tiers, _grammars(directory, spec), emit, observe)
         opened.callback(engine.close)
         closing = opened.pop_all()
     return Assembly(settings, _info(settings, manifest, spec), budgets, engine, tiers, closing.close, sharing)
@@ -175,10 +181,14 @@ def _engine(
     tiers: Tiers,
     grammars: Grammars | None,
     emit: Emit,
+    observe: Callable[[StepRouting], None] | None,
 ) -> Engine:
-    parking_bytes = budgets.kv_bytes // PARKED_SHARE if settings.engine.preemption == "park" else 0
+    on_gpu = decoder.device.type == "cuda"
+    parking_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // PARKED_SHARE
+    if settings.engine.preemption != "park":
+        parking_bytes = 0
     block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token + spec.layers * spec.experts  # with its signature
-    kv_blocks = (budgets.kv_bytes - parking_bytes) // block_bytes
+    kv_blocks = (budgets.kv_bytes - (0 if on_gpu else parking_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
     return Engine(
@@ -193,6 +203,7 @@ def _engine(
         device=decoder.device,
         parking_bytes=parking_bytes,
         grammars=grammars,
+        observe=observe,
     )
 
 

@@ -33,8 +33,17 @@ from edgemoe.cluster.wire.messages import (
     Submit,
     ToEngine,
 )
-from edgemoe.config import DeviceSettings, EngineSettings, LogSettings, MemorySettings, ModelSettings, Settings
+from edgemoe.config import (
+    DeviceSettings,
+    EngineSettings,
+    LogSettings,
+    MemorySettings,
+    ModelSettings,
+    RecordSettings,
+    Settings,
+)
 from edgemoe.pack import pack
+from edgemoe.telemetry.recorder import read_recording
 from edgemoe.types import Request, Sampling
 
 M = TypeVar("M", bound=FromEngine)
@@ -84,6 +93,7 @@ async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
         memory=MemorySettings(ram_bytes=9 * EXPERT_BYTES, kv_bytes=1 << 20),
         device=(DeviceSettings(kind="emulated", expert_bytes=4 * EXPERT_BYTES, link_bytes_per_s=1e10),),
         engine=EngineSettings(threads=1, max_sequences=4, max_queue=5),
+        record=RecordSettings(dir=str(runtime / "routes")),
         log=LogSettings(level="warning"),
     )
     boot = Boot(boot_id=secrets.token_hex(8), address=wire.address, settings=msgspec.to_builtins(settings))
@@ -133,6 +143,9 @@ async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tok
         second.tell(Submit(request=request("cut"), emitted=tuple(begun), attempt=2))
         assert begun + await second.tokens("cut") == whole
         await check_manners(second)
+    *_, (header, steps) = (read_recording(file) for file in sorted((tmp_path / "run" / "routes").iterdir()))
+    assert (header.layers, header.experts, header.top_k) == (3, 6, 2)
+    assert {name for step in steps for name in step.requests} >= {"cut", "long"}
 
 
 async def check_manners(child: Child) -> None:
