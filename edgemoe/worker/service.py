@@ -94,7 +94,9 @@ class Worker:
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))
             await self._told_to_stop.wait()
             assembly.engine.loop.stop()
-            await asyncio.wait([computing], timeout=JOIN_S)
+            if (await asyncio.wait([computing], timeout=JOIN_S))[0]:
+                assembly.engine.check_integrity()
+                assembly.tiers.check_integrity()
             for helper in (*helpers, computing):
                 helper.cancel()
         if self._side is not None:
