@@ -14,7 +14,19 @@ from typing import Any
 import numpy as np
 
 from edgemoe.kernels.dot import load_bf16, load_f32, make_place, make_rows
-from edgemoe.kernels.machine import call_rows, chunk, entry, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.machine import (
+    INT,
+    address_of,
+    call_rows,
+    chunk,
+    entry,
+    entry_for,
+    f32_at,
+    fields,
+    i64_at,
+    jit,
+    record,
+)
 from edgemoe.kernels.pool import parallel
 from edgemoe.kernels.vector import exp32, softmax
 
@@ -137,9 +149,9 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
             k = head * a.head_dim + d
             out[k if a.plain else place(k, n)] = value / mass
 
-    attending, combining = attend.address, combine.address
+    attending, combining = address_of(attend), address_of(combine)
 
-    @entry
+    @entry_for(INT, INT)
     def run(control: int, job: int) -> None:
         a = record(job, ATTENTION)
         parallel(control, attending, job, a.tokens * a.kv_heads * most_parts(a.longest))

@@ -12,7 +12,19 @@ from functools import cache
 from typing import Any
 
 from edgemoe.kernels.dot import make_place, make_rows
-from edgemoe.kernels.machine import call_rows, chunk, entry, f32_at, fields, i64_at, record
+from edgemoe.kernels.machine import (
+    FLOATS,
+    INT,
+    INTS,
+    address_of,
+    call_rows,
+    chunk,
+    entry_for,
+    f32_at,
+    fields,
+    i64_at,
+    record,
+)
 from edgemoe.kernels.pool import parallel
 from edgemoe.kernels.vector import make_pack, swiglu
 
@@ -91,20 +103,15 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
                 for k in range(count):
                     out[k] += values[k]
 
-    packing, gating, adding = pack_token.address, gate_up.address, down.address
+    packing, gating, adding = address_of(pack_token), address_of(gate_up), address_of(down)
 
-    @entry
-    def run(control: int, job: int) -> None:
+    @entry_for(INT, INT, INTS, INTS, INTS, FLOATS)
+    def run(control: int, job: int, slots: Any, offsets: Any, index: Any, weights: Any) -> None:
         e = record(job, EXPERTS)
+        e.slots, e.offsets, e.count = slots.ctypes.data, offsets.ctypes.data, len(slots)
+        e.index, e.weights = index.ctypes.data, weights.ctypes.data
         parallel(control, packing, job, e.tokens)
         parallel(control, gating, job, e.count * ((e.width + GATE_ROWS - 1) // GATE_ROWS))
         parallel(control, adding, job, (e.hidden + DOWN_ROWS - 1) // DOWN_ROWS)
 
-    @entry
-    def run_arrays(control: int, job: int, slots: Any, offsets: Any, index: Any, weights: Any) -> None:
-        e = record(job, EXPERTS)
-        e.slots, e.offsets, e.count = slots.ctypes.data, offsets.ctypes.data, len(slots)
-        e.index, e.weights = index.ctypes.data, weights.ctypes.data
-        run(control, job)
-
-    return run_arrays, (pack_token, gate_up, down)
+    return run, (pack_token, gate_up, down)

@@ -16,7 +16,7 @@ import numpy as np
 from edgemoe.kernels.attention import ATTENTION, BLOCK, make_attention
 from edgemoe.kernels.dot import make_place, store_bf16, store_f32
 from edgemoe.kernels.linear import LINEAR, make_linear
-from edgemoe.kernels.machine import chunk, entry, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.machine import INT, address_of, chunk, entry_for, f32_at, fields, i64_at, jit, record
 from edgemoe.kernels.pool import parallel
 from edgemoe.kernels.vector import make_pack, norm_scale, softmax, top_k
 
@@ -133,8 +133,8 @@ def make_layer(bf16: bool) -> tuple[Callable[[int, int], None], Callable[[int, i
         ids, weights = s.ids + token * s.k * 8, s.weights + token * s.k * 4
         top_k(at, s.experts, s.k, s.renormalise, ids, weights)
 
-    entering, rotating = enter.address, rotate.address
-    preparing, choosing = prepare.address, choose.address
+    entering, rotating = address_of(enter), address_of(rotate)
+    preparing, choosing = address_of(prepare), address_of(choose)
 
     @jit
     def multiply(control: int, step: int, weight: int, rows: int, n: int, x: int, out: int) -> None:
@@ -144,7 +144,7 @@ def make_layer(bf16: bool) -> tuple[Callable[[int, int], None], Callable[[int, i
         a.index, a.tokens = s.iota, s.tokens
         linear(control, s.linear)
 
-    @entry
+    @entry_for(INT, INT)
     def layer(control: int, job: int) -> None:
         l = record(job, LAYER)  # noqa: E741
         s = record(l.step, STEP)
@@ -160,7 +160,7 @@ def make_layer(bf16: bool) -> tuple[Callable[[int, int], None], Callable[[int, i
         multiply(control, l.step, l.gate, s.experts, s.width, s.packed, s.probs)
         parallel(control, choosing, job, s.tokens)
 
-    @entry
+    @entry_for(INT, INT)
     def head(control: int, job: int) -> None:
         h = record(job, HEAD)
         s = record(h.step, STEP)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from edgemoe.kernels.dot import make_rows
-from edgemoe.kernels.machine import call_rows, chunk, entry, fields, record
+from edgemoe.kernels.machine import INT, address_of, call_rows, chunk, entry_for, fields, record
 from edgemoe.kernels.pool import parallel
 
 # out[t] = weight [rows, n] . x[index[t]] for `tokens` tokens; `x` packed float32, `out` [tokens, rows] float32.
@@ -30,9 +30,9 @@ def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
         following = w + a.threads * a.step * line  # the other threads take the chunks between
         call_rows(multiply, w, line, count, following, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
 
-    multiplying = some_rows.address
+    multiplying = address_of(some_rows)
 
-    @entry
+    @entry_for(INT, INT)
     def run(control: int, job: int) -> None:
         a = record(job, LINEAR)
         a.step = LONG if a.rows >= 4 * LONG else SHORT

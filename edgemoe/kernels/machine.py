@@ -27,6 +27,15 @@ _INNER: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True
 jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # called from other kernels only
 summing: Decorator = numba.njit(fastmath={"contract", "reassoc"}, **_INNER)
 entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # called from Python
+INT: Any = types.int64
+INTS: Any = types.Array(types.int64, 1, "C", readonly=True)
+FLOATS: Any = types.Array(types.float32, 1, "C", readonly=True)
+
+
+def entry_for(*arguments: Any) -> Decorator:
+    """An entry that is compiled where it is defined, and not when a request first needs it."""
+    decorator: Decorator = numba.njit(types.void(*arguments), nogil=True, error_model="numpy")
+    return decorator
 
 
 def compiled(arguments: int) -> Decorator:
@@ -52,6 +61,11 @@ sched_yield.argtypes, sched_yield.restype = (), ctypes.c_int
 def fields(*names: str) -> np.dtype[np.void]:
     """A record type of int64 fields."""
     return np.dtype([(name, np.int64) for name in names])
+
+
+def address_of(compiled: Any) -> np.int64:
+    """The address of a `chunk`; were it a Python int, each would get a `parallel` compiled for itself."""
+    return np.int64(compiled.address)
 
 
 def place_of(dtype: np.dtype[np.void], field: str) -> int:
