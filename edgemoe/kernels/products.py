@@ -16,6 +16,7 @@ from torch.nn.functional import grouped_mm, silu
 from edgemoe.kernels.compute import MAX_TOKENS, FloatArray, IntArray, Kernels
 
 TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # tokens per expert at which the two ways are timed
+EMPTY_SLOTS = 20  # a CPU's grouped product spends on so many empty groups what one expert's own products cost
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
 
 
@@ -109,6 +110,9 @@ def by_products(
     out: torch.Tensor,
 ) -> None:
     """As `ExpertMath.add`. One group per slot of the slab, empty where the slot is not asked for."""
+    if x.device.type == "cpu" and len(slots) * EMPTY_SLOTS < len(slab.down):
+        one_by_one(slab, slots, offsets, index, weights, x, out)
+        return
     order = np.argsort(slots, kind="stable")
     counts = np.diff(offsets)[order]
     starts = np.repeat(offsets[:-1][order] - np.cumsum(counts) + counts, counts)
@@ -124,6 +128,23 @@ def by_products(
         out.index_add_(0, rows, result)
     else:  # index_add_ adds in no certain order there
         out.index_put_((rows,), result, accumulate=True)
+
+
+def one_by_one(
+    slab: ExpertSlab,
+    slots: IntArray,
+    offsets: IntArray,
+    index: IntArray,
+    weights: FloatArray,
+    x: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """As `by_products`, for a few slots of many."""
+    ends, rows, shares = offsets.tolist(), torch.from_numpy(index), torch.from_numpy(weights)[:, None]
+    for slot, start, end in zip(slots.tolist(), ends, ends[1:], strict=False):
+        gate, up = (x[rows[start:end]] @ slab.gate_up[slot].T).chunk(2, dim=-1)
+        result = ((silu(gate) * up) @ slab.down[slot].T).float()
+        out.index_add_(0, rows[start:end], result.mul_(shares[start:end]))
 
 
 class _Trial:

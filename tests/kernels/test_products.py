@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from edgemoe.kernels.compute import Kernels
-from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products
+from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products, one_by_one
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
 
@@ -51,6 +51,16 @@ def test_both_ways_equal_the_definition(kernels: Kernels, tokens: int) -> None:
         ExpertMath(kernels, crossover).add(slab, *_calls(tokens), x, out)
         rounding = 0.05 if kernels.bf16 and not crossover else 1e-4
         torch.testing.assert_close(out.double(), expected, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_one_by_one_gives_the_same_sums(bf16: bool) -> None:
+    slab = _slab(bf16)
+    x = torch.randn(5, HIDDEN).to(slab.down.dtype)
+    out = torch.ones(5, HIDDEN)
+    one_by_one(slab, *_calls(5), x, out)
+    rounding = 0.05 if bf16 else 1e-4
+    torch.testing.assert_close(out.double(), _expected(slab, 5, x), atol=rounding, rtol=rounding)
 
 
 @pytest.mark.gpu
