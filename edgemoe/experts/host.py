@@ -31,6 +31,7 @@ class ExpertHost:
         self._experts, self._on_disk = experts, on_disk
         self._residency, self._shape = experts.residency, experts.shape
         self.experts = 0  # of layer-steps, computed for peers
+        self._dtype = torch.bfloat16 if self._shape.bf16 else torch.float32
         self._threads: int | None = torch.get_num_threads()  # OpenMP keeps this by thread
 
     def refuses(self, work: ExpertWork) -> str:
@@ -48,14 +49,29 @@ class ExpertHost:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
-        dtype = torch.bfloat16 if self._shape.bf16 else torch.float32
-        hidden = torch.from_numpy(np.concatenate([work.hidden for work in works])).view(dtype)  # [R, H]
         first = list(itertools.accumulate((len(work.hidden) for work in works), initial=0))
         group = _merge(works, first, self._shape.top_k)
+        hidden = self._hidden(np.concatenate([work.hidden for work in works]))
+        rows = self._bytes(self._experts.compute(works[0].layer, hidden, group))
         self.experts += len(group.experts)
-        sums = self._experts.compute(works[0].layer, hidden, group).to("cpu", dtype)
-        rows = sums.contiguous().view(torch.uint8).numpy()
         return [rows[a:b].data.cast("B") for a, b in itertools.pairwise(first)]
+
+    @torch.inference_mode()
+    def compute_at_once(self, work: ExpertWork) -> memoryview | None:
+        """The work's result if all of its experts are where they are computed; else None. Never beside `compute`."""
+        group = _merge([work], [0], self._shape.top_k)
+        sums = self._experts.compute_if_there(work.layer, self._hidden(work.hidden.copy()), group)
+        if sums is None:
+            return None
+        self.experts += len(group.experts)
+        return self._bytes(sums).data.cast("B")
+
+    def _hidden(self, rows: npt.NDArray[np.uint8]) -> torch.Tensor:
+        return torch.from_numpy(rows).view(self._dtype)  # [R, H]
+
+    def _bytes(self, sums: torch.Tensor) -> npt.NDArray[np.uint8]:
+        rows: npt.NDArray[np.uint8] = sums.to("cpu", self._dtype).contiguous().view(torch.uint8).numpy()
+        return rows
 
 
 def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> Group:

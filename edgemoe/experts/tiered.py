@@ -152,6 +152,13 @@ class TieredExperts:
             first += helped
         return first
 
+    def compute_if_there(self, layer: int, hidden: torch.Tensor, group: Group) -> torch.Tensor | None:
+        """As `compute` where that needs no waiting for any expert; else None."""
+        if len(self._computes) > 1 or not self.residency.all_on_top(layer, group.experts):
+            return None
+        self._computes[0].begin(hidden)
+        return self._computes[0].end() if self._all_there(layer, group, None) else None
+
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         """What `layer` will likely need, [T, E]: fetched while the layers before it compute."""
         scores: FloatArray = probs.numpy(force=True)

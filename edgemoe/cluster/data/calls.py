@@ -140,7 +140,7 @@ class Calls:
             work.close()
 
     async def _ask(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
-        peer, number = self.peers.get(call.node), next(self._numbers)
+        peer, number, served_s = self.peers.get(call.node), next(self._numbers), 0.0
         try:
             if peer is None:
                 raise PeerUnavailable(f"{call.node} is no member any more")
@@ -150,8 +150,7 @@ class Calls:
             sums = answer.tensors[0] if answer.tensors else memoryview(b"")
             if not isinstance(answer.message, Result) or sums.nbytes != call.work.hidden.nbytes:
                 raise PeerRefused(f"{call.node} answered a call with something else")
-            call.result = sums
-            self._measure(peer, call, answer.message.served_s)
+            call.result, served_s = sums, answer.message.served_s
         except EdgemoeError as error:
             call.error = error
             if peer is not None:
@@ -163,9 +162,11 @@ class Calls:
             log.exception("an expert call went wrong")
             call.error = PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
         finally:
+            answers.put(call)
             if peer is not None:
                 peer.under_way.pop(number, None)
-            answers.put(call)
+        if peer is not None and call.result is not None:
+            self._measure(peer, call, served_s)
 
     def _measure(self, peer: PeerState, call: RemoteCall, served_s: float) -> None:
         took_s = time.monotonic() - call.asked_s

@@ -1,7 +1,8 @@
 """Computing experts for peers: calls that wait are computed together, and what would come too late is shed.
 
 One thread of its own computes, so that a step of this box never delays a peer's. It takes the call that has waited
-longest, and with it all others of the same layer, from whichever peers.
+longest, and with it all others of the same layer, from whichever peers. Small work that needs no waiting is computed
+where it arrives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 QUEUE_CALLS = 256  # that wait; beyond it callers are sent away
 QUEUE_BYTES = 256 << 20
 TOGETHER_ROWS = 512  # of calls computed at once
-FIRST_UNIT_S = 1e-4
+FIRST_UNIT_S = 5e-5
+AT_ONCE_S = 4e-4  # work that is expected to take no longer is done on the loop
 RECENT = 0.2
 
 
@@ -37,6 +39,9 @@ class Host(Protocol):
 
     def compute(self, works: Sequence[ExpertWork]) -> Sequence[Any]:
         """The result of each work, all of one layer, as buffers [r, H]. Raises EdgemoeError."""
+
+    def compute_at_once(self, work: ExpertWork) -> Any | None:
+        """The work's result if that needs no waiting; else None. Never beside `compute`."""
 
 
 @dataclass(slots=True)
@@ -80,7 +85,11 @@ class ExpertServer:
         work = self._model.read_call(call, question.tensors)
         if why := self._host.refuses(work):
             raise PeerRefused(why)
-        job = Job(work, float(work_units(work.offsets).sum()), question.deadline, self._loop.create_future())
+        units = float(work_units(work.offsets).sum())
+        small = not self._pending and units * self._unit_s < AT_ONCE_S
+        if small and (sums := self._compute_at_once(work, units)) is not None:
+            return Answer(Result(time.monotonic() - began_s), [sums])
+        job = Job(work, units, question.deadline, self._loop.create_future())
         self._admit(job)
         self._pending += 1
         self._units += job.units
@@ -97,6 +106,20 @@ class ExpertServer:
             self._bytes -= work.hidden.nbytes
         self.served += 1
         return Answer(Result(time.monotonic() - began_s), [sums])
+
+    def _compute_at_once(self, work: ExpertWork, units: float) -> Any | None:
+        """On the loop: for small work, two hand-overs between threads would take longer than the work."""
+        began_s = time.monotonic()
+        sums = self._host.compute_at_once(work)
+        if sums is not None:
+            self.served += 1
+            self._account(units, time.monotonic() - began_s)
+        return sums
+
+    def _account(self, units: float, took_s: float) -> None:
+        self._unit_s += RECENT * (took_s / units - self._unit_s)
+        self.batches += 1
+        self.busy_s += took_s
 
     def _admit(self, job: Job) -> None:
         """Raises PeerBusy for a call that would wait for longer than its caller."""
@@ -148,10 +171,7 @@ class ExpertServer:
             self._post(_settle, batch, (), error)
         else:
             self._post(_settle, batch, results, None)
-        took_s = time.monotonic() - began_s
-        self._unit_s += RECENT * (took_s / sum(job.units for job in batch) - self._unit_s)
-        self.batches += 1
-        self.busy_s += took_s
+        self._account(sum(job.units for job in batch), time.monotonic() - began_s)
 
     def _post(self, what: Any, *arguments: Any) -> None:
         if not self._loop.is_closed():

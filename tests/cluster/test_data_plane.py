@@ -1,0 +1,168 @@
+"""The parts of the data plane by themselves: what a call may say, who is sent away, what a plan costs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgemoe.cluster.data.messages import Call, Model, Result
+from edgemoe.cluster.data.peer import PeerState
+from edgemoe.cluster.data.server import QUEUE_CALLS, ExpertServer
+from edgemoe.cluster.wire.envelope import Envelope
+from edgemoe.cluster.wire.net import Question
+from edgemoe.errors import PeerBusy, PeerRefused
+from edgemoe.types import ExpertWork
+
+MODEL = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
+
+
+def work(layer: int = 1, rows: int = 3, seed: int = 0) -> ExpertWork:
+    """Every row calls experts 2 and 5."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.integers(0, 256, (rows, 16), np.uint8)
+    index = np.tile(np.arange(rows), 2)
+    weights = rng.random(2 * rows).astype(np.float32)
+    return ExpertWork(layer, np.array([2, 5]), np.array([0, rows, 2 * rows]), index, weights, hidden)
+
+
+def frames(asked: ExpertWork) -> tuple[Call, list[memoryview]]:
+    call, tensors = MODEL.call(asked)
+    return call, [memoryview(bytes(t)) for t in tensors]
+
+
+def test_work_arrives_as_it_was_sent() -> None:
+    sent = work()
+    read = MODEL.read_call(*frames(sent))
+    for got, wanted in zip(read, sent, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_call_that_cannot_be_is_refused_and_never_computed() -> None:
+    call, (hidden, index) = frames(work())
+    rng = random.Random(0)
+    survived = 0
+    for _ in range(3000):
+        numbers = bytearray(index)
+        numbers[rng.randrange(len(numbers))] ^= 1 << rng.randrange(8)
+        try:
+            read = MODEL.read_call(call, [hidden, memoryview(bytes(numbers))])
+        except PeerRefused:
+            continue
+        survived += 1  # another weight, row or expert, but a possible one
+        assert len(np.unique(read.experts)) == 2
+        assert ((read.experts >= 0) & (read.experts < 8)).all()
+        assert ((read.rows >= 0) & (read.rows < 3)).all()
+        assert read.offsets.tolist() == sorted(read.offsets.tolist())
+        assert np.isfinite(read.weights).all()
+    assert 0 < survived < 3000
+    for bad in (Call(9, 3, 2, 6), Call(1, 4, 2, 6), Call(1, 3, 3, 6), Call(1, 3, 2, 7), Call(1, 3, 9, 6)):
+        with pytest.raises(PeerRefused):
+            MODEL.read_call(bad, [hidden, index])
+    with pytest.raises(PeerRefused):
+        MODEL.read_call(call, [hidden])
+
+
+class Gate:
+    """A host that computes when the test lets it; its result is the hidden states."""
+
+    def __init__(self) -> None:
+        self.open, self.started = threading.Event(), threading.Event()
+        self.batches: list[list[int]] = []
+
+    def refuses(self, asked: ExpertWork) -> str:
+        return "expert 7 is not here" if 7 in asked.experts else ""
+
+    def compute_at_once(self, asked: ExpertWork) -> None:
+        return None
+
+    def compute(self, works: Sequence[ExpertWork]) -> Sequence[Any]:
+        self.started.set()
+        self.open.wait(10)
+        self.batches.append([asked.layer for asked in works])
+        return [asked.hidden.data.cast("B") for asked in works]
+
+
+def question(asked: ExpertWork, within_s: float = 10.0) -> Question[Any]:
+    call, tensors = frames(asked)
+    envelope = Envelope(1, False, 0, 0, within_s * 1e3, (), (), b"")  # type: ignore[arg-type]
+    return Question("peer", "boot", envelope, call, tensors, asyncio.get_running_loop().time() + within_s)
+
+
+async def test_waiting_calls_of_a_layer_are_computed_together() -> None:
+    host = Gate()
+    server = ExpertServer(MODEL, host)
+    server.start()
+    first = asyncio.create_task(server.serve(question(work(0))))
+    await asyncio.to_thread(host.started.wait, 10)
+    rest = [asyncio.create_task(server.serve(question(work(n % 2, seed=n)))) for n in range(6)]
+    await asyncio.sleep(0)
+    host.open.set()
+    answers = await asyncio.gather(first, *rest)
+    assert host.batches == [[0], [0, 0, 0], [1, 1, 1]]
+    for n, answer in enumerate(answers[1:]):
+        assert isinstance(answer.message, Result)
+        assert bytes(answer.tensors[0]) == work(seed=n).hidden.tobytes()
+    await asyncio.to_thread(server.close)
+
+
+async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
+    host = Gate()
+    server = ExpertServer(MODEL, host)
+    server.start()
+    server._unit_s = 1.0
+    with pytest.raises(PeerBusy, match="in time"):
+        await server.serve(question(work(), within_s=1.5))
+    server._unit_s = 1e-9
+    under_way = asyncio.create_task(server.serve(question(work())))
+    await asyncio.to_thread(host.started.wait, 10)
+    late = asyncio.create_task(server.serve(question(work(), within_s=0.01)))
+    rest = [asyncio.create_task(server.serve(question(work()))) for _ in range(QUEUE_CALLS - 2)]
+    await asyncio.sleep(0.02)
+    with pytest.raises(PeerBusy):
+        await server.serve(question(work()))
+    host.open.set()
+    with pytest.raises(PeerBusy, match="too late"):
+        await late
+    await asyncio.gather(under_way, *rest)
+    assert server.shed == 3
+    assert server._pending == server._bytes == 0
+    await asyncio.to_thread(server.close)
+
+
+async def test_what_the_host_has_not_is_refused() -> None:
+    server = ExpertServer(MODEL, Gate())
+    asked = work()._replace(experts=np.array([2, 7]))
+    with pytest.raises(PeerRefused, match="expert 7"):
+        await server.serve(question(asked))
+
+
+def test_a_peer_that_stops_answering_costs_more_with_every_moment() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.ram[:] = True
+    experts = np.array([1, 2])
+    fresh = peer.offer(1, experts, 16, 1000, 100.0)
+    peer.under_way[0] = type("Call", (), {"asked_s": 100.0})()  # type: ignore[assignment]
+    old = peer.offer(1, experts, 16, 1000, 103.0)
+    assert fresh is not None
+    assert old is not None
+    assert fresh.open_s < 0.01
+    assert old.open_s == pytest.approx(3.0)
+
+
+def test_round_trip_and_rate_are_told_apart() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    for _ in range(60):
+        peer.measure_way(1000, 0.002)
+        peer.measure_way(1_000_000, 0.002 + 0.016)
+    assert peer.latency_s == pytest.approx(0.002, rel=0.05)
+    assert 1 / peer.s_per_byte == pytest.approx(62.5e6, rel=0.05)
+    peer.failed(5.0)
+    for _ in range(8):
+        peer.measure_way(1000, 0.002)
+    assert peer.latency_s < 0.02
