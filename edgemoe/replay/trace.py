@@ -11,7 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from edgemoe.telemetry.recorder import SUFFIX, read_recording
 from edgemoe.types import IntArray
 
 Ids = npt.NDArray[np.int16]
+ROUND = 4  # experts per layer are a multiple of it where nobody says: rare ones may not occur in a trace
 SAME = 0.9  # share of equal routes from which on two tokens at one place of a template count as the same
 
 
@@ -52,6 +53,13 @@ class Trace:
     def tokens(self) -> int:
         return sum(len(ids) for ids in self.requests)
 
+    def touched(self, batch: int, most: int = 1000) -> float:
+        """Distinct experts of a layer-step, on average over the first steps."""
+        counts = [
+            len(chosen(step.ids[:, layer])) for step in islice(self.steps(batch), most) for layer in range(self.layers)
+        ]
+        return float(np.mean(counts))
+
     def steps(self, batch: int) -> Iterator[Step]:
         """One token of each of `batch` requests a step; where one ends the next begins."""
         waiting = iter(enumerate(self.requests))
@@ -65,7 +73,7 @@ class Trace:
             running = [(name, ids, at + 1) for name, ids, at in running if at + 1 < len(ids)]
 
 
-def load(paths: Sequence[Path], *, without_template: bool = False, limit: int = 0) -> Trace:
+def load(paths: Sequence[Path], *, without_template: bool = False, limit: int = 0, experts: int = 0) -> Trace:
     """Files taken in turn, a request of each; the first `limit` tokens if not 0. Raises ConfigError, StoreError."""
     files = [requests for path in paths for requests in _read(path)]
     if without_template:
@@ -75,11 +83,10 @@ def load(paths: Sequence[Path], *, without_template: bool = False, limit: int = 
     if not order or len(shapes) != 1:
         found = ", ".join(f"{layers} layers with {k} experts a token" for layers, k in sorted(shapes)) or "no tokens"
         raise ConfigError(f"these traces are not of one model: {found}; replay one model at a time")
-    experts = max(int(ids.max()) for ids in order) + 1
-    trace = Trace(_first(order, limit) if limit else order, max(experts, order[0].shape[2] + 1))
-    if min(int(ids.min()) for ids in order) < 0:
-        raise ConfigError("a trace has an expert below 0")
-    return trace
+    used = max(int(ids.max()) for ids in order) + 1
+    if min(int(ids.min()) for ids in order) < 0 or (experts and experts < used):
+        raise ConfigError(f"a trace has experts outside 0 to {(experts or used) - 1}")
+    return Trace(_first(order, limit) if limit else order, experts or -(-used // ROUND) * ROUND)
 
 
 def strip_template(requests: Sequence[Ids]) -> list[Ids]:

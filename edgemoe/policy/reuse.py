@@ -1,0 +1,28 @@
+"""Reuse distance: how many layer-steps until a layer runs again, and what that takes off an expert's worth.
+
+Source: two-tier-cache 4.1. The source gives W for layers that are still to come only, though D for all; here W is
+used for every layer, and a layer that has just run is the farthest, not the nearest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.types import FloatArray, IntArray
+
+
+def distance(layer: int, layers: int, *, literal: bool = False) -> IntArray:
+    """Layer-steps until each layer runs [L], while `layer` (from 0) runs and has made its choice.
+
+    `literal` is the source's D, by which the running layer is still to come.
+    """
+    ahead = (np.arange(layers) - layer) % layers
+    if not literal:
+        ahead[layer] = layers
+    return ahead
+
+
+def weight(layer: int, layers: int, gamma: float, *, literal: bool = False) -> FloatArray:
+    """W = exp(-gamma D) of each layer, [L]."""
+    falling: FloatArray = np.exp(-gamma * distance(layer, layers, literal=literal)).astype(np.float32)
+    return falling

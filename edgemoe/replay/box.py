@@ -1,0 +1,218 @@
+"""A box that serves a trace: VRAM and RAM as caches, links that take their time, prefetch in what is idle.
+
+Layer-steps run one after another: misses travel over the links in order, then the layer computes. A prefetch begins
+only where it ends within the running layer's compute time, so that it never delays a demand. What it can cost is the
+expert that it replaces; a ledger of what came first, the use of the one or of the other, decides whether wishes are
+carried out or only watched. Imports numba.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from edgemoe.types import BoolArray, FloatArray, IntArray
+
+DoubleArray = npt.NDArray[np.float64]
+NONE = -1
+LEDGER_DECAY = 0.99  # per outcome
+TRIAL = 20.0  # outcomes before wishes are carried out, and the share of good ones that it takes
+GOOD_SHARE = 0.55
+FIGURES = 8
+STALL, COMPUTE, TO_VRAM, TO_RAM, WASTED, PREFETCHED, GOOD, BAD = range(FIGURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a box is made of."""
+
+    compute_s: float  # of one layer-step
+    expert_bytes: int
+    link_bytes_per_s: float  # RAM -> VRAM
+    nvme_bytes_per_s: float  # NVMe -> RAM
+    ram_share: float  # of all experts that RAM holds
+    prefetch: bool
+    margin: float  # how much higher a wished-for expert must rank than the one that it replaces
+
+
+class Box:
+    """One box and its figures."""
+
+    def __init__(self, layers: int, experts: int, slots: int, machine: Machine) -> None:
+        self.machine, self.experts = machine, experts
+        total = layers * experts
+        self.figures = np.zeros(FIGURES)
+        self._vram: BoolArray = np.zeros(total, np.bool_)
+        self._ram: BoolArray = np.zeros(total, np.bool_)
+        ram_slots = max(slots, round(machine.ram_share * total))
+        self._free: IntArray = np.array([slots, ram_slots], np.int64)
+        if ram_slots >= total:
+            self._ram[:] = True
+            self._free[1] = 0
+        self._pinned: IntArray = np.full(total, NONE, np.int64)
+        self._unused: BoolArray = np.zeros(total, np.bool_)  # prefetched, and not demanded since
+        self._rival: IntArray = np.full(total, NONE, np.int64)  # of a wish: what it replaces, and the reverse
+        self._wished: BoolArray = np.zeros(total, np.bool_)  # of the two, the one that was wished for
+        self._times = np.zeros(3)  # now, and when each link is idle
+        self._ledger = np.zeros(2)  # outcomes, and good ones
+        self._clock = 0
+
+    def run(self, layer: int, experts: IntArray, rank: FloatArray, wishes: bool) -> None:
+        """One layer-step that demands distinct experts [n]; `wishes`: the ranks foretell needs. `rank` [L, E]."""
+        self._clock += 1
+        machine = self.machine
+        _run(
+            layer * self.experts + experts,
+            rank.ravel(),
+            self._clock,
+            self._vram,
+            self._ram,
+            self._free,
+            self._pinned,
+            self._unused,
+            self._rival,
+            self._wished,
+            self._times,
+            self._ledger,
+            self.figures,
+            machine.compute_s,
+            machine.expert_bytes / machine.link_bytes_per_s,
+            machine.expert_bytes / machine.nvme_bytes_per_s,
+            machine.prefetch and wishes,
+            machine.margin,
+        )
+
+
+@njit(nogil=True)
+def _run(
+    demanded: IntArray,
+    rank: FloatArray,
+    clock: int,
+    vram: BoolArray,
+    ram: BoolArray,
+    free: IntArray,
+    pinned: IntArray,
+    unused: BoolArray,
+    rival: IntArray,
+    wished: BoolArray,
+    times: DoubleArray,
+    ledger: DoubleArray,
+    figures: DoubleArray,
+    compute_s: float,
+    link_s: float,
+    nvme_s: float,
+    prefetch: bool,
+    margin: float,
+) -> None:
+    began = times[0]
+    ready = began
+    for key in demanded:
+        pinned[key] = clock
+        _settle(key, rival, wished, ledger, figures)
+    for key in demanded:
+        unused[key] = False
+        if vram[key]:
+            continue
+        source_s = began
+        if not ram[key]:
+            times[2] = max(times[2], began) + nvme_s
+            source_s = times[2]
+            _take(ram, vram, rank, pinned, clock, free, 1)
+            ram[key] = True
+            figures[TO_RAM] += 1
+        times[1] = max(times[1], source_s) + link_s
+        ready = max(ready, times[1])
+        figures[TO_VRAM] += 1
+        victim = _take(vram, vram, rank, pinned, clock, free, 0)
+        if victim != -2:
+            vram[key] = True
+            if victim >= 0 and unused[victim]:
+                unused[victim] = False
+                figures[WASTED] += 1
+    figures[STALL] += ready - began
+    figures[COMPUTE] += compute_s
+    times[0] = ready + compute_s
+    if prefetch:
+        _wish(
+            rank, clock, vram, ram, free, pinned, unused, rival, wished, times, ledger, figures, ready, link_s, margin
+        )
+
+
+@njit(nogil=True)
+def _take(
+    tier: BoolArray, above: BoolArray, rank: FloatArray, pinned: IntArray, clock: int, free: IntArray, which: int
+) -> int:
+    """Makes room for one expert in a tier: the key that goes, -1 for a free slot, -2 where there is no room."""
+    if free[which] > 0:
+        free[which] -= 1
+        return -1
+    victim, lowest = -2, np.inf
+    for key in range(len(tier)):
+        held = tier[key] and pinned[key] != clock and (which == 0 or not above[key])
+        if held and rank[key] < lowest:
+            victim, lowest = key, rank[key]
+    if victim >= 0:
+        tier[victim] = False
+    return victim
+
+
+@njit(nogil=True)
+def _settle(key: int, rival: IntArray, wished: BoolArray, ledger: DoubleArray, figures: DoubleArray) -> None:
+    """An expert is needed: if it was part of a wish, the wish was good or bad."""
+    other = rival[key]
+    if other < 0:
+        return
+    good = wished[key]
+    ledger[0] = LEDGER_DECAY * ledger[0] + 1
+    ledger[1] = LEDGER_DECAY * ledger[1] + (1 if good else 0)
+    figures[GOOD if good else BAD] += 1
+    rival[key] = rival[other] = NONE
+    wished[key] = wished[other] = False
+
+
+@njit(nogil=True)
+def _wish(
+    rank: FloatArray,
+    clock: int,
+    vram: BoolArray,
+    ram: BoolArray,
+    free: IntArray,
+    pinned: IntArray,
+    unused: BoolArray,
+    rival: IntArray,
+    wished: BoolArray,
+    times: DoubleArray,
+    ledger: DoubleArray,
+    figures: DoubleArray,
+    idle_from: float,
+    link_s: float,
+    margin: float,
+) -> None:
+    """Prefetches that fit into the layer's compute time, best first; or one that is only watched."""
+    trusted = ledger[0] >= TRIAL and ledger[1] >= GOOD_SHARE * ledger[0]
+    times[1] = max(times[1], idle_from)
+    while times[1] + link_s <= times[0]:
+        best, victim, highest, lowest = NONE, NONE, -np.inf, np.inf
+        for key in range(len(vram)):
+            if pinned[key] == clock or rival[key] >= 0:
+                continue
+            if vram[key]:
+                if rank[key] < lowest and not unused[key]:
+                    victim, lowest = key, rank[key]
+            elif ram[key] and rank[key] > highest:
+                best, highest = key, rank[key]
+        if best < 0 or victim < 0 or highest <= lowest + margin or not math.isfinite(lowest):
+            return
+        rival[best], rival[victim] = victim, best
+        wished[best] = True
+        if not trusted:
+            return
+        times[1] += link_s
+        vram[victim] = False
+        vram[best] = unused[best] = True
+        figures[TO_VRAM] += 1
+        figures[PREFETCHED] += 1

@@ -1,0 +1,248 @@
+"""The command line of `edgemoe replay`: traces and options in, a table, a picture or one JSON object out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgemoe.errors import ConfigError
+from edgemoe.units import parse_rate, parse_size
+
+if TYPE_CHECKING:
+    from edgemoe.replay.run import Figures
+    from edgemoe.replay.trace import Trace
+
+BASELINES = ("lru", "lfu", "lfru")
+YARDSTICKS = (*BASELINES, "belady")  # what gap_closed is measured with
+Row = dict[str, Any]
+
+_EPILOG = """\
+Examples:
+  edgemoe replay law.ids.csv.gz --capacity 0.25,0.5 --policies lru,lfru,belady,full --score-from 0.5
+  edgemoe replay /var/lib/edgemoe/recordings --capacity 0.1,0.25,0.5,0.75 --plot stall.png
+Several files are taken in turn, a request of each. miss_ratio and gap_closed are those of one tier that loads on
+demand; stall and bytes those of a box with RAM, links and, unless --no-prefetch, prefetch.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command. Raises ConfigError and StoreError for what cannot be replayed."""
+    parser = argparse.ArgumentParser(
+        prog="edgemoe replay",
+        description="Replay routing traces through cache policies, against Belady's optimum.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    options = parser.parse_args(argv)
+    rows, trace = replay_all(options)
+    if options.plot:
+        plot(rows, Path(options.plot))
+    if options.json:
+        print(json.dumps({"trace": describe(trace, options), "results": rows}))
+    else:
+        print(table(rows, describe(trace, options)))
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument(
+        "files", metavar="FILE", type=Path, nargs="+", help="*.ids.csv.gz, *.routes, or a folder of them"
+    )
+    parser.add_argument(
+        "--capacity", type=_shares, default=[0.25, 0.5], help="shares of all experts (default 0.25,0.5)"
+    )
+    parser.add_argument("--policies", type=_names, default=[*YARDSTICKS, "ewma", "full"], help="names, commas between")
+    parser.add_argument(
+        "--score-from", type=_share, default=0.0, metavar="SHARE", help="leave the tokens before it out"
+    )
+    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="requests that run at once (default 1)")
+    parser.add_argument("--tokens", type=_count, default=0, metavar="N", help="replay the first N tokens only")
+    parser.add_argument("--experts", type=_count, default=0, metavar="N", help="per layer (default: from the trace)")
+    parser.add_argument("--without-template", action="store_true", help="leave out tokens that requests share in place")
+    box = parser.add_argument_group("the box")
+    box.add_argument("--expert-bytes", type=_size, default=_size("16MiB"), metavar="SIZE", help="default 16MiB")
+    box.add_argument("--link", type=_rate, default=_rate("8GB/s"), metavar="RATE", help="RAM to VRAM (default 8GB/s)")
+    box.add_argument("--nvme", type=_rate, default=_rate("3GB/s"), metavar="RATE", help="NVMe to RAM (default 3GB/s)")
+    box.add_argument(
+        "--ram", type=_share, default=1.0, metavar="SHARE", help="of all experts that RAM holds (default 1)"
+    )
+    box.add_argument("--layer-ms", type=_positive, default=1.0, metavar="MS", help="compute of one layer (default 1)")
+    box.add_argument("--no-prefetch", action="store_true", help="load on demand only")
+    box.add_argument("--hysteresis", type=_share, default=0.1, metavar="H", help="admit above (1+H), drop below (1-H)")
+    box.add_argument("--alpha", type=_positive, default=0.0, metavar="A", help="seconds that a byte into VRAM weighs")
+    box.add_argument("--beta", type=_positive, default=0.0, metavar="B", help="seconds that a byte into RAM weighs")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--plot", metavar="FILE.png", help="stall against capacity; needs matplotlib")
+
+
+def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
+    """A row for each capacity and policy, in the order asked for."""
+    from edgemoe.replay.box import Machine
+    from edgemoe.replay.run import replay
+    from edgemoe.replay.trace import load
+
+    trace = load(
+        options.files, without_template=options.without_template, limit=options.tokens, experts=options.experts
+    )
+    total = trace.layers * trace.experts
+    slots = [max(1, round(share * total)) for share in options.capacity]
+    machine = Machine(
+        compute_s=options.layer_ms / 1000,
+        expert_bytes=options.expert_bytes,
+        link_bytes_per_s=options.link,
+        nvme_bytes_per_s=options.nvme,
+        ram_share=options.ram,
+        prefetch=not options.no_prefetch,
+        margin=math.log((1 + options.hysteresis) / (1 - options.hysteresis)),
+    )
+    names = list(dict.fromkeys([*options.policies, *YARDSTICKS]))
+    figures = {name: replay(trace, name, slots, options.batch, options.score_from, machine) for name in names}
+    rows = []
+    for i, share in enumerate(options.capacity):
+        missed = {name: each[i].misses for name, each in figures.items()}
+        for name in options.policies:
+            rows.append(_row(share, name, figures[name][i], missed, options))
+    return rows, trace
+
+
+def _row(share: float, name: str, figures: Figures, missed: dict[str, int], options: argparse.Namespace) -> Row:
+    from edgemoe.replay import box
+
+    best = min(missed[baseline] for baseline in BASELINES)
+    gap = best - missed["belady"]
+    steps = max(1, figures.steps)
+    to_vram, to_ram = (int(figures.box[i]) * options.expert_bytes for i in (box.TO_VRAM, box.TO_RAM))
+    stall_s = float(figures.box[box.STALL])
+    return {
+        "capacity": share,
+        "policy": name,
+        "miss_ratio": round(figures.misses / max(1, figures.demands), 6),
+        "stall_s": round(stall_s, 6),
+        "stall_ms_per_token": round(1000 * stall_s / steps, 6),
+        "bytes_moved": to_vram + to_ram,
+        "bytes_to_vram": to_vram,
+        "bytes_to_ram": to_ram,
+        "bytes_wasted": int(figures.box[box.WASTED]) * options.expert_bytes,
+        "moves_per_token": round(float(figures.box[box.TO_VRAM] + figures.box[box.TO_RAM]) / steps, 4),
+        "objective_s": round(stall_s + options.alpha * to_vram + options.beta * to_ram, 6),
+        "gap_closed": round((best - missed[name]) / gap, 4) if gap else 0.0,
+    }
+
+
+def describe(trace: Trace, options: argparse.Namespace) -> Row:
+    """What was replayed."""
+    return {
+        "files": [str(file) for file in options.files],
+        "requests": len(trace.requests),
+        "tokens": trace.tokens,
+        "layers": trace.layers,
+        "experts": trace.experts,
+        "top_k": trace.top_k,
+        "batch": options.batch,
+        "experts_per_step_of_capacity": [
+            round(trace.touched(options.batch) / (share * trace.experts), 3) for share in options.capacity
+        ],
+    }
+
+
+def table(rows: Sequence[Row], what: Row) -> str:
+    """Rows for people to read."""
+    lines = [
+        f"{what['requests']} requests, {what['tokens']} tokens, {what['layers']} layers of {what['experts']} experts, "
+        f"{what['top_k']} each, batch {what['batch']}",
+        f"{'capacity':>8}  {'policy':<10}{'misses':>9}{'gap closed':>12}"
+        f"{'stall ms/token':>16}{'moves/token':>13}{'wasted':>9}",
+    ]
+    for row in rows:
+        wasted = row["bytes_wasted"] / row["bytes_moved"] if row["bytes_moved"] else 0.0
+        lines.append(
+            f"{row['capacity']:>8.0%}  {row['policy']:<10}{row['miss_ratio']:>9.2%}{row['gap_closed']:>12.1%}"
+            f"{row['stall_ms_per_token']:>16.3f}{row['moves_per_token']:>13.2f}{wasted:>9.1%}"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Stall against capacity, a line for each policy. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'edgemoe[bench]'") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel="capacity, % of all experts", ylabel="stall, ms per token")
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        line = sorted((100 * row["capacity"], row["stall_ms_per_token"]) for row in rows if row["policy"] == name)
+        axes.plot(*zip(*line, strict=True), marker="o", label=name)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one policy")
+    return names
+
+
+def _shares(text: str) -> list[float]:
+    shares = [_share(part) for part in text.split(",")]
+    if min(shares) <= 0:
+        raise argparse.ArgumentTypeError("a capacity is a share above 0, as in 0.25,0.5")
+    return shares
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
+    return share
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return number
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    try:
+        size = int(parse_size(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size <= 0:
+        raise argparse.ArgumentTypeError("a size is above 0 bytes")
+    return size
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(parse_rate(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if rate <= 0:
+        raise argparse.ArgumentTypeError("a rate is above 0 bytes/s")
+    return rate

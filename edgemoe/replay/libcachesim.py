@@ -1,0 +1,49 @@
+"""The policies of the libcachesim library, where it is installed: misses only, one object after another."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from edgemoe.errors import ConfigError
+from edgemoe.replay.trace import Trace, chosen
+
+
+def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: float) -> list[Any]:
+    """Figures for each capacity; an experts' layer-step is its experts in order, not one event."""
+    from edgemoe.replay.run import Figures
+
+    try:
+        library = importlib.import_module("libcachesim")
+    except ImportError as error:
+        raise ConfigError(
+            f"there is no policy {name!r} here; libcachesim's policies need it installed: pip install 'edgemoe[bench]'"
+        ) from error
+    kind = {known.lower(): known for known in dir(library)}.get(name.lower())
+    if kind is None or not issubclass(_class(library, kind), library.CacheBase):
+        raise ConfigError(f"neither edgemoe nor libcachesim has a policy {name!r}")
+    figures = []
+    for each in slots:
+        cache, request = _class(library, kind)(cache_size=each), library.Request()
+        request.obj_size = 1
+        result, tokens = Figures(), 0
+        for step in trace.steps(batch):
+            scored = tokens >= score_from * trace.tokens
+            tokens += len(step.requests)
+            for layer in range(trace.layers):
+                for expert in chosen(step.ids[:, layer]).tolist():
+                    request.obj_id = layer * trace.experts + expert
+                    hit = cache.get(request)
+                    if scored:
+                        result.misses += not hit
+                        result.demands += 1
+            result.steps += scored * len(step.requests)
+        figures.append(result)
+    return figures
+
+
+def _class(library: Any, name: str) -> type:
+    found = getattr(library, name)
+    if not isinstance(found, type):
+        raise ConfigError(f"libcachesim has no policy {name!r}")
+    return found

@@ -1,0 +1,62 @@
+"""The policies that a trace can be replayed through, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from edgemoe.errors import ConfigError
+from edgemoe.policy import baselines
+from edgemoe.policy.ewma import EWMA, Paper
+from edgemoe.replay.trace import Trace, chosen
+from edgemoe.types import CachePolicy, IntArray
+
+Maker = Callable[[Trace, int], CachePolicy]  # of a trace and its batch size
+
+
+def _belady(trace: Trace, batch: int) -> CachePolicy:
+    return baselines.Belady(trace.layers, trace.experts, *next_uses(trace, batch))
+
+
+def _full(trace: Trace, batch: int) -> CachePolicy:
+    from edgemoe.experts.full import Full  # imports numba
+
+    return Full(trace.layers, trace.experts, trace.top_k)
+
+
+MAKERS: dict[str, Maker] = {
+    "fifo": lambda trace, batch: baselines.FIFO(trace.layers, trace.experts),
+    "lru": lambda trace, batch: baselines.LRU(trace.layers, trace.experts),
+    "lfu": lambda trace, batch: baselines.LFU(trace.layers, trace.experts),
+    "lfru": lambda trace, batch: baselines.LFRU(trace.layers, trace.experts),
+    "random": lambda trace, batch: baselines.Random(trace.layers, trace.experts),
+    "belady": _belady,
+    "ewma": lambda trace, batch: EWMA(trace.layers, trace.experts, trace.top_k),
+    "paper": lambda trace, batch: Paper(trace.layers, trace.experts, trace.top_k),
+    "full": _full,
+}
+
+
+def make(name: str, trace: Trace, batch: int) -> CachePolicy:
+    """A fresh policy. Raises ConfigError for a name that is none."""
+    if name not in MAKERS:
+        raise ConfigError(f"there is no policy {name!r}; there are {', '.join(MAKERS)}, and libcachesim's by its names")
+    return MAKERS[name](trace, batch)
+
+
+def next_uses(trace: Trace, batch: int) -> tuple[IntArray, IntArray]:
+    """For each demand [N] the layer-step that needs the same expert next; where each layer-step's demands start."""
+    demands = [
+        layer * trace.experts + chosen(step.ids[:, layer])
+        for step in trace.steps(batch)
+        for layer in range(trace.layers)
+    ]
+    offsets = np.concatenate([[0], np.cumsum([len(keys) for keys in demands])])
+    keys = np.concatenate(demands)
+    when = np.repeat(np.arange(len(demands)), np.diff(offsets))
+    order = np.lexsort((when, keys))
+    following = np.full(len(keys), np.iinfo(np.int64).max >> 1)
+    same = keys[order[1:]] == keys[order[:-1]]
+    following[order[:-1][same]] = when[order[1:][same]]
+    return following, offsets
