@@ -33,10 +33,10 @@ from edgemoe.kernels.vector import make_pack, swiglu
 # scratch packed [tokens, hidden], mid [m, width], both and part of the sizes in `scratch_floats`.
 EXPERTS = fields(
     *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
-    *("hidden", "width", "packed", "mid", "both", "part", "iota", "threads"),
+    *("hidden", "width", "packed", "mid", "both", "part", "iota", "threads", "down_rows"),
 )
-GATE_ROWS = 64  # rows of gate and of up in one chunk
-DOWN_ROWS = 64
+GATE_ROWS = 128  # rows of gate and of up in one chunk: where a run of rows begins, memory is slow
+MOST_DOWN_ROWS = 128
 
 
 def scratch_floats(hidden: int, width: int, tokens: int, pairs: int) -> dict[str, int]:
@@ -45,7 +45,7 @@ def scratch_floats(hidden: int, width: int, tokens: int, pairs: int) -> dict[str
         "packed": tokens * hidden,
         "mid": pairs * width,
         "both": pairs * -(-width // GATE_ROWS) * 2 * GATE_ROWS,
-        "part": -(-hidden // DOWN_ROWS) * tokens * DOWN_ROWS,
+        "part": (hidden + MOST_DOWN_ROWS) * tokens,
     }
 
 
@@ -87,19 +87,21 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
     @chunk
     def down(job: int, number: int) -> None:
         e = record(job, EXPERTS)
-        row, line = number * DOWN_ROWS, e.width * size
-        count = min(DOWN_ROWS, e.hidden - row)
-        part = e.part + number * e.tokens * DOWN_ROWS * 4
+        row, line = number * e.down_rows, e.width * size
+        count = min(e.down_rows, e.hidden - row)
+        part = e.part + row * e.tokens * 4
         for slot in range(e.count):
             first, after = i64_at(e.offsets)[slot], i64_at(e.offsets)[slot + 1]
             w = e.slab + i64_at(e.slots)[slot] * e.stride + (2 * e.width * e.hidden + row * e.width) * size
             mid, soon = e.mid + first * line * (4 // size), w
             if slot + 1 < e.count:
                 soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
-            call_rows(rows, w, line, count, soon, mid, e.width * 4, e.iota, after - first, e.width, part, DOWN_ROWS * 4)
+            call_rows(
+                rows, w, line, count, soon, mid, e.width * 4, e.iota, after - first, e.width, part, e.down_rows * 4
+            )
             for pair in range(first, after):
                 out = f32_at(e.out + (i64_at(e.index)[pair] * e.hidden + row) * 4)
-                values = f32_at(part + (pair - first) * DOWN_ROWS * 4)
+                values = f32_at(part + (pair - first) * to_next)
                 for k in range(count):
                     out[k] += values[k]
 
@@ -112,6 +114,7 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
         e.index, e.weights = index.ctypes.data, weights.ctypes.data
         parallel(control, packing, job, e.tokens)
         parallel(control, gating, job, e.count * ((e.width + GATE_ROWS - 1) // GATE_ROWS))
-        parallel(control, adding, job, (e.hidden + DOWN_ROWS - 1) // DOWN_ROWS)
+        e.down_rows = min(MOST_DOWN_ROWS, max(8, e.hidden // (4 * e.threads)))
+        parallel(control, adding, job, (e.hidden + e.down_rows - 1) // e.down_rows)
 
     return run, (pack_token, gate_up, down)

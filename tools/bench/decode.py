@@ -1,51 +1,55 @@
-"""Decoding with everything resident, against transformers on the same random weights, in one interleaved run.
+"""Decoding with everything resident, against transformers on a model of the same shape, in one interleaved run.
 
-    python -m tools.bench.decode --json [--batches 1,8,16] [--rounds 7] [--tokens 8]
+    python -m tools.bench.decode --json [--batches 1,8,16] [--rounds 7] [--steps 8]
 
-By default a Qwen3-MoE of 16 layers, width 1024, 64 experts of 512, top-8, bf16 (3.4 GB, held twice). Each round every
-contender decodes the same random tokens in turn, so noise hits all alike; medians over rounds. `stream_ms` is the time
-to read once all the bytes that a step needs, measured in the same rounds; overhead is what a step takes beyond it.
-The last line is one JSON object.
+By default a Qwen3-MoE of 16 layers, width 1024, 64 experts of 512, top-8, bf16, with random weights (3.4 GB in this
+process and as much in that of transformers). Ours decodes through the real tiers, with RAM for all experts. Each round
+every contender decodes the same random tokens in turn, so noise hits all alike; medians over rounds. `stream_ms` is
+the time to read once all the bytes that a step needs, measured in the same rounds; overhead is what a step takes
+beyond it. The last line is one JSON object. `tools.bench.offload` is the same with too little memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from edgemoe.kernels.env import WORKER_ENV
 
-for _name, _value in WORKER_ENV.items():  # before anything loads torch
-    os.environ.setdefault(_name, _value)
+ENVIRONMENT = dict(os.environ)  # transformers' process gets it as it is
+os.environ.update(WORKER_ENV)  # before anything loads torch
 
-import numpy as np
-import torch
-import transformers
-from safetensors.torch import save_file
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
-from edgemoe.experts.compute import Group
-from edgemoe.kernels.compute import Kernels
-from edgemoe.kernels.machine import chunk, fields, i64_at, record
-from edgemoe.kernels.pool import parallel
-from edgemoe.kernels.products import ExpertMath, ExpertSlab
-from edgemoe.model.decoder import Decoder
-from edgemoe.model.kv import KVCache
-from edgemoe.model.memory import zeros  # noqa: E402
-from edgemoe.model.spec import dense_shapes, spec_from_config
-from edgemoe.types import BLOCK_TOKENS, Batch
+from edgemoe.experts.arena import ExpertShape  # noqa: E402
+from edgemoe.experts.devices import Tiers  # noqa: E402
+from edgemoe.experts.tiered import StepMeta  # noqa: E402
+from edgemoe.kernels.compute import Kernels  # noqa: E402
+from edgemoe.kernels.machine import address_of, chunk, fields, i64_at, record  # noqa: E402
+from edgemoe.kernels.pool import parallel  # noqa: E402
+from edgemoe.model.decoder import Decoder  # noqa: E402
+from edgemoe.model.kv import KVCache  # noqa: E402
+from edgemoe.model.spec import ModelSpec, dense_shapes, spec_from_config  # noqa: E402
+from edgemoe.policy.baselines import LRU  # noqa: E402
+from edgemoe.types import BLOCK_TOKENS, Batch, Tier  # noqa: E402
+from tools.bench.make_model import make_config  # noqa: E402
+from tools.bench.oracle import Oracle, spawn  # noqa: E402
 
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 CONTEXT = 64  # tokens in the cache before timing starts
+PAUSE_S = 0.03  # between contenders: threads of the one before stop spinning
 
-STREAM = fields("address", "words", "sums")
+STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15
 
 
@@ -58,47 +62,64 @@ def _stream(job: int, number: int) -> None:
     i64_at(a.sums)[number] = total
 
 
-class Resident:
-    """All experts in one slab: the most that any tier can give."""
+class RandomStore:
+    """Experts made on the spot."""
 
-    lookahead = 0
+    def __init__(self, spec: ModelSpec) -> None:
+        self._bytes = spec.expert_bytes
+        dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+        values = torch.randn(self._bytes // dtype.itemsize) * 0.02
+        self._values = values.to(dtype).view(torch.uint8).numpy()
 
-    def __init__(self, spec: Any, kernels: Kernels, model: Any) -> None:
-        self._spec, self._math = spec, ExpertMath(kernels)
-        self.stride = -(-spec.expert_bytes // 4096) * 4096
-        self.slab = zeros([spec.layers * spec.experts, self.stride], torch.uint8, "cpu")
-        self._experts = ExpertSlab(self.slab, spec.hidden, spec.expert_width, kernels.bf16)
-        for number, layer in enumerate(model.model.layers):
-            here = slice(number * spec.experts, (number + 1) * spec.experts)
-            self._experts.gate_up[here] = layer.mlp.experts.gate_up_proj
-            self._experts.down[here] = layer.mlp.experts.down_proj
-        self._math.calibrate(spec.hidden, spec.expert_width, kernels.bf16)
-        self.crossover = self._math.crossover
-        self.touched = 0  # distinct experts, over layers and steps
+    def expert_bytes(self, layer: int, expert: int) -> int:
+        return self._bytes
 
-    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        group, out = Group.of(ids.numpy(), weights.numpy()), torch.zeros(hidden.shape)
-        slots = group.experts + layer * self._spec.experts
-        self._math.add(self._experts, slots, group.offsets, group.tokens, group.weights, hidden, out)
-        self.touched += len(slots)
-        return out
-
-    def hint(self, layer: int, probs: torch.Tensor) -> None:
-        raise NotImplementedError
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        """The same values for all, turned by a number of their own."""
+        turn = (layer * 977 + expert * 131) * 64 % self._bytes
+        target = np.frombuffer(into, np.uint8)
+        target[: self._bytes - turn], target[self._bytes - turn :] = self._values[turn:], self._values[:turn]
 
 
 class Ours:
-    """Our decoder, `batch` sequences at once."""
+    """The decoder over tiers whose RAM holds every expert."""
 
-    def __init__(self, decoder: Decoder, experts: Resident, batch: int, most: int) -> None:
-        self._decoder, self._experts, self._batch = decoder, experts, batch
+    def __init__(self, config: dict[str, Any], threads: int) -> None:
+        self.spec = spec = spec_from_config(config)
+        self.kernels = Kernels(threads, spec.dtype == "bfloat16")
+        self.decoder = _random_decoder(spec, self.kernels)
+        shape = ExpertShape(
+            spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=self.kernels.bf16
+        )
+        policy = LRU(spec.layers, spec.experts)
+        everything = spec.layers * spec.experts * shape.stride_bytes
+        self.tiers = Tiers(
+            shape,
+            RandomStore(spec),
+            everything,
+            [],
+            {Tier.RAM: policy, Tier.VRAM: policy},
+            self.kernels,
+            prefetch=False,
+        )
+        self._fill()
+
+    def _fill(self) -> None:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_until_complete, args=(self.tiers.run(),), daemon=True).start()
+        layers, experts = range(self.spec.layers), np.arange(self.spec.experts)
+        while not all(self.tiers.residency.all_on_top(layer, experts) for layer in layers):
+            time.sleep(0.05)
+
+    def begin(self, batch: int, most: int) -> None:
+        """Empty caches for so many sequences of so many tokens."""
         blocks = -(-most // BLOCK_TOKENS)
-        self._kv = KVCache(decoder.spec, batch * blocks)
+        self._kv = KVCache(self.spec, batch * blocks)
         self._tables = [list(range(s * blocks, (s + 1) * blocks)) for s in range(batch)]
-        self._length = 0
+        self._batch, self._length = batch, 0
 
-    def feed(self, tokens: torch.Tensor) -> None:
-        """One step of tokens [batch, n]."""
+    def feed(self, tokens: torch.Tensor) -> int:
+        """One step of tokens [batch, n]; distinct experts that it needed, summed over layers."""
         n = tokens.shape[1]
         positions = torch.arange(self._length, self._length + n).repeat(self._batch)
         self._length += n
@@ -111,166 +132,134 @@ class Ours:
             logit_rows=torch.arange(1, self._batch + 1) * n - 1,
             decode=n == 1,
         )
-        self._decoder.forward(batch, self._kv, self._experts).argmax(-1)
+        names = tuple(map(str, range(self._batch)))
+        decode = np.full(self._batch, n == 1)
+        meta = StepMeta(names, np.full(self._batch, n), decode, batch.tokens.numpy(), positions.numpy())
+        self.tiers.experts.begin_step(meta)
+        self.decoder.forward(batch, self._kv, self.tiers.experts).argmax(-1)
+        return sum(len(np.unique(ids)) for ids in self.tiers.experts.end_step().ids)
+
+    def decode(self, steps: torch.Tensor) -> tuple[float, float]:
+        """Seconds and bytes of a step, on average; `steps` is [n, batch, 1]."""
+        start = time.perf_counter()
+        touched = sum(self.feed(step) for step in steps)
+        taken = (time.perf_counter() - start) / len(steps)
+        return taken, touched / len(steps) * self.spec.expert_bytes + dense_bytes(self.spec)
+
+    def stream(self, size_bytes: int) -> float:
+        """Seconds to read so many bytes of experts, in one go and as fast as the box can."""
+        slab = self.tiers.ram.slab
+        chunks = min(size_bytes, slab.nbytes) // (8 * STREAM_WORDS)
+        start_byte = np.random.randint(0, slab.nbytes - chunks * 8 * STREAM_WORDS + 1) & ~4095
+        sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)
+        job["address"], job["sums"] = slab.ctypes.data + start_byte, sums.ctypes.data
+        start = time.perf_counter()
+        parallel(self.kernels.pool.control, address_of(_stream), job.ctypes.data, chunks)
+        return (time.perf_counter() - start) * size_bytes / (chunks * 8 * STREAM_WORDS)
 
 
-class Theirs:
-    """transformers with one of its experts implementations."""
-
-    def __init__(self, model: Any, implementation: str) -> None:
-        self._model, self._implementation = model, implementation
-        self._cache = transformers.DynamicCache(config=model.config)
-
-    @torch.inference_mode()
-    def feed(self, tokens: torch.Tensor) -> None:
-        self._model.set_experts_implementation(self._implementation)
-        output = self._model(tokens, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        output.logits[:, -1].argmax(-1)
-
-
-def seconds(deed: Callable[[Any], None], inputs: Sequence[Any]) -> float:
-    """Mean time of the deed on each of the inputs."""
-    start = time.perf_counter()
-    for each in inputs:
-        deed(each)
-    return (time.perf_counter() - start) / len(inputs)
-
-
-def make_oracle(args: argparse.Namespace) -> Any:
-    """transformers' model with random weights."""
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=max(1, args.hidden // 256),
-        head_dim=64,
-        num_experts=args.experts,
-        moe_intermediate_size=args.expert_width,
-        num_experts_per_tok=args.top_k,
-        norm_topk_prob=True,
-        architectures=["Qwen3MoeForCausalLM"],
-        dtype=args.dtype,
-    )
-    with torch.device("meta"):
-        model = transformers.Qwen3MoeForCausalLM(config).to(getattr(torch, args.dtype))
-    model.to_empty(device="cpu").eval()
-    model.model.rotary_emb.__init__(config)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
-    return model
-
-
-def make_decoder(model: Any, kernels: Kernels) -> Decoder:
-    spec, state = spec_from_config(model.config.to_dict()), model.state_dict()
+def _random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
+    dtype = torch.bfloat16 if kernels.bf16 else torch.float32
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "dense.safetensors"
-        save_file({name: state[name] for name in dense_shapes(spec)}, path)
+        tensors = {
+            name: (torch.ones(shape) if "norm" in name else torch.randn(shape) * 0.02).to(dtype)
+            for name, shape in dense_shapes(spec).items()
+        }
+        save_file(tensors, path)
         return Decoder.load(spec, path, kernels=kernels)
 
 
-class Streamer:
-    """Reads as many bytes as a step does, from places that differ from step to step, as fast as the box can."""
-
-    def __init__(self, kernels: Kernels, slab: torch.Tensor) -> None:
-        self._kernels, self._slab, self._start = kernels, slab.flatten(), 0
-        self._sums = np.zeros(slab.nbytes // (8 * STREAM_WORDS) + 1, np.int64)
-        self._job = np.zeros(1, STREAM)
-
-    def read(self, size_bytes: int) -> None:
-        chunks = size_bytes // (8 * STREAM_WORDS)
-        if self._start + size_bytes > self._slab.nbytes:
-            self._start = 0
-        self._job["address"] = self._slab.data_ptr() + self._start
-        self._job["sums"] = self._sums.ctypes.data
-        parallel(self._kernels.pool.control, _stream.address, self._job.ctypes.data, chunks)
-        self._start += chunks * 8 * STREAM_WORDS
+def dense_bytes(spec: ModelSpec) -> int:
+    """Read once a step, whatever the batch; of an untied embedding only a row."""
+    elements = sum(int(np.prod(shape)) for shape in dense_shapes(spec).values())
+    return (elements - (0 if spec.tied else spec.vocab * spec.hidden)) * spec.dtype_bytes
 
 
-def dense_bytes(decoder: Decoder) -> int:
-    """Read once a step, whatever the batch; of the embedding only a row."""
-    spec = decoder.spec
-    return sum(int(np.prod(shape)) for shape in dense_shapes(spec).values()) * spec.dtype_bytes - (
-        0 if spec.tied else spec.vocab * spec.hidden * spec.dtype_bytes
-    )
-
-
-def measure(args: argparse.Namespace, model: Any, decoder: Decoder, experts: Resident, batch: int) -> dict[str, Any]:
+def measure(args: argparse.Namespace, ours: Ours, oracle: Oracle, batch: int) -> dict[str, Any]:
     """Milliseconds per step of each contender with `batch` sequences."""
-    most = CONTEXT + (args.rounds + 1) * args.tokens + 1
-    contenders: dict[str, Any] = {"edgemoe": Ours(decoder, experts, batch, most)}
-    contenders |= {name: Theirs(model, name) for name in args.implementations.split(",") if name}
-    streamer = Streamer(decoder.kernels, experts.slab)
-    taken: dict[str, list[float]] = {name: [] for name in (*contenders, "stream")}
+    implementations = args.implementations.split(",")
+    taken: dict[str, list[float]] = {name: [] for name in ("edgemoe", "stream", *implementations)}
     prompt = torch.randint(0, args.vocab, (batch, CONTEXT))
-    for contender in contenders.values():
-        contender.feed(prompt)
-        contender.feed(prompt[:, :1])
-    for _ in range(args.rounds):
-        steps = list(torch.randint(0, args.vocab, (args.tokens, batch, 1)))
-        experts.touched = 0
-        for name, contender in contenders.items():
-            taken[name].append(seconds(contender.feed, steps))
-        step_bytes = experts.touched * decoder.spec.expert_bytes // args.tokens + dense_bytes(decoder)
-        reads = [step_bytes] * min(args.tokens, max(1, experts.slab.nbytes // step_bytes))
-        taken["stream"].append(seconds(streamer.read, reads))
-    return report(batch, step_bytes, {name: median(values) * 1e3 for name, values in taken.items()}, decoder)
+    ours.begin(batch, CONTEXT + (args.rounds + 1) * args.steps)
+    ours.feed(prompt)
+    for name in implementations:
+        oracle.ask(do="begin", implementation=name, tokens=prompt.tolist())
+    step_bytes = 0.0
+    for round_ in range(-1, args.rounds):  # the first one is not counted
+        steps = torch.randint(0, args.vocab, (args.steps, batch, 1))
+        seconds, step_bytes = ours.decode(steps)
+        now = {"edgemoe": seconds, "stream": ours.stream(int(step_bytes))}
+        for name in implementations:
+            time.sleep(PAUSE_S)
+            now[name] = oracle.ask(do="decode", implementation=name, steps=steps.tolist())
+        time.sleep(PAUSE_S)
+        for name, value in now.items() if round_ >= 0 else ():
+            taken[name].append(value)
+    return report(batch, ours.spec, step_bytes, {name: median(values) * 1e3 for name, values in taken.items()})
 
 
-def report(batch: int, step_bytes: int, ms: dict[str, float], decoder: Decoder) -> dict[str, Any]:
-    stream_ms, ours_ms = ms.pop("stream"), ms["edgemoe"]
-    theirs = {name: value for name, value in ms.items() if name != "edgemoe"}
-    best = min(theirs, key=lambda name: theirs[name]) if theirs else None
-    result: dict[str, Any] = {
+def report(batch: int, spec: ModelSpec, step_bytes: float, ms: dict[str, float]) -> dict[str, Any]:
+    ours, stream = ms.pop("edgemoe"), ms.pop("stream")
+    best = min(ms.values())
+    return {
         "batch": batch,
         "step_mb": round(step_bytes / 1e6, 1),
-        "stream_ms": round(stream_ms, 2),
-        "stream_gb_per_s": round(step_bytes / stream_ms / 1e6, 1),
-        "edgemoe_ms": round(ours_ms, 2),
-        "edgemoe_tokens_per_s": round(batch * 1e3 / ours_ms, 1),
-        "overhead_ms": round(ours_ms - stream_ms, 2),
-        "overhead_us_per_layer": round((ours_ms - stream_ms) * 1e3 / decoder.spec.layers, 1),
+        "stream_ms": round(stream, 2),
+        "stream_gb_per_s": round(step_bytes / stream / 1e6, 1),
+        "edgemoe_ms": round(ours, 2),
+        "edgemoe_tokens_per_s": round(batch * 1e3 / ours, 1),
+        "transformers_ms": {name: round(value, 2) for name, value in ms.items()},
+        "transformers_tokens_per_s": round(batch * 1e3 / best, 1),
+        "ratio": round(best / ours, 2),
+        "overhead_us_per_layer": round((ours - stream) * 1e3 / spec.layers, 1),
+        "transformers_overhead_us_per_layer": round((best - stream) * 1e3 / spec.layers, 1),
     }
-    if best is not None:
-        result["transformers_ms"] = {name: round(value, 2) for name, value in theirs.items()}
-        result["ratio"] = round(theirs[best] / ours_ms, 2)
-        result["overhead_ratio"] = round((theirs[best] - stream_ms) / (ours_ms - stream_ms), 2)
-    return result
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in {
         "layers": 16,
         "hidden": 1024,
+        "heads": 16,
+        "kv-heads": 4,
+        "head-dim": 64,
         "experts": 64,
         "expert-width": 512,
         "top-k": 8,
         "vocab": 32000,
+        "context": 40960,
         "rounds": 7,
-        "tokens": 8,
+        "steps": 8,
         "threads": len(os.sched_getaffinity(0)),
     }.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
+    parser.add_argument("--family", choices=["qwen3_moe", "mixtral"], default="qwen3_moe")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--tied", action="store_true", help="the head is the embedding")
     parser.add_argument("--batches", default="1,8,16", help="numbers of sequences decoded at once")
-    parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="of transformers' experts")
+    parser.add_argument("--implementations", default="eager,grouped_mm,batched_mm", help="of transformers' experts")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    model = make_oracle(args)
-    kernels = Kernels(args.threads, args.dtype == "bfloat16")
-    decoder = make_decoder(model, kernels)
-    experts = Resident(decoder.spec, kernels, model)
-    results = []
-    for batch in map(int, args.batches.split(",")):
-        results.append(measure(args, model, decoder, experts, batch))
-        if not args.json:
-            print(json.dumps(results[-1], indent=2), flush=True)
+    config = make_config(args)
+    oracle = spawn(config, args.threads, ENVIRONMENT)
+    try:
+        ours, results = Ours(config, args.threads), []
+        for batch in map(int, args.batches.split(",")):
+            results.append(measure(args, ours, oracle, batch))
+            if not args.json:
+                print(json.dumps(results[-1], indent=2), flush=True)
+    finally:
+        oracle.close()
     machine = f"{platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}"
-    print(json.dumps({"machine": machine, "crossover": experts.crossover, "decode": results}))
+    print(json.dumps({"machine": machine, "decode": results}))
 
 
 if __name__ == "__main__":
