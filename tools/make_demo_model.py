@@ -1,7 +1,7 @@
 """Makes the demo model: reads the text of this machine, trains a small Qwen3-MoE, writes a checkpoint.
 
     python -m tools.make_demo_model --minutes 45            # time-boxed; prints how many steps it took
-    python -m tools.make_demo_model --steps 2000            # the same number again
+    python -m tools.make_demo_model --steps 1100            # the same number again
     python -m tools.make_demo_model --export-only           # writes the last checkpoint of a running training
 
 A killed run continues where its last checkpoint was.
