@@ -96,9 +96,8 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
             mid, soon = e.mid + first * line * (4 // size), w
             if slot + 1 < e.count:
                 soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
-            call_rows(
-                rows, w, line, count, soon, mid, e.width * 4, e.iota, after - first, e.width, part, e.down_rows * 4
-            )
+            n, to_next = after - first, e.down_rows * 4
+            call_rows(rows, w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
             for pair in range(first, after):
                 out = f32_at(e.out + (i64_at(e.index)[pair] * e.hidden + row) * 4)
                 values = f32_at(part + (pair - first) * to_next)
