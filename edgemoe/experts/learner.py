@@ -72,6 +72,11 @@ class Learner:
             rows = self._random.integers(oldest, self._known, BATCH) % WINDOW
             _train(self._inputs, self._targets, rows, self.weights, self._moments, self.updates)
 
+    def compile(self) -> None:
+        """Has numba compile the training step."""
+        nothing = np.zeros((1, FEATURES), np.float32), np.zeros(1, np.float32), np.zeros(1, np.int64)
+        _train(*nothing, self.weights.copy(), self._moments.copy(), 1)
+
     def draw(self, n: int, below: int) -> IntArray:
         """Random keys [n]."""
         return self._random.integers(0, below, n)

@@ -38,6 +38,23 @@ class Machine:
     prefetch: bool
     margin: float  # how much higher a wished-for expert must rank than the one that it replaces
 
+    @property
+    def link_s(self) -> float:
+        """One expert's way from RAM to VRAM."""
+        return self.expert_bytes / self.link_bytes_per_s
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether a prefetch ever fits into a layer's compute time."""
+        return self.prefetch and self.link_s <= self.compute_s
+
+    def figures(self, misses: int, layer_steps: int) -> DoubleArray:
+        """Of a box whose RAM holds everything and that never prefetches: what misses alone tell."""
+        figures = np.zeros(FIGURES)
+        figures[STALL], figures[COMPUTE] = misses * self.link_s, layer_steps * self.compute_s
+        figures[TO_VRAM] = misses
+        return figures
+
 
 class Box:
     """One box and its figures."""
@@ -80,9 +97,9 @@ class Box:
             self._ledger,
             self.figures,
             machine.compute_s,
-            machine.expert_bytes / machine.link_bytes_per_s,
+            machine.link_s,
             machine.expert_bytes / machine.nvme_bytes_per_s,
-            machine.prefetch and wishes,
+            machine.prefetches and wishes,
             machine.margin,
         )
 

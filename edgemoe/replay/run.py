@@ -37,17 +37,19 @@ class _Run:
     def __init__(self, trace: Trace, policy: CachePolicy, slots: list[int], machine: Machine) -> None:
         self.trace, self.policy = trace, policy
         self.caches = [Cache(trace.layers, trace.experts, each) for each in slots]
-        self.boxes = [Box(trace.layers, trace.experts, each, machine) for each in slots]
+        self.machine = machine
         self._begin = getattr(policy, "begin", None)
         self._route = getattr(policy, "route", None)
         self._end = getattr(policy, "end", None)
         self._loaded = getattr(policy, "loaded", None)
         self._foretells = bool(getattr(policy, "foretells", False))
+        simple = machine.ram_share >= 1 and not (machine.prefetches and self._foretells)  # misses tell all
+        self.boxes = [] if simple else [Box(trace.layers, trace.experts, each, machine) for each in slots]
 
     def go(self, batch: int, score_from: float) -> list[Figures]:
         unscored = score_from * self.trace.tokens
         tokens, demands, steps = 0, 0, 0
-        before: list[tuple[int, DoubleArray]] = []
+        before: list[tuple[int, DoubleArray | None]] = []
         for step in self.trace.steps(batch):
             if not before and tokens >= unscored:
                 before = self._taken()
@@ -56,14 +58,18 @@ class _Run:
             if before:
                 demands, steps = demands + needed, steps + len(step.requests)
         after = self._taken()
-        before = before or after
-        return [
-            Figures(misses - old, demands, steps, figures - old_figures)
-            for (misses, figures), (old, old_figures) in zip(after, before, strict=True)
-        ]
+        layer_steps = steps // batch * self.trace.layers
+        figures = []
+        for (misses, told), (misses_before, told_before) in zip(after, before or after, strict=True):
+            missed = misses - misses_before
+            if told is None or told_before is None:
+                told, told_before = self.machine.figures(missed, layer_steps), np.zeros(box.FIGURES)
+            figures.append(Figures(missed, demands, steps, told - told_before))
+        return figures
 
-    def _taken(self) -> list[tuple[int, DoubleArray]]:
-        return [(cache.misses, box.figures.copy()) for cache, box in zip(self.caches, self.boxes, strict=True)]
+    def _taken(self) -> list[tuple[int, DoubleArray | None]]:
+        told = [box_.figures.copy() for box_ in self.boxes] or [None] * len(self.caches)
+        return [(cache.misses, figures) for cache, figures in zip(self.caches, told, strict=True)]
 
     def _step(self, requests: tuple[int, ...], ids: Ids) -> int:
         """One token of each request, [S, L, k]; how many experts it needed."""
@@ -80,8 +86,9 @@ class _Run:
                 self._loaded(layer, self.caches[0].missing(layer, experts))
             self.policy.touch(layer, experts)
             rank = self.policy.rank(layer)
-            for cache, box_ in zip(self.caches, self.boxes, strict=True):
+            for cache in self.caches:
                 cache.run(layer, experts, rank)
+            for box_ in self.boxes:
                 box_.run(layer, experts, rank, self._foretells)
         if self._end:
             self._end()

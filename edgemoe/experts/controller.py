@@ -1,0 +1,207 @@
+"""The controller: learns from every step beside the engine, and keeps the ranks by which residency drops experts.
+
+The compute thread leaves notes: residency's policy one per layer-step, the engine one per step. A thread of the
+controller's own works them off, publishes new ranks by replacing an array, and plans what to bring up in idle time.
+If notes come faster than they are worked off they are dropped: ranks grow older, the engine never waits.
+
+While one sequence decodes, its step is followed layer by layer. Of a batch, residency tells only the union, so that it
+is learned from when the step is over and each sequence's choice is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from edgemoe.experts.predictor import NextUse
+from edgemoe.experts.residency import Horizon, Residency
+from edgemoe.policy.movement import Side, plan
+from edgemoe.policy.watermark import Watermark, density
+from edgemoe.types import BoolArray, FloatArray, IntArray, Move, StepRouting, Tier
+
+log = logging.getLogger(__name__)
+
+NOTES = 4096  # that may wait
+MOST_MOVES = 32  # in one plan
+
+
+class Wishes(Protocol):
+    """The mover's side of a plan."""
+
+    def prefetch(self, moves: Iterable[Move], horizon: Horizon = ...) -> None:
+        """Replaces the wishes of one horizon, best first."""
+
+
+class Touch(NamedTuple):
+    """One layer-step, as residency tells it."""
+
+    layer: int
+    experts: IntArray
+
+
+class Published:
+    """Implements `types.CachePolicy` for residency: leaves a note, and reads what was published last."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        self._controller.note(Touch(layer, experts))
+
+    def rank(self, layer: int) -> FloatArray:
+        return self._controller.ranks
+
+
+class Controller:
+    """Owns the predictor and its thread. `policy` is for residency, `observe` for the engine; `close` ends it."""
+
+    def __init__(
+        self, layers: int, experts: int, top_k: int, *, hysteresis: float = 0.1, state_file: Path | None = None
+    ) -> None:
+        """Goes on from `state_file` where it has learned of this model before. Compiles for some seconds."""
+        _compile(experts, top_k)
+        self.policy = Published(self)
+        self.dropped = 0  # notes that the thread was too slow for
+        self.planned = 0  # moves
+        self._predictor, self._hysteresis, self._state_file = NextUse(layers, experts, top_k), hysteresis, state_file
+        if state_file is not None and state_file.exists() and not self._predictor.load(state_file):
+            log.warning(f"{state_file} is no state of this model's cache; learning begins anew")
+        self.ranks = self._predictor.scores.copy()  # replaced whole, so any thread may read it
+        self._sequences: tuple[str, ...] = ()  # that are presumed to decode in the running step
+        self._followed = 0  # layers of it that were followed
+        self._plans: _Plans | None = None
+        self._notes: deque[Touch | StepRouting] = deque()
+        self._wake, self._idle, self._closed = threading.Condition(), True, False
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self._thread.start()
+
+    def attach(self, residency: Residency, mover: Wishes, expert_bytes: int) -> None:
+        """From here on plans what the tiers should fetch in idle time; all experts are of one size."""
+        self._plans = _Plans(residency, mover, expert_bytes, self._hysteresis)
+
+    # --- the compute thread's side
+
+    def note(self, note: Touch | StepRouting) -> None:
+        """Something happened. Never waits."""
+        with self._wake:
+            if len(self._notes) >= NOTES:
+                self.dropped += len(self._notes)
+                self._notes.clear()
+            self._notes.append(note)
+            if self._idle:
+                self._idle = False
+                self._wake.notify_all()
+
+    def observe(self, routing: StepRouting) -> None:
+        """A step ended."""
+        self.note(routing)
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Until every note is worked off; False where that took too long."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._idle, timeout_s)
+
+    def close(self) -> None:
+        """Ends the thread and saves what was learned."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+        self._thread.join(10.0)
+        if self._state_file is not None and not self._thread.is_alive():
+            try:
+                self._predictor.save(self._state_file)
+            except OSError as error:
+                log.warning(f"what the cache learned could not be saved to {self._state_file}: {error}")
+
+    # --- the thread's side
+
+    def _run(self) -> None:
+        while (note := self._take()) is not None:
+            if isinstance(note, StepRouting):
+                self._end(note)
+            else:
+                self._follow(note)
+
+    def _take(self) -> Touch | StepRouting | None:
+        with self._wake:
+            if not self._notes:
+                self._idle = True
+                self._wake.notify_all()
+            self._wake.wait_for(lambda: self._notes or self._closed)
+            return None if self._closed else self._notes.popleft()
+
+    def _follow(self, touch: Touch) -> None:
+        """One layer of a step; once it does not fit what was presumed, the step's end is waited for."""
+        fits = len(self._sequences) == 1 and len(touch.experts) == self._predictor.top_k
+        if not fits or touch.layer != self._followed:
+            return
+        self._predictor.see(touch.layer, touch.experts[None, :], touch.experts)
+        self._followed += 1
+        self.ranks = self._predictor.scores.copy()
+
+    def _end(self, routing: StepRouting) -> None:
+        """A step is over: closes what was followed, or learns it as a whole, and looks at the next one."""
+        requests = tuple(np.array(routing.requests)[routing.decode].tolist())
+        if not requests:  # prefill only
+            return
+        layers = len(routing.ids)
+        if self._followed < layers or requests != self._sequences:
+            rows = (np.cumsum(routing.query_lens) - 1)[routing.decode]  # [S] where each one's token is
+            self._predictor.begin(requests)
+            for layer, ids in enumerate(routing.ids[:, rows]):  # [S, k]
+                self._predictor.see(layer, ids, np.unique(ids).astype(np.int64))
+        self._predictor.end()
+        self._sequences, self._followed = requests, 0
+        self._predictor.begin(requests)
+        self.ranks = self._predictor.scores.copy()
+        if self._plans is not None:
+            self.planned += self._plans.make(self._predictor)
+
+
+class _Plans:
+    """Prices and plans for the tiers. On the controller's thread."""
+
+    def __init__(self, residency: Residency, mover: Wishes, expert_bytes: int, hysteresis: float) -> None:
+        self._residency, self._mover = residency, mover
+        self._sizes: IntArray = np.full(residency.ram.where.shape, expert_bytes, np.int64)
+        self._budget_bytes = float(MOST_MOVES * expert_bytes)
+        slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
+        self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
+
+    def make(self, predictor: NextUse) -> int:
+        """Moves the prices a step, and tells the mover what to fetch; how many moves."""
+        unit = np.ones_like(predictor.scores)  # one size and one link a tier: costs would scale all densities alike
+        near, later = predictor.soon(), predictor.rates[:, 1]  # by time to next use; by what is common lately
+        ram = self._side(Tier.RAM, later if self._residency.devices else near, unit)
+        vram = self._side(Tier.VRAM, near, unit) if self._residency.devices else ram._replace(idle_bytes=0.0)
+        moves = [move._replace(score=float(predictor.scores[move.expert])) for move in plan(vram, ram, self._sizes)]
+        self._mover.prefetch(moves, Horizon.FAR)
+        return len(moves)
+
+    def _side(self, tier: Tier, p: FloatArray, cost_s: FloatArray) -> Side:
+        b = density(p, cost_s, self._sizes)
+        self._marks[tier].update(b, self._sizes)
+        return Side(b, self._resident(tier), self._marks[tier], self._budget_bytes)
+
+    def _resident(self, tier: Tier) -> BoolArray:
+        pools = self._residency.devices if tier is Tier.VRAM else (self._residency.ram,)
+        resident: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in pools])
+        return resident
+
+
+def _compile(experts: int, top_k: int) -> None:
+    """Has numba compile all that a step runs, on a small predictor that is thrown away."""
+    small = NextUse(2, experts, top_k)
+    chosen = np.arange(top_k)
+    for _ in range(3):
+        small.begin(("",))
+        for layer in range(2):
+            small.see(layer, chosen[None, :], chosen)
+        small.end()
+    small.learner.compile()

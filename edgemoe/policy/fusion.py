@@ -1,0 +1,66 @@
+"""Fusion: several forecasts of what will be chosen into one, each with the weight that its record has earned.
+
+Source: two-tier-cache 4.1, p = (1 - eta) EWMA + eta SG. The source leaves eta to the hand; here it is, for each horizon
+apart, the one with the least log-loss on what came true lately. A third forecast (the next layer's own gate) is mixed
+with the result in the same way. Forecasts for several sequences combine as 1 - prod(1 - p).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.types import BoolArray, FloatArray
+
+ETAS = np.linspace(0, 1, 21)
+DECAY = 0.995  # of the record, per outcome
+FLOOR = 1e-4  # no forecast counts as more certain than this
+BINS = 10  # of the reliability curve
+
+
+def any_of(p: FloatArray) -> FloatArray:
+    """P(some sequence needs the expert), [...], from each sequence's forecast, [S, ...]."""
+    some: FloatArray = 1 - np.prod(1 - p, axis=0, dtype=np.float32)
+    return some
+
+
+class Mix:
+    """Two forecasts into one, for each of several horizons; learns eta from outcomes."""
+
+    def __init__(self, horizons: int) -> None:
+        self.loss = np.zeros((horizons, len(ETAS)))  # decayed sum of each eta's log-loss
+        self.said = np.zeros((horizons, BINS))  # decayed sums: of forecasts in each bin,
+        self.came = np.zeros((horizons, BINS))  # of those that came true,
+        self.n = np.zeros((horizons, BINS))  # and of all
+
+    def eta(self, horizon: int, trust: float = 1.0) -> float:
+        """Weight of the second forecast; `trust` below 1 takes from it what its owner doubts."""
+        return float(ETAS[np.argmin(self.loss[horizon])]) * trust if self.loss[horizon].any() else 0.0
+
+    def fuse(self, first: FloatArray, second: FloatArray | None, horizon: int, trust: float = 1.0) -> FloatArray:
+        """(1 - eta) first + eta second; `first` alone where there is no second."""
+        if second is None:
+            return first
+        eta = np.float32(self.eta(horizon, trust))
+        fused: FloatArray = (1 - eta) * first + eta * second
+        return fused
+
+    def learn(self, first: FloatArray, second: FloatArray, came: BoolArray, horizon: int) -> None:
+        """What came of two forecasts, all of one shape."""
+        a, b, true = (np.asarray(x, np.float64).ravel() for x in (first, second, came))
+        mixed = np.clip((1 - ETAS[:, None]) * a + ETAS[:, None] * b, FLOOR, 1 - FLOOR)
+        loss = -(true * np.log(mixed) + (1 - true) * np.log1p(-mixed)).mean(axis=1)
+        self._watch(mixed[np.argmin(self.loss[horizon])], true, horizon)
+        self.loss[horizon] = DECAY * self.loss[horizon] + loss
+
+    def reliability(self, horizon: int) -> npt.NDArray[np.float64]:
+        """What was forecast and what came true in each bin that has any, [bins, 2]."""
+        some = self.n[horizon] > 0
+        sums = np.stack([self.said[horizon], self.came[horizon]], axis=1)[some]
+        means: npt.NDArray[np.float64] = sums / self.n[horizon][some, None]
+        return means
+
+    def _watch(self, p: npt.NDArray[np.float64], true: npt.NDArray[np.float64], horizon: int) -> None:
+        bins = np.minimum((p * BINS).astype(np.int64), BINS - 1)
+        for sums, values in ((self.said, p), (self.came, true), (self.n, np.ones_like(p))):
+            sums[horizon] = DECAY * sums[horizon] + np.bincount(bins, values, BINS)
