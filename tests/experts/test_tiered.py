@@ -13,6 +13,7 @@ from tiers_kit import SMALL, FileStore, Weights, running, small_tiers, wait_unti
 from edgemoe.errors import CapacityError, CorruptExpert, MissingExpert
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.devices import Tiers
+from edgemoe.experts.residency import Horizon
 from edgemoe.experts.store import ExpertStore
 from edgemoe.experts.tiered import StepMeta
 from edgemoe.kernels.compute import Kernels
@@ -222,3 +223,38 @@ def test_a_packed_store_and_the_kernels_compute_what_transformers_does(
                 want = model.model.layers[layer].mlp.experts(hidden, ids, shares)
                 got = tiers.experts.forward(layer, hidden, ids, shares)
                 torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_budgets_faults_and_wishes_all_together_change_no_result(seed: int) -> None:
+    random, weights = np.random.default_rng(seed), Weights(SMALL)
+    store = FileStore(weights)
+    store.damaged = {ExpertId(*random.integers([3, 8]).tolist()) for _ in range(seed % 3)}
+    ram = int(random.integers(1, 15))
+    devices = tuple(random.integers(1, ram + 1, seed % 4 // 2 + seed % 2).tolist())
+    with running(small_tiers(store, ram, devices, containment=bool(seed % 2)), fill=seed % 2 == 0) as tiers:
+        for _ in range(12):
+            tokens = int(random.choice([1, 1, 2, 5, 18]))
+            tiers.experts.begin_step(meta(tokens, prefill=tokens if random.random() < 0.5 else 0))
+            try:
+                for layer in range(SMALL.layers):
+                    tiers.mover.prefetch(some_wishes(random, bool(devices)))
+                    tiers.experts.hint((layer + 1) % SMALL.layers, torch.rand(tokens, SMALL.experts))
+                    hidden, ids, shares = weights.route(tokens, random)
+                    out = tiers.experts.forward(layer, hidden, ids, shares)
+                    want = weights.forward(layer, hidden, ids, shares)
+                    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+            except CorruptExpert:
+                assert store.damaged
+            tiers.check_integrity()
+        for horizon in Horizon:
+            tiers.mover.prefetch((), horizon)
+        wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
+        wait_until(lambda: all(link.idle() for link in tiers.mover.links))
+
+
+def some_wishes(random: np.random.Generator, device: bool) -> list[Move]:
+    scores = random.choice([np.inf, 0.0, -5.0], 5).tolist()
+    experts = [ExpertId(*random.integers([3, 8]).tolist()) for _ in scores]
+    target = Tier.VRAM if device and random.random() < 0.5 else Tier.RAM
+    return [Move(expert, Tier.NVME, target, score) for expert, score in zip(experts, scores, strict=True)]
