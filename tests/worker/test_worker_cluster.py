@@ -1,0 +1,112 @@
+"""Two real engine processes that help each other, and what is left when one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from checkpoints import tiny_checkpoint
+from test_worker import EXPERT_BYTES, START_S, Child
+
+from edgemoe.cluster.wire.ipc import FrontEnd
+from edgemoe.cluster.wire.keys import Secret, generate
+from edgemoe.cluster.wire.messages import Boot, Emissions, Holds, Listening, PeerEngine, Peers, PeerSeen, Ready, Submit
+from edgemoe.config import ClusterSettings, EngineSettings, LogSettings, MemorySettings, ModelSettings, Settings
+from edgemoe.experts.manifest import Manifest
+from edgemoe.pack import pack
+from edgemoe.types import Request, Sampling, unpack_bits
+
+LAYERS, EXPERTS = 3, 6
+
+
+def without_experts(store: Path) -> None:
+    """The store lists the first expert of each layer only."""
+    manifest = Manifest.load(store)
+    layers = tuple(msgspec.structs.replace(layer, experts=layer.experts[:1]) for layer in manifest.layers)
+    msgspec.structs.replace(manifest, layers=layers).save(store)
+
+
+@asynccontextmanager
+async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIterator[tuple[Child, Secret]]:
+    key_file = runtime / f"{node}.key"
+    key = generate(key_file)
+    wire = FrontEnd(runtime / node)
+    settings = Settings(
+        model=ModelSettings(path=str(store), name="tiny"),
+        memory=MemorySettings(ram_bytes=slots * EXPERT_BYTES, kv_bytes=1 << 20),
+        engine=EngineSettings(threads=1, max_sequences=4),
+        log=LogSettings(level="error"),
+        cluster=ClusterSettings(node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=10),
+    )
+    boot = Boot(boot_id=secrets.token_hex(8), address=wire.address, settings=msgspec.to_builtins(settings))
+    command = (sys.executable, "-m", "edgemoe.worker")
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(boot))
+    process.stdin.close()
+    try:
+        yield Child(process, wire, boot.boot_id), key
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        wire.close()
+
+
+def engine(node: str, key: Secret, ports: Listening) -> PeerEngine:
+    return PeerEngine(
+        node=node,
+        boot="boot",
+        key=key.public.decode(),
+        calls=f"127.0.0.1:{ports.calls_port}",
+        bulk=f"127.0.0.1:{ports.bulk_port}",
+    )
+
+
+def submit(name: str) -> Submit:
+    sampling = Sampling(temperature=0.0, max_tokens=24)
+    return Submit(request=Request(id=name, prompt=(3, 30, 60, 9), sampling=sampling, seed=1), remaining_ms=60_000)
+
+
+async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_killed(tmp_path: Path) -> None:
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "whole")
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint again"), tmp_path / "part")
+    without_experts(tmp_path / "part")
+    async with (
+        worker("a", tmp_path / "part", 4, tmp_path) as (a, a_key),
+        worker("b", tmp_path / "whole", LAYERS * EXPERTS, tmp_path) as (b, b_key),
+    ):
+        a_ports, b_ports = [await box.hear(Listening, START_S) for box in (a, b)]
+        for box in (a, b):
+            await box.hear(Ready, START_S)
+        a.tell(Peers(peers=(engine("b", b_key, b_ports),)))
+        b.tell(Peers(peers=(engine("a", a_key, a_ports),)))
+        assert (await a.hear(PeerSeen)).node == "b"
+        b.tell(submit("r"))
+        wanted = await b.tokens("r")
+        a.tell(submit("r"))
+        assert await a.tokens("r") == wanted
+        b.process.kill()
+        await b.process.wait()
+        a.tell(submit("again"))
+        while not (end := (await a.hear(Emissions)).items[-1]).finish:
+            pass
+        assert (end.finish, end.error_code) == ("error", "missing_expert")
+
+
+@pytest.mark.slow
+async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "part")
+    without_experts(tmp_path / "part")
+    async with worker("a", tmp_path / "part", 8, tmp_path) as (a, _):
+        holds = await a.hear(Holds, START_S)
+        disk = unpack_bits(holds.disk, LAYERS, EXPERTS)
+        np.testing.assert_array_equal(disk, np.tile(np.arange(EXPERTS) == 0, (LAYERS, 1)))
+        assert holds.budget_experts == 6
