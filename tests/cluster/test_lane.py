@@ -180,7 +180,7 @@ async def test_mutated_frames_are_counted_and_nothing_more() -> None:
             raw.send_multipart([bytes(f) for f in frames])
             sent += 1
             if sent % 200 == 0:
-                await until(lambda: b.lane.rejected == sent)
+                await until(lambda sent=sent: b.lane.rejected == sent)
         assert b.lane.rejected == sent
         assert (await a.lane.ask("b", Echo("still here"), timeout_s=5)).message.text == "still here"
 
