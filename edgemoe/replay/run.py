@@ -68,7 +68,8 @@ class _Run:
         return figures
 
     def _taken(self) -> list[tuple[int, DoubleArray | None]]:
-        told = [box_.figures.copy() for box_ in self.boxes] or [None] * len(self.caches)
+        told: list[DoubleArray | None] = [box_.figures.copy() for box_ in self.boxes]
+        told = told or [None] * len(self.caches)
         return [(cache.misses, figures) for cache, figures in zip(self.caches, told, strict=True)]
 
     def _step(self, requests: tuple[int, ...], ids: Ids) -> int:

@@ -1,0 +1,153 @@
+"""Replay against naive references, on the command line, and on a real trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replay_kit import LAW, events_of, naive_misses, random_trace
+
+from edgemoe.errors import ConfigError
+from edgemoe.replay import main
+from edgemoe.replay.box import Box, Machine
+from edgemoe.replay.run import replay
+from edgemoe.replay.trace import Trace, load
+
+MACHINE = Machine(1e-3, 1 << 20, 8e9, 3e9, 1.0, False, 0.2)
+SLOTS = [4, 9, 18]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([str(LAW), *words, "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+@pytest.mark.parametrize("name", ["fifo", "lru", "lfu", "lfru", "belady"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_misses_are_those_of_a_naive_cache(name: str, batch: int) -> None:
+    trace = random_trace(7)
+    events = events_of(trace, batch)
+    for slots, figures in zip(SLOTS, replay(trace, name, SLOTS, batch, 0.0, MACHINE), strict=True):
+        assert figures.misses == naive_misses(events, slots, name)
+        assert figures.demands == sum(len(experts) for _, experts in events)
+
+
+@pytest.mark.parametrize("name", ["fifo", "lru", "lfu", "lfru", "random", "ewma", "paper", "full"])
+def test_nobody_misses_less_than_belady(name: str) -> None:
+    trace = random_trace(11)
+    for mine, optimum in zip(
+        replay(trace, name, SLOTS, 1, 0.0, MACHINE), replay(trace, "belady", SLOTS, 1, 0.0, MACHINE), strict=True
+    ):
+        assert mine.misses >= optimum.misses
+
+
+def test_scoring_leaves_the_first_part_out_but_carries_its_state_over() -> None:
+    trace = random_trace(3)
+    whole = replay(trace, "lru", [9], 1, 0.0, MACHINE)[0]
+    late = replay(trace, "lru", [9], 1, 0.5, MACHINE)[0]
+    first = replay(Trace(trace.requests[:2], trace.experts), "lru", [9], 1, 0.0, MACHINE)[0]
+    assert late.misses == whole.misses - first.misses
+    assert late.steps * 2 == whole.steps
+
+
+def test_a_box_that_never_prefetches_stalls_as_its_misses_tell() -> None:
+    trace = random_trace(5)
+    figures = replay(trace, "lfru", [9], 2, 0.0, MACHINE)[0]
+    box, layer_steps = Box(trace.layers, trace.experts, 9, MACHINE), 0
+    from edgemoe.policy.baselines import LFRU
+
+    policy = LFRU(trace.layers, trace.experts)
+    for layer, experts in events_of(trace, 2):
+        needed = np.array(experts)
+        policy.touch(layer, needed)
+        box.run(layer, needed, policy.rank(layer), wishes=False)
+        layer_steps += 1
+    assert box.figures == pytest.approx(MACHINE.figures(figures.misses, layer_steps))
+
+
+def test_ram_that_holds_a_part_makes_misses_dearer() -> None:
+    trace = random_trace(5)
+    small = Machine(1e-3, 1 << 20, 8e9, 3e9, 0.5, False, 0.2)
+    here, there = (replay(trace, "lru", [9], 1, 0.0, machine)[0] for machine in (MACHINE, small))
+    assert here.misses == there.misses
+    assert there.box[0] > here.box[0]
+    assert there.box[3] > 0
+
+
+def test_the_full_policy_closes_a_good_part_of_the_gap_on_a_real_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--capacity", "0.1,0.25,0.5,0.75", "--policies", "lru,lfu,lfru,belady,full", "--score-from", "0.5")
+    rows = {(row["capacity"], row["policy"]): row for row in run(capsys, *words)["results"]}
+    assert rows[0.25, "full"]["gap_closed"] >= 0.35
+    assert rows[0.5, "full"]["gap_closed"] >= 0.35
+    for capacity in (0.1, 0.25, 0.5, 0.75):
+        best = min(rows[capacity, name]["miss_ratio"] for name in ("lru", "lfu", "lfru"))
+        assert rows[capacity, "full"]["miss_ratio"] <= 1.01 * best
+        assert rows[capacity, "belady"]["gap_closed"] == 1.0
+
+
+@pytest.mark.parametrize("link", ["2GB/s", "8GB/s", "25GB/s"])
+def test_prefetch_never_stalls_longer_than_none(link: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--capacity", "0.25,0.5", "--policies", "full", "--link", link, "--expert-bytes", "9MiB")
+    with_it, without = run(capsys, *words)["results"], run(capsys, *words, "--no-prefetch")["results"]
+    for mine, theirs in zip(with_it, without, strict=True):
+        assert mine["stall_s"] <= theirs["stall_s"]
+        assert mine["miss_ratio"] == theirs["miss_ratio"]
+        assert theirs["bytes_wasted"] == 0
+
+
+def test_a_change_of_workload_is_recovered_from_within_four_hundred_tokens() -> None:
+    law = np.concatenate(load([LAW]).requests)
+    half = law[:900]
+    shuffled = ((law[900:1700].astype(np.int64) * 37 + 11) % 64).astype(np.int16)  # other experts, alike in structure
+    shuffled.sort(axis=2)
+    changed = Trace([half, shuffled], 64)
+    fresh = Trace([shuffled], 64)
+    slots = [96]
+    late = replay(changed, "full", slots, 1, (900 + 400) / 1700, MACHINE)[0]
+    settled = replay(fresh, "full", slots, 1, 400 / 800, MACHINE)[0]
+    assert late.misses <= 1.05 * settled.misses
+
+
+def test_rows_have_what_was_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--policies", "lru,ewma", "--tokens", "100", "--batch", "2", "--alpha", "1e-9")
+    result = run(capsys, *words)
+    promised = {
+        "capacity",
+        "policy",
+        "miss_ratio",
+        "stall_s",
+        "bytes_moved",
+        "bytes_wasted",
+        "moves_per_token",
+        "gap_closed",
+    }
+    assert [(row["capacity"], row["policy"]) for row in result["results"]] == [
+        (0.25, "lru"), (0.25, "ewma"), (0.5, "lru"), (0.5, "ewma"),
+    ]  # fmt: skip
+    for row in result["results"]:
+        assert promised <= row.keys()
+        assert row["objective_s"] == pytest.approx(row["stall_s"] + 1e-9 * row["bytes_to_vram"], abs=2e-6)
+    assert result["trace"]["tokens"] == 100
+
+
+def test_a_table_and_a_picture_can_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "stall.png"
+    assert main([str(LAW), "--tokens", "60", "--policies", "lru,belady", "--plot", str(picture)]) == 0
+    assert "belady" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_policy_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="nonsense"):
+        main([str(LAW), "--tokens", "60", "--policies", "nonsense"])
+
+
+def test_libcachesim_replays_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("libcachesim")
+    rows = run(capsys, "--tokens", "300", "--policies", "sieve,lru,belady", "--capacity", "0.5")["results"]
+    assert rows[2]["miss_ratio"] <= rows[0]["miss_ratio"] < 1
