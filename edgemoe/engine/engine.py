@@ -18,6 +18,7 @@ from edgemoe.engine.parking import Parking
 from edgemoe.engine.request import Bounds
 from edgemoe.engine.runner import Decoder, Runner, StepExperts
 from edgemoe.engine.scheduler import Scheduler
+from edgemoe.experts.tiered import StepMeta
 from edgemoe.model.spec import ModelSpec
 from edgemoe.types import BLOCK_TOKENS, StepRouting
 
@@ -43,9 +44,10 @@ class Engine:
         parking_bytes: int = 0,
         grammars: Grammars | None = None,
         observe: Callable[[StepRouting], None] | None = None,
+        expect: Callable[[StepMeta], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`kv` has `kv_blocks` blocks; `observe` is shown what the gates chose, on the compute thread."""
+        """`kv` has `kv_blocks` blocks; `observe` is shown what the gates chose, `expect` each step before it runs."""
         self.blocks = BlockManager(kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
         self.bounds = Bounds(min(context_tokens, kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None)
         pace = Pace(settings.step_tokens, settings.mixed_step_s)
@@ -53,7 +55,7 @@ class Engine:
         if settings.preemption == "park":
             parking = Parking(kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, parking_bytes)
         self.scheduler = Scheduler(settings, self.blocks, pace, parking)
-        self.runner = Runner(decoder, kv, experts, self.blocks, pace, device, observe)
+        self.runner = Runner(decoder, kv, experts, self.blocks, pace, device, observe, expect=expect)
         self.loop = StepLoop(self.scheduler, self.runner, self.bounds, emit, grammars, clock)
         self._grammars = grammars
 

@@ -50,14 +50,15 @@ class Runner:
         device: torch.device,
         observe: Callable[[StepRouting], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        expect: Callable[[StepMeta], None] | None = None,
     ) -> None:
-        """`observe` is shown what the gates chose, step by step, on the compute thread."""
+        """`observe` is shown what the gates chose, `expect` each step before it runs, on the compute thread."""
         # by phase ("prefill" where a prompt is in the step): steps, seconds, experts touched in all layers, and tokens
         self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
         self.started_s: float | None = None  # of the step that is being computed
         self._decoder, self._kv, self._experts = decoder, kv, experts
         self._blocks, self._pace, self._device = blocks, pace, device
-        self._observe, self._clock = observe, clock
+        self._observe, self._expect, self._clock = observe, expect, clock
 
     def step_age_s(self) -> float:
         """How long the current step has been computing; 0 between steps. From any thread."""
@@ -72,6 +73,8 @@ class Runner:
         started_s = self.started_s = self._clock()
         try:
             self._experts.begin_step(meta)
+            if self._expect is not None:
+                self._expect(meta)
             logits = self._decoder.forward(batch, self._kv, self._experts)
         finally:
             self.started_s = None

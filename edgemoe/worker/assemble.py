@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,9 @@ from edgemoe.experts.devices import Tiers
 from edgemoe.experts.files import checksum
 from edgemoe.experts.host import ExpertShelf
 from edgemoe.experts.manifest import DENSE, Manifest
+from edgemoe.experts.scout import Scout, Served, load_scout
 from edgemoe.experts.store import ExpertStore
+from edgemoe.experts.tiered import StepMeta
 from edgemoe.kernels.compute import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
@@ -35,6 +37,7 @@ from edgemoe.policy import baselines
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Header, Recorder
 from edgemoe.types import BLOCK_TOKENS, CachePolicy, ModelInfo, StepRouting, Tier
+from scoutgate.embedding import load_embedding
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class Assembly:
     tiers: Tiers
     close: Callable[[], None]
     sharing: Sharing | None = None  # without a cluster
+    scout: Scout | None = None  # without cache.scoutgate, or where it does not fit
 
 
 def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
@@ -93,15 +97,29 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         sharing = _sharing(manifest, spec, store) if settings.cluster.node else None
         tiers = _tiers(settings, spec, budgets, store, sharing, kernels)
         opened.callback(tiers.close)
-        observe = None
+        observers: list[Callable[[StepRouting], None]] = []
         if settings.record.dir:
             recorder = Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
             opened.callback(recorder.close)
-            observe = recorder.add
-        engine = _engine(settings, spec, budgets, decoder, tiers, _grammars(directory, spec), emit, observe)
+            observers.append(recorder.add)
+        scout = _scout(settings, manifest, spec)
+        if scout is not None:
+            opened.callback(scout.close)
+            observers.append(scout.learn)
+        engine = _engine(
+            settings,
+            spec,
+            budgets,
+            decoder,
+            tiers,
+            _grammars(directory, spec),
+            emit,
+            observers,
+            scout.look if scout else None,
+        )
         opened.callback(engine.close)
         closing = opened.pop_all()
-    return Assembly(settings, _info(settings, manifest, spec), budgets, engine, tiers, closing.close, sharing)
+    return Assembly(settings, _info(settings, manifest, spec), budgets, engine, tiers, closing.close, sharing, scout)
 
 
 def _machine() -> probes.Machine:
@@ -173,6 +191,30 @@ def _policy(settings: Settings, spec: ModelSpec) -> CachePolicy:
     return POLICIES[name](spec.layers, spec.experts)
 
 
+def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Scout | None:
+    """The forecaster that the settings name; None, and a warning, where it cannot be used."""
+    if not settings.cache.scoutgate:
+        return None
+    tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
+    served = Served(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k)
+    try:
+        return load_scout(Path(settings.cache.scoutgate), served, load_embedding(Path(settings.model.path)))
+    except (ConfigError, ValueError) as error:
+        log.warning(f"serving without ScoutGate: {error}")
+        return None
+
+
+def _to_all(observers: Sequence[Callable[[StepRouting], None]]) -> Callable[[StepRouting], None] | None:
+    if len(observers) < 2:
+        return observers[0] if observers else None
+
+    def tell(routing: StepRouting) -> None:
+        for observe in observers:
+            observe(routing)
+
+    return tell
+
+
 def _engine(
     settings: Settings,
     spec: ModelSpec,
@@ -181,7 +223,8 @@ def _engine(
     tiers: Tiers,
     grammars: Grammars | None,
     emit: Emit,
-    observe: Callable[[StepRouting], None] | None,
+    observers: Sequence[Callable[[StepRouting], None]],
+    expect: Callable[[StepMeta], None] | None,
 ) -> Engine:
     on_gpu = decoder.device.type == "cuda"
     parking_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // PARKED_SHARE
@@ -203,7 +246,8 @@ def _engine(
         device=decoder.device,
         parking_bytes=parking_bytes,
         grammars=grammars,
-        observe=observe,
+        observe=_to_all(observers),
+        expect=expect,
     )
 
 

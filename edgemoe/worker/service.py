@@ -189,6 +189,8 @@ class Worker:
 
     def _stats(self, assembly: Assembly) -> Stats:
         values = assembly.engine.figures() | figures(assembly.tiers)
+        if assembly.scout is not None:
+            values |= assembly.scout.figures()
         if self._side is not None:
             values |= self._side.figures()
         return Stats(values=values, step_s=assembly.engine.runner.step_age_s())

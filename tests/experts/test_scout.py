@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from edgemoe.config import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.scout import Scout, Served, load_scout
 from edgemoe.experts.tiered import StepMeta
@@ -150,3 +153,21 @@ def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0"}))
     with pytest.raises(ConfigError, match="damaged"):
         load_scout(tmp_path / "c", SERVED, embedding())
+
+
+def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from edgemoe.worker import assemble
+
+    settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
+    save_file({"embed_tokens.weight": embedding()}, tmp_path / "dense.safetensors")
+    manifest = SimpleNamespace(digest="digest", files=())
+    spec = SimpleNamespace(layers=L, experts=E, top_k=K)
+    assert assemble._scout(settings, manifest, spec) is None
+    assert "serving without ScoutGate" in caplog.text
+    exported(tmp_path)
+    (tmp_path / export.WEIGHTS).rename(tmp_path / "weights")
+    assert assemble._scout(settings, manifest, spec) is None
+    (tmp_path / "weights").rename(tmp_path / export.WEIGHTS)
+    scout = assemble._scout(settings, manifest, spec)
+    assert scout is not None
+    scout.close()
