@@ -1,0 +1,52 @@
+"""Fusion finds the weight that forecasts have earned, horizon by horizon."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgemoe.policy.fusion import Mix, any_of
+
+
+def outcomes(seed: int, n: int = 300) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What is true, a forecast that knows it, and one that knows only the mean."""
+    random = np.random.default_rng(seed)
+    truth = [random.beta(0.4, 2, 50).astype(np.float32) for _ in range(n)]
+    return [(np.full(50, 1 / 6, np.float32), p, random.random(50) < p) for p in truth]
+
+
+def test_the_better_forecast_gets_the_weight() -> None:
+    mix = Mix(2)
+    for poor, good, came in outcomes(1):
+        mix.learn(poor, good, came, 0)
+        mix.learn(good, poor, came, 1)
+    assert mix.eta(0) >= 0.9
+    assert mix.eta(1) <= 0.1
+    assert mix.eta(0, trust=0.5) == pytest.approx(mix.eta(0) / 2)
+
+
+def test_without_a_second_forecast_the_first_stands() -> None:
+    p = np.array([0.1, 0.5], np.float32)
+    assert Mix(1).fuse(p, None, 0) is p
+    assert np.array_equal(Mix(1).fuse(p, 1 - p, 0), p)
+
+
+def test_a_forecast_that_goes_bad_loses_its_weight() -> None:
+    mix = Mix(1)
+    for poor, good, came in outcomes(2, 600):
+        mix.learn(poor, good, came, 0)
+    for poor, good, came in outcomes(3, 600):
+        mix.learn(poor, 1 - good, came, 0)
+    assert mix.eta(0) <= 0.1
+
+
+def test_the_reliability_curve_of_a_true_forecast_is_the_diagonal() -> None:
+    mix = Mix(1)
+    for poor, good, came in outcomes(4, 600):
+        mix.learn(poor, good, came, 0)
+    said, came_true = mix.reliability(0).T
+    assert np.abs(said - came_true).max() < 0.12
+
+
+def test_forecasts_of_several_sequences_combine() -> None:
+    assert any_of(np.array([[0.5, 0.0], [0.5, 0.2]], np.float32)).tolist() == pytest.approx([0.75, 0.2])

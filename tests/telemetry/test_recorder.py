@@ -1,0 +1,108 @@
+"""Recordings come back as they were, stay within bounds, and damaged ones are refused."""
+
+from __future__ import annotations
+
+import stat
+import struct
+import zlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from edgemoe.config import RecordSettings
+from edgemoe.errors import StoreError
+from edgemoe.replay.trace import load
+from edgemoe.telemetry.recorder import BLOCK_STEPS, MAGIC, Header, Recorder, read_recording
+from edgemoe.types import StepRouting
+
+HEADER = Header("digest", 3, 16, 2)
+
+
+def step(seed: int, decode: tuple[bool, ...] = (True, False), lens: tuple[int, ...] = (1, 4)) -> StepRouting:
+    random, tokens = np.random.default_rng(seed), sum(lens)
+    return StepRouting(
+        requests=tuple(f"r{i}" for i in range(len(lens))),
+        query_lens=np.array(lens),
+        decode=np.array(decode),
+        tokens=random.integers(0, 1 << 17, tokens),
+        positions=np.arange(tokens),
+        ids=np.argsort(random.random((3, tokens, 16)), axis=2)[:, :, :2].astype(np.int16),
+        weights=random.random((3, tokens, 2)).astype(np.float32),
+        hints={},
+        step_s=0.1,
+        stall_s=0.0,
+    )
+
+
+def record(directory: Path, steps: list[StepRouting], **limits: int) -> list[Path]:
+    recorder = Recorder(RecordSettings(dir=str(directory), **limits), HEADER)
+    for each in steps:
+        recorder.add(each)
+    recorder.close()
+    assert recorder.dropped == 0
+    return sorted(directory.glob("*.routes"))
+
+
+def test_steps_come_back_as_they_were(tmp_path: Path) -> None:
+    steps = [step(i) for i in range(BLOCK_STEPS + 5)]
+    (file,) = record(tmp_path / "new", steps)
+    header, read = read_recording(file)
+    assert header == HEADER
+    for before, after in zip(steps, read, strict=True):
+        assert after.requests == before.requests
+        for name in ("query_lens", "decode", "tokens", "positions", "ids"):
+            assert np.array_equal(getattr(after, name), getattr(before, name))
+        assert after.weights == pytest.approx(before.weights, abs=1e-3)
+
+
+def test_only_the_owner_may_read_them(tmp_path: Path) -> None:
+    (file,) = record(tmp_path / "new", [step(0)])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
+def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
+    steps = [step(i, (False,), (60,)) for i in range(6 * BLOCK_STEPS)]
+    files = record(tmp_path, steps, file_bytes=60_000, max_bytes=200_000)
+    assert len(files) > 1
+    assert sum(file.stat().st_size for file in files) <= 200_000
+    *_, last = read_recording(files[-1])[1]
+    assert np.array_equal(last.ids, steps[-1].ids)
+
+
+def test_a_recording_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
+    (file,) = record(tmp_path, [step(i) for i in range(3 * BLOCK_STEPS)])
+    file.write_bytes(file.read_bytes()[:-20])
+    assert 0 < len(list(read_recording(file)[1])) < 3 * BLOCK_STEPS
+
+
+@pytest.mark.parametrize("where", ["magic", "stream", "shape", "expert"])
+def test_a_damaged_recording_is_refused(where: str, tmp_path: Path) -> None:
+    (file,) = record(tmp_path, [step(0)])
+    data = bytearray(file.read_bytes())
+    if where == "magic":
+        data[0] ^= 1
+    elif where == "stream":
+        data[len(MAGIC) + 6] ^= 0xFF
+    else:
+        header = Header("digest", 3, 16, 3) if where == "shape" else Header("digest", 3, 4, 2)
+        block, rest = zlib.compress(msgspec.msgpack.encode(header)), data[len(MAGIC) :]
+        (length,) = struct.unpack("<I", rest[:4])
+        data = bytearray(MAGIC + struct.pack("<I", len(block)) + block) + rest[4 + length :]
+    file.write_bytes(data)
+    with pytest.raises(StoreError):
+        list(read_recording(file)[1])
+
+
+def test_a_directory_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"record\.dir"):
+        Recorder(RecordSettings(dir=str(tmp_path / "file" / "below")), HEADER)
+
+
+def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
+    record(tmp_path, [step(i, (True, True), (1, 1)) for i in range(10)])
+    trace = load([tmp_path])
+    assert [len(ids) for ids in trace.requests] == [10, 10]
