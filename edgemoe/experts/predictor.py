@@ -59,7 +59,7 @@ class NextUse:
         self._looks = {math.ceil(layers * (i + 1) / LOOKS) for i in range(LOOKS)}
         self._later = (np.arange(layers) / layers * math.log(learner.DECAY)).astype(np.float32)  # [L]
         for layer in range(layers):
-            self._describe(layer)
+            self._describe(layer, self.step - 1)
 
     def begin(self, sequences: Sequence[Hashable]) -> None:
         """A step begins in which each of the sequences decodes one token; those beyond TRACKS go untracked."""
@@ -79,7 +79,7 @@ class NextUse:
         _visit(self.rates[layer], self.count[layer], self.last[layer], needed, RATES, self.step)
         self.visits[layer] += 1
         self.learner.need(self.step, layer * self.experts + needed)
-        self._describe(layer)
+        self._describe(layer, self.step)
         if layer + 1 in self._looks:
             self._look()
         else:
@@ -149,7 +149,7 @@ class NextUse:
         self.learner.weights[:] = state["weights"]
         self._tracks.clear()
         for layer in range(self.layers):
-            self._describe(layer)
+            self._describe(layer, self.step - 1)
         return True
 
     # --- inside
@@ -167,8 +167,9 @@ class NextUse:
         phase[: self._done] += np.float32(math.log(learner.DECAY))
         return phase
 
-    def _describe(self, layer: int) -> None:
-        age = self.step - self.last[layer]
+    def _describe(self, layer: int, now: int) -> None:
+        """Features of a layer that ran last in step `now`."""
+        age = now - self.last[layer]
         describe(self._known[layer], self.rates[layer], age, self.count[layer], self.visits[layer])
 
     def _look(self) -> None:
