@@ -81,7 +81,7 @@ class Session:
     """Sequences that grow step by step, over a cache whose blocks are dealt out in no particular order."""
 
     def __init__(self, tiny: Tiny, sequences: int = 1, blocks: int = 64) -> None:
-        self._tiny, self.kv = tiny, KVCache(tiny.spec, blocks)
+        self._tiny, self.kv, self.device = tiny, KVCache(tiny.spec, blocks), "cpu"
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: list[list[int]] = [[] for _ in range(sequences)]
         self._lengths = [0] * sequences
@@ -96,12 +96,14 @@ class Session:
                 self._tables[s].append(self._free.pop())
         present = [s for s, chunk in enumerate(chunks) if chunk]
         batch = Batch(
-            tokens=torch.tensor([token for chunk in chunks for token in chunk]),
-            positions=torch.tensor(positions),
+            tokens=torch.tensor([token for chunk in chunks for token in chunk], device=self.device),
+            positions=torch.tensor(positions, device=self.device),
             query_lens=[len(chunks[s]) for s in present],
             context_lens=[self._lengths[s] for s in present],
             block_tables=[self._tables[s] for s in present],
-            logit_rows=torch.tensor(range(len(positions)) if rows is None else rows, dtype=torch.int64),
+            logit_rows=torch.tensor(
+                range(len(positions)) if rows is None else rows, dtype=torch.int64, device=self.device
+            ),
             decode=all(len(chunks[s]) == 1 for s in present),
         )
         return self._tiny.decoder.forward(batch, self.kv, self._tiny.experts)
