@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from edgemoe.experts import learner
+from edgemoe.experts import learner, state
 from edgemoe.experts.learner import FEATURES, RATES, Learner, describe, score
 from edgemoe.experts.recall import NONE, Memory, Track
 from edgemoe.types import FloatArray, IntArray
@@ -106,51 +106,41 @@ class NextUse:
 
     def save(self, path: Path) -> None:
         """Writes what was learned; whole or not at all."""
-        from safetensors.numpy import save_file
-
         filled = self.memory.filled
-        state: dict[str, Any] = {
-            "shape": np.array([self.layers, self.experts, self.top_k], np.int64),
-            "chosen": np.ascontiguousarray(self.memory.chosen[:, :, :filled]).view(np.int64),
-            "before": self.memory.before[:filled],
-            "written": np.array([self.memory.written], np.int64),
+        state.write(
+            path,
+            {
+                "shape": np.array([self.layers, self.experts, self.top_k], np.int64),
+                "chosen": np.ascontiguousarray(self.memory.chosen[:, :, :filled]).view(np.int64),
+                "before": self.memory.before[:filled],
+                "written": np.array([self.memory.written], np.int64),
+                **self._learned(),
+            },
+        )
+
+    def load(self, path: Path) -> bool:
+        """Takes over a saved state of the same model; False, and nothing changed, where it is not one."""
+        saved, memory = state.read(path), self.memory
+        shape = [self.layers, self.experts, self.top_k]
+        if saved is None or not state.fits(saved, shape, self._learned(), memory.chosen.shape[1], memory.slots):
+            return False
+        self.memory = state.rebuilt(saved, Memory(self.layers, self.experts, memory.slots))
+        self.rates[:], self.count[:], self.visits[:] = saved["rates"], saved["count"], saved["visits"]
+        self.last[:] = self.step - saved["age"]
+        self.learner.weights[:] = saved["weights"]
+        self._tracks.clear()
+        for layer in range(self.layers):
+            self._describe(layer, self.step - 1)
+        return True
+
+    def _learned(self) -> dict[str, Any]:
+        return {
             "rates": self.rates,
             "count": self.count,
             "visits": self.visits,
             "age": np.minimum(self.step - self.last, 1 << 20),
             "weights": self.learner.weights,
         }
-        part = path.with_name(path.name + ".part")
-        part.touch(mode=0o600)
-        save_file(state, part)
-        part.replace(path)
-
-    def load(self, path: Path) -> bool:
-        """Takes over a saved state of the same model; False, and nothing changed, where it is not one."""
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
-
-        try:
-            state = load_file(path)
-        except (OSError, SafetensorError, ValueError):
-            return False
-        return _fits(state, self) and self._restore(state)
-
-    def _restore(self, state: dict[str, np.ndarray]) -> bool:
-        memory = Memory(self.layers, self.experts, self.memory.slots)
-        chosen, before = state["chosen"].view(np.uint64), state["before"]
-        start = int(state["written"][0]) % len(before) if len(before) == memory.slots else 0
-        moved: dict[int, int] = {NONE: NONE}
-        for old in [*range(start, len(before)), *range(start)]:  # from the oldest on
-            moved[old] = memory.append(np.ascontiguousarray(chosen[:, :, old]), moved.get(int(before[old]), NONE))
-        self.memory = memory
-        self.rates[:], self.count[:], self.visits[:] = state["rates"], state["count"], state["visits"]
-        self.last[:] = self.step - state["age"]
-        self.learner.weights[:] = state["weights"]
-        self._tracks.clear()
-        for layer in range(self.layers):
-            self._describe(layer, self.step - 1)
-        return True
 
     # --- inside
 
@@ -201,33 +191,6 @@ class NextUse:
             self.learner.weights,
             self._odds,
         )
-
-
-def _fits(state: dict[str, np.ndarray], predictor: NextUse) -> bool:
-    """Whether a saved state has all that this predictor needs, in its shapes."""
-    layers, experts, memory = predictor.layers, predictor.experts, predictor.memory
-    wanted: dict[str, Any] = {
-        "rates": predictor.rates,
-        "count": predictor.count,
-        "visits": predictor.visits,
-        "age": predictor.last,
-        "weights": predictor.learner.weights,
-    }
-    if any(name not in state for name in (*wanted, "shape", "chosen", "before", "written")):
-        return False
-    same = all(state[name].shape == ours.shape and state[name].dtype == ours.dtype for name, ours in wanted.items())
-    filled, before = state["before"].size, state["before"]
-    return (
-        same
-        and state["shape"].tolist() == [layers, experts, predictor.top_k]
-        and state["chosen"].shape == (layers, memory.chosen.shape[1], filled)
-        and state["chosen"].dtype == np.int64
-        and before.dtype == np.int64
-        and filled <= memory.slots
-        and (filled == 0 or (before.min() >= NONE and before.max() < filled))
-        and state["written"].shape == (1,)
-        and all(np.isfinite(state[name]).all() for name in ("rates", "count", "visits", "weights"))
-    )
 
 
 @njit(fastmath=True, nogil=True)
