@@ -22,6 +22,7 @@ from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.controller import Controller
 from edgemoe.experts.devices import Tiers
 from edgemoe.experts.files import checksum
 from edgemoe.experts.host import ExpertShelf
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]  # what is being done now, in a word
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
+STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
 POLICIES: dict[str, Callable[[int, int], CachePolicy]] = {
     "lru": baselines.LRU,
     "lfu": baselines.LFU,
@@ -95,9 +97,16 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
         sharing = _sharing(manifest, spec, store) if settings.cluster.node else None
-        tiers = _tiers(settings, spec, budgets, store, sharing, kernels)
+        controller = _controller(settings, spec, directory) if settings.cache.policy == "full" else None
+        policy = controller.policy if controller else _policy(settings, spec)
+        tiers = _tiers(settings, spec, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
         observers: list[Callable[[StepRouting], None]] = []
+        if controller is not None:
+            opened.callback(controller.close)
+            observers.append(controller.observe)
+            if settings.cache.prefetch:
+                controller.attach(tiers.residency, tiers.mover, spec.expert_bytes)
         if settings.record.dir:
             recorder = Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
             opened.callback(recorder.close)
@@ -163,11 +172,11 @@ def _tiers(
     store: ExpertStore,
     sharing: Sharing | None,
     kernels: Kernels | None,
+    policy: CachePolicy,
 ) -> Tiers:
     shape = ExpertShape(
         spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=spec.dtype == "bfloat16"
     )
-    policy = _policy(settings, spec)
     tiers = Tiers(
         shape,
         store if sharing is None else sharing.store,
@@ -187,8 +196,18 @@ def _tiers(
 def _policy(settings: Settings, spec: ModelSpec) -> CachePolicy:
     name = settings.cache.policy
     if name not in POLICIES:
-        raise ConfigError(f"cache.policy {name!r} is not there yet; there are {', '.join(POLICIES)}")
+        served = ", ".join([*POLICIES, "full"])
+        raise ConfigError(f"cache.policy {name!r} is for `edgemoe replay` only; the engine has {served}")
     return POLICIES[name](spec.layers, spec.experts)
+
+
+def _controller(settings: Settings, spec: ModelSpec, directory: Path) -> Controller:
+    state = (
+        Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
+    )
+    return Controller(
+        spec.layers, spec.experts, spec.top_k, hysteresis=settings.cache.hysteresis, state_file=state.expanduser()
+    )
 
 
 def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Scout | None:
