@@ -48,6 +48,7 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().cpu().float().contiguous() for name, value in gate.state_dict().items()}
     save_file(weights, directory / (WEIGHTS + ".tmp"))
+    (directory / (WEIGHTS + ".tmp")).chmod(0o644)  # safetensors writes for the owner alone
     digest = hashlib.sha256((directory / (WEIGHTS + ".tmp")).read_bytes()).hexdigest()
     scale, shift = calibration
     record = {
