@@ -2,7 +2,8 @@
 
 `python -m scoutgate.refresh --config FILE` takes recordings, model and export folder from the daemon's settings. Both
 exports forecast the same held-out requests, which neither was trained on as far as the split can tell: it goes by the
-prompts, so that the requests held out today were held out the last time too. The daemon is not told; reload it.
+prompts, so that the requests held out today were held out the last time too. The daemon reads
+the new one when it starts next.
 """
 
 from __future__ import annotations
