@@ -121,11 +121,12 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     server._unit_s = 1e-9
     under_way = asyncio.create_task(server.serve(question(work())))
     await asyncio.to_thread(host.started.wait, 10)
-    late = asyncio.create_task(server.serve(question(work(), within_s=0.01)))
+    late = asyncio.create_task(server.serve(question(work(), within_s=0.5)))
     rest = [asyncio.create_task(server.serve(question(work()))) for _ in range(QUEUE_CALLS - 2)]
     await asyncio.sleep(0.02)
     with pytest.raises(PeerBusy):
         await server.serve(question(work()))
+    await asyncio.sleep(0.6)
     host.open.set()
     with pytest.raises(PeerBusy, match="too late"):
         await late

@@ -80,7 +80,7 @@ def test_a_refusal_of_the_daemon_is_one_clear_line(env: dict[str, str]) -> None:
 
 
 def test_ctrl_c_ends_a_stream_and_frees_its_request(env: dict[str, str]) -> None:
-    words = ["edgemoe", "generate", "Once upon a time", "--max-tokens", "400", "--temperature", "1"]
+    words = ["edgemoe", "generate", "Once upon a time", "--max-tokens", "1500", "--temperature", "2"]
     with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stdout.read(1)
