@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
-MAX_TOKENS = 64  # tokens of one call; more belong to torch's products
+MOST_TOKENS = 1024  # of one call that takes vectors one after the other
 
 
 class Paged(NamedTuple):
@@ -51,13 +51,13 @@ class Kernels:
         self._attention, self._keep_attention = make_attention(bf16)
         self._pack = make_pack_all(bf16)
         self._scratch: dict[str, npt.NDArray[Any]] = {}
-        self._iota = np.arange(MAX_TOKENS * 64, dtype=np.int64)
+        self._iota = np.arange(MOST_TOKENS, dtype=np.int64)
         self.iota = self._iota.ctypes.data
         self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
         self._job["threads"] = self.linear_record["threads"] = threads
         self._attention_job = np.zeros(1, ATTENTION)
         self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
-        self._expert_sizes = (0, 0, 0, 0)
+        self._expert_sizes = (0, 0, 0, 0, 0)
 
     def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
         """Address of a 64-byte aligned array of at least `count` elements, kept until a larger one is asked for."""
@@ -87,19 +87,19 @@ class Kernels:
         Slot `slots[i]` serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x`
         [tokens, hidden] with routing weight `weights[p]`.
         """
-        sizes = (hidden, width, tokens, len(index))
+        sizes = (hidden, width, tokens, len(index), len(slots))
         if sizes != self._expert_sizes:
             self._size_experts(*sizes)
         job = self._call
         job[SLAB], job[STRIDE], job[X], job[X_BF16], job[OUT] = slab, stride_bytes, x, x_bf16, out
         self._experts(self.pool.control, self._job_address, slots, offsets, index, weights)
 
-    def _size_experts(self, hidden: int, width: int, tokens: int, pairs: int) -> None:
+    def _size_experts(self, hidden: int, width: int, tokens: int, pairs: int, slots: int) -> None:
         job = self._job
-        for name, count in experts.scratch_floats(hidden, width, tokens, pairs).items():
+        for name, count in experts.scratch_floats(hidden, width, tokens, pairs, slots).items():
             job[name] = self.scratch(name, count)
         job["hidden"], job["width"], job["tokens"], job["iota"] = hidden, width, tokens, self.iota
-        self._expert_sizes = (hidden, width, tokens, pairs)
+        self._expert_sizes = (hidden, width, tokens, pairs, slots)
 
     def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
         """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""

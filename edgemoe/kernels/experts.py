@@ -37,15 +37,16 @@ EXPERTS = fields(
 )
 GATE_ROWS = 128  # rows of gate and of up in one chunk: where a run of rows begins, memory is slow
 MOST_DOWN_ROWS = 128
+GROUP = 16  # tokens for which a chunk's rows are read from memory once, and from the cache for further ones
 
 
-def scratch_floats(hidden: int, width: int, tokens: int, pairs: int) -> dict[str, int]:
-    """Sizes of the scratch arrays for at most so many tokens and (token, expert) pairs."""
+def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int) -> dict[str, int]:
+    """Sizes of the scratch arrays for at most so many tokens, (token, expert) pairs and slots."""
     return {
         "packed": tokens * hidden,
         "mid": pairs * width,
-        "both": pairs * -(-width // GATE_ROWS) * 2 * GATE_ROWS,
-        "part": (hidden + MOST_DOWN_ROWS) * tokens,
+        "both": slots * -(-width // GATE_ROWS) * 2 * GROUP * GATE_ROWS,
+        "part": (hidden + MOST_DOWN_ROWS) * GROUP,
     }
 
 
@@ -65,44 +66,42 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
     def gate_up(job: int, number: int) -> None:
         e = record(job, EXPERTS)
         per_slot = (e.width + GATE_ROWS - 1) // GATE_ROWS
-        slot, row = number // per_slot, number % per_slot * GATE_ROWS
-        count = min(GATE_ROWS, e.width - row)
-        first, after = i64_at(e.offsets)[slot], i64_at(e.offsets)[slot + 1]
-        w = e.slab + i64_at(e.slots)[slot] * e.stride + row * e.hidden * size
-        index, line, n = e.index + 8 * first, e.hidden * size, after - first
-        half = n * GATE_ROWS * 4  # bytes of the gate sums; the up sums follow them
-        both = e.both + 2 * GATE_ROWS * 4 * first * per_slot + 2 * half * (number % per_slot)
-        for part in range(2):
-            here, sums = w + part * e.width * line, both + part * half
+        slot, row, line = number // per_slot, number % per_slot * GATE_ROWS, e.hidden * size
+        count, after = min(GATE_ROWS, e.width - row), i64_at(e.offsets)[slot + 1]
+        w = e.slab + i64_at(e.slots)[slot] * e.stride + row * line
+        gates = e.both + number * 2 * GROUP * GATE_ROWS * 4
+        ups = gates + GROUP * GATE_ROWS * 4
+        for first in range(i64_at(e.offsets)[slot], after, GROUP):
+            n, index = min(GROUP, after - first), e.index + 8 * first
             # After the gate's rows come up's; after those, what the other threads do not take.
-            soon = w + e.width * line if part == 0 else w + e.threads * GATE_ROWS * line
-            call_rows(rows, here, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, sums, GATE_ROWS * 4)
-        for pair in range(first, after):
-            gate = both + (pair - first) * GATE_ROWS * 4
-            swiglu(gate, gate + half, count, f32_at(e.weights)[pair])
-            mid, values = f32_at(e.mid + pair * e.width * 4), f32_at(gate)
-            for k in range(count):
-                mid[place(row + k, e.width)] = values[k]
+            v, soon = w + e.width * line, w + e.threads * GATE_ROWS * line
+            call_rows(rows, w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
+            call_rows(rows, v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
+            for pair in range(n):
+                gate, up = gates + pair * GATE_ROWS * 4, ups + pair * GATE_ROWS * 4
+                swiglu(gate, up, count, f32_at(e.weights)[first + pair])
+                mid, values = f32_at(e.mid + (first + pair) * e.width * 4), f32_at(gate)
+                for k in range(count):
+                    mid[place(row + k, e.width)] = values[k]
 
     @chunk
     def down(job: int, number: int) -> None:
         e = record(job, EXPERTS)
-        row, line = number * e.down_rows, e.width * size
-        count = min(e.down_rows, e.hidden - row)
-        part = e.part + row * e.tokens * 4
+        row, line, to_next = number * e.down_rows, e.width * size, e.down_rows * 4
+        count, part = min(e.down_rows, e.hidden - row), e.part + number * GROUP * to_next
         for slot in range(e.count):
-            first, after = i64_at(e.offsets)[slot], i64_at(e.offsets)[slot + 1]
             w = e.slab + i64_at(e.slots)[slot] * e.stride + (2 * e.width * e.hidden + row * e.width) * size
-            mid, soon = e.mid + first * line * (4 // size), w
+            soon, after = w, i64_at(e.offsets)[slot + 1]
             if slot + 1 < e.count:
                 soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
-            n, to_next = after - first, e.down_rows * 4
-            call_rows(rows, w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
-            for pair in range(first, after):
-                out = f32_at(e.out + (i64_at(e.index)[pair] * e.hidden + row) * 4)
-                values = f32_at(part + (pair - first) * to_next)
-                for k in range(count):
-                    out[k] += values[k]
+            for first in range(i64_at(e.offsets)[slot], after, GROUP):
+                n, mid = min(GROUP, after - first), e.mid + first * e.width * 4
+                call_rows(rows, w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
+                for pair in range(n):
+                    out = f32_at(e.out + (i64_at(e.index)[first + pair] * e.hidden + row) * 4)
+                    values = f32_at(part + pair * to_next)
+                    for k in range(count):
+                        out[k] += values[k]
 
     packing, gating, adding = address_of(pack_token), address_of(gate_up), address_of(down)
 

@@ -1,5 +1,5 @@
 """Experts of one layer, by whichever way is the faster one: the CPU kernel for a few tokens per expert, torch's
-grouped products for many, and always on a GPU.
+products for many, and always on a GPU.
 
 Both read the experts in their slots; nothing is gathered. Only this file of the package needs torch.
 """
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch.nn.functional import grouped_mm, silu
 
-from edgemoe.kernels.compute import MAX_TOKENS, FloatArray, IntArray, Kernels
+from edgemoe.kernels.compute import FloatArray, IntArray, Kernels
 
-TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # tokens per expert at which the two ways are timed
-EMPTY_SLOTS = 20  # a CPU's grouped product spends on so many empty groups what one expert's own products cost
+TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # tokens per expert at which the two ways are timed
+FEW_TOKENS = 128  # of one expert; up to here their number is rounded up to an eighth of this, then to a half
+KERNEL_BYTES = 64 << 20  # of intermediate values, at most
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
 
 
@@ -56,7 +57,7 @@ class ExpertMath:
         Slot i serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x` [T, H], in the slab's
         type, with routing weight `weights[p]`.
         """
-        few = len(x) <= MAX_TOKENS and len(index) < self.crossover * len(slots)
+        few = len(index) < self.crossover * len(slots) and 4 * len(index) * slab.width <= KERNEL_BYTES
         if self._kernels is not None and few and slab.device.type == "cpu":
             self._by_kernel(slab, slots, offsets, index, weights, x, out)
         else:
@@ -109,25 +110,11 @@ def by_products(
     x: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """As `ExpertMath.add`. One group per slot of the slab, empty where the slot is not asked for."""
-    if x.device.type == "cpu" and len(slots) * EMPTY_SLOTS < len(slab.down):
-        one_by_one(slab, slots, offsets, index, weights, x, out)
-        return
-    order = np.argsort(slots, kind="stable")
-    counts = np.diff(offsets)[order]
-    starts = np.repeat(offsets[:-1][order] - np.cumsum(counts) + counts, counts)
-    pairs = starts + np.arange(len(index))  # the pairs in the order of slots
-    ends = np.zeros(len(slab.down), np.int32)
-    ends[slots] = np.diff(offsets)
-    groups = torch.from_numpy(np.cumsum(ends, dtype=np.int32)).to(x.device)
-    rows = torch.from_numpy(index[pairs]).to(x.device)
-    gate, up = grouped_mm(x[rows], slab.gate_up.transpose(1, 2), offs=groups).chunk(2, dim=-1)
-    result = grouped_mm(silu(gate) * up, slab.down.transpose(1, 2), offs=groups).float()
-    result *= torch.from_numpy(weights[pairs]).to(x.device)[:, None]
+    """As `ExpertMath.add`."""
     if x.device.type == "cpu":
-        out.index_add_(0, rows, result)
-    else:  # index_add_ adds in no certain order there
-        out.index_put_((rows,), result, accumulate=True)
+        one_by_one(slab, slots, offsets, index, weights, x, out)
+    else:
+        grouped(slab, slots, offsets, index, weights, x, out)
 
 
 def one_by_one(
@@ -139,12 +126,47 @@ def one_by_one(
     x: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """As `by_products`, for a few slots of many."""
-    ends, rows, shares = offsets.tolist(), torch.from_numpy(index), torch.from_numpy(weights)[:, None]
-    for slot, start, end in zip(slots.tolist(), ends, ends[1:], strict=False):
-        gate, up = (x[rows[start:end]] @ slab.gate_up[slot].T).chunk(2, dim=-1)
-        result = ((silu(gate) * up) @ slab.down[slot].T).float()
-        out.index_add_(0, rows[start:end], result.mul_(shares[start:end]))
+    """Each expert's own products, its weights on the left: on CPUs up to twice as fast as grouped products.
+
+    Numbers of tokens are rounded up, for each shape that oneDNN has not met lately costs it a millisecond.
+    """
+    counts = np.diff(offsets)
+    step = np.where(counts <= FEW_TOKENS, FEW_TOKENS // 8, FEW_TOKENS // 2)
+    ends = np.cumsum(-(-counts // step) * step)
+    starts = np.concatenate(([0], ends[:-1]))
+    places = torch.from_numpy(np.repeat(starts - offsets[:-1], counts) + np.arange(len(index)))
+    rows = torch.from_numpy(index)
+    inputs = x.new_zeros((int(ends[-1]), slab.hidden))
+    inputs[places] = x[rows]
+    results = torch.empty_like(inputs)
+    for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        gate, up = torch.mm(slab.gate_up[slot], inputs[start:end].T).chunk(2)
+        torch.mm(slab.down[slot], silu(gate).mul_(up), out=results[start:end].T)
+    out.index_add_(0, rows, results[places].float().mul_(torch.from_numpy(weights)[:, None]))
+
+
+def grouped(
+    slab: ExpertSlab,
+    slots: IntArray,
+    offsets: IntArray,
+    index: IntArray,
+    weights: FloatArray,
+    x: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """One group per slot of the slab, empty where the slot is not asked for."""
+    order = np.argsort(slots, kind="stable")
+    counts = np.diff(offsets)[order]
+    starts = np.repeat(offsets[:-1][order] - np.cumsum(counts) + counts, counts)
+    pairs = starts + np.arange(len(index))  # the pairs in the order of slots
+    ends = np.zeros(len(slab.down), np.int32)
+    ends[slots] = np.diff(offsets)
+    groups = torch.from_numpy(np.cumsum(ends, dtype=np.int32)).to(x.device)
+    rows = torch.from_numpy(index[pairs]).to(x.device)
+    gate, up = grouped_mm(x[rows], slab.gate_up.transpose(1, 2), offs=groups).chunk(2, dim=-1)
+    result = grouped_mm(silu(gate) * up, slab.down.transpose(1, 2), offs=groups).float()
+    result *= torch.from_numpy(weights[pairs]).to(x.device)[:, None]
+    out.index_put_((rows,), result, accumulate=True)  # index_add_ adds in no certain order on a GPU
 
 
 class _Trial:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
 from edgemoe.kernels.compute import Kernels
-from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products, one_by_one
+from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products, grouped, one_by_one
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
+Way = Callable[..., None]
 
 
 def _slab(bf16: bool, device: str = "cpu") -> ExpertSlab:
@@ -54,11 +57,12 @@ def test_both_ways_equal_the_definition(kernels: Kernels, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_one_by_one_gives_the_same_sums(bf16: bool) -> None:
+@pytest.mark.parametrize("way", [one_by_one, grouped])
+def test_torch_s_products_one_by_one_or_grouped_give_the_same_sums(way: Way, bf16: bool) -> None:
     slab = _slab(bf16)
     x = torch.randn(5, HIDDEN).to(slab.down.dtype)
     out = torch.ones(5, HIDDEN)
-    one_by_one(slab, *_calls(5), x, out)
+    way(slab, *_calls(5), x, out)
     rounding = 0.05 if bf16 else 1e-4
     torch.testing.assert_close(out.double(), _expected(slab, 5, x), atol=rounding, rtol=rounding)
 
