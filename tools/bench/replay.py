@@ -108,12 +108,23 @@ def report(out: Path) -> None:
 
 
 def draw(results: dict[str, Any]) -> None:
-    from edgemoe.replay.command import plot
+    """Stall against capacity, a panel for each set."""
+    from matplotlib.figure import Figure
 
+    names = [name for name in results if name.startswith(("ds-", "go-"))]
+    if not names:
+        return
+    figure = Figure(figsize=(3 * len(names), 3.3), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        for policy in MAIN.split(","):
+            rows = [row for row in results[name]["results"] if row["policy"] == policy]
+            axes.plot(
+                [row["capacity"] for row in rows], [row["stall_ms_per_token"] for row in rows], "o-", label=policy
+            )
+        axes.set(title=name, yscale="log", xlabel="capacity, share of all experts", ylabel="stall, ms per token")
+    figure.axes[0].legend()
     PLOTS.mkdir(exist_ok=True)
-    for name in ("ds-law", "ds-mix", "go-mix"):
-        if name in results:
-            plot(results[name]["results"], PLOTS / f"cache-{name}.png")
+    figure.savefig(PLOTS / "cache.png", dpi=100)
 
 
 def main() -> None:
