@@ -13,7 +13,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from edgemoe.kernels.compute import Kernels, Paged
@@ -96,6 +95,8 @@ class StepAttention:
         keys, values = keys[:, :, :context], values[:, :, :context]
         mask: torch.Tensor
         if self._device.type == "cuda":
+            from torch.nn.attention.bias import causal_lower_right  # takes seconds to load
+
             mask = causal_lower_right(after - first, context)  # no mask in memory
         else:
             reach = torch.arange(context - (after - first), context)
