@@ -1,0 +1,1 @@
+"""Several boxes on one machine: namespaces, links with a rate, limits, faults, daemons."""

@@ -1,0 +1,91 @@
+"""What a box may use of the machine: control groups, version 1."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+CONTROLLERS = ("cpu", "memory", "blkio")
+PERIOD_US = 10_000  # short, so that a box that has used up its share waits for milliseconds only
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one box; 0 is no limit. `disk_bytes_per_s` counts reads of the disk that `disk_of` lies on."""
+
+    cpus: float = 0.0
+    memory_bytes: int = 0
+    disk_bytes_per_s: int = 0
+    disk_of: Path = Path("/")
+
+    def why_not(self) -> str:
+        """Why these limits cannot be set here; "" where they can."""
+        for controller, wanted in zip(CONTROLLERS, (self.cpus, self.memory_bytes, self.disk_bytes_per_s), strict=True):
+            if wanted and not os.access(ROOT / controller / "cgroup.procs", os.W_OK):
+                return f"{ROOT / controller} is no writable control group of version 1"
+        return ""
+
+
+NO_LIMITS = Limits()
+
+
+class Group:
+    """One box's control groups, of the same name in every controller."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def make(self, limits: Limits) -> None:
+        """Raises OSError."""
+        for folder in self._folders():
+            folder.mkdir(exist_ok=True)
+        if limits.cpus:
+            (ROOT / "cpu" / self.name / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (ROOT / "cpu" / self.name / "cpu.cfs_quota_us").write_text(str(int(limits.cpus * PERIOD_US)))
+        if limits.memory_bytes:
+            (ROOT / "memory" / self.name / "memory.limit_in_bytes").write_text(str(limits.memory_bytes))
+        if limits.disk_bytes_per_s:
+            rule = f"{disk_of(limits.disk_of)} {limits.disk_bytes_per_s}"
+            (ROOT / "blkio" / self.name / "blkio.throttle.read_bps_device").write_text(rule)
+
+    def enter(self, command: list[str]) -> list[str]:
+        """`command`, run inside from its first instruction on."""
+        enters = " && ".join(f"echo $$ > {folder}/cgroup.procs" for folder in self._folders())
+        return ["sh", "-c", f'{enters} && exec "$@"' if enters else 'exec "$@"', "sh", *command]
+
+    def remove(self) -> None:
+        """Once no process is inside; one that is ending may take a moment."""
+        for folder in self._folders():
+            for _ in range(100):
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    time.sleep(0.02)
+                else:
+                    break
+
+    def _folders(self) -> Iterator[Path]:
+        for controller in CONTROLLERS:
+            if os.access(ROOT / controller / "cgroup.procs", os.W_OK):
+                yield ROOT / controller / self.name
+
+
+def groups(prefix: str) -> set[str]:
+    """Names of control groups that begin so."""
+    found = (path.name for controller in CONTROLLERS for path in (ROOT / controller).glob(f"{prefix}*"))
+    return set(found)
+
+
+def disk_of(path: Path) -> str:
+    """ "major:minor" of the whole disk below `path`."""
+    device = path.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if (block / "partition").exists():
+        block = block.resolve().parent
+    return (block / "dev").read_text().strip()
