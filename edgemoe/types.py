@@ -46,13 +46,15 @@ class Move(NamedTuple):
     """A copy of one expert to a faster tier, wished for before it is needed.
 
     `score` is its worth in the units of the target tier's `CachePolicy.rank`: it takes the place of an expert
-    ranked lower, or none. Where the order alone is known, infinity stands for "needed for certain".
+    ranked lower, or none. Where the order alone is known, infinity stands for "needed for certain". `chance` that it
+    is needed soon: how much it may get in the way of a demand.
     """
 
     expert: ExpertId
     source: Tier
     target: Tier
     score: float
+    chance: float = 1.0
 
 
 # --- requests: built by the front, carried over the wire, run by the engine -----------------------------
@@ -188,6 +190,16 @@ class CachePolicy(Protocol):
 
     def rank(self, layer: int) -> FloatArray:
         """Worth of keeping each expert while `layer` executes, [L, E]; the lowest unpinned one goes first."""
+
+
+class LivePolicy(CachePolicy, Protocol):
+    """A policy that an engine may run: it can tell what a prefetch may replace."""
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """What the gate of a layer that runs next says of some experts [n], weighed with all else that is known.
+
+        `chance` [n] is that each is needed there. The chance to go by, and the worth in units of `rank`; both [n].
+        """
 
 
 class Store(Protocol):

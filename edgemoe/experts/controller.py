@@ -5,7 +5,8 @@ controller's own works them off, publishes new ranks by replacing an array, and 
 If notes come faster than they are worked off they are dropped: ranks grow older, the engine never waits.
 
 While one sequence decodes, its step is followed layer by layer. Of a batch, residency tells only the union, so that it
-is learned from when the step is over and each sequence's choice is known.
+is learned from when the step is over and each sequence's choice is known. A forecaster's forecasts are blended in as
+soon as they are there.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from edgemoe.experts.blend import NEXT_LAYER, Blend, Forecast, Forecaster, Said, compile_blend
 from edgemoe.experts.predictor import NextUse
 from edgemoe.experts.residency import Horizon, Residency
+from edgemoe.experts.tiered import StepMeta
 from edgemoe.policy.movement import Side, plan
 from edgemoe.policy.watermark import Watermark, density
 from edgemoe.types import BoolArray, FloatArray, IntArray, Move, StepRouting, Tier
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 
 NOTES = 4096  # that may wait
 MOST_MOVES = 32  # in one plan
+PROBES = 8  # every so many steps a layer's hints are learned from
 
 
 class Wishes(Protocol):
@@ -39,32 +43,62 @@ class Wishes(Protocol):
 
 
 class Touch(NamedTuple):
-    """One layer-step, as residency tells it."""
+    """One layer-step, as residency tells it, and the step that it belongs to."""
 
+    step: int
     layer: int
     experts: IntArray
 
 
+Note = Touch | StepRouting | Said
+
+
 class Published:
-    """Implements `types.CachePolicy` for residency: leaves a note, and reads what was published last."""
+    """Implements `types.LivePolicy` for residency: leaves notes, and reads what was published last."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
     def touch(self, layer: int, experts: IntArray) -> None:
-        self._controller.note(Touch(layer, experts))
+        self._controller.note(Touch(self._controller.step, layer, experts))
 
     def rank(self, layer: int) -> FloatArray:
-        return self._controller.ranks
+        return self._controller.published.ranks
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return self._controller.foresee(layer, experts, chance)
+
+
+class Ranks(NamedTuple):
+    """What was worked out last: ranks [L, E], and of them each layer's place in the round [L]."""
+
+    ranks: FloatArray
+    phase: FloatArray
+
+    @property
+    def worth(self) -> FloatArray:
+        """decay^steps to the next need, [L, E]."""
+        worth: FloatArray = 1 / (1 + np.exp(self.phase[:, None] - self.ranks))
+        return worth
 
 
 class Controller:
     """Owns the predictor and its thread. `policy` is for residency, `observe` for the engine; `close` ends it."""
 
     def __init__(
-        self, layers: int, experts: int, top_k: int, *, hysteresis: float = 0.1, state_file: Path | None = None
+        self,
+        layers: int,
+        experts: int,
+        top_k: int,
+        *,
+        hysteresis: float = 0.1,
+        state_file: Path | None = None,
+        forecaster: Forecaster | None = None,
     ) -> None:
-        """Goes on from `state_file` where it has learned of this model before. Compiles for some seconds."""
+        """Goes on from `state_file` where it has learned of this model before. Compiles for some seconds.
+
+        A `forecaster` counts the steps as `look` does here.
+        """
         _compile(experts, top_k)
         self.policy = Published(self)
         self.dropped = 0  # notes that the thread was too slow for
@@ -72,11 +106,14 @@ class Controller:
         self._predictor, self._hysteresis, self._state_file = NextUse(layers, experts, top_k), hysteresis, state_file
         if state_file is not None and state_file.exists() and not self._predictor.load(state_file):
             log.warning(f"{state_file} is no state of this model's cache; learning begins anew")
-        self.ranks = self._predictor.scores.copy()  # replaced whole, so any thread may read it
+        self._blend, self._forecaster = Blend(self._predictor), forecaster
+        self._forecast: Forecast | None = None  # of the running step
+        self.step = 0  # that the compute thread has begun
+        self.published = Ranks(self._predictor.scores.copy(), self._predictor.phase.copy())  # replaced whole
         self._sequences: tuple[str, ...] = ()  # that are presumed to decode in the running step
         self._followed = 0  # layers of it that were followed
         self._plans: _Plans | None = None
-        self._notes: deque[Touch | StepRouting] = deque()
+        self._notes: deque[Note] = deque()
         self._wake, self._idle, self._closed = threading.Condition(), True, False
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
@@ -87,7 +124,20 @@ class Controller:
 
     # --- the compute thread's side
 
-    def note(self, note: Touch | StepRouting) -> None:
+    def look(self, meta: StepMeta) -> None:
+        """A step begins."""
+        self.step += 1
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """See `types.LivePolicy`."""
+        ranks, phase = self.published
+        odds = ranks[layer, experts] - phase[layer]
+        if (layer + self.step) % PROBES == 0:
+            self.note(Said(NEXT_LAYER, layer * ranks.shape[1] + experts, odds, chance))
+        fused, again = self._blend.foresee(odds, chance)
+        return fused, again + self._predictor.later[layer]
+
+    def note(self, note: Note) -> None:
         """Something happened. Never waits."""
         with self._wake:
             if len(self._notes) >= NOTES:
@@ -97,6 +147,11 @@ class Controller:
             if self._idle:
                 self._idle = False
                 self._wake.notify_all()
+
+    @property
+    def ranks(self) -> FloatArray:
+        """As residency sees them, [L, E]."""
+        return self.published.ranks
 
     def observe(self, routing: StepRouting) -> None:
         """A step ended."""
@@ -125,10 +180,12 @@ class Controller:
         while (note := self._take()) is not None:
             if isinstance(note, StepRouting):
                 self._end(note)
-            else:
+            elif isinstance(note, Touch):
                 self._follow(note)
+            else:
+                self._blend.hear(note)
 
-    def _take(self) -> Touch | StepRouting | None:
+    def _take(self) -> Note | None:
         with self._wake:
             if not self._notes:
                 self._idle = True
@@ -139,29 +196,57 @@ class Controller:
     def _follow(self, touch: Touch) -> None:
         """One layer of a step; once it does not fit what was presumed, the step's end is waited for."""
         fits = len(self._sequences) == 1 and len(touch.experts) == self._predictor.top_k
-        if not fits or touch.layer != self._followed:
-            return
-        self._predictor.see(touch.layer, touch.experts[None, :], touch.experts)
-        self._followed += 1
-        self.ranks = self._predictor.scores.copy()
+        looked = False
+        if fits and touch.layer == self._followed:
+            looked = self._predictor.see(touch.layer, touch.experts[None, :], touch.experts)
+            self._followed += 1
+        came = self._forecast is None and self._ask(touch.step)
+        if self._forecast is not None and (came or looked):
+            self._blend.listen(self._forecast)
+        if came or looked:
+            self._publish(0, len(self.published.ranks))
+        elif fits:
+            self._publish(touch.layer, touch.layer + 1)
+        if came:
+            self._plan()
+
+    def _ask(self, step: int) -> bool:
+        """Whether there is a forecast of this step by now."""
+        forecast = self._forecaster.forecast if self._forecaster is not None else None
+        if forecast is None or forecast.step != step:
+            return False
+        self._forecast = forecast
+        return True
 
     def _end(self, routing: StepRouting) -> None:
         """A step is over: closes what was followed, or learns it as a whole, and looks at the next one."""
         requests = tuple(np.array(routing.requests)[routing.decode].tolist())
         if not requests:  # prefill only
             return
-        layers = len(routing.ids)
+        predictor, layers = self._predictor, len(routing.ids)
         if self._followed < layers or requests != self._sequences:
             rows = (np.cumsum(routing.query_lens) - 1)[routing.decode]  # [S] where each one's token is
-            self._predictor.begin(requests)
+            predictor.begin(requests)
             for layer, ids in enumerate(routing.ids[:, rows]):  # [S, k]
-                self._predictor.see(layer, ids, np.unique(ids).astype(np.int64))
-        self._predictor.end()
-        self._sequences, self._followed = requests, 0
-        self._predictor.begin(requests)
-        self.ranks = self._predictor.scores.copy()
+                predictor.see(layer, ids, np.unique(ids).astype(np.int64))
+        self._blend.learn(predictor.last == predictor.step)
+        predictor.end()
+        self._sequences, self._followed, self._forecast = requests, 0, None
+        predictor.begin(requests)
+        self._publish(0, layers)
+        self._plan()
+
+    def _publish(self, first: int, last: int) -> None:
+        """Works out the ranks of layers `first` to `last` anew."""
+        ranks, trust = self.published.ranks.copy(), 1.0
+        if self._forecast is not None and self._forecaster is not None:
+            trust = self._forecaster.trust
+        self._blend.ranks(ranks, self._forecast, trust, first, last)
+        self.published = Ranks(ranks, self._predictor.phase.copy())
+
+    def _plan(self) -> None:
         if self._plans is not None:
-            self.planned += self._plans.make(self._predictor)
+            self.planned += self._plans.make(self.published, self._predictor.rates[:, 1])
 
 
 class _Plans:
@@ -174,13 +259,17 @@ class _Plans:
         slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
         self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
 
-    def make(self, predictor: NextUse) -> int:
+    def make(self, published: Ranks, common: FloatArray) -> int:
         """Moves the prices a step, and tells the mover what to fetch; how many moves."""
-        unit = np.ones_like(predictor.scores)  # one size and one link a tier: costs would scale all densities alike
-        near, later = predictor.soon(), predictor.rates[:, 1]  # by time to next use; by what is common lately
+        ranks, near = published.ranks, published.worth  # by time to next use
+        later = common  # [L, E] by what is common lately
+        unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike
         ram = self._side(Tier.RAM, later if self._residency.devices else near, unit)
         vram = self._side(Tier.VRAM, near, unit) if self._residency.devices else ram._replace(idle_bytes=0.0)
-        moves = [move._replace(score=float(predictor.scores[move.expert])) for move in plan(vram, ram, self._sizes)]
+        moves = [
+            move._replace(score=float(ranks[move.expert]), chance=float(near[move.expert]))
+            for move in plan(vram, ram, self._sizes)
+        ]
         self._mover.prefetch(moves, Horizon.FAR)
         return len(moves)
 
@@ -205,3 +294,4 @@ def _compile(experts: int, top_k: int) -> None:
             small.see(layer, chosen[None, :], chosen)
         small.end()
     small.learner.compile()
+    compile_blend()

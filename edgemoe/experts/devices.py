@@ -20,7 +20,7 @@ from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.tiered import TieredExperts
 from edgemoe.kernels.compute import Kernels
 from edgemoe.kernels.products import ExpertMath, ExpertSlab
-from edgemoe.types import BoolArray, CachePolicy, ExpertId, Move, Peers, Store, Tier
+from edgemoe.types import BoolArray, ExpertId, LivePolicy, Move, Peers, Store, Tier
 
 
 class DeviceBudget(Protocol):
@@ -60,7 +60,7 @@ class Tiers:
         store: Store,
         ram_bytes: int,
         devices: Sequence[DeviceBudget],
-        policies: Mapping[Tier, CachePolicy],
+        policies: Mapping[Tier, LivePolicy],
         kernels: Kernels | None,
         *,
         containment: bool = True,

@@ -66,6 +66,11 @@ class LinkStats:
         return self._sums[1] / self._sums[2] if self._sums[2] > 0 else 0.0
 
     @property
+    def seconds(self) -> float:
+        """Busy time of one transfer, on average; 0 before the first."""
+        return self._sums[2] / self._sums[0] if self._sums[0] > 0 else 0.0
+
+    @property
     def idle_share(self) -> float:
         """Share of the last second or so in which nothing travelled."""
         if self._active:

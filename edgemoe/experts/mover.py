@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from edgemoe.errors import MissingExpert, StoreError
 from edgemoe.experts.arena import HostArena
+from edgemoe.experts.gap import Gap
 from edgemoe.experts.links import Clock, Link, LinkStats
 from edgemoe.experts.pool import Load
 from edgemoe.experts.residency import Horizon, Residency
@@ -41,6 +42,7 @@ class Mover:
         """`links` in the order of the residency's devices; `idle_readers` of the `readers` may serve wishes."""
         self.residency, self.links = residency, tuple(links)
         self.stats = LinkStats(clock)  # of NVMe
+        self.gap = Gap(residency.ram.layers)  # in which wishes are served
         self._store, self._ram = store, ram
         self._readers, self._idle_readers = readers, idle_readers
         self._lock = threading.Lock()  # of all that follows
@@ -79,7 +81,16 @@ class Mover:
             self._onward = {expert: wish for expert, wish in self._onward.items() if wish[1] != horizon}
             for move in moves:
                 self._lanes_of(move)[horizon].append(move)
-        self._serve_wishes()
+        self.serve_wishes()
+
+    def serve_wishes(self) -> None:
+        """Starts what idle links and idle readers allow."""
+        for link, lanes in zip(self.links, self._copies, strict=True):
+            if any(lanes) and link.idle() and self._any_pays(lanes, link.stats.seconds):
+                link.rouse()
+        readers = not self._reading[1] and self._reading[0] < self._idle_readers
+        if any(self._stages) and readers and self._any_pays(self._stages, self.stats.seconds):
+            self._wake(self._idle_readers)
 
     @property
     def wishes(self) -> int:
@@ -125,7 +136,7 @@ class Mover:
         finally:
             self._reading[lane] -= 1
             self._pass_on(ExpertId(load.layer, load.expert))
-        self._serve_wishes()
+        self.serve_wishes()
 
     def _next_read(self) -> Load | None:
         """A demanded read; where none waits or runs, a wished-for one."""
@@ -135,7 +146,7 @@ class Mover:
             if self._reading[1] or self._reading[0] >= self._idle_readers:
                 return None
             for horizon, queue in zip(Horizon, self._stages, strict=True):
-                while queue:
+                while queue and self.gap.pays(queue[0].chance, self.stats.seconds):
                     if (load := self._stage(queue.popleft(), horizon)) is not None:
                         return load
         return None
@@ -171,7 +182,7 @@ class Mover:
     def released(self, load: Load) -> None:
         """A copy no longer reads from its source."""
         self.residency.let_go(load.source)
-        self._serve_wishes()
+        self.serve_wishes()
 
     def failed(self, load: Load, error: Exception) -> None:
         """A copy ended without its bytes."""
@@ -183,7 +194,7 @@ class Mover:
         lanes = self._copies[self.links.index(link)]
         with self._lock:
             for horizon, queue in zip(Horizon, lanes, strict=True):
-                while queue and link.idle():
+                while queue and link.idle() and self.gap.pays(queue[0].chance, link.stats.seconds):
                     if (load := self.residency.reserve(queue.popleft(), horizon)) is not None:
                         link.copy(load)
 
@@ -207,13 +218,10 @@ class Mover:
             with contextlib.suppress(RuntimeError):  # the loop closed meanwhile; _close has failed the reads
                 self._loop.call_soon_threadsafe(self._rouse, n)
 
-    def _serve_wishes(self) -> None:
-        """Starts what idle links and idle readers allow."""
-        for link, lanes in zip(self.links, self._copies, strict=True):
-            if any(lanes) and link.idle():
-                link.rouse()
-        if any(self._stages) and not self._reading[1] and self._reading[0] < self._idle_readers:
-            self._wake(self._idle_readers)
+    def _any_pays(self, lanes: Lanes, seconds: float) -> bool:
+        """Whether a first wish is worth beginning now."""
+        with self._lock:
+            return any(self.gap.pays(queue[0].chance, seconds) for queue in lanes if queue)
 
     def _close(self) -> None:
         with self._lock:

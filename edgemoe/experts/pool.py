@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.types import CachePolicy, IntArray, Tier
+from edgemoe.types import IntArray, LivePolicy, Tier
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -37,7 +37,7 @@ class Load:
 class Pool:
     """Slots [S] and the L x E experts that may lie in them. Not thread-safe: residency holds the lock."""
 
-    def __init__(self, tier: Tier, layers: int, experts: int, slots: int, policy: CachePolicy) -> None:
+    def __init__(self, tier: Tier, layers: int, experts: int, slots: int, policy: LivePolicy) -> None:
         self.tier, self.layers, self.experts, self.slots = tier, layers, experts, slots
         self.policy = policy
         self.where: IntArray = np.full((layers, experts), NONE, np.int64)  # [L, E] slot of what is resident

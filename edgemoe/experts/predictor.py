@@ -49,7 +49,8 @@ class NextUse:
         self._tracks: OrderedDict[Hashable, Track] = OrderedDict()
         self._running: list[Track] = []
         self._neighbours = NEIGHBOURS
-        self._done = 0  # layers of this step that have run
+        self.done = 0  # layers of this step that have run
+        self.phase: FloatArray = np.zeros(layers, np.float32)  # [L] log of what a layer's place in the round takes away
         self._never = np.ones(layers * experts, np.float32)  # 1 - recall
         self._known = np.zeros((layers, FEATURES, experts), np.float32)
         self._match = np.zeros(2, np.float32)  # mean over sequences: best match, how many count
@@ -57,7 +58,7 @@ class NextUse:
             [learner.logit(np.float32(1 - i / 255), np.float32(0.02)) for i in range(256)], np.float32
         )
         self._looks = {math.ceil(layers * (i + 1) / LOOKS) for i in range(LOOKS)}
-        self._later = (np.arange(layers) / layers * math.log(learner.DECAY)).astype(np.float32)  # [L]
+        self.later = (np.arange(layers) / layers * math.log(learner.DECAY)).astype(np.float32)  # [L]
         for layer in range(layers):
             self._describe(layer, self.step - 1)
 
@@ -66,24 +67,30 @@ class NextUse:
         self.learner.begin(self.step)
         self._running = [self._track(name) for name in sequences[:TRACKS]]
         self._neighbours = max(FEWEST, NEIGHBOURS // max(1, len(self._running)))
-        self._done = 0
+        self.done = 0
+        self.phase = self.later.copy()
         for track in self._running:
             track.begin()
         self._look()
 
-    def see(self, layer: int, ids: npt.NDArray[np.integer], needed: IntArray) -> None:
-        """Layer `layer` ran: what each sequence chose, [S, k], and the distinct experts that were needed, [n]."""
+    def see(self, layer: int, ids: npt.NDArray[np.integer], needed: IntArray) -> bool:
+        """Layer `layer` ran: what each sequence chose, [S, k], and the distinct experts that were needed, [n].
+
+        Whether all scores are new; else those of the layer are.
+        """
         for track, row in zip(self._running, ids, strict=False):
             track.see(layer, row)
-        self._done = layer + 1
+        self.done = layer + 1
+        self.phase[layer] = self.later[layer] + LOG_DECAY
         _visit(self.rates[layer], self.count[layer], self.last[layer], needed, RATES, self.step)
         self.visits[layer] += 1
         self.learner.need(self.step, layer * self.experts + needed)
         self._describe(layer, self.step)
-        if layer + 1 in self._looks:
+        if looks := layer + 1 in self._looks:
             self._look()
         else:
             self._refresh(layer, layer + 1)
+        return looks
 
     def end(self) -> None:
         """The step is over: remember it, and learn."""
@@ -98,7 +105,7 @@ class NextUse:
 
     def soon(self) -> FloatArray:
         """Expected decay^steps to the next need, [L, E]."""
-        odds = self.scores - self._phase()[:, None]
+        odds = self.scores - self.phase[:, None]
         soon: FloatArray = 1 / (1 + np.exp(-odds))
         return soon
 
@@ -151,12 +158,6 @@ class NextUse:
             self._tracks.popitem(last=False)
         return track
 
-    def _phase(self) -> FloatArray:
-        """Log of the worth that each layer's place in the round takes away, [L]."""
-        phase = self._later.copy()
-        phase[: self._done] += np.float32(math.log(learner.DECAY))
-        return phase
-
     def _describe(self, layer: int, now: int) -> None:
         """Features of a layer that ran last in step `now`."""
         age = now - self.last[layer]
@@ -165,29 +166,29 @@ class NextUse:
     def _look(self) -> None:
         """Aligns every sequence anew, and scores all experts."""
         for track in self._running:
-            track.align(self._done, self._neighbours)
+            track.align(self.done, self._neighbours)
         if self._running:
             self._match[0] = sum(track.best for track in self._running) / len(self._running)
             self._match[1] = sum(track.spread for track in self._running) / len(self._running)
         self._refresh(0, self.layers)
         keys = self.learner.draw(EXAMPLES, self.layers * self.experts)
         layers, experts = np.divmod(keys, self.experts)
-        self.learner.note(self._known[layers, :, experts], keys, self.step + (layers < self._done))
+        self.learner.note(self._known[layers, :, experts], keys, self.step + (layers < self.done))
 
     def _refresh(self, first: int, last: int) -> None:
         """Scores the experts of layers `first` to `last`."""
         self._never[first * self.experts : last * self.experts] = 1
         for track in self._running:
-            track.recall(self._never, first, last, self._done)
+            track.recall(self._never, first, last, self.done)
         _score(
             self.scores,
             self._known,
             self._never,
             self._match,
-            self._later,
+            self.later,
             first,
             last,
-            self._done,
+            self.done,
             self.learner.weights,
             self._odds,
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ import torch
 
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.compute import Compute, Group
+from edgemoe.experts.gap import Gap
+from edgemoe.experts.lookahead import LookAhead
 from edgemoe.experts.mover import Mover
 from edgemoe.experts.pool import BoolArray
 from edgemoe.experts.remote import Remote
@@ -21,6 +24,7 @@ from edgemoe.experts.waves import Part, Waves
 from edgemoe.types import ExpertId, FloatArray, IntArray, Move, StepRouting, Tier
 
 NOBODY: IntArray = np.empty(0, np.int64)
+CERTAIN = (1.0, ALWAYS)  # chance and worth
 SCAN_CALLS = 2  # expert calls per expert of a layer, from which on nearly all of its experts are needed
 
 
@@ -105,6 +109,9 @@ class TieredExperts:
         self.shape, self.residency, self.mover = shape, residency, mover
         self.lookahead = int(prefetch or keep_hints)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
+        self._gap = mover.gap if prefetch else Gap(shape.layers)
+        self._ahead = LookAhead(shape.layers, shape.top_k)
+        self._policy = residency.tops[0].policy
         self._computes = tuple(computes)
         self._prefetch, self._keep_hints, self._deadline_s = prefetch, keep_hints, deadline_s
         self._step: Observations | None = None
@@ -131,6 +138,8 @@ class TieredExperts:
             self._step.observe(layer, chosen, shares)
             scan = self._step.scan(chosen, group)
         self._next_layer = layer + 1
+        self._gap.demand(layer)
+        self._ahead.learn(layer, chosen)
         if self._wished:
             self._drop_wishes(layer)
         return self.compute(layer, hidden, group, scan)
@@ -165,7 +174,8 @@ class TieredExperts:
         if self._keep_hints and self._step is not None:
             self._step.hint(layer, layer - self._next_layer, scores)
         if self._prefetch and len(scores) * self.shape.top_k < SCAN_CALLS * self.shape.experts:
-            self._wish(layer, _likely(scores, self.shape.top_k), Horizon.NEAR)
+            self._ahead.hear(layer, scores)
+            self._wish_likely(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -179,10 +189,16 @@ class TieredExperts:
             return False
         try:
             self._stream_next(layer, scan, len(group.tokens))
+            self._begin_gap(layer)
             self._computes[0].add(slots, group)
         finally:
             self.residency.release(0, slots)
         return True
+
+    def _begin_gap(self, layer: int) -> None:
+        """The layer has all of its experts: until the next one demands its own, wishes may be served."""
+        self._gap.begin(layer)
+        self.mover.serve_wishes()
 
     def _share(
         self, remote: Remote, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None
@@ -198,7 +214,7 @@ class TieredExperts:
     def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> float:
         """Computes a layer-step some of whose experts are missing, or that several devices share; seconds waited."""
         parts = [part for device in range(len(self._computes)) if (part := self._part(device, layer, group, scan))]
-        waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s)
+        waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s, lambda: self._begin_gap(layer))
         try:
             waves.run(lambda: self._stream_next(layer, scan, len(group.tokens)))
         finally:
@@ -222,18 +238,37 @@ class TieredExperts:
         if whole and self._prefetch and layer + 1 < self.shape.layers:
             self._wish(layer + 1, np.arange(self.shape.experts), Horizon.SCAN)
 
-    def _wish(self, layer: int, experts: IntArray, horizon: Horizon) -> None:
-        """Replaces the wishes of one horizon: `experts` [n], best first, as far as they are missing."""
+    def _wish_likely(self, layer: int, probs: FloatArray) -> None:
+        """Wishes for what a hint [T, E] makes likely and is missing, each with its chance and its worth."""
+        likely = _likely(probs, self.shape.top_k)
+        if self.residency.all_on_top(layer, likely):
+            self._wish(layer, NOBODY, Horizon.NEAR)
+            return
+        chance, worth = self._policy.foresee(layer, likely, self._ahead.chances(probs)[likely])
+        order = np.argsort(-chance, kind="stable")
+        order = order[worth[order] > -ALWAYS]
+        self._wish(layer, likely[order], Horizon.NEAR, zip(chance[order].tolist(), worth[order].tolist(), strict=True))
+
+    def _wish(
+        self, layer: int, experts: IntArray, horizon: Horizon, odds: Iterable[tuple[float, float]] | None = None
+    ) -> None:
+        """Replaces the wishes of one horizon: `experts` [n], best first, as far as they are missing.
+
+        `odds`: chance and worth of each; certain if not given.
+        """
         moves: list[Move] = []
         if not self.residency.all_on_top(layer, experts):
             fastest = Tier.VRAM if self.residency.devices else Tier.RAM
-            where = [
-                (expert, self.residency.tier_of(expert)) for expert in (ExpertId(layer, e) for e in experts.tolist())
-            ]
+            ids = [ExpertId(layer, expert) for expert in experts.tolist()]
+            tiers = [Tier(tier) for tier in self.residency.tiers_of(layer, experts).tolist()]
+            away = np.zeros(len(ids), np.bool_)
             if self.remote is not None:
-                away = dict(zip(experts.tolist(), self.remote.elsewhere(layer, experts).tolist(), strict=True))
-                where = [(expert, tier) for expert, tier in where if tier is not Tier.NVME or not away[expert.expert]]
-            moves = [Move(expert, tier, fastest, ALWAYS) for expert, tier in where if tier is not fastest]
+                away = self.remote.elsewhere(layer, experts)
+            moves = [
+                Move(expert, tier, fastest, worth, chance)
+                for expert, tier, gone, (chance, worth) in zip(ids, tiers, away, odds or repeat(CERTAIN), strict=False)
+                if tier is not fastest and not (gone and tier is Tier.NVME)
+            ]
         if moves or horizon in self._wished:
             self.mover.prefetch(moves, horizon)
             self._wished.pop(horizon, None)

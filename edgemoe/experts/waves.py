@@ -56,9 +56,17 @@ class Waves:
     """Computes a layer-step's parts, waiting for what is missing."""
 
     def __init__(
-        self, residency: Residency, mover: Mover, layer: int, parts: Sequence[Part], deadline_s: float
+        self,
+        residency: Residency,
+        mover: Mover,
+        layer: int,
+        parts: Sequence[Part],
+        deadline_s: float,
+        all_there: Callable[[], object],
     ) -> None:
+        """`all_there` is called once, when the last expert has arrived, before it is computed."""
         self._residency, self._mover, self._layer, self._parts = residency, mover, layer, parts
+        self._all_there = all_there
         self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
         self._arrivals: SimpleQueue[Load] = SimpleQueue()
         self.stall_s = [0.0, 0.0, 0.0]  # by the tier that was waited for
@@ -77,8 +85,11 @@ class Waves:
                 if not self._left and not claimed:
                     claimed = True
                     all_claimed()
+                last = not self._waiting and not self._left
+                if last:
+                    self._all_there()
                 computed = [self._compute(part) for part in self._parts]
-                if not self._waiting and not self._left:
+                if last:
                     return
                 if not (self._left and any(computed)):  # else there is room again
                     self._wait()

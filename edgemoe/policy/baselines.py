@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from edgemoe.types import FloatArray, IntArray
 
+LIKELY = 0.5  # chance from which on an expert counts as needed, where ranks are no chances
+
 
 class History:
     """When each expert was last used and how often: what the classical policies look at."""
@@ -28,6 +30,10 @@ class History:
     def age(self) -> IntArray:
         """Layer-steps since each expert's last use, [L, E]; huge where it was never used."""
         return self.clock - self.last
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Ranks cannot be compared with chances: what is likely is worth anything, all else nothing."""
+        return chance, np.where(chance >= LIKELY, np.inf, -np.inf).astype(np.float32)
 
 
 class LRU(History):

@@ -35,6 +35,11 @@ class EWMA:
         worth: FloatArray = self.p * self._weights[layer][:, None]
         return worth
 
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """The chance in the place of p, as while the layer before runs."""
+        worth: FloatArray = chance * self._weights[layer - 1, layer]
+        return chance, worth
+
 
 class Paper(EWMA):
     """The source's rules to the letter, for uniform costs and sizes: the lowest p * W goes first."""

@@ -2,7 +2,8 @@
 
 Source: two-tier-cache 4.1, p = (1 - eta) EWMA + eta SG. The source leaves eta to the hand; here it is, for each horizon
 apart, the one with the least log-loss on what came true lately. A third forecast (the next layer's own gate) is mixed
-with the result in the same way. Forecasts for several sequences combine as 1 - prod(1 - p).
+with the result in the same way. Forecasts for several sequences combine as 1 - prod(1 - p). What is no probability to
+begin with becomes one by calibration.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ ETAS = np.linspace(0, 1, 21)
 DECAY = 0.995  # of the record, per outcome
 FLOOR = 1e-4  # no forecast counts as more certain than this
 BINS = 10  # of the reliability curve
+PRIOR, SMALL = 8.0, 1e-3  # outcomes that each bin of a calibration starts with; what keeps empty ones defined
 
 
 def any_of(p: FloatArray) -> FloatArray:
@@ -64,3 +66,28 @@ class Mix:
         bins = np.minimum((p * BINS).astype(np.int64), BINS - 1)
         for sums, values in ((self.said, p), (self.came, true), (self.n, np.ones_like(p))):
             sums[horizon] = DECAY * sums[horizon] + np.bincount(bins, values, BINS)
+
+
+class Calibration:
+    """What a score has come to mean lately: the share of outcomes that came true, by score, linear between bins."""
+
+    def __init__(self, low: float, high: float, bins: int, slope: float = 1.0) -> None:
+        """Starts as the logistic function of `slope` * score."""
+        self.centres = np.linspace(low, high, bins)
+        self._came = PRIOR / (1 + np.exp(-slope * self.centres))
+        self._n = np.full(bins, PRIOR)
+        self.share = self._came / self._n
+        self._per_bin = (bins - 1) / (high - low)
+
+    def __call__(self, score: FloatArray) -> FloatArray:
+        """P(comes true), of the shape of `score`."""
+        p: FloatArray = np.interp(score, self.centres, self.share).astype(np.float32)
+        return p
+
+    def learn(self, score: FloatArray, came: BoolArray) -> None:
+        """What came of scores of one shape; replaces `share`, so that other threads may read it."""
+        places = np.rint((score.ravel() - self.centres[0]) * self._per_bin).astype(np.int64)
+        places = np.clip(places, 0, len(self.centres) - 1)
+        self._n = DECAY * self._n + np.bincount(places, minlength=len(self._n))
+        self._came = DECAY * self._came + np.bincount(places, came.ravel(), len(self._n))
+        self.share = (self._came + SMALL) / (self._n + 2 * SMALL)

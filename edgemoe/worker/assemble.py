@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from llguidance import LLTokenizer
@@ -35,20 +35,24 @@ from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.model.spec import ModelSpec, spec_from_config
 from edgemoe.policy import baselines
+from edgemoe.policy.ewma import EWMA, Paper
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Header, Recorder
-from edgemoe.types import BLOCK_TOKENS, CachePolicy, ModelInfo, StepRouting, Tier
+from edgemoe.types import BLOCK_TOKENS, LivePolicy, ModelInfo, StepRouting, Tier
 from scoutgate.embedding import load_embedding
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Say = Callable[[str], None]  # what is being done now, in a word
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
-POLICIES: dict[str, Callable[[int, int], CachePolicy]] = {
-    "lru": baselines.LRU,
-    "lfu": baselines.LFU,
-    "lfru": baselines.LFRU,
+POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "full" has a controller besides
+    "lru": lambda spec: baselines.LRU(spec.layers, spec.experts),
+    "lfu": lambda spec: baselines.LFU(spec.layers, spec.experts),
+    "lfru": lambda spec: baselines.LFRU(spec.layers, spec.experts),
+    "ewma": lambda spec: EWMA(spec.layers, spec.experts, spec.top_k),
+    "paper": lambda spec: Paper(spec.layers, spec.experts, spec.top_k),
 }
 
 
@@ -97,8 +101,11 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
         sharing = _sharing(manifest, spec, store) if settings.cluster.node else None
-        controller = _controller(settings, spec, directory) if settings.cache.policy == "full" else None
-        policy = controller.policy if controller else _policy(settings, spec)
+        scout = _scout(settings, manifest, spec)
+        if scout is not None:
+            opened.callback(scout.close)
+        controller = _controller(settings, spec, directory, scout) if settings.cache.policy == "full" else None
+        policy = controller.policy if controller else POLICIES[settings.cache.policy](spec)
         tiers = _tiers(settings, spec, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
         observers: list[Callable[[StepRouting], None]] = []
@@ -111,10 +118,9 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             recorder = Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
             opened.callback(recorder.close)
             observers.append(recorder.add)
-        scout = _scout(settings, manifest, spec)
         if scout is not None:
-            opened.callback(scout.close)
             observers.append(scout.learn)
+        expecting = [each.look for each in (scout, controller) if each is not None]
         engine = _engine(
             settings,
             spec,
@@ -124,7 +130,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             _grammars(directory, spec),
             emit,
             observers,
-            scout.look if scout else None,
+            expecting,
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
@@ -172,7 +178,7 @@ def _tiers(
     store: ExpertStore,
     sharing: Sharing | None,
     kernels: Kernels | None,
-    policy: CachePolicy,
+    policy: LivePolicy,
 ) -> Tiers:
     shape = ExpertShape(
         spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=spec.dtype == "bfloat16"
@@ -193,20 +199,17 @@ def _tiers(
     return tiers
 
 
-def _policy(settings: Settings, spec: ModelSpec) -> CachePolicy:
-    name = settings.cache.policy
-    if name not in POLICIES:
-        served = ", ".join([*POLICIES, "full"])
-        raise ConfigError(f"cache.policy {name!r} is for `edgemoe replay` only; the engine has {served}")
-    return POLICIES[name](spec.layers, spec.experts)
-
-
-def _controller(settings: Settings, spec: ModelSpec, directory: Path) -> Controller:
+def _controller(settings: Settings, spec: ModelSpec, directory: Path, scout: Scout | None) -> Controller:
     state = (
         Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
     )
     return Controller(
-        spec.layers, spec.experts, spec.top_k, hysteresis=settings.cache.hysteresis, state_file=state.expanduser()
+        spec.layers,
+        spec.experts,
+        spec.top_k,
+        hysteresis=settings.cache.hysteresis,
+        state_file=state.expanduser(),
+        forecaster=scout,
     )
 
 
@@ -223,13 +226,13 @@ def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Scout | N
         return None
 
 
-def _to_all(observers: Sequence[Callable[[StepRouting], None]]) -> Callable[[StepRouting], None] | None:
-    if len(observers) < 2:
-        return observers[0] if observers else None
+def _to_all(listeners: Sequence[Callable[[T], None]]) -> Callable[[T], None] | None:
+    if len(listeners) < 2:
+        return listeners[0] if listeners else None
 
-    def tell(routing: StepRouting) -> None:
-        for observe in observers:
-            observe(routing)
+    def tell(news: T) -> None:
+        for listen in listeners:
+            listen(news)
 
     return tell
 
@@ -243,7 +246,7 @@ def _engine(
     grammars: Grammars | None,
     emit: Emit,
     observers: Sequence[Callable[[StepRouting], None]],
-    expect: Callable[[StepMeta], None] | None,
+    expecting: Sequence[Callable[[StepMeta], None]],
 ) -> Engine:
     on_gpu = decoder.device.type == "cuda"
     parking_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // PARKED_SHARE
@@ -266,7 +269,7 @@ def _engine(
         parking_bytes=parking_bytes,
         grammars=grammars,
         observe=_to_all(observers),
-        expect=expect,
+        expect=_to_all(expecting),
     )
 
 

@@ -97,7 +97,7 @@ def test_a_layer_that_is_to_come_is_worth_more_than_one_that_has_run() -> None:
     for layer in range(L - 1):
         row = text(6, 1)[0, layer]
         predictor.see(layer, row[None, :], row)
-    phase = predictor._phase()
+    phase = predictor.phase
     assert phase[L - 1] > phase[0] > phase[1]
 
 
