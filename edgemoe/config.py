@@ -20,6 +20,7 @@ Natural = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
 Rate = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+NodeName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,62})?$")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,9 +98,26 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
-    node: str = ""  # this box's name among the boxes; "" is a box on its own
+    node: NodeName = ""  # this box's name among the boxes; "" is a box on its own
     key_file: str = ""  # its secret key
     listen: str = ""  # HOST:PORT of the control lane; the engine's lanes are on the same host
+    address: str = ""  # HOST:PORT where the others reach it; "": as listen, where that names a host
+    peers_file: str = ""  # the list of boxes: node, address and public key of each
+    state_dir: str = ""  # epoch, last plan, the agreement's journal; "" is beside the stores
+    coordination: Literal["single", "raft", "etcd"] = "single"
+    leader: NodeName = ""  # single: the node that leads, for ever; "" is this one
+    lease_s: Annotated[float, Meta(ge=0.3, le=60)] = 1.5  # without a sign of life for so long, a leader is deposed
+    etcd: str = ""  # URLs, separated by commas
+    etcd_prefix: str = "/edgemoe/"
+    etcd_user: str = ""
+    etcd_password_file: str = ""
+    etcd_ca: str = ""  # PEM files: whom to trust, and who we are
+    etcd_cert: str = ""
+    etcd_key: str = ""
+    replicas: Count = 2  # boxes that keep each expert in memory, as far as there is room
+    absent_s: Seconds = 30.0  # a box that has been gone for so long loses its homes to others
+    share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
+    route: Literal["local", "spread"] = "local"  # requests: to this box while it has room, or to the least loaded
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for expert calls; 0: any free one
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for experts themselves
     call_timeout_s: Annotated[float, Meta(gt=0)] = 5.0  # after which a call to another box has failed
@@ -134,7 +152,26 @@ def check(settings: Settings) -> Settings:
         raise ConfigError("api.api_key_file is used for api.tcp only; set api.tcp, or drop the key file")
     if record.dir and record.file_bytes > record.max_bytes:
         raise ConfigError("record.file_bytes is larger than record.max_bytes; one file must fit the limit")
+    _check_cluster(settings.cluster)
     return settings
+
+
+def _check_cluster(cluster: ClusterSettings) -> None:
+    if not cluster.node:
+        if stray := [key for key in ("key_file", "listen", "peers_file") if getattr(cluster, key)]:
+            raise ConfigError(f"cluster.{stray[0]} is set, but cluster.node is not: name this box")
+        return
+    if not cluster.key_file:
+        raise ConfigError("cluster.node needs cluster.key_file; `edgemoe keygen FILE` writes one")
+    for key in ("listen", "address"):
+        value = getattr(cluster, key)
+        host, _, port = value.rpartition(":")
+        if (value or key == "listen") and not (host and port.isdigit() and 0 < int(port) < 65536):
+            raise ConfigError(f'cluster.{key} is {value!r}; write HOST:PORT, as in "192.0.2.7:7540"')
+    if cluster.coordination == "etcd" and not cluster.etcd:
+        raise ConfigError('cluster.coordination is "etcd"; name its addresses in cluster.etcd')
+    if cluster.leader and cluster.coordination != "single":
+        raise ConfigError(f'cluster.leader is for coordination = "single"; {cluster.coordination} elects one')
 
 
 def _check_device(name: str, device: DeviceSettings, kinds: list[str]) -> None:

@@ -89,7 +89,12 @@ def fill_paths(settings: Settings, env: Mapping[str, str]) -> Settings:
     state = env.get("STATE_DIRECTORY", "").partition(":")[0] or _cache(env)
     stores = Path(settings.model.store_dir or Path(state) / "stores").absolute()
     runtime = Path(settings.service.runtime_dir or socket.with_suffix(".run")).absolute()
-    return _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime))
+    settings = _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime))
+    cluster = settings.cluster
+    if cluster.node and not cluster.state_dir:
+        cluster = msgspec.structs.replace(cluster, state_dir=str(stores.with_name("cluster") / cluster.node))
+        settings = msgspec.structs.replace(settings, cluster=cluster)
+    return settings
 
 
 def default_socket(env: Mapping[str, str]) -> Path:

@@ -12,7 +12,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from edgemoe.cluster.wire.messages import Boot, Emissions, Failed, FromEngine, Loading, Ready, Stats
+from edgemoe.cluster.wire.messages import (
+    Boot,
+    Emissions,
+    Failed,
+    FromEngine,
+    Holds,
+    Listening,
+    Loading,
+    PeerSeen,
+    Ready,
+    Reloaded,
+    Stats,
+)
 from edgemoe.config import Settings
 
 SILENCE_S = 20.0  # without a message from an engine that is ready
@@ -48,7 +60,7 @@ class Engine:
         process.stdin.close()
         return cls(process, boot.boot_id)
 
-    def note(self, message: FromEngine) -> Emissions | Ready | None:
+    def note(self, message: FromEngine) -> Emissions | Ready | Reloaded | Listening | Holds | PeerSeen | None:
         """Remembers what the engine says of itself; returns what is for others to act on."""
         self.heard = time.monotonic()
         match message:
@@ -61,7 +73,7 @@ class Engine:
             case Ready():
                 self.ready = message
                 return message
-            case Emissions():
+            case Emissions() | Reloaded() | Listening() | Holds() | PeerSeen():
                 return message
         return None
 

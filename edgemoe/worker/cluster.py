@@ -60,7 +60,7 @@ class ClusterSide:
         """Opens the lanes and says where. Raises PeerRefused where an address cannot be had."""
         host = self._settings.listen.rpartition(":")[0] or "0.0.0.0"
         calls, bulk = self.plane.bind(host.strip("[]"), self._settings.calls_port, self._settings.bulk_port)
-        self._post(Listening(calls_port=calls, bulk_port=bulk))
+        self._post(Listening(calls_port=calls, bulk_port=bulk, model=self._info))
 
     async def run(self) -> None:
         """Until cancelled."""

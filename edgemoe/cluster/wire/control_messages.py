@@ -1,10 +1,26 @@
-"""The language of the control lane."""
+"""The language of the control lane, front to front.
+
+    Beat         told several times a second: that the box lives, whether it leads, which plan holds, how busy it is
+    Announce     asked when it has changed, answered Welcome (or refused): what the box is and has
+    GetPlan      answered PlanIs, with the plan as a tensor
+    RaftPayload  told: the embedded agreement's own messages
+
+Whatever a leader says carries its epoch in Beat.leading.
+"""
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
 
 from edgemoe.cluster.wire.net import Failure
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Text = Annotated[str, Meta(max_length=256)]
+Bitmap = Annotated[bytes, Meta(max_length=1 << 18)]
 
 
 class RaftPayload(msgspec.Struct, frozen=True, tag=True):
@@ -13,5 +29,59 @@ class RaftPayload(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-ControlMessage = RaftPayload | Failure
+class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """A sign of life. `leading` is the epoch in which the box leads, 0 if it does not."""
+
+    leading: Count = 0
+    plan_version: Count = 0  # what the box goes by; as of the leader, what all are to go by
+    plan_digest: Text = ""
+    engine: Text = ""  # boot of the engine that takes requests; "" while none does
+    running: Count = 0
+    waiting: Count = 0
+    places: Count = 0  # requests that run at once there
+
+
+class EngineCard(msgspec.Struct, frozen=True):
+    """An engine that has opened its lanes, and what it has."""
+
+    boot: Text
+    calls_port: Port
+    bulk_port: Port
+    model: Text  # digest
+    layers: Count
+    experts: Count
+    expert_bytes: Count
+    budget_experts: Count  # that can be at home there
+    disk: Bitmap
+    ram: Bitmap
+    shares: bool  # computes for others
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """What a box is and has."""
+
+    release: Text
+    role: Literal["box", "witness"]
+    address: Text  # HOST:PORT of its control lane
+    devices: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+    ram_bytes: Count = 0
+    engine: EngineCard | None = None
+    leaving: bool = False
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The announcement is taken note of."""
+
+
+class GetPlan(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the plan of this digest."""
+
+    digest: Text
+
+
+class PlanIs(msgspec.Struct, frozen=True, tag=True):
+    """The plan's bytes are the message's tensor."""
+
+
+ControlMessage = RaftPayload | Beat | Announce | Welcome | GetPlan | PlanIs | Failure
 CONTROL: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

@@ -37,11 +37,15 @@ class Secret(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A box that may connect, and where it is reached. Ports of further lanes are told on the control lane."""
+    """A box that may connect, and where it is reached. Ports of further lanes are told on the control lane.
+
+    `voter` says whether it has a vote in the embedded agreement; the voters must be the same in every box's list.
+    """
 
     node: str
     address: str
     key: str
+    voter: bool = True
 
 
 def generate(path: Path) -> Secret:

@@ -91,10 +91,11 @@ class Plan(Message, frozen=True):
 
 
 class Listening(Message, frozen=True):
-    """The ports that the engine's lanes listen on."""
+    """The ports that the engine's lanes listen on, and the model that it is loading."""
 
     calls_port: Annotated[int, Meta(ge=1, le=65535)]
     bulk_port: Annotated[int, Meta(ge=1, le=65535)]
+    model: ModelInfo
 
 
 class Holds(Message, frozen=True):

@@ -1,0 +1,89 @@
+"""The boxes of the cluster as this one sees them: who is listed, who lives, what each has said of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from edgemoe.cluster.wire.control_messages import Announce, Beat
+from edgemoe.cluster.wire.keys import Peer
+from edgemoe.cluster.wire.messages import PeerEngine
+
+BEAT_S = 0.4
+DEAD_S = 1.6  # without a beat
+
+
+@dataclass(slots=True)
+class Member:
+    """One other box."""
+
+    peer: Peer
+    boot: str = ""  # incarnation of its front, as of its last message
+    up: bool = False  # our connection to it stands
+    heard_s: float = float("-inf")
+    gone_s: float = float("-inf")  # since when it has not been alive
+    beat: Beat = field(default_factory=Beat)
+    card: Announce | None = None
+    told: int = 0  # our announcement that it has taken note of
+    refused: str = ""  # why it cannot take part
+
+
+class Members:
+    """The other boxes by node name. One owner, one event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+
+    def __getitem__(self, node: str) -> Member:
+        return self._members[node]
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._members
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def add(self, peer: Peer) -> None:
+        """A box that is listed from now on; replaces what was known under its name."""
+        self._members[peer.node] = Member(peer, gone_s=self._clock())
+
+    def remove(self, node: str) -> None:
+        del self._members[node]
+
+    def is_alive(self, node: str) -> bool:
+        """Whether it has been heard lately, on a connection that stands both ways."""
+        member = self._members[node]
+        return member.up and self._clock() - member.heard_s < DEAD_S
+
+    def watch(self) -> list[str]:
+        """Those that have come to life or died since the last call."""
+        changed = []
+        for member in self:
+            was = member.gone_s == float("inf")
+            if self.is_alive(member.peer.node) != was:
+                member.gone_s = self._clock() if was else float("inf")
+                changed.append(member.peer.node)
+        return changed
+
+    def absent_s(self, node: str) -> float:
+        """For how long it has not been alive; 0 while it is."""
+        return max(0.0, self._clock() - self._members[node].gone_s)
+
+    def engines(self) -> tuple[PeerEngine, ...]:
+        """The engines that compute for others, wherever their front is to be reached."""
+        found = []
+        for member in self:
+            engine = member.card.engine if member.card and not member.refused else None
+            if engine is not None and engine.shares:
+                host = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")[0]
+                found.append(
+                    PeerEngine(
+                        node=member.peer.node,
+                        boot=engine.boot,
+                        key=member.peer.key,
+                        calls=f"{host}:{engine.calls_port}",
+                        bulk=f"{host}:{engine.bulk_port}",
+                    )
+                )
+        return tuple(found)

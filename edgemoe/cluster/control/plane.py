@@ -1,0 +1,420 @@
+"""One box among the others, on the control lane: it says how it is, hears the others, follows the leader or leads.
+
+    every beat   Beat to all; who has not been heard for DEAD_S is dead; a broken connection says so at once
+    on change    Announce to all, until each has taken note of it
+    a follower   obeys a leader whose epoch is not below the highest it has ever seen (`fence`): fetches the plan that
+                 the leader names, checks its digest, keeps it on disk and hands it on
+    the leader   makes plans (`planning`), has them agreed by digest (`CoordStore`), names them in its beats
+
+Without a leader everybody goes on with the last plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from edgemoe.cluster.control.coord import CoordStore, PlanRef
+from edgemoe.cluster.control.election import Election
+from edgemoe.cluster.control.fence import EpochFence
+from edgemoe.cluster.control.link import LaneLink
+from edgemoe.cluster.control.members import BEAT_S, Member, Members
+from edgemoe.cluster.control.planning import Box, Shape, make_plan, why_anew
+from edgemoe.cluster.control.plans import PlanKeeper, read_plan
+from edgemoe.cluster.control.stores import make_store
+from edgemoe.cluster.wire.control_messages import (
+    CONTROL,
+    Announce,
+    Beat,
+    ControlMessage,
+    EngineCard,
+    GetPlan,
+    PlanIs,
+    RaftPayload,
+    Welcome,
+)
+from edgemoe.cluster.wire.keys import Peer, Secret
+from edgemoe.cluster.wire.lane import Lane
+from edgemoe.cluster.wire.net import Answer, Net, Question
+from edgemoe.cluster.wire.zap import AllowList
+from edgemoe.config import ClusterSettings
+from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PeerRefused, PlacementInfeasible, StaleEpoch
+from edgemoe.types import BoolArray, PlacementPlan, unpack_bits
+
+log = logging.getLogger(__name__)
+ASK_S = 2.0
+SETTLE_S = 1.0  # for which what asks for a new plan must have stood
+RETRY_S = 0.5
+
+
+class ControlPlane:
+    """Made on the front's event loop; `run` until cancelled, after `leave`."""
+
+    def __init__(
+        self, settings: ClusterSettings, boot: str, secret: Secret, peers: Mapping[str, Peer], announce: Announce
+    ) -> None:
+        """`peers` are all boxes that are listed, this one perhaps among them. Raises ConfigError, ServiceError."""
+        directory = Path(settings.state_dir)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.settings, self.node = settings, settings.node
+        self.fence = EpochFence(directory / "epoch")
+        self.plans = PlanKeeper(directory / "plan")
+        self.members = Members(time.monotonic)
+        self.announce = announce
+        self.load = Beat()  # how busy this box is; the other fields of a beat are filled in when it is sent
+        self.leader, self.leading = "", 0  # whom this box obeys; the epoch in which it leads itself
+        self.stale = 0  # leaders of an epoch that is over, not obeyed
+        self.trouble = ""  # why there is no new plan
+        self.on_change: Callable[[], None] = lambda: None  # members or their engines
+        self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
+        others = {name: peer for name, peer in peers.items() if name != settings.node}
+        self._net = Net(self.node, boot, secret, AllowList({name: peer.key for name, peer in others.items()}))
+        self.lane: Lane[ControlMessage] = Lane(self._net, "control", CONTROL, self._serve, heartbeat_s=0.5)
+        self._link = LaneLink(self.lane, list(others))
+        self._store = make_store(settings, peers, self.fence, self._link)
+        self._joined = False  # the agreement
+        self._election: Election | None = None
+        if self._store is not None and announce.role == "box":
+            self._election = Election(self._store, self.node, time.monotonic, random.Random())
+        self._electing: asyncio.Task[None] | None = None
+        self._serial = 1  # of the announcement
+        self._due = ("", 0.0)  # why a new plan is due, and since when
+        self._bare: dict[str, float] = {}  # since when boxes have been without an engine
+        self._news = asyncio.Event()
+        self.lane.on_up, self.lane.on_down = self._up, self._down
+        for peer in others.values():
+            self.members.add(peer)
+            self.lane.connect(peer)
+
+    # --- what the front calls ---------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Opens the lane. Raises PeerRefused where the address cannot be had."""
+        host, _, port = self.settings.listen.rpartition(":")
+        self.lane.bind(host.strip("[]"), int(port))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for work in (self._net.run(), self.lane.run(), self._beat(), self._tell(), self._follow()):
+                    group.create_task(work)
+                if self._store is not None:
+                    self._electing = group.create_task(self._agree(self._store))
+                    group.create_task(self._lead(self._store))
+        finally:
+            if self._store is not None and self._joined:
+                await self._store.close()
+            self._net.close()
+
+    def say(self, announce: Announce) -> None:
+        """From now on the box is this."""
+        if announce != self.announce:
+            self.announce = announce
+            self._serial += 1
+            self._news.set()
+
+    async def leave(self) -> None:
+        """Gives leadership back and tells everybody that this box goes."""
+        self.say(msgspec.structs.replace(self.announce, leaving=True, engine=None))
+        if self._electing is not None:
+            self._electing.cancel()
+            await asyncio.wait([self._electing], timeout=ASK_S)
+        told = [self._introduce(member) for member in self.members if self.members.is_alive(member.peer.node)]
+        await asyncio.gather(*told)
+
+    @property
+    def epoch(self) -> int:
+        """The highest that this box has seen."""
+        return self.fence.highest
+
+    # --- hearing ----------------------------------------------------------------------------------------------
+
+    async def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage] | None:
+        member, message = self.members[question.peer], question.message
+        if member.boot != question.boot:
+            member.boot, member.told = question.boot, 0
+        match message:
+            case RaftPayload():
+                self._link.deliver(question.peer, message)
+            case Beat():
+                self._hear_beat(member, message)
+            case Announce():
+                self._meet(member, message)
+                return Answer(Welcome())
+            case GetPlan():
+                return Answer(PlanIs(), [memoryview(self.plans.bytes_of(message.digest))])
+            case _:
+                raise PeerRefused("not a question")
+        return None
+
+    def _hear_beat(self, member: Member, beat: Beat) -> None:
+        node, before = member.peer.node, member.beat
+        member.heard_s, member.beat = time.monotonic(), beat
+        if beat.engine != before.engine or beat.leading != before.leading or beat.plan_digest != before.plan_digest:
+            self._news.set()
+        if member.gone_s != float("inf"):
+            self._watch()
+        if not beat.leading or member.refused:
+            self.leader = "" if self.leader == node else self.leader
+            return
+        try:
+            self.fence.admit(beat.leading)
+        except StaleEpoch as error:
+            self.stale += 1
+            if before.leading != beat.leading:
+                log.warning("a deposed leader is not obeyed", extra={"peer": node, "why": str(error)})
+            self.leader = "" if self.leader == node else self.leader
+            return
+        if self.leader != node:
+            log.info("leader", extra={"node": node, "epoch": beat.leading})
+        self.leader = node
+
+    def _meet(self, member: Member, card: Announce) -> None:
+        """Takes note of what a box says of itself. Raises PeerRefused for one that serves another model."""
+        ours, theirs = self.announce.engine, card.engine
+        member.card, was = card, member.refused
+        member.refused = ""
+        if ours is not None and theirs is not None and ours.model != theirs.model:
+            member.refused = (
+                f"{member.peer.node} (release {card.release}) serves model {theirs.model[:12]}, {self.node} (release "
+                f"{self.announce.release}) {ours.model[:12]}; serve the same packed store on both"
+            )
+            if was != member.refused:
+                log.error("a box cannot take part", extra={"peer": member.peer.node, "why": member.refused})
+        self._changed()
+        if member.refused:
+            raise PeerRefused(member.refused)
+
+    def _up(self, node: str) -> None:
+        member = self.members[node]
+        member.up, member.told = True, 0
+        self._link.up(node)
+        self._news.set()
+
+    def _down(self, node: str) -> None:
+        self.members[node].up = False
+        self._link.down(node)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Takes note of who has come and gone."""
+        for node in self.members.watch():
+            alive = self.members.is_alive(node)
+            log.info("box is here" if alive else "box is gone", extra={"peer": node})
+            if not alive and self.leader == node:
+                self.leader = ""
+            self._changed()
+
+    def _changed(self) -> None:
+        self._news.set()
+        self.on_change()
+
+    # --- saying -----------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            self._watch()
+            self._beat_once()
+            await asyncio.sleep(BEAT_S)
+
+    def _beat_once(self) -> None:
+        ref = self.plans.ref
+        leading = self.leading if self._election is not None and self._election.epoch() == self.leading else 0
+        beat = msgspec.structs.replace(
+            self.load,
+            leading=leading,
+            plan_version=ref.version if ref else 0,
+            plan_digest=ref.digest if ref else "",
+        )
+        for member in self.members:
+            self.lane.tell(member.peer.node, beat, epoch=leading)
+
+    async def _tell(self) -> None:
+        """Announces this box to whoever has not heard the latest."""
+        while True:
+            late = [m for m in self.members if m.up and m.told != self._serial]
+            if late:
+                await asyncio.gather(*(self._introduce(member) for member in late))
+            await asyncio.sleep(RETRY_S if any(m.up and m.told != self._serial for m in self.members) else BEAT_S / 4)
+
+    async def _introduce(self, member: Member) -> None:
+        serial = self._serial
+        try:
+            await self.lane.ask(member.peer.node, self.announce, timeout_s=ASK_S)
+        except PeerRefused as error:
+            if member.refused != str(error):
+                log.error("a box refuses us", extra={"peer": member.peer.node, "why": str(error)})
+            member.refused = str(error)
+            member.told = serial
+        except PeerError as error:
+            log.debug("announcement not delivered", extra={"peer": member.peer.node, "why": str(error)})
+        else:
+            member.told = serial
+
+    # --- following --------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Fetches the plan that the leader names, whenever it is not the one held."""
+        while True:
+            await self._wait_news(BEAT_S)
+            leader = self.leader
+            if not leader or self.leading:
+                continue
+            named = self.members[leader].beat
+            held = self.plans.ref.digest if self.plans.ref else ""
+            if not named.plan_digest or named.plan_digest == held:
+                continue
+            try:
+                self._adopt(await self._fetch(leader, named.plan_digest), named.leading)
+            except PeerError as error:
+                log.warning("the leader's plan cannot be had", extra={"peer": leader, "why": str(error)})
+                await asyncio.sleep(RETRY_S)
+
+    async def _fetch(self, node: str, digest: str) -> PlacementPlan:
+        answer = await self.lane.ask(node, GetPlan(digest), timeout_s=ASK_S, epoch=self.epoch)
+        if not isinstance(answer.message, PlanIs) or len(answer.tensors) != 1:
+            raise PeerRefused(f"{node} answered with something else than a plan")
+        return read_plan(answer.tensors[0], digest)
+
+    def _adopt(self, plan: PlacementPlan, epoch: int) -> None:
+        """Goes by the plan of a leader of this epoch. Raises PeerRefused for a plan of a later epoch or one deposed."""
+        if not plan.epoch <= epoch or epoch < self.fence.highest:
+            raise PeerRefused(
+                f"plan {plan.version} of epoch {plan.epoch} came in epoch {epoch}; the highest seen is "
+                f"{self.fence.highest}"
+            )
+        self.plans.adopt(plan)
+        log.info("plan", extra={"version": plan.version, "epoch": plan.epoch, "nodes": ",".join(plan.nodes)})
+        self.on_plan(plan)
+
+    async def _wait_news(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        self._news.clear()
+
+    # --- leading ----------------------------------------------------------------------------------------------
+
+    async def _agree(self, store: CoordStore) -> None:
+        """Joins the agreement, as soon as it can be reached, and runs for leader."""
+        while not self._joined:
+            try:
+                await store.start()
+                self._joined = True
+            except CoordUnavailable as error:
+                log.warning("the agreement cannot be reached; trying again", extra={"why": str(error)})
+                await asyncio.sleep(store.lease_s)
+        if self._election is not None:
+            await self._election.run()
+
+    async def _lead(self, store: CoordStore) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S / 2)
+            epoch = self._election.epoch() if self._election is not None else 0
+            try:
+                if self._joined and store.view().epoch > self.fence.highest:
+                    self.fence.admit(store.view().epoch)
+                if epoch and epoch != self.leading:
+                    await self._take_over(store, epoch)
+                elif not epoch:
+                    self.leading = 0
+                if self.leading:
+                    await self._care_for_plan(store, self.leading)
+            except CoordError as error:
+                log.info("the agreement did not follow", extra={"why": str(error)})
+
+    async def _take_over(self, store: CoordStore, epoch: int) -> None:
+        try:
+            self.fence.admit(epoch)
+        except StaleEpoch:  # the agreement has lost its journal: on to an epoch that nobody has seen
+            await store.resign(epoch)
+            return
+        self.leading, self.leader = epoch, self.node
+        self._due = ("", 0.0)
+        self._bare.clear()
+        self._beat_once()
+
+    async def _care_for_plan(self, store: CoordStore, epoch: int) -> None:
+        agreed, engine = store.view().plan, self.announce.engine
+        if agreed is None and self.plans.ref is not None and self.plans.plan is not None:
+            await store.commit_plan(epoch, PlanRef(1, self.plans.ref.digest))  # an agreement that begins anew
+            return
+        held = self.plans.ref.digest if self.plans.ref is not None else ""
+        if agreed is not None and agreed.digest != held and (plan := await self._look_for(agreed)) is not None:
+            self._adopt(plan, epoch)
+            return
+        shape = self._shape(engine)
+        if shape is None:
+            return
+        boxes = self._boxes(shape)
+        why = why_anew(self._agreed_plan(agreed), shape, boxes, self.settings.absent_s)
+        if why != self._due[0]:
+            self._due = (why, time.monotonic())
+        if not why or time.monotonic() - self._due[1] < SETTLE_S:
+            return
+        try:
+            plan = make_plan(shape, boxes, self.settings.replicas, epoch, agreed.version + 1 if agreed else 1)
+        except PlacementInfeasible as error:
+            if self.trouble != str(error):
+                log.warning("no plan", extra={"because": why, "why": str(error)})
+            self.trouble = str(error)
+            return
+        await store.commit_plan(epoch, PlanRef(plan.version, plan.digest()))
+        self.trouble = ""
+        log.info("new plan", extra={"because": why, "version": plan.version})
+        self._adopt(plan, epoch)
+        self._beat_once()
+
+    def _agreed_plan(self, agreed: PlanRef | None) -> PlacementPlan | None:
+        mine = self.plans.ref is not None and agreed is not None and self.plans.ref.digest == agreed.digest
+        return self.plans.plan if mine else None
+
+    async def _look_for(self, agreed: PlanRef) -> PlacementPlan | None:
+        """The agreed plan, from whoever has it; None where nobody has."""
+        for member in self.members:
+            if member.beat.plan_digest == agreed.digest and self.members.is_alive(member.peer.node):
+                with contextlib.suppress(PeerError):
+                    return await self._fetch(member.peer.node, agreed.digest)
+        return None
+
+    def _shape(self, own: EngineCard | None) -> Shape | None:
+        """The model that the cluster serves: this box's, else what the others agree on."""
+        cards = [own] if own is not None else [m.card.engine for m in self.members if m.card and not m.refused]
+        card = next((card for card in cards if card is not None), None)
+        return Shape(card.model, card.layers, card.experts, card.expert_bytes) if card is not None else None
+
+    def _boxes(self, shape: Shape) -> list[Box]:
+        """Every box that is or could be a home."""
+        cards = {self.node: self.announce} | {m.peer.node: m.card for m in self.members if not m.refused}
+        boxes = []
+        for node, card in cards.items():
+            engine = card.engine if card is not None else None
+            if card is not None and (card.role == "witness" or (engine is not None and not engine.shares)):
+                continue
+            absent_s = self.members.absent_s(node) if node in self.members else 0.0
+            disk = _disk(engine, shape) if engine is not None else None
+            if disk is not None:
+                self._bare.pop(node, None)
+            else:  # nothing to go by: as good as away
+                now = time.monotonic()
+                absent_s = max(absent_s, now - self._bare.setdefault(node, now), 1e-3)
+            room = engine.budget_experts if engine is not None else 0
+            boxes.append(Box(node, room, disk, absent_s, leaving=card is not None and card.leaving))
+        return boxes
+
+
+def _disk(engine: EngineCard, shape: Shape) -> BoolArray | None:
+    if engine.model != shape.digest:
+        return None
+    try:
+        return unpack_bits(engine.disk, shape.layers, shape.experts)
+    except ValueError:
+        return None

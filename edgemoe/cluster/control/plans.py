@@ -1,0 +1,67 @@
+"""The plan that this box goes by, kept on disk so that a restart goes on with it while there is no leader."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from edgemoe.cluster.control.coord import PlanRef
+from edgemoe.errors import PeerRefused
+from edgemoe.types import PlacementPlan
+
+log = logging.getLogger(__name__)
+MAX_PLAN_BYTES = 4 << 20
+MAX_NODES = 256
+
+
+class PlanKeeper:
+    """`plan` and its name `ref`, or None. One owner, one event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self.plan: PlacementPlan | None = None
+        self.ref: PlanRef | None = None
+        self._path = path
+        try:
+            plan = read_plan(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except PeerRefused as error:
+            log.warning("the plan kept on disk is not used", extra={"file": str(path), "why": str(error)})
+            return
+        self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())
+
+    def adopt(self, plan: PlacementPlan) -> None:
+        """Goes by this plan from now on."""
+        self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())
+        temporary = self._path.with_name(self._path.name + ".new")
+        with temporary.open("wb") as file:
+            file.write(msgspec.msgpack.encode(plan))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._path)
+
+    def bytes_of(self, digest: str) -> bytes:
+        """The plan of that digest, to be sent. Raises PeerRefused where it is another's."""
+        if self.plan is None or self.ref is None or self.ref.digest != digest:
+            raise PeerRefused(f"the plan {digest[:12]} is not here")
+        return msgspec.msgpack.encode(self.plan)
+
+
+def read_plan(data: bytes | memoryview, digest: str = "") -> PlacementPlan:
+    """A plan from its bytes, checked; `digest` is what it must have, if given. Raises PeerRefused."""
+    if len(data) > MAX_PLAN_BYTES:
+        raise PeerRefused(f"a plan of {len(data)} bytes; {MAX_PLAN_BYTES} are read")
+    try:
+        plan = msgspec.msgpack.decode(data, type=PlacementPlan)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerRefused(f"a plan that cannot be read: {error}") from error
+    size = -(-plan.layers * plan.experts // 8)
+    sizes_fit = len(plan.nodes) == len(plan.homes) <= MAX_NODES and all(len(homes) == size for homes in plan.homes)
+    if not sizes_fit or len(set(plan.nodes)) != len(plan.nodes) or min(plan.layers, plan.experts, plan.version) < 1:
+        raise PeerRefused("a plan whose parts do not fit together")
+    if digest and plan.digest() != digest:
+        raise PeerRefused(f"a plan of digest {plan.digest()[:12]} instead of {digest[:12]}")
+    return plan
