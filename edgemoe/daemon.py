@@ -2,7 +2,8 @@
 
 A life in order: runtime directory and its lock, sockets, tokenizer | the engine starts, HTTP serves | ready |
 SIGTERM: new requests are refused, running ones finish within `service.drain_s` | the engine stops, sockets close.
-A second signal skips the waiting. Nothing imported here imports torch or numba (a test asserts it).
+A second signal skips the waiting. SIGHUP has the engine load its ScoutGate again. Nothing imported here imports torch
+or numba (a test asserts it).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from edgemoe.api.metrics import Metrics
 from edgemoe.api.text import TextModel
 from edgemoe.cluster.wire.ipc import FrontEnd, private_directory
 from edgemoe.config import Settings
-from edgemoe.errors import EdgemoeError
+from edgemoe.errors import EdgemoeError, RequestError
 from edgemoe.front.listen import Server, api_keys, sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
 from edgemoe.front.supervisor import Supervisor
@@ -68,6 +69,7 @@ class Front:
         self._notifier = Notifier(env)
         self._stops = 0
         self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
+        self._hung_up = asyncio.Event()
 
     def stop(self) -> None:
         """Drains and then stops; called a second time, stops at once."""
@@ -75,8 +77,9 @@ class Front:
         self._stops += 1
 
     async def serve_with_signals(self) -> None:
-        """`serve`, with SIGTERM and SIGINT as `stop`."""
+        """`serve`, with SIGTERM and SIGINT as `stop`, and SIGHUP to load the engine's ScoutGate again."""
         loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up.set)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         await self.serve()
@@ -105,6 +108,7 @@ class Front:
                 tasks.create_task(supervisor.listen(), name="listen"),
                 tasks.create_task(supervisor.run(), name="engine"),
                 tasks.create_task(self._heartbeat(supervisor), name="heartbeat"),
+                tasks.create_task(self._reload_on_hangup(supervisor), name="reload"),
             ]
             tasks.create_task(server.run_until_told(), name="http")
             await self._stopped[0].wait()
@@ -131,6 +135,15 @@ class Front:
             self._notifier.tell(**fields)
             self._check(supervisor)
             await asyncio.sleep(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S))
+
+    async def _reload_on_hangup(self, supervisor: Supervisor) -> None:
+        while True:
+            await self._hung_up.wait()
+            self._hung_up.clear()
+            try:
+                log.info("reloaded", extra={"answer": await supervisor.reload()})
+            except RequestError as error:
+                log.warning("not reloaded", extra={"error": str(error)})
 
     def _check(self, supervisor: Supervisor) -> None:
         try:

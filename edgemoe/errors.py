@@ -14,6 +14,7 @@
     |   |-- InvalidRequest      400: the request itself is wrong
     |   |-- ModelNotFound       404
     |   |-- QueueFull           429: carries retry_after_s
+    |   |-- ReloadRefused       409: what was to be loaded again cannot be used
     |   |-- DeadlineExceeded    504
     |   `-- EngineUnavailable   503: no engine, and none coming back in time
     |-- WireError               a message between processes that cannot be sent or read
@@ -131,6 +132,14 @@ class QueueFull(RequestError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class ReloadRefused(RequestError):
+    """What was to be loaded again cannot be used; what was in use before still is."""
+
+    status = 409
+    kind = "invalid_request_error"
+    code = "reload_refused"
 
 
 class DeadlineExceeded(RequestError):

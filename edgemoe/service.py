@@ -56,10 +56,13 @@ def planned_files(options: Options) -> list[File]:
     model = _existing(options.model, "--model") if options.model else None
     folder = templates()
     refresh = [sys.executable, "-m", "scoutgate.refresh", "--config", str(options.config), "--max-minutes", "30"]
+    reload = _joined([str(_program()), "reload", "--socket", str(SOCKET)])
+    serve = _with(_read(folder / UNITS[0]), "ExecStart", _command(options, model))
+    learn = _with(_read(folder / LEARNING[0]), "ExecStart", _joined(refresh))
     files = [
-        File(_SYSTEM / UNITS[0], _with(_read(folder / UNITS[0]), "ExecStart", _command(options, model))),
+        File(_SYSTEM / UNITS[0], _with(serve, "ExecReload", reload)),
         File(_SYSTEM / UNITS[1], _with(_read(folder / UNITS[1]), "SocketGroup", options.socket_group)),
-        File(_SYSTEM / LEARNING[0], _with(_read(folder / LEARNING[0]), "ExecStart", _joined(refresh))),
+        File(_SYSTEM / LEARNING[0], _with(learn, "ExecStartPost", f"-{reload}")),
         File(_SYSTEM / LEARNING[1], _read(folder / LEARNING[1])),
         File(Path("/etc/sysusers.d/edgemoe.conf"), _read(folder / "sysusers.conf")),
         File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),

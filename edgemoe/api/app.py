@@ -67,6 +67,7 @@ def build(api: Api) -> Starlette:
         Route("/v1/embeddings", _no_embeddings, methods=["POST"]),
         Route("/tokenize", _tokenize, methods=["POST"]),
         Route("/detokenize", _detokenize, methods=["POST"]),
+        Route("/reload", _reload, methods=["POST"]),
         Route("/health", _health),
         Route("/metrics", _metrics),
     ]
@@ -180,6 +181,12 @@ async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, 
 async def _health(request: Request) -> Response:
     backend = request.app.state.api.backend
     return JSONResponse(backend.describe(), 200 if backend.state == "ready" else 503)
+
+
+async def _reload(request: Request) -> Response:
+    if getattr(request.state, "peer_uid", None) is None:
+        raise HTTPException(404, "this is for clients of the Unix socket")
+    return JSONResponse({"message": await request.app.state.api.backend.reload()})
 
 
 async def _metrics(request: Request) -> Response:

@@ -44,5 +44,11 @@ class Backend(Protocol):
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Ticket]:
         """Accepts requests that all end within `timeout_s`. Raises QueueFull, EngineUnavailable."""
 
+    async def reload(self) -> str:
+        """Loads again what can be changed while serving; what is in use then.
+
+        Raises ReloadRefused, EngineUnavailable.
+        """
+
     def describe(self) -> dict[str, Any]:
         """State, model and figures, for /health."""

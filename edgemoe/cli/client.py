@@ -66,6 +66,18 @@ class Client:
         except (ServiceError, httpx.HTTPError):
             return False
 
+    def post(self, path: str) -> Json:
+        """The answer to an empty POST."""
+        self._knock()
+        try:
+            response = self._http.post(path)
+        except httpx.HTTPError as error:
+            raise self._broken_off(error) from error
+        if response.is_error:
+            raise _refusal(response)
+        answer: Json = response.json()
+        return answer
+
     def stream(self, path: str, body: Json) -> Iterator[Json]:
         """The events of a streaming POST. Leaving the iterator closes the connection, which cancels the request."""
         self._knock()

@@ -65,6 +65,14 @@ Examples:
   edgemoe status --json | jq .health
 """
 
+_RELOAD = """\
+The daemon reads the export in cache.scoutgate again; requests go on meanwhile. An export that is damaged or for
+another model is refused, and the one in use stays. SIGHUP does the same; its answer is in the log.
+
+Example:
+  edgemoe reload
+"""
+
 _CONFIG = """\
 Examples:
   edgemoe config                          every setting in force and where it comes from
@@ -90,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="edgemoe", description=_OVERVIEW, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"edgemoe {edgemoe.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_serve, _pack, _models, _generate, _chat, _status, _config, _service, _replay):
+    for add in (_serve, _pack, _models, _generate, _chat, _status, _reload, _config, _service, _replay):
         add(commands)
     return parser
 
@@ -173,6 +181,11 @@ def _status(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--watch", action="store_true", help="keep redrawing")
     _client_options(parser)
+
+
+def _reload(commands: Any) -> None:
+    summary = "have the running daemon load its forecaster of experts again"
+    _client_options(_command(commands, "reload", "edgemoe.cli.reload:run", summary, _RELOAD))
 
 
 def _config(commands: Any) -> None:

@@ -84,8 +84,8 @@ class Live:
             setattr(self, name, getattr(self, name) * DECAY + float(value))
 
 
-def load_scout(directory: Path, served: Served, embedding: torch.Tensor) -> Scout:
-    """The exported ScoutGate, fitted to the served model. Raises ConfigError saying why it cannot be used."""
+def fitting(directory: Path, served: Served, embedding: torch.Tensor) -> Export:
+    """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used."""
     try:
         export = read(directory)
     except ValueError as error:
@@ -106,27 +106,46 @@ def load_scout(directory: Path, served: Served, embedding: torch.Tensor) -> Scou
             )
     if shape.hidden:
         raise ConfigError(f"{directory} needs hidden states, which are not recorded while serving; train without them")
-    return Scout(export, embedding)
+    return export
 
 
 class Scout:
-    """Owns the sequences' last tokens, the forecast and its live score. `close` ends the thread."""
+    """Owns the sequences' last tokens, the forecast and its live score. Idle before `load`; `close` ends the thread."""
 
-    def __init__(self, export: Export, embedding: torch.Tensor) -> None:
+    def __init__(self, served: Served) -> None:
         self.forecast: Forecast | None = None  # the latest; replaced whole, so it may be read from any thread
         self.skipped = 0  # forecasts that were not made because the next step had begun
-        self._export, self._shape = export, export.shape
-        self._tables = _Tables.of(export, embedding)
+        self.loads, self.refused = 0, 0  # exports
+        self._served = served
+        self._tables: _Tables | None = None  # in use
+        self._fresh: _Tables | None = None  # to be used from the next note on
         self._tracks: OrderedDict[str, Track] = OrderedDict()
         self._notes: deque[tuple[int, StepMeta | StepRouting]] = deque(maxlen=NOTES)
         self._said: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
-        self._live = [Live() for _ in range(self._shape.horizons)]
+        self._live: list[Live] = []  # by horizon
         self._ahead: dict[str, FloatArray] = {}  # what was said of each sequence's next token
         self._seconds: deque[float] = deque(maxlen=512)
         self._step = 0
         self._wake, self._idle, self._closed = threading.Condition(), True, False
         self._thread = threading.Thread(target=self._run, name="scout", daemon=True)
         self._thread.start()
+
+    def load(self, directory: Path, embedding: torch.Tensor) -> None:
+        """Takes the export in `directory` into use, from the next step on. Any thread; a second or so.
+
+        Raises ConfigError where it cannot be used; the one in use before stays.
+        """
+        try:
+            export = fitting(directory, self._served, embedding)
+        except ConfigError:
+            self.refused += 1
+            raise
+        tables = _Tables.of(export, embedding)
+        with self._wake:
+            self._fresh = tables
+            self.loads += 1
+            self._idle = False
+            self._wake.notify()
 
     # --- the compute thread's side ---
 
@@ -149,19 +168,23 @@ class Scout:
 
     @property
     def trust(self) -> float:
-        """1 while live log-loss is what the export promised, falling to 0 where it is twice that."""
-        promised, live = self._promised(), self._live[0]
-        if live.weight < 64 or not promised:
+        """1 while live log-loss is what the export promised, falling to 0 where it is twice that, or there is none."""
+        tables, live = self._tables, self._live[:1]
+        if tables is None or not live:
+            return 0.0
+        promised = tables.promised
+        if live[0].weight < 64 or not promised:
             return 1.0
-        return float(np.clip(2 - live.loss / live.weight / promised, 0, 1))
-
-    def _promised(self) -> float:
-        figures = self._export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
-        return float(figures.get("log_loss", 0.0))
+        return float(np.clip(2 - live[0].loss / live[0].weight / promised, 0, 1))
 
     def figures(self) -> dict[str, float]:
         """Live recall, calibration and speed by their final names."""
-        values = {metrics.SCOUT_TRUST: self.trust, metrics.SCOUT_SKIPPED: float(self.skipped)}
+        values = {
+            metrics.SCOUT_TRUST: self.trust,
+            metrics.SCOUT_SKIPPED: float(self.skipped),
+            metrics.SCOUT_LOADS: float(self.loads),
+            metrics.SCOUT_REFUSED: float(self.refused),
+        }
         for horizon, live in enumerate(self._live):
             label = str(horizon)
             values[named(metrics.SCOUT_RECALL, horizon=label)] = live.hits / live.weight
@@ -187,64 +210,84 @@ class Scout:
     def _run(self) -> None:
         torch.set_num_threads(1)
         while (taken := self._take()) is not None:
-            step, note = taken
             with torch.inference_mode():
-                if isinstance(note, StepMeta):
-                    self._look(step, note)
-                else:
-                    self._learn(step, note)
+                match taken:
+                    case _Tables():
+                        self._adopt(taken)
+                    case (step, StepMeta() as meta):
+                        self._look(step, meta)
+                    case (step, StepRouting() as routing):
+                        self._learn(step, routing)
 
-    def _take(self) -> tuple[int, StepMeta | StepRouting] | None:
+    def _take(self) -> tuple[int, StepMeta | StepRouting] | _Tables | None:
         with self._wake:
-            if not self._notes:
+            if not self._notes and self._fresh is None:
                 self._idle = True
                 self._wake.notify_all()
-            self._wake.wait_for(lambda: self._notes or self._closed)
-            return None if self._closed else self._notes.popleft()
+            self._wake.wait_for(lambda: self._notes or self._fresh or self._closed)
+            if self._closed:
+                return None
+            fresh, self._fresh = self._fresh, None
+            return fresh or self._notes.popleft()
+
+    def _adopt(self, tables: _Tables) -> None:
+        """From here on others forecast; nothing that was said before counts."""
+        self._tracks.clear()  # windows may differ
+        self._ahead.clear()
+        self._said = (-1, [], np.empty(0, np.float32))
+        self.forecast = None
+        self._live = [Live() for _ in range(tables.export.shape.horizons)]
+        self._tables = tables
 
     def _look(self, step: int, meta: StepMeta) -> None:
+        if (tables := self._tables) is None:
+            return
         began = time.perf_counter()
         ends = np.cumsum(meta.query_lens)
         for request, end, count in zip(meta.requests, ends.tolist(), meta.query_lens.tolist(), strict=True):
-            self._append(request, meta.tokens[end - count : end], int(meta.positions[end - count]))
+            tokens, position = meta.tokens[end - count : end], int(meta.positions[end - count])
+            self._append(request, tokens, position, tables.export.shape.window)
         decoding = [request for request, decodes in zip(meta.requests, meta.decode, strict=True) if decodes]
         if not decoding:
             return
         if self._step > step:  # it is over already
             self.skipped += 1
             return
-        probs = self._tables.probs([self._tracks[request] for request in decoding])  # [S, horizons, L, E]
+        probs = tables.probs([self._tracks[request] for request in decoding])  # [S, horizons, L, E]
         self._said = step, decoding, probs
         self.forecast = Forecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
         self._seconds.append(time.perf_counter() - began)
 
-    def _append(self, request: str, tokens: IntArray, position: int) -> None:
+    def _append(self, request: str, tokens: IntArray, position: int, window: int) -> None:
         track = self._tracks.pop(request, None)
         if track is None or track.end != position:  # new, or begun again elsewhere
-            track = Track(deque(maxlen=self._shape.window), position)
-        track.tokens.extend(tokens[-self._shape.window :].tolist())
+            track = Track(deque(maxlen=window), position)
+        track.tokens.extend(tokens[-window:].tolist())
         track.end = position + len(tokens)
         self._tracks[request] = track
         while len(self._tracks) > TRACKS:
             self._tracks.popitem(last=False)
 
     def _learn(self, step: int, routing: StepRouting) -> None:
+        if self._tables is None:
+            return
+        layers, experts, top_k = self._served.layers, self._served.experts, self._served.top_k
         rows = np.cumsum(routing.query_lens) - 1  # [S] each sequence's last token
         flat = routing.ids[:, rows].astype(np.int64)  # [L, S, k]
-        flat += (np.arange(len(flat)) * self._tables.experts)[:, None, None]
+        flat += (np.arange(layers) * experts)[:, None, None]
         said_at, said_of, said = self._said
         for row, request in enumerate(routing.requests):
             chosen = flat[:, row].ravel()
             if (track := self._tracks.get(request)) is not None:
                 track.previous = chosen
-            hot = np.zeros((self._shape.layers, self._tables.experts), np.float32)
+            hot = np.zeros((layers, experts), np.float32)
             hot.ravel()[chosen] = 1
             before = self._ahead.pop(request, None)
             if before is not None:
-                self._live[1].add(before, hot, self._shape.top_k)
+                self._live[1].add(before, hot, top_k)
             if said_at == step and request in said_of:
                 mine = said[said_of.index(request)]
-                self._live[0].add(mine[0], hot, self._shape.top_k)
+                self._live[0].add(mine[0], hot, top_k)
                 if len(mine) > 1 and len(self._ahead) < TRACKS:
                     self._ahead[request] = mine[1]
 
@@ -268,6 +311,12 @@ class _Tables:
             scale = export.scale.repeat_interleave(experts)
             towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)
             return cls(export, torch.cat(parts).half(), towers.T.contiguous(), own, experts)
+
+    @property
+    def promised(self) -> float:
+        """Log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
+        figures = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
+        return float(figures.get("log_loss", 0.0))
 
     def probs(self, tracks: list[Track]) -> FloatArray:
         """Calibrated forecasts for each sequence, [S, horizons, L, E]."""

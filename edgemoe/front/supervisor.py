@@ -23,9 +23,9 @@ import msgspec
 
 from edgemoe.api.backend import State
 from edgemoe.cluster.wire.ipc import FrontEnd
-from edgemoe.cluster.wire.messages import Drain, Emissions, Ready, Stop, ToEngine
+from edgemoe.cluster.wire.messages import Drain, Emissions, Ready, Reload, Reloaded, Stop, ToEngine
 from edgemoe.config import Settings
-from edgemoe.errors import EngineUnavailable, ServiceError, WireError
+from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError, WireError
 from edgemoe.front.book import Book, Ticket
 from edgemoe.front.engine import STOP_S, Engine
 from edgemoe.types import ModelInfo, Request
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
 LONGEST_DELAY_S = 15.0
+RELOAD_S = 60.0  # that an engine has to load again what it is told to
 SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
 
 
@@ -54,6 +55,8 @@ class Supervisor:
         self._served: tuple[ModelInfo, int] | None = None
         self._stopping = False
         self._changed = asyncio.Event()  # pulsed at each change of state
+        self._reloading = asyncio.Lock()
+        self._reloaded: asyncio.Future[Reloaded] | None = None  # what is waited for while that is held
 
     # --- the api's Backend ---
 
@@ -91,6 +94,24 @@ class Supervisor:
             "requests": {"live": len(self.book), "capacity": self.book.capacity},
         }
 
+    async def reload(self) -> str:
+        """Has the engine load its ScoutGate again; what is in use then. Requests go on meanwhile.
+
+        Raises ReloadRefused where the old one stays, EngineUnavailable where no engine answers in time.
+        """
+        async with self._reloading:
+            self._reloaded = asyncio.get_running_loop().create_future()
+            if not self._send(Reload()):
+                raise EngineUnavailable("no engine is ready to load anything again; one that starts loads what is there")
+            try:
+                async with asyncio.timeout(RELOAD_S):
+                    answer = await self._reloaded
+            except TimeoutError:
+                raise EngineUnavailable(f"the engine has not answered for {RELOAD_S:.0f} s; see the log") from None
+        if answer.refused:
+            raise ReloadRefused(answer.message)
+        return answer.message
+
     # --- running ---
 
     async def run(self) -> None:
@@ -112,6 +133,8 @@ class Supervisor:
                     self._on_ready(ready)
                 case Emissions(items=items):
                     self.book.take(items)
+                case Reloaded() as reloaded if self._reloaded is not None and not self._reloaded.done():
+                    self._reloaded.set_result(reloaded)
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""

@@ -27,7 +27,7 @@ from edgemoe.experts.devices import Tiers
 from edgemoe.experts.files import checksum
 from edgemoe.experts.host import ExpertShelf
 from edgemoe.experts.manifest import DENSE, Manifest
-from edgemoe.experts.scout import Scout, Served, load_scout
+from edgemoe.experts.scout import Scout, Served
 from edgemoe.experts.store import ExpertStore
 from edgemoe.experts.tiered import StepMeta
 from edgemoe.kernels.compute import Kernels
@@ -74,7 +74,7 @@ class Assembly:
     tiers: Tiers
     close: Callable[[], None]
     sharing: Sharing | None = None  # without a cluster
-    scout: Scout | None = None  # without cache.scoutgate, or where it does not fit
+    scout: Scout | None = None  # without cache.scoutgate
 
 
 def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
@@ -214,16 +214,25 @@ def _controller(settings: Settings, spec: ModelSpec, directory: Path, scout: Sco
 
 
 def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Scout | None:
-    """The forecaster that the settings name; None, and a warning, where it cannot be used."""
+    """What forecasts, idle where the export that the settings name cannot be used, with a warning; None without."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
-    served = Served(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k)
+    scout = Scout(Served(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k))
     try:
-        return load_scout(Path(settings.cache.scoutgate), served, load_embedding(Path(settings.model.path)))
-    except (ConfigError, ValueError) as error:
+        load_scout(scout, settings)
+    except ConfigError as error:
         log.warning(f"serving without ScoutGate: {error}")
-        return None
+    return scout
+
+
+def load_scout(scout: Scout, settings: Settings) -> None:
+    """Has `scout` use the export that the settings name. Raises ConfigError, the one in use before kept."""
+    try:
+        embedding = load_embedding(Path(settings.model.path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    scout.load(Path(settings.cache.scoutgate), embedding)
 
 
 def _to_all(listeners: Sequence[Callable[[T], None]]) -> Callable[[T], None] | None:

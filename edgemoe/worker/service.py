@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 
+import torch
+
 from edgemoe.cluster.wire.ipc import EngineEnd
 from edgemoe.cluster.wire.messages import (
     Boot,
@@ -23,17 +25,19 @@ from edgemoe.cluster.wire.messages import (
     Ping,
     Plan,
     Ready,
+    Reload,
+    Reloaded,
     Stats,
     Stop,
     Submit,
     ToEngine,
 )
 from edgemoe.config import Settings
-from edgemoe.errors import EdgemoeError, ServiceError
+from edgemoe.errors import ConfigError, EdgemoeError, ServiceError
 from edgemoe.experts.figures import figures
 from edgemoe.guard import refuse_pickle
 from edgemoe.types import BLOCK_TOKENS, Emission, Request, Sampling
-from edgemoe.worker.assemble import Assembly, assemble
+from edgemoe.worker.assemble import Assembly, assemble, load_scout
 from edgemoe.worker.cluster import ClusterSide
 
 log = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ class Worker:
         self._phase = "start"
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._told_to_stop = asyncio.Event()
+        self._told_to_reload = asyncio.Event()
         self._side: ClusterSide | None = None  # towards other boxes
 
     async def run(self) -> int:
@@ -92,6 +97,7 @@ class Worker:
             self._say("ready")
             self._wire.post(self._ready(assembly))
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))
+            helpers.append(tasks.create_task(self._reload_when_told(assembly), name="reload"))
             await self._told_to_stop.wait()
             assembly.engine.loop.stop()
             if (await asyncio.wait([computing], timeout=JOIN_S))[0]:
@@ -169,6 +175,8 @@ class Worker:
                 loop.drain()
             case Ping():
                 self._wire.post(self._stats(assembly))
+            case Reload():
+                self._told_to_reload.set()
             case Peers() | Plan():
                 if self._side is not None:
                     self._side.obey(message)
@@ -179,6 +187,14 @@ class Worker:
         while True:
             self._wire.post(self._stats(assembly))
             await asyncio.sleep(STATS_S)
+
+    async def _reload_when_told(self, assembly: Assembly) -> None:
+        while True:
+            await self._told_to_reload.wait()
+            self._told_to_reload.clear()
+            reloaded = await asyncio.to_thread(_reload, assembly)
+            log.log(logging.WARNING if reloaded.refused else logging.INFO, reloaded.message)
+            self._wire.post(reloaded)
 
     async def _watch_parent(self) -> None:
         """Where the kernel does not tell: without a front nobody needs this process."""
@@ -194,6 +210,22 @@ class Worker:
         if self._side is not None:
             values |= self._side.figures()
         return Stats(values=values, step_s=assembly.engine.runner.step_age_s())
+
+
+def _reload(assembly: Assembly) -> Reloaded:
+    """Reads the ScoutGate export again, on one core: the others are computing."""
+    settings = assembly.settings
+    if assembly.scout is None:
+        return Reloaded(message="nothing was loaded again: cache.scoutgate is not set", refused=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        load_scout(assembly.scout, settings)
+    except ConfigError as error:
+        return Reloaded(message=f"the ScoutGate in use stays: {error}"[:MESSAGE_CHARS], refused=True)
+    finally:
+        torch.set_num_threads(threads)
+    return Reloaded(message=f"the ScoutGate in {settings.cache.scoutgate} is in use")
 
 
 def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:

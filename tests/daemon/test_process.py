@@ -84,6 +84,21 @@ async def test_sigterm_drains_and_leaves_nothing(tmp_path: Path, model_dir: Path
             os.kill(engine, 0)
 
 
+async def test_sighup_loads_again_and_drops_nothing(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with daemon(settings) as process, http_client(settings) as client:
+        await healthy(settings)
+        answer = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "go", "max_tokens": 200}))
+        await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        async with asyncio.timeout(10):
+            while b"edgemoe.daemon:reloaded" not in await process.stderr.readline():
+                pass
+        assert (await answer).json()["usage"]["completion_tokens"] == 200
+        assert (await client.post("/reload")).json() == {"message": "loaded again"}
+
+
 async def test_a_second_signal_does_not_wait(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir, service={"drain_s": 60.0})
     async with daemon(settings) as process, http_client(settings) as client:

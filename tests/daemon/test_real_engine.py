@@ -12,16 +12,20 @@ from pathlib import Path
 import httpx
 import pytest
 import pytest_asyncio
+import torch
 from checkpoints import tiny_checkpoint
 from front_kit import byte_level_tokenizer, http_client, openai_client, ready, running, settings_for, until, write_model
 
-from edgemoe.config import DeviceSettings, MemorySettings
+from edgemoe.config import CacheSettings, DeviceSettings, MemorySettings
 from edgemoe.daemon import WORKER, Front
 from edgemoe.demo import model_path
 from edgemoe.experts.manifest import Manifest
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.pack import ensure_store
 from edgemoe.telemetry import metrics
+from scoutgate import export
+from scoutgate.embedding import load_embedding
+from scoutgate.model import ScoutGate, ScoutShape
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 FREE = {"ignore_eos": True}  # a random model ends its texts at random
@@ -49,6 +53,7 @@ async def front(store: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
         tmp_path_factory.mktemp("f"),
         store,
         memory=MemorySettings(ram_bytes=experts // 2, kv_bytes=4 << 20),
+        cache=CacheSettings(scoutgate=str(tmp_path_factory.mktemp("forecaster"))),
         device=(device,),
         service={"max_restarts": 50},
     )
@@ -99,6 +104,35 @@ async def test_a_kill_midstream_leaves_every_text_as_it_would_have_been(front: F
     os.kill(supervisor_of(front).describe()["engine"]["pid"], signal.SIGKILL)
     assert await dying == expected
     assert book.replayed
+
+
+async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
+    front: Front, http: httpx.AsyncClient, store: Path
+) -> None:
+    folder = Path(front.settings.cache.scoutgate)
+    shape = ScoutShape((6, 6, 6), 2, load_embedding(store).shape[1])
+    calibration = torch.ones(shape.horizons * shape.layers), torch.zeros(shape.horizons * shape.layers)
+    expected = await texts(front, 6, 120)
+    refused = await http.post("/reload")
+    assert refused.status_code == 409
+    assert "not a ScoutGate export" in refused.json()["error"]["message"]
+    before = total(front)
+    streaming = asyncio.ensure_future(texts(front, 6, 120))
+    await until(lambda: total(front) > before + 60, 30)
+    export.write(folder, ScoutGate(shape), calibration, {"id": "tiny"}, {})
+    assert (await http.post("/reload")).json() == {"message": f"the ScoutGate in {folder} is in use"}
+    assert supervisor_of(front).book._live
+    export.write(folder, ScoutGate(shape), calibration, {"id": "another", "digest": "another"}, {})
+    assert "for another" in (await http.post("/reload")).json()["error"]["message"]
+    (folder / export.WEIGHTS).write_bytes(b"torn")
+    assert "damaged" in (await http.post("/reload")).json()["error"]["message"]
+    assert await streaming == expected
+    values = supervisor_of(front).values
+    await until(lambda: supervisor_of(front).values is not values)
+    figures = metrics.parse((await http.get("/metrics")).text)
+    assert metrics.select(figures, metrics.SCOUT_LOADS) == 1
+    assert metrics.select(figures, metrics.SCOUT_REFUSED) == 4  # one at the start, when there was none
+    assert metrics.select(figures, metrics.SCOUT_SECONDS) > 0
 
 
 async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(front: Front, http: httpx.AsyncClient) -> None:

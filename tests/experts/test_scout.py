@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from edgemoe.config import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.scout import Scout, Served, load_scout
+from edgemoe.experts.scout import Scout, Served, fitting
 from edgemoe.experts.tiered import StepMeta
 from edgemoe.telemetry import metrics
 from edgemoe.types import StepRouting
@@ -52,7 +52,8 @@ def routing(of: StepMeta, ids: np.ndarray) -> StepRouting:
 
 @pytest.fixture(params=["source", "context"])
 def scout(request: pytest.FixtureRequest, tmp_path: Path):
-    scout = load_scout(exported(tmp_path, variant=request.param), SERVED, embedding())
+    scout = Scout(SERVED)
+    scout.load(exported(tmp_path, variant=request.param), embedding())
     yield scout
     scout.close()
 
@@ -71,7 +72,8 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
     run(scout, meta(("a", "b"), prompts, [0, 0], [False, False]), ids)
     assert scout.forecast is None  # nothing decodes yet
     run(scout, meta(("a", "b"), [[8], [1]], [10, 2], [True, True]))
-    gate, each = scout._export.gate, []
+    assert scout._tables is not None
+    gate, each = scout._tables.export.gate, []
     for tokens, row in (([4, 1, 5, 9, 2, 6, 5, 3, 8][-8:], 9), ([2, 7, 1], 11)):
         window = torch.tensor([-1] * (8 - len(tokens)) + tokens)[None]
         previous = torch.tensor((ids[:, row] + np.arange(L)[:, None] * E).reshape(1, -1))
@@ -94,6 +96,7 @@ def test_a_sequence_that_begins_again_forgets_what_went_before(scout: Scout) -> 
 
 
 def test_live_figures_tell_recall_and_trust(scout: Scout) -> None:
+    assert scout.wait_idle(10)
     assert scout.trust == 1.0
     for position in range(80):
         step = meta(("a",), [[position % V]], [position], [True])
@@ -139,20 +142,20 @@ def test_what_it_remembers_is_bounded(scout: Scout, monkeypatch: pytest.MonkeyPa
 )
 def test_an_export_for_another_model_is_refused(tmp_path: Path, served: Served, what: str) -> None:
     with pytest.raises(ConfigError, match=f"ScoutGate for the model: its .*{what}"):
-        load_scout(exported(tmp_path), served, embedding())
+        fitting(exported(tmp_path), served, embedding())
 
 
 def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a ScoutGate export"):
-        load_scout(tmp_path, SERVED, embedding())
+        fitting(tmp_path, SERVED, embedding())
     with pytest.raises(ConfigError, match="embedding width"):
-        load_scout(exported(tmp_path / "a"), SERVED, torch.randn(V, D + 1))
+        fitting(exported(tmp_path / "a"), SERVED, torch.randn(V, D + 1))
     with pytest.raises(ConfigError, match="hidden states"):
-        load_scout(exported(tmp_path / "b", variant="context", hidden=4), SERVED, embedding())
+        fitting(exported(tmp_path / "b", variant="context", hidden=4), SERVED, embedding())
     record = exported(tmp_path / "c") / export.RECORD
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0"}))
     with pytest.raises(ConfigError, match="damaged"):
-        load_scout(tmp_path / "c", SERVED, embedding())
+        fitting(tmp_path / "c", SERVED, embedding())
 
 
 def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,12 +165,34 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
     save_file({"embed_tokens.weight": embedding()}, tmp_path / "dense.safetensors")
     manifest = SimpleNamespace(digest="digest", files=())
     spec = SimpleNamespace(layers=L, experts=E, top_k=K)
-    assert assemble._scout(settings, manifest, spec) is None
-    assert "serving without ScoutGate" in caplog.text
-    exported(tmp_path)
-    (tmp_path / export.WEIGHTS).rename(tmp_path / "weights")
-    assert assemble._scout(settings, manifest, spec) is None
-    (tmp_path / "weights").rename(tmp_path / export.WEIGHTS)
     scout = assemble._scout(settings, manifest, spec)
     assert scout is not None
+    assert "serving without ScoutGate" in caplog.text
+    run(scout, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert scout.forecast is None
+    assert scout.trust == 0.0
+    exported(tmp_path)
+    assemble.load_scout(scout, settings)
+    run(scout, meta(("a",), [[2]], [1], [True]), np.zeros((L, 1, K), int))
+    assert scout.forecast is not None
+    scout.close()
+
+
+def test_an_export_is_replaced_while_sequences_run_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    scout = Scout(SERVED)
+    scout.load(exported(tmp_path / "a"), embedding())
+    run(scout, meta(("a",), [[3, 1, 4]], [0], [True]), np.zeros((L, 3, K), int))
+    first = scout.forecast
+    scout.load(exported(tmp_path / "b", variant="context"), embedding())
+    run(scout, meta(("a",), [[1]], [3], [True]), np.zeros((L, 1, K), int))
+    second = scout.forecast
+    assert first is not None
+    assert second is not None
+    (tmp_path / "c").mkdir()
+    with pytest.raises(ConfigError, match="not a ScoutGate export"):
+        scout.load(tmp_path / "c", embedding())
+    run(scout, meta(("b",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert scout.forecast is not None
+    assert scout.forecast.step == 3
+    assert (scout.loads, scout.refused) == (2, 1)
     scout.close()

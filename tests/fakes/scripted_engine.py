@@ -21,7 +21,20 @@ import msgspec
 from tokenizers import Tokenizer
 
 from edgemoe.cluster.wire.ipc import EngineEnd
-from edgemoe.cluster.wire.messages import Boot, Cancel, Emissions, Failed, Limits, Loading, Ready, Stats, Stop, Submit
+from edgemoe.cluster.wire.messages import (
+    Boot,
+    Cancel,
+    Emissions,
+    Failed,
+    Limits,
+    Loading,
+    Ready,
+    Reload,
+    Reloaded,
+    Stats,
+    Stop,
+    Submit,
+)
 from edgemoe.config import Settings
 from edgemoe.types import Emission, ModelInfo
 
@@ -75,6 +88,8 @@ class Scripted:
                 self.running[message.request.id] = self.accept(message)
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
+            elif isinstance(message, Reload):
+                self.end.post(Reloaded(message="loaded again"))
         stepping.cancel()
         await self.end.close()
 

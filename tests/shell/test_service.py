@@ -52,6 +52,9 @@ def test_the_unit_runs_this_installation_on_the_given_model_and_settings(tmp_pat
     command = re.findall(r"(?m)^ExecStart=(.*)$", texts["edgemoe.service"])[0]
     program = Path(sys.executable).with_name("edgemoe")
     assert command == f'{program} serve --config /etc/edgemoe/other.toml --model "{tmp_path}/my $$model 100%%"'
+    reload = f"{program} reload --socket {service.SOCKET}"
+    assert f"\nExecReload={reload}\n" in texts["edgemoe.service"]
+    assert f"\nExecStartPost=-{reload}\n" in texts["edgemoe-scoutgate.service"]
     assert "SocketGroup=llm\n" in texts["edgemoe.socket"]
 
 

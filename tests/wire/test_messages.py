@@ -19,6 +19,8 @@ from edgemoe.cluster.wire.messages import (
     Message,
     Ping,
     Ready,
+    Reload,
+    Reloaded,
     Stats,
     Stop,
     Submit,
@@ -49,6 +51,7 @@ TO_ENGINE = [
     Drain(),
     Stop(),
     Ping(),
+    Reload(),
 ]
 FROM_ENGINE = [
     Loading(phase="weights", fraction=0.25),
@@ -56,6 +59,7 @@ FROM_ENGINE = [
     Emissions(items=[Emission(request="r", attempt=1, index=0, token=7, logprob=-0.5, top=((7, -0.5),))]),
     Stats(values={'edgemoe_tier_hits_total{tier="vram"}': 3.0}, step_s=0.5),
     Failed(error="StoreError", message="no store", fatal=True),
+    Reloaded(message="the old one stays", refused=True),
 ]
 
 

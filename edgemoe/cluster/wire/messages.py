@@ -5,8 +5,8 @@
 Whatever arrives is checked: length, magic, version, tag, every field's type and bound. What does not fit raises
 WireError (WireVersionError for another version); nothing else is ever raised by `decode_*`.
 
-    front -> engine   Submit Cancel Drain Stop Ping, and among several boxes Peers Plan
-    engine -> front   Loading* Ready (Emissions | Stats)* ; Failed at any time, before it exits
+    front -> engine   Submit Cancel Drain Stop Ping Reload, and among several boxes Peers Plan
+    engine -> front   Loading* Ready (Emissions | Stats | Reloaded)* ; Failed at any time, before it exits
                       among several boxes Listening once before Ready, then Holds and PeerSeen
 
 Times are remaining or elapsed, never clock readings, so that a message means the same on any machine.
@@ -66,6 +66,10 @@ class Stop(Message, frozen=True):
 
 class Ping(Message, frozen=True):
     """Answered with Stats at once."""
+
+
+class Reload(Message, frozen=True):
+    """Read the ScoutGate export that the settings name again. Answered with Reloaded."""
 
 
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +163,13 @@ class Stats(Message, frozen=True):
     step_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
+class Reloaded(Message, frozen=True):
+    """What came of a Reload, in words; where it was refused, what was in use before still is."""
+
+    message: Text
+    refused: bool = False
+
+
 class Failed(Message, frozen=True):
     """The engine cannot go on and is about to exit; `fatal` if starting it again would fail the same way."""
 
@@ -175,8 +186,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
 
 
-ToEngine = Submit | Cancel | Drain | Stop | Ping | Peers | Plan
-FromEngine = Loading | Ready | Emissions | Stats | Failed | Listening | Holds | PeerSeen
+ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | Peers | Plan
+FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
