@@ -1,10 +1,12 @@
 """What a remote expert call costs, against an echo of the same bytes over the same kind of lane, in one run.
 
-    python tools/bench/expert_calls.py --hidden 2048 --width 768 --experts 4 --rows 1 8 64
+    python -m tools.bench.expert_calls --hidden 2048 --width 768 --experts 4 --rows 1 8 64
+    python -m tools.bench.expert_calls --width 64 --fill 4096
 
-A second process has the experts in memory. Calls and echoes alternate; both go through ROUTER and DEALER, CURVE and
-the envelope's checksums. A call is timed on the compute thread, from the call to its answer, an echo likewise, with
-the same hand-over to the loop and back.
+Two boxes of the test bed (needs root), a 500 Mbit/s link between them; the one has the experts in memory, the other
+calls. Calls and echoes alternate; both go through ROUTER and DEALER, CURVE and the envelope's checksums. A call is
+timed on the compute thread, from the call to its answer, an echo likewise, with the same hand-over to the loop and
+back. `--fill` measures how much of the link a prefill's layer-steps of so many tokens use, as the link counts bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +15,8 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from queue import SimpleQueue
 from typing import Any
@@ -34,11 +34,13 @@ from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.messages import PeerEngine
 from edgemoe.cluster.wire.net import Answer, Failure, Question
 from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.compute import Group
 from edgemoe.experts.devices import Tiers
 from edgemoe.experts.host import ExpertHost
 from edgemoe.kernels.compute import Kernels
 from edgemoe.policy.baselines import LRU
 from edgemoe.types import ExpertWork, RemoteCall, Tier
+from tools.testbed.bed import Bed
 
 EXPERTS = 16
 
@@ -92,20 +94,22 @@ class RandomStore:
 
 
 class Box:
-    """A box with 16 experts of one layer in memory, and an echo lane beside its calls lane. Made on its loop."""
+    """A box with so many of 16 experts of one layer, and an echo lane beside its calls lane. Made on its loop."""
 
-    def __init__(self, node: str, key: Secret, shape: ExpertShape, threads: int) -> None:
+    def __init__(self, node: str, key: Secret, shape: ExpertShape, threads: int, experts: int) -> None:
         kernels = Kernels(threads, shape.bf16)
         policy = LRU(1, EXPERTS)
         store = PeerStore(RandomStore(shape), NoShelf(), lambda _: "", shape.expert_bytes)
         policies = {Tier.RAM: policy, Tier.VRAM: policy}
-        self.tiers = Tiers(shape, store, EXPERTS * shape.stride_bytes, [], policies, kernels)
+        here = np.arange(EXPERTS)[None] < experts
+        slots = max(experts, shape.top_k) * shape.stride_bytes
+        self.tiers = Tiers(shape, store, slots, [], policies, kernels, on_disk=here)
         model = Model("m", 1, EXPERTS, shape.hidden * shape.item_bytes, shape.expert_bytes)
         host = ExpertHost(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
-        here = lambda: (self.tiers.residency.ram.where >= 0, self.tiers.on_disk)  # noqa: E731
-        self.plane = DataPlane(node, f"boot-{node}", key, model, here, host, NoShelf(), store, timeout_s=5)
+        holdings = lambda: (self.tiers.residency.ram.where >= 0, self.tiers.on_disk)  # noqa: E731
+        self.plane = DataPlane(node, f"boot-{node}", key, model, holdings, host, NoShelf(), store, timeout_s=5)
         self.echo: Lane[Any] = Lane(self.plane._net, "echo", ECHO, echo)
-        self.ports = [*self.plane.bind("127.0.0.1"), self.echo.bind("127.0.0.1")]
+        self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -113,22 +117,24 @@ class Box:
                 group.create_task(work)
 
 
-def secret(public: str = "", private: str = "") -> Secret:
-    pair = (public.encode(), private.encode()) if public else zmq.curve_keypair()
-    return Secret(pair[1], pair[0])
-
-
 def engine(node: str, told: dict[str, Any]) -> PeerEngine:
-    calls, bulk = (f"{told.get('host', '127.0.0.1')}:{port}" for port in told["ports"][:2])
+    calls, bulk = (f"{told['host']}:{port}" for port in told["ports"][:2])
     return PeerEngine(node=node, boot=f"boot-{node}", key=told["public"], calls=calls, bulk=bulk)
 
 
+def told() -> dict[str, Any]:
+    """The next line of standard input."""
+    return dict(json.loads(sys.stdin.readline()))
+
+
 async def serve(shape: ExpertShape, threads: int) -> None:
-    """The second process: reads the other's key, says its own and its ports, serves until killed."""
-    other = json.loads(sys.stdin.readline())
-    box = Box("server", secret(other["server_public"], other["server_secret"]), shape, threads)
-    box.plane._net.allowed.allow("client", other["public"])
-    print(json.dumps({"ports": box.ports, "public": other["server_public"]}), flush=True)
+    """One process: reads both keys, says its ports, serves until killed."""
+    keys = told()
+    box = Box(
+        "server", Secret(*(keys["server"][name].encode() for name in ("secret", "public"))), shape, threads, EXPERTS
+    )
+    box.plane._net.allowed.allow("client", keys["client"]["public"])
+    print(json.dumps({"ports": box.ports}), flush=True)
     await box.run()
 
 
@@ -181,37 +187,88 @@ def measure(box: Box, shape: ExpertShape, rows: int, experts: int, rounds: int) 
     }
 
 
-async def compare(args: argparse.Namespace, shape: ExpertShape) -> None:
-    key, server_key = secret(), secret()
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--serve", *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        hello = {
-            "public": key.public.decode(),
-            "server_public": server_key.public.decode(),
-            "server_secret": server_key.secret.decode(),
-        }
-        child.stdin.write(json.dumps(hello) + "\n")
-        child.stdin.flush()
-        told = json.loads(await asyncio.to_thread(child.stdout.readline))
-        box = Box("client", key, shape, 1)
-        running = asyncio.create_task(box.run())
-        box.plane.set_peers([engine("server", told)])
-        box.echo.connect(Peer("server", f"127.0.0.1:{told['ports'][2]}", told["public"]))
-        async with asyncio.timeout(60):
-            while not (box.echo.is_up("server") and (p := box.plane.calls.peers["server"]).ready and p.ram.all()):
-                await asyncio.sleep(0.05)
-        for rows in args.rows:
-            await asyncio.to_thread(measure, box, shape, rows, args.experts, 20)
-            found = await asyncio.to_thread(measure, box, shape, rows, args.experts, args.rounds)
-            print(json.dumps(found), flush=True)
-        running.cancel()
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+def fill(box: Box, shape: ExpertShape, experts: int, rows: int, seconds: float) -> dict[str, float]:
+    """Layer-steps of `rows` tokens, one after the other, all of whose experts are the peer's. On the compute thread."""
+    rng = np.random.default_rng(0)
+    hidden = torch.from_numpy(rng.standard_normal((rows, shape.hidden)).astype(np.float32))
+    hidden = hidden.to(torch.bfloat16 if shape.bf16 else torch.float32)
+    ids = np.argsort(rng.random((rows, EXPERTS)), axis=1)[:, :experts]
+    group = Group.of(ids, np.full((rows, experts), 1 / experts, np.float32))
+    remote = box.tiers.experts.remote
+    assert remote is not None
+    began_s, sent, steps, asked = time.perf_counter(), link_bytes(), 0, remote.asked
+    while time.perf_counter() - began_s < seconds:
+        remote.run(0, hidden, group, None, lambda part, scan: 0.0)
+        steps += 1
+    took_s = time.perf_counter() - began_s
+    out, back = (b - a for a, b in zip(sent, link_bytes(), strict=True))
+    payload = steps * rows * shape.hidden * shape.item_bytes
+    return {
+        "rows": rows,
+        "steps": steps,
+        "calls": remote.asked - asked,
+        "experts_remote": remote.experts,
+        "step_ms": round(took_s / steps * 1e3, 2),
+        "sent_mbit_per_s": round(out * 8e-6 / took_s, 1),
+        "received_mbit_per_s": round(back * 8e-6 / took_s, 1),
+        "payload_mbit_per_s": round(payload * 8e-6 / took_s, 1),
+    }
+
+
+def link_bytes() -> tuple[int, int]:
+    """Sent and received by this box."""
+    shown = json.loads(subprocess.run(["ip", "-s", "-j", "link", "show", "e0"], capture_output=True, check=True).stdout)
+    return shown[0]["stats64"]["tx"]["bytes"], shown[0]["stats64"]["rx"]["bytes"]
+
+
+async def call(args: argparse.Namespace, shape: ExpertShape) -> None:
+    """The other process: reads keys and where the server is, measures, says what it found."""
+    keys = told()
+    box = Box("client", Secret(*(keys["client"][name].encode() for name in ("secret", "public"))), shape, 1, 0)
+    server = told()
+    running = asyncio.create_task(box.run())
+    box.plane.set_peers([engine("server", {**server, "public": keys["server"]["public"]})])
+    box.echo.connect(Peer("server", f"{server['host']}:{server['ports'][2]}", keys["server"]["public"]))
+    box.tiers.join(box.plane.calls)
+    box.plane.calls.fetch_s = lambda layer, experts, without: np.full(len(experts), np.inf)  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
+        while not (box.echo.is_up("server") and (p := box.plane.calls.peers["server"]).ready and p.ram.all()):
+            await asyncio.sleep(0.05)
+    for rows in args.fill or ():
+        await asyncio.to_thread(fill, box, shape, args.experts, rows, 1.0)
+        found = await asyncio.to_thread(fill, box, shape, args.experts, rows, args.seconds)
+        print(json.dumps(found), flush=True)
+    for rows in args.rows if not args.fill else ():
+        await asyncio.to_thread(measure, box, shape, rows, args.experts, 20)
+        found = await asyncio.to_thread(measure, box, shape, rows, args.experts, args.rounds)
+        print(json.dumps(found), flush=True)
+    running.cancel()
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Builds two boxes, starts a process in each, prints what the caller finds."""
+    keys = {}
+    for name in ("client", "server"):
+        public, private = zmq.curve_keypair()
+        keys[name] = {"public": public.decode(), "secret": private.decode()}
+    command = [sys.executable, "-m", "tools.bench.expert_calls", *sys.argv[1:], "--role"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Bed(["client", "server"], args.link) as bed:
+        client: Any
+        server: Any
+        client, server = (bed[name].spawn([*command, name], **pipes) for name in ("client", "server"))
+        for child in (client, server):
+            say(child, keys)
+        say(client, {**json.loads(server.stdout.readline()), "host": bed["server"].address})
+        for line in client.stdout:
+            print(line, end="", flush=True)
+        if client.wait():
+            raise SystemExit("the caller failed")
+
+
+def say(child: Any, what: dict[str, Any]) -> None:
+    child.stdin.write(json.dumps(what) + "\n")
+    child.stdin.flush()
 
 
 def main() -> None:
@@ -221,15 +278,19 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=4, help="of one call")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--fill", type=int, nargs="+", help="tokens of a layer-step; measures the link's use instead")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of --fill")
+    parser.add_argument("--link", type=float, default=500.0, help="Mbit/s")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--float32", action="store_true")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["client", "server"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.role is None:
+        return compare(args)
     torch.set_num_threads(args.threads)
     shape = ExpertShape(1, EXPERTS, args.experts, args.hidden, args.width, bf16=not args.float32)
-    asyncio.run(serve(shape, args.threads) if args.serve else compare(args, shape))
+    asyncio.run(serve(shape, args.threads) if args.role == "server" else call(args, shape))
     sys.stdout.flush()
-    assert threading.main_thread().is_alive()
     os._exit(0)
 
 

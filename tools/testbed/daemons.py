@@ -1,0 +1,244 @@
+"""Daemons in the boxes of a test bed: one each, on its own or helping the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from edgemoe.cluster.wire.keys import Peer, generate
+from tools.testbed.bed import Bed, BedError, Box
+
+CONTROL_PORT, CALLS_PORT, BULK_PORT = 7540, 7541, 7542
+READY_S = 90.0
+Settings = Mapping[str, object]  # "section.key" -> value
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a request brought: text, how it ended, when each piece of it came."""
+
+    text: str = ""
+    finish: str = ""
+    error: str = ""
+    began_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)  # since it began
+    status: int = 0
+
+    @property
+    def took_s(self) -> float:
+        return self.times_s[-1] if self.times_s else 0.0
+
+
+class Daemon:
+    """One box's daemon. `start` it as often as it was killed."""
+
+    def __init__(self, box: Box, folder: Path, settings: Settings) -> None:
+        """`folder` is made; sockets, state and log lie in it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.box, self.folder = box, folder
+        self.log = folder / "log"
+        socket = folder / "api.sock"
+        chosen = {"api.socket": str(socket), "log.format": "json", "log.level": "info", **settings}
+        words = [word for key, value in chosen.items() for word in ("--set", f"{key}={_word(value)}")]
+        config = folder / "empty.toml"
+        config.write_text("")
+        self._command = [sys.executable, "-m", "edgemoe", "serve", "--config", str(config), *words]
+        self._transport = httpx.HTTPTransport(uds=str(socket))
+        self.http = httpx.Client(
+            transport=self._transport, base_url="http://box", timeout=httpx.Timeout(120, connect=2)
+        )
+        self._child: subprocess.Popen[Any] | None = None
+
+    def start(self) -> None:
+        """Starts it; `wait_ready` waits."""
+        with self.log.open("a") as log:
+            self._child = self.box.spawn(self._command, stdout=log, stderr=log)
+
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
+        """Until it takes requests. Raises BedError, with the end of its log."""
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            if self._child is not None and self._child.poll() is not None:
+                break
+            with contextlib.suppress(httpx.TransportError):
+                if self.http.get("/health").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise BedError(f"{self.box.name} did not become ready:\n{self.log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        """kill -9 of all of it."""
+        self.box.kill()
+        if self._child is not None:
+            self._child.wait(10)
+            self._child = None
+
+    def close(self) -> None:
+        self.kill()
+        self.http.close()
+
+    def complete(self, prompt: str | Sequence[int], tokens: int, *, timeout_s: float = 60.0) -> Answer:
+        """A greedy completion, streamed, of `tokens` tokens whatever they are."""
+        body = {
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "model": "m",
+            "max_tokens": tokens,
+            "min_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+        }
+        answer = Answer(began_s=time.time())
+        began_s = time.monotonic()
+        try:
+            with self.http.stream("POST", "/v1/completions", json=body, timeout=timeout_s) as response:
+                answer.status = response.status_code
+                if answer.status != 200:
+                    answer.error = response.read().decode()[:500]
+                    return answer
+                for line in response.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        answer.error = json.dumps(event["error"])[:500]
+                        continue
+                    for choice in event.get("choices", ()):
+                        answer.text += choice["text"]
+                        answer.finish = choice["finish_reason"] or answer.finish
+                        answer.times_s.append(time.monotonic() - began_s)
+        except httpx.HTTPError as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        return answer
+
+    def metrics(self) -> dict[str, float]:
+        """Names with their labels -> values."""
+        rows = (line.rsplit(" ", 1) for line in self.http.get("/metrics").text.splitlines() if line[:1] != "#")
+        return {row[0]: float(row[1]) for row in rows if len(row) == 2}
+
+    def events(self, since: int = 0) -> list[dict[str, Any]]:
+        """What it logged, from that byte of the log on."""
+        with self.log.open("rb") as file:
+            file.seek(since)
+            lines = file.read().split(b"\n")
+        return [json.loads(line) for line in lines if line.startswith(b"{")]
+
+    def log_bytes(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def epoch(self) -> int:
+        """The highest epoch that it remembers."""
+        file = self.folder / "state" / "epoch"
+        return int(file.read_text()) if file.exists() else 0
+
+
+class Cluster:
+    """A daemon in every box of a bed, all of them helping each other."""
+
+    def __init__(self, bed: Bed, folder: Path, settings: Settings) -> None:
+        """`settings` are for all; addresses, keys and state are filled in."""
+        self.bed, self.folder = bed, folder
+        self.settings = dict(settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.peers_file = folder / "peers.toml"
+        entries = []
+        for box in bed.boxes.values():
+            peer = Peer(box.name, f"{box.address}:{CONTROL_PORT}", generate(self.key_file(box.name)).public.decode())
+            entries.append(f'[[peer]]\nnode = "{peer.node}"\naddress = "{peer.address}"\nkey = "{peer.key}"\n')
+        self.peers_file.write_text("\n".join(entries))
+        self.daemons = {name: Daemon(box, folder / name, self.settings_of(box)) for name, box in bed.boxes.items()}
+
+    def key_file(self, name: str) -> Path:
+        return self.folder / f"{name}.key"
+
+    def settings_of(self, box: Box) -> dict[str, object]:
+        return {
+            "cluster.node": box.name,
+            "cluster.key_file": str(self.key_file(box.name)),
+            "cluster.listen": f"{box.address}:{CONTROL_PORT}",
+            "cluster.calls_port": CALLS_PORT,
+            "cluster.bulk_port": BULK_PORT,
+            "cluster.peers_file": str(self.peers_file),
+            "cluster.state_dir": str(self.folder / box.name / "state"),
+            "cluster.coordination": "raft",
+            **self.settings,
+        }
+
+    def __enter__(self) -> Cluster:
+        try:
+            for daemon in self.daemons.values():
+                daemon.start()
+            for daemon in self.daemons.values():
+                daemon.wait_ready()
+            self.settle()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Daemon:
+        return self.daemons[name]
+
+    def __iter__(self) -> Iterator[Daemon]:
+        return iter(self.daemons.values())
+
+    def close(self) -> None:
+        for daemon in self:
+            daemon.box.resume()
+            daemon.close()
+
+    def settle(self, timeout_s: float = READY_S) -> None:
+        """Until all have a plan, their homes in memory, and each sees all others. Raises BedError."""
+        ends = time.monotonic() + timeout_s
+        waits = list(self)
+        state: dict[str, str] = {}
+        while waits and time.monotonic() < ends:
+            for daemon in list(waits):
+                state[daemon.box.name] = why = self._unsettled(daemon)
+                if not why:
+                    waits.remove(daemon)
+            if waits:
+                time.sleep(0.1)
+        if waits:
+            ends_of_logs = "\n".join(daemon.log.read_text()[-1500:] for daemon in waits)
+            raise BedError(f"the boxes did not find together: {state}\n{ends_of_logs}")
+
+    def _unsettled(self, daemon: Daemon) -> str:
+        try:
+            if daemon.http.get("/health").status_code != 200:
+                return "not ready"
+            figures = daemon.metrics()
+        except httpx.TransportError as error:
+            return f"no answer: {error}"
+        if not figures.get("edgemoe_home_experts"):
+            return "no plan"
+        if figures.get("edgemoe_home_experts_missing"):
+            return "experts on their way"
+        seen = [key for key in figures if key.startswith("edgemoe_peer_latency_seconds{")]
+        return "" if len(seen) == len(self.daemons) - 1 else f"sees {len(seen)} others"
+
+    def leader(self) -> str:
+        """Who logged last that it leads; "" where nobody did."""
+        found = [
+            (event["time"], daemon.box.name)
+            for daemon in self
+            for event in daemon.events()
+            if event["event"] == "leading"
+        ]
+        return max(found)[1] if found else ""
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

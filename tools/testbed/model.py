@@ -1,0 +1,29 @@
+"""The demo model in float32, in which greedy tokens are the same whatever way an expert was computed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from edgemoe.demo import model_path
+from edgemoe.pack import ensure_store
+
+
+def float32_demo(folder: Path) -> Path:
+    """Packs it below `folder`, unless it lies there already; the store."""
+    checkpoint = folder / "demo-float32"
+    if not checkpoint.exists():
+        fresh = folder / "demo-float32.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(model_path(), fresh)
+        weights = {name: tensor.to(torch.float32) for name, tensor in load_file(fresh / "model.safetensors").items()}
+        save_file(weights, fresh / "model.safetensors", {"format": "pt"})
+        config = json.loads((fresh / "config.json").read_text())
+        config["torch_dtype"] = "float32"
+        (fresh / "config.json").write_text(json.dumps(config, indent=1))
+        fresh.rename(checkpoint)
+    return ensure_store(checkpoint, folder / "stores")
