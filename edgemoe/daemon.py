@@ -27,6 +27,7 @@ from edgemoe.api.text import TextModel
 from edgemoe.cluster.wire.ipc import FrontEnd, private_directory
 from edgemoe.config import Settings
 from edgemoe.errors import EdgemoeError, RequestError
+from edgemoe.front.cluster import Cluster
 from edgemoe.front.listen import Server, api_keys, sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
 from edgemoe.front.supervisor import Supervisor
@@ -63,6 +64,7 @@ class Front:
         self.settings = settings
         self.metrics = Metrics()
         self.supervisor: Supervisor | None = None
+        self.cluster: Cluster | None = None  # where the settings name a node
         self.integrity_errors = 0
         self._command = command
         self._env = env
@@ -99,6 +101,9 @@ class Front:
             api = Api(settings.api, supervisor, text, self.metrics, keys)
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_figures(supervisor)
+            if settings.cluster.node:
+                self.cluster = supervisor.cluster = Cluster(supervisor)
+                self.cluster.listen()
             sockets = self._sockets(held)
             await self._serve(supervisor, Server(build(api), sockets))
 
@@ -110,6 +115,8 @@ class Front:
                 tasks.create_task(self._heartbeat(supervisor), name="heartbeat"),
                 tasks.create_task(self._reload_on_hangup(supervisor), name="reload"),
             ]
+            if self.cluster is not None:
+                helpers.append(tasks.create_task(self.cluster.run(), name="cluster"))
             tasks.create_task(server.run_until_told(), name="http")
             await self._stopped[0].wait()
             log.info("stopping", extra={"live": len(supervisor.book), "drain_s": self.settings.service.drain_s})
@@ -117,6 +124,8 @@ class Front:
             await _either(supervisor.drain(self.settings.service.drain_s), self._stopped[1].wait())
             supervisor.stop()
             server.should_exit = True
+            if self.cluster is not None:
+                await self.cluster.leave()
             for helper in helpers:
                 helper.cancel()
         log.info("stopped")

@@ -36,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "pack": {"model", "experts", "units"} | NOUNS,
     "models": {"pack", "experts", "model", "units"} | NOUNS,
     "api": NOUNS,
-    "front": {"api", "cluster.wire", "cluster.control", "telemetry"} | NOUNS,
+    "front": {"api", "cluster.wire", "cluster.control", "policy", "telemetry"} | NOUNS,
     "demo": {"errors"},
     "service": {"errors"},
     "cluster": set(),

@@ -92,13 +92,19 @@ The socket is /run/edgemoe/edgemoe.sock. Members of its group, "edgemoe" unless 
 use the model; nobody else may: sudo usermod --append --groups edgemoe USER, who then logs in again.
 """
 
+_KEYGEN = """\
+Example:
+  edgemoe keygen /etc/edgemoe/key --node kitchen --address 192.0.2.7:7540 >> peers.toml
+What is printed goes into the list of peers of every box; the file stays on this one. docs/cluster.md has more.
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser; each command's namespace carries `handler`, the "module:function" that runs it."""
     parser = argparse.ArgumentParser(prog="edgemoe", description=_OVERVIEW, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"edgemoe {edgemoe.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_serve, _pack, _models, _generate, _chat, _status, _reload, _config, _service, _replay):
+    for add in (_serve, _pack, _models, _generate, _chat, _status, _reload, _config, _service, _keygen, _replay):
         add(commands)
     return parser
 
@@ -211,3 +217,12 @@ def _replay(commands: Any) -> None:
     summary = "replay a recorded routing trace through cache policies"
     parser = commands.add_parser("replay", help=summary, add_help=False)
     parser.set_defaults(handler="edgemoe.replay:main", passes_arguments=True)
+
+
+def _keygen(commands: Any) -> None:
+    parser = _command(
+        commands, "keygen", "edgemoe.cli.cluster:keygen", "make this box's key for a cluster of boxes", _KEYGEN
+    )
+    parser.add_argument("file", metavar="FILE", help="the secret key to write (0600); must not exist yet")
+    parser.add_argument("--node", metavar="NAME", help="the box's name among the boxes")
+    parser.add_argument("--address", metavar="HOST:PORT", help="where the others reach its control lane")

@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from edgemoe.cluster.wire.messages import Cancel, Submit, ToEngine
+from edgemoe.cluster.wire.messages import Cancel, Submit
 from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
 from edgemoe.types import Emission, Request
 
@@ -73,20 +73,27 @@ class Live:
     accepted: float
     emitted: list[int] = field(default_factory=list)
     attempt: int = 0  # 0: not yet submitted
+    place: str = ""  # the engine that has it; "" while none does
     fruitless: int = 0  # submissions since the last token
 
 
 class Book:
     """Accepts, replays, delivers and forgets requests. Call from one event loop."""
 
-    def __init__(self, capacity: int, send: Callable[[ToEngine], bool], now: Callable[[], float] = time.monotonic):
-        """`send` hands a message to the engine and is false where there is none to take it."""
+    def __init__(
+        self,
+        capacity: int,
+        submit: Callable[[Submit], str],
+        cancel: Callable[[str, Cancel], object],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`submit` hands a message to an engine and names it, or "" where none takes it; `cancel` names the engine."""
         self.capacity = capacity  # requests alive at once, waiting ones included
         self.closed: RequestError | None = None  # why nothing is accepted
         self.stale = 0  # emissions of an earlier attempt, or of none
         self.gaps = 0  # emissions that skipped an index
         self.replayed = 0
-        self._send = send
+        self._hand, self._recall = submit, cancel
         self._now = now
         self._live: dict[str, Live] = {}
         self._suspects: deque[str] = deque()  # to be tried one by one
@@ -124,34 +131,58 @@ class Book:
         """Forgets a request, and has the engine forget it. Unknown ones are forgotten already."""
         if (live := self._live.get(request)) is not None:
             self._forget(live)
-            if live.attempt:
-                self._send(Cancel(request=request, attempt=live.attempt))
+            if live.place:
+                self._recall(live.place, Cancel(request=request, attempt=live.attempt))
 
     # --- what the supervisor calls ---
 
     def take(self, emissions: Iterable[Emission]) -> None:
-        """Delivers what the current engine emitted."""
+        """Delivers what an engine emitted."""
         for emission in emissions:
             live = self._live.get(emission.request)
             if live is None or emission.attempt != live.attempt or emission.index < len(live.emitted):
                 self.stale += 1
             elif emission.index > len(live.emitted):
                 self.gaps += 1
-                self._send(Cancel(request=emission.request, attempt=live.attempt))
+                if live.place:
+                    self._recall(live.place, Cancel(request=emission.request, attempt=live.attempt))
                 self._submit(live)
             else:
                 self._deliver(live, emission)
 
-    def replay(self) -> None:
-        """Submits every live request to a new engine, in the order of acceptance."""
+    def place_of(self, request: str) -> tuple[str, int]:
+        """The engine that has the request, and its attempt there; ("", 0) where it is not alive."""
+        live = self._live.get(request)
+        return (live.place, live.attempt) if live is not None else ("", 0)
+
+    def count_at(self, place: str) -> int:
+        """Live requests that this engine has."""
+        return sum(live.place == place for live in self._live.values())
+
+    def replay(self, places: Collection[str] = ()) -> None:
+        """Submits every live request that none of these engines has to one that takes it, in order of acceptance."""
         self._suspects.clear()
         for live in list(self._live.values()):
-            self.replayed += live.attempt > 0
+            if live.place in places and live.place:
+                continue
+            self.replayed += live.place != ""
+            live.place = ""
+            if live.request.id == self._on_trial:
+                self._on_trial = ""
             if live.fruitless == FRUITLESS_ATTEMPTS - 1:
                 self._suspects.append(live.request.id)
             else:
                 self._submit(live)
-        self._try_next()
+        if not self._on_trial:
+            self._try_next()
+
+    def turned_away(self, request: str, attempt: int) -> None:
+        """An engine would not take this attempt: it goes to another, as far as there is one."""
+        live = self._live.get(request)
+        if live is not None and live.attempt == attempt and live.place:
+            live.place = ""
+            live.fruitless = max(0, live.fruitless - 1)
+            self._submit(live)
 
     def expire(self) -> None:
         """Ends the requests whose deadline has passed."""
@@ -193,6 +224,7 @@ class Book:
 
     def _submit(self, live: Live) -> None:
         """Sends the next attempt. With no engine to take it, `replay` will."""
+        live.place = ""
         if live.fruitless >= FRUITLESS_ATTEMPTS:
             self._forget(live)
             reason = f"{FRUITLESS_ATTEMPTS} engines in a row ended while they worked on this request"
@@ -204,7 +236,8 @@ class Book:
             attempt=live.attempt + 1,
             remaining_ms=max(0.0, (live.ticket.deadline - self._now()) * 1e3),
         )
-        if self._send(message):
+        if place := self._hand(message):
+            live.place = place
             live.attempt += 1
             live.fruitless += 1
 

@@ -4,45 +4,105 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from edgemoe import __version__
+from edgemoe.api.backend import State
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.wire.control_messages import Announce, EngineCard
+from edgemoe.cluster.wire.control_messages import Announce, Beat, ControlMessage, EngineCard, Taken, Tokens
 from edgemoe.cluster.wire.keys import Peer, load_peers, load_secret
-from edgemoe.cluster.wire.messages import Holds, Listening, Peers, PeerSeen, Plan, ToEngine
-from edgemoe.config import ClusterSettings
-from edgemoe.errors import ConfigError
-from edgemoe.types import PlacementPlan
+from edgemoe.cluster.wire.messages import (
+    Cancel,
+    Emissions,
+    Holds,
+    Listening,
+    Peers,
+    PeerSeen,
+    Plan,
+    Submit,
+    ToEngine,
+    decode_from_engine,
+    decode_to_engine,
+)
+from edgemoe.cluster.wire.net import Answer, Question
+from edgemoe.config import ClusterSettings, Settings
+from edgemoe.errors import ConfigError, PeerBusy, PeerRefused
+from edgemoe.front.book import Book
+from edgemoe.front.guests import Guests
+from edgemoe.front.places import Places
+from edgemoe.policy.route import Load
+from edgemoe.types import Emission, PlacementPlan
 
 log = logging.getLogger(__name__)
 WILDCARDS = ("0.0.0.0", "::", "*")
 
 
+class Supervised(Protocol):
+    """Our own engine and the request book, as the cluster's side of the front uses them."""
+
+    settings: Settings
+    book: Book
+
+    @property
+    def place(self) -> str:
+        """The engine's name as a place for requests; "" while it takes none."""
+
+    @property
+    def state(self) -> State:
+        """How the front is."""
+
+    def tell(self, message: ToEngine) -> bool:
+        """Hands a message to the engine, ready or not; false where there is none."""
+
+    def send(self, message: ToEngine) -> bool:
+        """Hands a message to the engine; false where none takes requests."""
+
+    def submit_here(self, message: Submit) -> str:
+        """Hands a request to our own engine and names it; "" where it takes none."""
+
+    def replay(self) -> None:
+        """Submits what no engine has that takes requests."""
+
+
 class Cluster:
     """Made on the front's event loop. `run` until cancelled, after `leave`."""
 
-    def __init__(self, settings: ClusterSettings, devices: tuple[str, ...], send: Callable[[ToEngine], bool]) -> None:
-        """`send` hands a message to our engine. Raises ConfigError, ServiceError."""
-        self.settings = settings
+    def __init__(self, supervisor: Supervised) -> None:
+        """Raises ConfigError, ServiceError."""
+        whole = supervisor.settings
+        self.settings = settings = whole.cluster
         self.seen: dict[str, PeerSeen] = {}  # links between our engine and others, by node
-        self._send = send
+        self._supervisor = supervisor
+        self._slots = whole.engine.max_sequences
         self._listening: Listening | None = None
         self._holds: Holds | None = None
         self._boot = ""  # of our engine
         self._peers = Peers()  # as our engine was told
+        self._known: set[str] = set()  # places elsewhere, as of the last look
         self.plane = ControlPlane(
             settings,
             secrets.token_hex(8),
             load_secret(Path(settings.key_file)),
             listed(settings),
-            Announce(release=__version__, role="box", address=address_of(settings), devices=devices),
+            Announce(
+                release=__version__,
+                role="box",
+                address=address_of(settings),
+                devices=tuple(device.kind for device in whole.device),
+            ),
         )
-        self.plane.on_change = self._tell_peers
+        self.guests = Guests(self.plane.lane, supervisor.send, self.plane.spawn)
+        self._places = Places(
+            self.plane, settings.route, supervisor.book, self._own_load, supervisor.submit_here, self.plane.spawn
+        )
+        self.plane.load = self._load
+        self.plane.on_change = self._look_around
         self.plane.on_plan = self._tell_plan
+        self.plane.on_request = self._serve
 
     def listen(self) -> None:
         """Opens the control lane. Raises PeerRefused where the address cannot be had."""
@@ -72,11 +132,80 @@ class Cluster:
             case PeerSeen():
                 self.seen[message.node] = message
 
-    def engine_ended(self) -> None:
-        """What it held is held no more."""
-        self._listening = self._holds = None
-        self.seen.clear()
-        self._announce()
+    def engine_changed(self) -> None:
+        """It takes requests now, or no longer; what one that has ended held is held no more."""
+        if self._supervisor.place != self._boot:
+            self._listening = self._holds = None
+            self.seen.clear()
+            self.guests.engine_ended()
+            self._boot = ""
+            self._announce()
+        self.plane.beat()
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def places(self) -> Collection[str]:
+        """Engines of other boxes that take requests."""
+        return self._places.elsewhere().keys()
+
+    def submit(self, message: Submit) -> str:
+        """Hands a request to the engine of choice and names it; "" where none takes it."""
+        return self._places.submit(message)
+
+    def cancel(self, place: str, message: Cancel) -> None:
+        """Has another box's engine forget a request."""
+        self._places.cancel(place, message)
+
+    def take(self, items: list[Emission]) -> list[Emission]:
+        """Passes on what our engine emits for other boxes; returns the rest."""
+        return self.guests.take(items)
+
+    def _own_load(self) -> Load | None:
+        place, book = self._supervisor.place, self._supervisor.book
+        if not place:
+            return None
+        return Load(place, True, book.count_at(place) + len(self.guests), self._slots, book.capacity)
+
+    def _load(self) -> Beat:
+        """What our beats say of how busy this box is."""
+        if self._supervisor.book.count_at(""):
+            self._supervisor.replay()  # what was turned away everywhere
+        load = self._own_load()
+        if load is None or self._supervisor.state == "draining":
+            return Beat()
+        return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity)
+
+    def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
+        """What another front has for our engine, or its engine for us. Raises PeerError, WireError."""
+        if len(question.tensors) != 1:
+            raise PeerRefused("a message without its frame")
+        if isinstance(question.message, Tokens):
+            match decode_from_engine(question.tensors[0]):
+                case Emissions(items=items):
+                    return Answer(self._places.take(question.peer, items))
+        else:
+            match decode_to_engine(question.tensors[0]):
+                case Submit() as submit:
+                    load = self._own_load()
+                    if load is None or load.requests >= load.capacity or self._supervisor.state == "draining":
+                        raise PeerBusy("there is no room for another request here")
+                    self.guests.submit(question.peer, question.boot, submit)
+                    return Answer(Taken())
+                case Cancel() as cancel:
+                    self.guests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
+                    return Answer(Taken())
+        raise PeerRefused("a frame of another kind")
+
+    # --- the others -------------------------------------------------------------------------------------------
+
+    def _look_around(self) -> None:
+        """Members or their engines have changed, or may have."""
+        self._tell_peers()
+        for member in self.plane.members:
+            self.guests.keep(member.peer.node, member.boot)
+        if (places := set(self.places())) != self._known:
+            self._known = places
+            self._supervisor.replay()
 
     def _announce(self) -> None:
         engine = None
@@ -101,13 +230,13 @@ class Cluster:
         if self._listening is None or not self.settings.share_experts:
             return
         peers = Peers(peers=self.plane.members.engines())
-        if peers != self._peers and self._send(peers):
+        if peers != self._peers and self._supervisor.tell(peers):
             self._peers = peers
 
     def _tell_plan(self, plan: PlacementPlan) -> None:
         listening = self._listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:
-            self._send(Plan(plan=plan))
+            self._supervisor.tell(Plan(plan=plan))
 
 
 def listed(settings: ClusterSettings) -> Mapping[str, Peer]:

@@ -15,20 +15,33 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from edgemoe.api.backend import State
 from edgemoe.cluster.wire.ipc import FrontEnd
-from edgemoe.cluster.wire.messages import Drain, Emissions, Ready, Reload, Reloaded, Stop, ToEngine
+from edgemoe.cluster.wire.messages import (
+    Cancel,
+    Drain,
+    Emissions,
+    Holds,
+    Listening,
+    PeerSeen,
+    Ready,
+    Reload,
+    Reloaded,
+    Stop,
+    Submit,
+    ToEngine,
+)
 from edgemoe.config import Settings
 from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError, WireError
 from edgemoe.front.book import Book, Ticket
 from edgemoe.front.engine import STOP_S, Engine
-from edgemoe.types import ModelInfo, Request
+from edgemoe.types import Emission, ModelInfo, Request
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +52,34 @@ RELOAD_S = 60.0  # that an engine has to load again what it is told to
 SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
 
 
+class Neighbours(Protocol):
+    """The other boxes, as far as our engine and our requests are concerned."""
+
+    def hear(self, boot: str, message: Listening | Holds | PeerSeen) -> None:
+        """What our engine says of itself and its links."""
+
+    def engine_changed(self) -> None:
+        """Our engine takes requests now, or no longer, or is no more."""
+
+    def places(self) -> Collection[str]:
+        """Engines of other boxes that take requests."""
+
+    def submit(self, message: Submit) -> str:
+        """Hands a request to the engine of choice, ours or another box's, and names it; "" where none takes it."""
+
+    def cancel(self, place: str, message: Cancel) -> None:
+        """Has another box's engine forget a request."""
+
+    def take(self, items: list[Emission]) -> list[Emission]:
+        """Passes on what our engine emits for other boxes; returns the rest."""
+
+
 class Supervisor:
     """Runs engines one after the other. The api's Backend."""
 
     def __init__(self, settings: Settings, wire: FrontEnd, command: Sequence[str]) -> None:
         self.settings = settings
-        self.book = Book(settings.engine.max_sequences + settings.engine.max_queue, self._send)
+        self.book = Book(settings.engine.max_sequences + settings.engine.max_queue, self._submit, self._cancel)
         self.state: State = "loading"
         self.starts = 0
         self.why = ""  # what ended the last engine
@@ -53,6 +88,7 @@ class Supervisor:
         self._engine: Engine | None = None
         self._deaths: deque[float] = deque()
         self._served: tuple[ModelInfo, int] | None = None
+        self.cluster: Neighbours | None = None
         self._stopping = False
         self._changed = asyncio.Event()  # pulsed at each change of state
         self._reloading = asyncio.Lock()
@@ -101,8 +137,10 @@ class Supervisor:
         """
         async with self._reloading:
             self._reloaded = asyncio.get_running_loop().create_future()
-            if not self._send(Reload()):
-                raise EngineUnavailable("no engine is ready to load anything again; one that starts loads what is there")
+            if not self.send(Reload()):
+                raise EngineUnavailable(
+                    "no engine is ready to load anything again; one that starts loads what is there"
+                )
             try:
                 async with asyncio.timeout(RELOAD_S):
                     answer = await self._reloaded
@@ -132,15 +170,18 @@ class Supervisor:
                 case Ready() as ready:
                     self._on_ready(ready)
                 case Emissions(items=items):
-                    self.book.take(items)
+                    self.book.take(items if self.cluster is None else self.cluster.take(items))
                 case Reloaded() as reloaded if self._reloaded is not None and not self._reloaded.done():
                     self._reloaded.set_result(reloaded)
+                case Listening() | Holds() | PeerSeen() as news:
+                    if self.cluster is not None:
+                        self.cluster.hear(boot_id, news)
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""
         self.book.closed = SHUTTING_DOWN
         self._change("draining")
-        self._send(Drain())
+        self.send(Drain())
         try:
             async with asyncio.timeout(drain_s):
                 await self.book.empty()
@@ -182,6 +223,7 @@ class Supervisor:
             await engine.kill()  # whatever it left running
             if self.state == "ready":
                 self._change("loading")
+            self._engine_changed()
 
     async def _pause(self) -> None:
         """Waits before the next start: longer each time, and for the window to move on after too many deaths."""
@@ -202,9 +244,11 @@ class Supervisor:
         if self._served is None:
             raise ServiceError(f"the engine cannot start: {self.why}")
         error = EngineUnavailable(f"the engine keeps failing ({self.why}); see the log", code="engine_failed")
-        self.book.fail_all(error)
+        elsewhere = self.cluster is not None and self.cluster.places()
+        if not elsewhere:
+            self.book.fail_all(error)
         if self.state != "draining":
-            self.book.closed = error
+            self.book.closed = None if elsewhere else error
             self._change("failed")
 
     def _on_ready(self, ready: Ready) -> None:
@@ -214,7 +258,7 @@ class Supervisor:
         if self.state != "draining":
             self.book.closed = None
             self._change("ready")
-        self.book.replay()
+        self._engine_changed()
 
     async def _stop_engine(self) -> None:
         """Asks the engine to exit, and sees that it does."""
@@ -222,15 +266,19 @@ class Supervisor:
         if (engine := self._engine) is None:
             return
         try:
-            async with asyncio.timeout(STOP_S if self._send(Stop()) else 0.0):
+            async with asyncio.timeout(STOP_S if self.send(Stop()) else 0.0):
                 await engine.process.wait()
         except TimeoutError:
             log.warning("engine killed: it did not stop in time")
             await engine.kill()
 
-    def _send(self, message: ToEngine) -> bool:
-        """Hands a message to the engine; false where there is none to take it."""
-        if self._engine is None or not self._engine.serving:
+    def send(self, message: ToEngine) -> bool:
+        """Hands a message to the engine; false where none takes requests."""
+        return self._engine is not None and self._engine.serving and self.tell(message)
+
+    def tell(self, message: ToEngine) -> bool:
+        """Hands a message to the engine, ready or not; false where there is none."""
+        if self._engine is None or self._engine.process.returncode is not None:
             return False
         try:
             self._wire.send(self._engine.boot_id, message)
@@ -238,6 +286,35 @@ class Supervisor:
             log.warning("a message did not reach the engine", extra={"error": str(error)})
             return False
         return True
+
+    @property
+    def place(self) -> str:
+        """The engine's name as a place for requests; "" while it takes none."""
+        return self._engine.boot_id if self._engine is not None and self._engine.serving else ""
+
+    def submit_here(self, message: Submit) -> str:
+        """Hands a request to our own engine and names it; "" where it takes none."""
+        return self.place if self.send(message) else ""
+
+    def replay(self) -> None:
+        """Submits what no engine has that takes requests."""
+        others = () if self.cluster is None else self.cluster.places()
+        self.book.replay([place for place in (self.place, *others) if place])
+
+    def _engine_changed(self) -> None:
+        if self.cluster is not None:
+            self.cluster.engine_changed()
+        if self.place or self.cluster is not None:
+            self.replay()
+
+    def _submit(self, message: Submit) -> str:
+        return self.submit_here(message) if self.cluster is None else self.cluster.submit(message)
+
+    def _cancel(self, place: str, message: Cancel) -> None:
+        if place == self.place:
+            self.send(message)
+        elif self.cluster is not None:
+            self.cluster.cancel(place, message)
 
     def _said_fatal(self) -> bool:
         return self._engine is not None and self._engine.failed is not None and self._engine.failed.fatal

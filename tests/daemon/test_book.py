@@ -22,12 +22,17 @@ class FakeEngine:
         self.up = True
         self.sent: list[ToEngine] = []
         self.now = 100.0
-        self.book = Book(4, self.send, lambda: self.now)
+        self.book = Book(4, self.submit, self.cancel, lambda: self.now)
 
-    def send(self, message: ToEngine) -> bool:
+    def submit(self, message: Submit) -> str:
         if self.up:
             self.sent.append(message)
-        return self.up
+        return "engine" if self.up else ""
+
+    def cancel(self, place: str, message: Cancel) -> None:
+        assert place == "engine"
+        if self.up:
+            self.sent.append(message)
 
     def attempts(self) -> list[tuple[int, tuple[int, ...]]]:
         return [(sent.attempt, sent.emitted) for sent in self.sent if isinstance(sent, Submit)]

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,9 +35,11 @@ from edgemoe.cluster.wire.control_messages import (
     Beat,
     ControlMessage,
     EngineCard,
+    Forward,
     GetPlan,
     PlanIs,
     RaftPayload,
+    Tokens,
     Welcome,
 )
 from edgemoe.cluster.wire.keys import Peer, Secret
@@ -68,12 +70,13 @@ class ControlPlane:
         self.plans = PlanKeeper(directory / "plan")
         self.members = Members(time.monotonic)
         self.announce = announce
-        self.load = Beat()  # how busy this box is; the other fields of a beat are filled in when it is sent
+        self.load: Callable[[], Beat] = Beat  # how busy this box is; a beat's other fields are filled in here
         self.leader, self.leading = "", 0  # whom this box obeys; the epoch in which it leads itself
         self.stale = 0  # leaders of an epoch that is over, not obeyed
         self.trouble = ""  # why there is no new plan
         self.on_change: Callable[[], None] = lambda: None  # members or their engines
         self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
+        self.on_request: Callable[[Question[ControlMessage]], Answer[ControlMessage]] = _refuse
         others = {name: peer for name, peer in peers.items() if name != settings.node}
         self._net = Net(self.node, boot, secret, AllowList({name: peer.key for name, peer in others.items()}))
         self.lane: Lane[ControlMessage] = Lane(self._net, "control", CONTROL, self._serve, heartbeat_s=0.5)
@@ -88,6 +91,7 @@ class ControlPlane:
         self._due = ("", 0.0)  # why a new plan is due, and since when
         self._bare: dict[str, float] = {}  # since when boxes have been without an engine
         self._news = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
         self.lane.on_up, self.lane.on_down = self._up, self._down
         for peer in others.values():
             self.members.add(peer)
@@ -103,8 +107,9 @@ class ControlPlane:
     async def run(self) -> None:
         """Until cancelled."""
         try:
-            async with asyncio.TaskGroup() as group:
-                for work in (self._net.run(), self.lane.run(), self._beat(), self._tell(), self._follow()):
+            async with asyncio.TaskGroup() as self._group:
+                group = self._group
+                for work in (self._net.run(), self.lane.run(), self._beat_on(), self._tell(), self._follow()):
                     group.create_task(work)
                 if self._store is not None:
                     self._electing = group.create_task(self._agree(self._store))
@@ -113,6 +118,11 @@ class ControlPlane:
             if self._store is not None and self._joined:
                 await self._store.close()
             self._net.close()
+
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """A task that lives as long as `run`, at most."""
+        assert self._group is not None
+        return self._group.create_task(work)
 
     def say(self, announce: Announce) -> None:
         """From now on the box is this."""
@@ -151,6 +161,8 @@ class ControlPlane:
                 return Answer(Welcome())
             case GetPlan():
                 return Answer(PlanIs(), [memoryview(self.plans.bytes_of(message.digest))])
+            case Forward() | Tokens():
+                return self.on_request(question)
             case _:
                 raise PeerRefused("not a question")
         return None
@@ -158,8 +170,10 @@ class ControlPlane:
     def _hear_beat(self, member: Member, beat: Beat) -> None:
         node, before = member.peer.node, member.beat
         member.heard_s, member.beat = time.monotonic(), beat
-        if beat.engine != before.engine or beat.leading != before.leading or beat.plan_digest != before.plan_digest:
+        if beat.leading != before.leading or beat.plan_digest != before.plan_digest:
             self._news.set()
+        if beat.engine != before.engine:
+            self.on_change()
         if member.gone_s != float("inf"):
             self._watch()
         if not beat.leading or member.refused:
@@ -219,17 +233,18 @@ class ControlPlane:
 
     # --- saying -----------------------------------------------------------------------------------------------
 
-    async def _beat(self) -> None:
+    async def _beat_on(self) -> None:
         while True:
             self._watch()
-            self._beat_once()
+            self.beat()
             await asyncio.sleep(BEAT_S)
 
-    def _beat_once(self) -> None:
+    def beat(self) -> None:
+        """Tells everybody how this box is."""
         ref = self.plans.ref
         leading = self.leading if self._election is not None and self._election.epoch() == self.leading else 0
         beat = msgspec.structs.replace(
-            self.load,
+            self.load(),
             leading=leading,
             plan_version=ref.version if ref else 0,
             plan_digest=ref.digest if ref else "",
@@ -340,7 +355,7 @@ class ControlPlane:
         self.leading, self.leader = epoch, self.node
         self._due = ("", 0.0)
         self._bare.clear()
-        self._beat_once()
+        self.beat()
 
     async def _care_for_plan(self, store: CoordStore, epoch: int) -> None:
         agreed, engine = store.view().plan, self.announce.engine
@@ -371,7 +386,7 @@ class ControlPlane:
         self.trouble = ""
         log.info("new plan", extra={"because": why, "version": plan.version})
         self._adopt(plan, epoch)
-        self._beat_once()
+        self.beat()
 
     def _agreed_plan(self, agreed: PlanRef | None) -> PlacementPlan | None:
         mine = self.plans.ref is not None and agreed is not None and self.plans.ref.digest == agreed.digest
@@ -409,6 +424,10 @@ class ControlPlane:
             room = engine.budget_experts if engine is not None else 0
             boxes.append(Box(node, room, disk, absent_s, leaving=card is not None and card.leaving))
         return boxes
+
+
+def _refuse(question: Question[ControlMessage]) -> Answer[ControlMessage]:
+    raise PeerRefused("no requests are served here")
 
 
 def _disk(engine: EngineCard, shape: Shape) -> BoolArray | None:

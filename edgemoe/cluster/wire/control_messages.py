@@ -3,6 +3,8 @@
     Beat         told several times a second: that the box lives, whether it leads, which plan holds, how busy it is
     Announce     asked when it has changed, answered Welcome (or refused): what the box is and has
     GetPlan      answered PlanIs, with the plan as a tensor
+    Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
+    Tokens       what that engine emits, likewise; answered Taken, which names what nobody waits for any more
     RaftPayload  told: the embedded agreement's own messages
 
 Whatever a leader says carries its epoch in Beat.leading.
@@ -36,9 +38,9 @@ class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     plan_version: Count = 0  # what the box goes by; as of the leader, what all are to go by
     plan_digest: Text = ""
     engine: Text = ""  # boot of the engine that takes requests; "" while none does
-    running: Count = 0
-    waiting: Count = 0
-    places: Count = 0  # requests that run at once there
+    requests: Count = 0  # running and waiting there
+    slots: Count = 0  # that run at once
+    capacity: Count = 0  # that may be there, waiting ones included
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -83,5 +85,19 @@ class PlanIs(msgspec.Struct, frozen=True, tag=True):
     """The plan's bytes are the message's tensor."""
 
 
-ControlMessage = RaftPayload | Beat | Announce | Welcome | GetPlan | PlanIs | Failure
+class Forward(msgspec.Struct, frozen=True, tag=True):
+    """The message's tensor is a frame for an engine: a Submit or a Cancel."""
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """The message's tensor is a frame of an engine: Emissions."""
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """It has been passed on. `unwanted` are (request, attempt) that nobody waits for."""
+
+    unwanted: Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=1 << 14)] = ()
+
+
+ControlMessage = RaftPayload | Beat | Announce | Welcome | GetPlan | PlanIs | Forward | Tokens | Taken | Failure
 CONTROL: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

@@ -1,0 +1,122 @@
+"""The engines that this front's requests may go to: our own, and other boxes' by way of their fronts.
+
+Another box's engine is the place "NODE:BOOT". Which place a request goes to is a pure choice (`policy.route`); what
+was sent there since it last said how busy it is, is counted in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.wire.control_messages import Beat, Forward, Taken
+from edgemoe.cluster.wire.messages import Cancel, Submit, encode
+from edgemoe.errors import EdgemoeError, PeerError
+from edgemoe.policy.route import Load, Rule, choose
+from edgemoe.types import Emission
+
+log = logging.getLogger(__name__)
+ASK_S = 2.0
+AVOID_S = 1.0  # an engine that turned a request away
+
+
+class Requests(Protocol):
+    """The request book, as far as engines elsewhere are concerned."""
+
+    def take(self, emissions: list[Emission]) -> None:
+        """Delivers what an engine emitted."""
+
+    def turned_away(self, request: str, attempt: int) -> None:
+        """An engine would not take this attempt."""
+
+    def place_of(self, request: str) -> tuple[str, int]:
+        """The engine that has the request, and its attempt there."""
+
+
+class Places:
+    """One owner, one event loop."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        rule: Rule,
+        requests: Requests,
+        own: Callable[[], Load | None],
+        submit_here: Callable[[Submit], str],
+        spawn: Callable[..., asyncio.Task[None]],
+    ) -> None:
+        """`own` is our engine while it takes requests; `submit_here` gives it one and names it."""
+        self.forwarded = 0
+        self._plane, self._rule, self._requests = plane, rule, requests
+        self._own, self._submit_here, self._spawn = own, submit_here, spawn
+        self._since: dict[str, tuple[Beat, int]] = {}  # requests sent to a node since its last beat
+        self._avoid: dict[str, float] = {}  # places that turned requests away, until when
+
+    def elsewhere(self) -> dict[str, str]:
+        """Engines of other boxes that take requests: place -> node."""
+        members = self._plane.members
+        return {
+            f"{member.peer.node}:{member.beat.engine}": member.peer.node
+            for member in members
+            if member.beat.engine and not member.refused and members.is_alive(member.peer.node)
+        }
+
+    def submit(self, message: Submit) -> str:
+        """Hands a request to the engine of choice, and names that; "" where there is none."""
+        now = time.monotonic()
+        self._avoid = {place: until for place, until in self._avoid.items() if until > now}
+        own = self._own()
+        others = self.elsewhere()
+        loads = [self._load(place, node) for place, node in others.items() if place not in self._avoid]
+        place = choose(loads if own is None else [own, *loads], self._rule)
+        if place in others:
+            node = others[place]
+            beat, sent = self._since.get(node, (self._plane.members[node].beat, 0))
+            self._since[node] = (beat, sent + 1)
+            self.forwarded += 1
+            self._spawn(self._forward(place, node, message))
+            return place
+        return self._submit_here(message)
+
+    def cancel(self, place: str, message: Cancel) -> None:
+        """Has another box's engine forget a request. Should this not arrive, its next tokens are answered with it."""
+        if (node := self.elsewhere().get(place)) is not None:
+            self._spawn(self._recall(node, message))
+
+    def take(self, node: str, items: list[Emission]) -> Taken:
+        """Delivers what a request of ours has emitted over there; says which of it nobody waits for."""
+        wanted, unwanted = [], {}
+        for one in items:
+            place, attempt = self._requests.place_of(one.request)
+            if attempt == one.attempt and place.startswith(f"{node}:"):
+                wanted.append(one)
+            elif not one.finish:
+                unwanted[one.request] = one.attempt
+        self._requests.take(wanted)
+        return Taken(tuple(unwanted.items()))
+
+    def _load(self, place: str, node: str) -> Load:
+        beat = self._plane.members[node].beat
+        then, sent = self._since.get(node, (beat, 0))
+        if then is not beat:
+            self._since[node] = (beat, 0)
+            sent = 0
+        return Load(place, False, beat.requests + sent, beat.slots, beat.capacity)
+
+    async def _forward(self, place: str, node: str, message: Submit) -> None:
+        try:
+            await self._plane.lane.ask(node, Forward(), [encode(message)], timeout_s=ASK_S, epoch=self._plane.epoch)
+        except EdgemoeError as error:
+            log.info("a request was turned away", extra={"peer": node, "why": str(error)})
+            self._avoid[place] = time.monotonic() + AVOID_S
+            self._requests.turned_away(message.request.id, message.attempt)
+
+    async def _recall(self, node: str, message: Cancel) -> None:
+        try:
+            await self._plane.lane.ask(node, Forward(), [encode(message)], timeout_s=ASK_S)
+        except PeerError as error:
+            log.debug("a request was not recalled", extra={"peer": node, "why": str(error)})

@@ -1,0 +1,31 @@
+"""Which engine a request goes to: a pure choice from a table of loads. Finer rules take the place of these two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+Rule = Literal["local", "spread"]
+
+
+class Load(NamedTuple):
+    """An engine that takes requests. What was sent there since it last said how it is, is counted in."""
+
+    place: str
+    here: bool  # on the box that asks
+    requests: int  # running and waiting
+    slots: int  # that run at once
+    capacity: int  # that may be there, waiting ones included
+
+
+def choose(loads: Sequence[Load], rule: Rule) -> str:
+    """The place to send a request to; "" where there is no room anywhere.
+
+    "local" keeps it on this box while that has room; "spread", and "local" beyond that, take the engine with the
+    least requests for each that runs at once, this box's among equals.
+    """
+    free = [load for load in loads if load.requests < load.capacity]
+    if rule == "local" and (own := [load for load in free if load.here]):
+        return own[0].place
+    best = min(free, key=lambda load: (load.requests / max(1, load.slots), not load.here, load.place), default=None)
+    return best.place if best is not None else ""
