@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+from kept import STORES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgemoe.config import ApiSettings, EngineSettings, ModelSettings, ServiceSettings, Settings
@@ -81,7 +82,7 @@ def settings_for(folder: Path, model: Path, **sections: Any) -> Settings:
     api = {"socket": str(folder / "api.sock"), **sections.pop("api", {})}
     service = {"runtime_dir": str(folder / "run"), "drain_s": 5.0, **sections.pop("service", {})}
     return Settings(
-        model=ModelSettings(path=str(model), name="tiny"),
+        model=ModelSettings(path=str(model), name="tiny", store_dir=str(STORES)),
         api=ApiSettings(**api),
         service=ServiceSettings(**service),
         engine=EngineSettings(**sections.pop("engine", {})),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -19,14 +18,14 @@ from edgemoe.kernels.machine import (
     address_of,
     call_rows,
     chunk,
-    entry,
-    entry_for,
+    code,
     f32_at,
     fields,
     i64_at,
     jit,
     record,
 )
+from edgemoe.kernels.machine_code import Code
 from edgemoe.kernels.pool import parallel
 from edgemoe.kernels.vector import exp32, softmax
 
@@ -45,16 +44,17 @@ ATTENTION = fields(
 )
 
 
-@entry
 def part_tokens(context: int) -> int:
     """Tokens in one part of a context: a whole number of blocks."""
     return max(SHORTEST, (context + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK)
 
 
-@entry
 def most_parts(longest: int) -> int:
     """No context up to `longest` has more parts."""
     return min(SPLITS, (longest + SHORTEST - 1) // SHORTEST)
+
+
+_part_tokens, _most_parts = jit(part_tokens), jit(most_parts)
 
 
 def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict[str, int]:
@@ -67,9 +67,10 @@ def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict
 
 
 @cache
-def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
-    """(run(control, address of an ATTENTION record), what must outlive it)."""
-    rows, place = make_rows(bf16).address, make_place(bf16)
+def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[Code, ...]]:
+    """(run(control, address of an ATTENTION record) for kernels, the same for Python, all code that they refer to)."""
+    row_code, place = make_rows(bf16), make_place(bf16)
+    rows = address_of(row_code)
     load = load_bf16 if bf16 else load_f32
     size = 2 if bf16 else 4
 
@@ -94,22 +95,24 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
     @chunk
     def attend(job: int, number: int) -> None:
         a = record(job, ATTENTION)
-        splits = most_parts(a.longest)
+        splits = _most_parts(a.longest)
         token, head = number // (a.kv_heads * splits), number // splits % a.kv_heads
         context = i64_at(a.contexts)[token]
-        length = part_tokens(context)
+        length = _part_tokens(context)
         start = number % splits * length
         if start >= context:
             return
         end, group = min(start + length, context), a.heads // a.kv_heads
-        scores = a.scores + number * group * part_tokens(a.longest) * 4
+        scores = a.scores + number * group * _part_tokens(a.longest) * 4
         queries = a.queries + (token * a.heads + head * group) * a.head_dim * 4
         table = i64_at(a.tables + 8 * token * a.table_width)
         line = a.head_dim * size
         for at in range(start, end, BLOCK):
             keys = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
             count, to = min(BLOCK, end - at), scores + (at - start) * 4
-            call_rows(rows, keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4)
+            call_rows(
+                rows(), keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4
+            )
         part = a.parts + number * group * (a.head_dim + 2) * 4
         for query in range(group):
             result = f32_at(part + query * (a.head_dim + 2) * 4)
@@ -126,10 +129,10 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
     def combine(job: int, number: int) -> None:
         """One query head of one token: its parts, weighted by their sums, to their places in `out`."""
         a = record(job, ATTENTION)
-        splits = most_parts(a.longest)
+        splits = _most_parts(a.longest)
         token, head, group = number // a.heads, number % a.heads, a.heads // a.kv_heads
         context = i64_at(a.contexts)[token]
-        used = (context + part_tokens(context) - 1) // part_tokens(context)
+        used = (context + _part_tokens(context) - 1) // _part_tokens(context)
         first = (token * a.kv_heads + head // group) * splits
         line, n = (a.head_dim + 2) * 4, a.heads * a.head_dim
         base = a.parts + (first * group + head % group) * line
@@ -151,10 +154,11 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
 
     attending, combining = address_of(attend), address_of(combine)
 
-    @entry_for(INT, INT)
+    @jit
     def run(control: int, job: int) -> None:
         a = record(job, ATTENTION)
-        parallel(control, attending, job, a.tokens * a.kv_heads * most_parts(a.longest))
-        parallel(control, combining, job, a.tokens * a.heads)
+        parallel(control, attending(), job, a.tokens * a.kv_heads * _most_parts(a.longest))
+        parallel(control, combining(), job, a.tokens * a.heads)
 
-    return run, (attend, combine)
+    attention = code(INT, INT)(run.py_func)
+    return run, attention, (row_code, attend, combine, attention)

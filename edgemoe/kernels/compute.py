@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,15 @@ from edgemoe.kernels.experts import EXPERTS, make_experts
 from edgemoe.kernels.layer import make_layer
 from edgemoe.kernels.linear import LINEAR, make_linear
 from edgemoe.kernels.machine import place_of
-from edgemoe.kernels.pool import Pool
+from edgemoe.kernels.machine_code import link
+from edgemoe.kernels.pool import HELP, PAUSES, Pool
 from edgemoe.kernels.vector import make_pack_all
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
+SLOTS, OFFSETS, INDEX, WEIGHTS = (place_of(EXPERTS, name) for name in ("slots", "offsets", "index", "weights"))
 MOST_TOKENS = 1024  # of one call that takes vectors one after the other
 
 
@@ -36,20 +39,25 @@ class Paged(NamedTuple):
 
 
 class Kernels:
-    """Compiled for one weight type; `threads` includes the caller's. Compiling takes a second or two.
+    """Compiled for one weight type; `threads` includes the caller's.
 
-    Not for several threads at once: the scratch memory is shared. Close it, or let it be collected.
+    Compiling takes ten seconds; machine code is kept in `directory`, where one is given. Not for several threads at
+    once: the scratch memory is shared. Close it, or let it be collected.
     """
 
-    def __init__(self, threads: int, bf16: bool) -> None:
+    def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
         self.bf16 = bf16
+        layer, head, layer_code = make_layer(bf16)
+        experts, experts_code = make_experts(bf16)
+        _, linear, linear_code = make_linear(bf16)
+        _, attention, attention_code = make_attention(bf16)
+        pack = make_pack_all(bf16)
+        every = (HELP, PAUSES, *layer_code, *experts_code, *linear_code, *attention_code, pack)
+        link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
+        self._layer, self._head, self._experts = layer.call, head.call, experts.call
+        self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
         self.pool = Pool(threads)
         self.close = self.pool.close
-        self._layer, self._head, self._keep_layer = make_layer(bf16)
-        self._experts, self._keep_experts = make_experts(bf16)
-        self._linear, self._keep_linear = make_linear(bf16)
-        self._attention, self._keep_attention = make_attention(bf16)
-        self._pack = make_pack_all(bf16)
         self._scratch: dict[str, npt.NDArray[Any]] = {}
         self._iota = np.arange(MOST_TOKENS, dtype=np.int64)
         self.iota = self._iota.ctypes.data
@@ -92,19 +100,22 @@ class Kernels:
             self._size_experts(*sizes)
         job = self._call
         job[SLAB], job[STRIDE], job[X], job[X_BF16], job[OUT] = slab, stride_bytes, x, x_bf16, out
-        self._experts(self.pool.control, self._job_address, slots, offsets, index, weights)
+        job[SLOTS], job[OFFSETS], job[INDEX] = slots.ctypes.data, offsets.ctypes.data, index.ctypes.data
+        job[WEIGHTS] = weights.ctypes.data
+        self._experts(self.pool.control, self._job_address)
 
     def _size_experts(self, hidden: int, width: int, tokens: int, pairs: int, slots: int) -> None:
         job = self._job
         for name, count in experts.scratch_floats(hidden, width, tokens, pairs, slots).items():
             job[name] = self.scratch(name, count)
         job["hidden"], job["width"], job["tokens"], job["iota"] = hidden, width, tokens, self.iota
+        job["count"] = slots
         self._expert_sizes = (hidden, width, tokens, pairs, slots)
 
     def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
         """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
         packed = self.scratch("linear.x", tokens * n)
-        self._pack(x, x_bf16, tokens, n, packed, np.float32(1.0))
+        self._pack(x, x_bf16, tokens, n, packed, 1.0)
         job = self.linear_record
         job["weight"], job["rows"], job["n"], job["x"], job["out"] = weight, rows, n, packed, out
         job["index"], job["tokens"] = self.iota, tokens
@@ -117,7 +128,7 @@ class Kernels:
         `contexts` [tokens] as in `attention`. The new tokens' keys and values are in the cache already.
         """
         packed = self.scratch("attend.queries", tokens * cache.heads * cache.head_dim)
-        scale = np.float32(cache.head_dim**-0.5)
+        scale = cache.head_dim**-0.5
         self._pack(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, scale)
         job = self.attention_record(tokens, tables, contexts, cache)
         job["queries"], job["out"], job["plain"] = packed, out, 1

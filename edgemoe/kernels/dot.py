@@ -23,10 +23,11 @@ from llvmlite import ir
 from edgemoe.kernels.machine import (
     F32,
     I64,
+    INT,
     bf16_to_f32,
     bits_of,
     cgutils,
-    compiled,
+    code,
     f32_at,
     i64_at,
     intrinsic,
@@ -34,6 +35,7 @@ from edgemoe.kernels.machine import (
     types,
     u16_at,
 )
+from edgemoe.kernels.machine_code import Code
 
 WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
 LANES = 16 if WIDE else 8
@@ -212,18 +214,18 @@ def make_place(bf16: bool) -> Callable[[int, int], int]:
 
 
 @cache
-def make_rows(bf16: bool) -> Any:
+def make_rows(bf16: bool) -> Code:
     """rows(w, stride, count, next, x, x_stride, index, tokens, n, out, out_stride): any number of rows and tokens.
 
     Rows are read one after the other; tokens go in groups, for which a row comes from the first-level cache.
     What is prefetched while the last rows are computed lies at `next`, where the caller will probably go on.
-    Call it by its `.address` with `call_rows`.
+    Call it by its address with `call_rows`.
     """
     by1, by2 = _dots(1, bf16), _dots(2, bf16)
     by4 = _dots(4, bf16) if WIDE else by2  # sums for four tokens need 32 wide registers
     widest = 4 if WIDE else 2
 
-    @compiled(11)
+    @code(*[INT] * 11)
     def rows(
         w: int,
         stride: int,

@@ -7,24 +7,21 @@ added in the order of `slots`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from edgemoe.kernels.dot import make_place, make_rows
 from edgemoe.kernels.machine import (
-    FLOATS,
     INT,
-    INTS,
     address_of,
     call_rows,
     chunk,
-    entry_for,
+    code,
     f32_at,
     fields,
     i64_at,
     record,
 )
+from edgemoe.kernels.machine_code import Code
 from edgemoe.kernels.pool import parallel
 from edgemoe.kernels.vector import make_pack, swiglu
 
@@ -51,9 +48,10 @@ def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int)
 
 
 @cache
-def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
-    """(run(control, address of an EXPERTS record, slots, offsets, index, weights), what must outlive it)."""
-    rows, pack, place = make_rows(bf16).address, make_pack(bf16), make_place(bf16)
+def make_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """(run(control, address of an EXPERTS record), all code that it refers to)."""
+    row_code, pack, place = make_rows(bf16), make_pack(bf16), make_place(bf16)
+    rows = address_of(row_code)
     size = 2 if bf16 else 4
 
     @chunk
@@ -75,8 +73,8 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
             n, index = min(GROUP, after - first), e.index + 8 * first
             # After the gate's rows come up's; after those, what the other threads do not take.
             v, soon = w + e.width * line, w + e.threads * GATE_ROWS * line
-            call_rows(rows, w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
-            call_rows(rows, v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
+            call_rows(rows(), w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
+            call_rows(rows(), v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
             for pair in range(n):
                 gate, up = gates + pair * GATE_ROWS * 4, ups + pair * GATE_ROWS * 4
                 swiglu(gate, up, count, f32_at(e.weights)[first + pair])
@@ -96,7 +94,7 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
                 soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
             for first in range(i64_at(e.offsets)[slot], after, GROUP):
                 n, mid = min(GROUP, after - first), e.mid + first * e.width * 4
-                call_rows(rows, w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
+                call_rows(rows(), w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
                 for pair in range(n):
                     out = f32_at(e.out + (i64_at(e.index)[first + pair] * e.hidden + row) * 4)
                     values = f32_at(part + pair * to_next)
@@ -105,14 +103,12 @@ def make_experts(bf16: bool) -> tuple[Callable[..., None], Any]:
 
     packing, gating, adding = address_of(pack_token), address_of(gate_up), address_of(down)
 
-    @entry_for(INT, INT, INTS, INTS, INTS, FLOATS)
-    def run(control: int, job: int, slots: Any, offsets: Any, index: Any, weights: Any) -> None:
+    @code(INT, INT)
+    def run(control: int, job: int) -> None:
         e = record(job, EXPERTS)
-        e.slots, e.offsets, e.count = slots.ctypes.data, offsets.ctypes.data, len(slots)
-        e.index, e.weights = index.ctypes.data, weights.ctypes.data
-        parallel(control, packing, job, e.tokens)
-        parallel(control, gating, job, e.count * ((e.width + GATE_ROWS - 1) // GATE_ROWS))
+        parallel(control, packing(), job, e.tokens)
+        parallel(control, gating(), job, e.count * ((e.width + GATE_ROWS - 1) // GATE_ROWS))
         e.down_rows = min(MOST_DOWN_ROWS, max(8, e.hidden // (4 * e.threads)))
-        parallel(control, adding, job, (e.hidden + e.down_rows - 1) // e.down_rows)
+        parallel(control, adding(), job, (e.hidden + e.down_rows - 1) // e.down_rows)
 
-    return run, (pack_token, gate_up, down)
+    return run, (row_code, pack_token, gate_up, down, run)

@@ -7,16 +7,15 @@ left to Python per layer is this call and the experts'.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from edgemoe.kernels.attention import ATTENTION, BLOCK, make_attention
 from edgemoe.kernels.dot import make_place, store_bf16, store_f32
 from edgemoe.kernels.linear import LINEAR, make_linear
-from edgemoe.kernels.machine import INT, address_of, chunk, entry_for, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.machine import INT, address_of, chunk, code, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.machine_code import Code
 from edgemoe.kernels.pool import parallel
 from edgemoe.kernels.vector import make_pack, norm_scale, softmax, top_k
 
@@ -41,10 +40,10 @@ HEAD = fields("step", "norm", "weight", "vocab", "rows", "count", "logits")
 
 
 @cache
-def make_layer(bf16: bool) -> tuple[Callable[[int, int], None], Callable[[int, int], None], Any]:
-    """(layer(control, LAYER record), head(control, HEAD record), what must outlive them)."""
-    linear, keep_linear = make_linear(bf16)
-    attention, keep_attention = make_attention(bf16)
+def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
+    """(layer(control, LAYER record), head(control, HEAD record), all code that they refer to)."""
+    linear, _, linear_code = make_linear(bf16)
+    attention, _, attention_code = make_attention(bf16)
     pack, place = make_pack(bf16), make_place(bf16)
     store = store_bf16 if bf16 else store_f32
     size, model_bf16 = (2, 1) if bf16 else (4, 0)
@@ -144,30 +143,30 @@ def make_layer(bf16: bool) -> tuple[Callable[[int, int], None], Callable[[int, i
         a.index, a.tokens = s.iota, s.tokens
         linear(control, s.linear)
 
-    @entry_for(INT, INT)
+    @code(INT, INT)
     def layer(control: int, job: int) -> None:
         l = record(job, LAYER)  # noqa: E741
         s = record(l.step, STEP)
         a = record(s.attention, ATTENTION)
         a.keys, a.values = l.keys, l.values
         queries, rows = s.heads * s.head_dim, (s.heads + 2 * s.kv_heads) * s.head_dim
-        parallel(control, entering, job, s.tokens)
+        parallel(control, entering(), job, s.tokens)
         multiply(control, l.step, l.qkv, rows, s.width, s.packed, s.qkv)
-        parallel(control, rotating, job, s.tokens)
+        parallel(control, rotating(), job, s.tokens)
         attention(control, s.attention)
         multiply(control, l.step, l.o, s.width, queries, s.attended, s.mixed)
-        parallel(control, preparing, job, s.tokens)
+        parallel(control, preparing(), job, s.tokens)
         multiply(control, l.step, l.gate, s.experts, s.width, s.packed, s.probs)
-        parallel(control, choosing, job, s.tokens)
+        parallel(control, choosing(), job, s.tokens)
 
-    @entry_for(INT, INT)
+    @code(INT, INT)
     def head(control: int, job: int) -> None:
         h = record(job, HEAD)
         s = record(h.step, STEP)
-        parallel(control, entering, job, s.tokens)
+        parallel(control, entering(), job, s.tokens)
         a = record(s.linear, LINEAR)
         a.weight, a.rows, a.n, a.x, a.out = h.weight, h.vocab, s.width, s.packed, h.logits
         a.index, a.tokens = h.rows, h.count
         linear(control, s.linear)
 
-    return layer, head, (enter, rotate, prepare, choose, keep_linear, keep_attention)
+    return layer, head, (*linear_code, *attention_code, enter, rotate, prepare, choose, layer, head)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from edgemoe.kernels.dot import make_rows
-from edgemoe.kernels.machine import INT, address_of, call_rows, chunk, entry_for, fields, record
+from edgemoe.kernels.machine import INT, address_of, call_rows, chunk, code, fields, jit, record
+from edgemoe.kernels.machine_code import Code
 from edgemoe.kernels.pool import parallel
 
 # out[t] = weight [rows, n] . x[index[t]] for `tokens` tokens; `x` packed float32, `out` [tokens, rows] float32.
@@ -17,9 +17,10 @@ LONG, SHORT = 128, 8  # rows in one chunk of a large matrix, and of a small one 
 
 
 @cache
-def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
-    """(run(control, address of a LINEAR record), what must outlive it)."""
-    multiply = make_rows(bf16).address
+def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[Code, ...]]:
+    """(run(control, address of a LINEAR record) for kernels, the same for Python, all code that they refer to)."""
+    rows = make_rows(bf16)
+    multiply = address_of(rows)
     size = 2 if bf16 else 4
 
     @chunk
@@ -28,14 +29,15 @@ def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Any]:
         row, line = number * a.step, a.n * size
         count, out, w = min(a.step, a.rows - row), a.out + 4 * row, a.weight + row * line
         following = w + a.threads * a.step * line  # the other threads take the chunks between
-        call_rows(multiply, w, line, count, following, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
+        call_rows(multiply(), w, line, count, following, a.x, a.n * 4, a.index, a.tokens, a.n, out, a.rows * 4)
 
     multiplying = address_of(some_rows)
 
-    @entry_for(INT, INT)
+    @jit
     def run(control: int, job: int) -> None:
         a = record(job, LINEAR)
         a.step = LONG if a.rows >= 4 * LONG else SHORT
-        parallel(control, multiplying, job, (a.rows + a.step - 1) // a.step)
+        parallel(control, multiplying(), job, (a.rows + a.step - 1) // a.step)
 
-    return run, some_rows
+    linear = code(INT, INT)(run.py_func)
+    return run, linear, (rows, some_rows, linear)

@@ -17,6 +17,8 @@ import numba.extending
 import numpy as np
 from llvmlite import ir
 
+from edgemoe.kernels.machine_code import Code, symbol_type
+
 I64 = ir.IntType(64)
 F32 = ir.FloatType()
 Decorator = Callable[[Any], Any]
@@ -26,36 +28,22 @@ intrinsic: Decorator = numba.extending.intrinsic
 _INNER: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # called from other kernels only
 summing: Decorator = numba.njit(fastmath={"contract", "reassoc"}, **_INNER)
-entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # called from Python
+entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # called from Python, compiled when first called
 INT: Any = types.int64
-INTS: Any = types.Array(types.int64, 1, "C", readonly=True)
-FLOATS: Any = types.Array(types.float32, 1, "C", readonly=True)
 
 
-def entry_for(*arguments: Any) -> Decorator:
-    """An entry that is compiled where it is defined, and not when a request first needs it."""
-    decorator: Decorator = numba.njit(types.void(*arguments), nogil=True, error_model="numpy")
-    return decorator
+def code(*arguments: Any) -> Callable[[Any], Code]:
+    """A function that is called by its address; compiled, or taken from the disk, by `machine_code.link`."""
+    return lambda function: Code(arguments, function)
 
 
-def compiled(arguments: int) -> Decorator:
-    """A function of so many int64 that is called by its `.address`."""
-    kind = types.void(*[types.int64] * arguments)
-    decorator: Decorator = numba.cfunc(kind, fastmath={"contract"}, error_model="numpy")
-    return decorator
-
-
-chunk = compiled(2)  # a part of a kernel: (address of its record, number of the chunk); see `pool.parallel`
+chunk = code(INT, INT)  # a part of a kernel: (address of its record, number of the chunk); see `pool.parallel`
 
 _libc = ctypes.CDLL(None, use_errno=True)
 sem_init = _libc.sem_init
 sem_init.argtypes, sem_init.restype = (ctypes.c_size_t, ctypes.c_int, ctypes.c_uint), ctypes.c_int
-sem_wait = _libc.sem_wait
-sem_wait.argtypes, sem_wait.restype = (ctypes.c_size_t,), ctypes.c_int
 sem_post = _libc.sem_post
 sem_post.argtypes, sem_post.restype = (ctypes.c_size_t,), ctypes.c_int
-sched_yield = _libc.sched_yield
-sched_yield.argtypes, sched_yield.restype = (), ctypes.c_int
 
 
 def fields(*names: str) -> np.dtype[np.void]:
@@ -63,9 +51,19 @@ def fields(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int64) for name in names])
 
 
-def address_of(compiled: Any) -> np.int64:
-    """The address of a `chunk`; were it a Python int, each would get a `parallel` compiled for itself."""
-    return np.int64(compiled.address)
+def address_of(code: Code) -> Callable[[], int]:
+    """What kernels call to get its address, which the linker fills in."""
+
+    @intrinsic
+    def address(typing: Any) -> Any:
+        symbol, kind = code.symbol, symbol_type(len(code.arguments))
+
+        def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+            return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, symbol), I64)
+
+        return types.int64(), emit
+
+    return address  # type: ignore[no-any-return]
 
 
 def place_of(dtype: np.dtype[np.void], field: str) -> int:
@@ -101,6 +99,30 @@ def record(typing: Any, address: Any, dtype: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(dtype.dtype))
 
     return dtype.dtype(types.int64, dtype), emit
+
+
+def _libc_call(builder: Any, name: str, arguments: list[Any]) -> Any:
+    """By name: kept machine code cannot have the address of a shared library's function in it."""
+    kind = ir.FunctionType(ir.IntType(32), [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+@intrinsic
+def wait_for(typing: Any, semaphore: Any) -> Any:
+    """sem_wait at an address."""
+    return types.int32(types.int64), lambda _, builder, __, args: _libc_call(builder, "sem_wait", [args[0]])
+
+
+@intrinsic
+def wake(typing: Any, semaphore: Any) -> Any:
+    """sem_post at an address."""
+    return types.int32(types.int64), lambda _, builder, __, args: _libc_call(builder, "sem_post", [args[0]])
+
+
+@intrinsic
+def give_way(typing: Any) -> Any:
+    """sched_yield."""
+    return types.int32(), lambda _, builder, __, ___: _libc_call(builder, "sched_yield", [])
 
 
 @intrinsic

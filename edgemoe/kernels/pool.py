@@ -18,20 +18,23 @@ from typing import Any
 import numpy as np
 
 from edgemoe.kernels.machine import (
+    INT,
     atomic_add,
     atomic_load,
     atomic_replace,
     atomic_store,
     atomic_swap,
     call_chunk,
+    code,
     entry,
+    give_way,
     i64_at,
     jit,
     pause,
-    sched_yield,
     sem_init,
     sem_post,
-    sem_wait,
+    wait_for,
+    wake,
 )
 
 # Byte offsets in the control block; what different threads write lies in different cache lines.
@@ -75,8 +78,8 @@ def _work(control: int) -> None:
         atomic_add(control + DONE, 1)
 
 
-@entry
-def _help(control: int) -> None:
+@code(INT)
+def HELP(control: int) -> None:
     """A helper's life."""
     idle = 0
     while i64_at(control + STOP)[0] == 0:
@@ -88,7 +91,7 @@ def _help(control: int) -> None:
             pause()
         else:
             atomic_add(control + SLEEPERS, 1)
-            sem_wait(control + SEMAPHORE)
+            wait_for(control + SEMAPHORE)
             idle = 0
 
 
@@ -105,19 +108,19 @@ def parallel(control: int, function: int, job: int, chunks: int) -> None:
     region = (atomic_load(control + TURN) >> 32) + 1
     atomic_store(control + TURN, ((region & 0x7FFFFFFF) << 32) | chunks)
     for _ in range(atomic_swap(control + SLEEPERS, 0)):
-        sem_post(control + SEMAPHORE)
+        wake(control + SEMAPHORE)
     _work(control)
     spins = 0
     while atomic_load(control + DONE) != chunks:
         pause()
         spins += 1
         if spins > 1000:  # the helper lost its core: give it ours
-            sched_yield()
+            give_way()
     atomic_store(control + BUSY, 0)
 
 
-@entry
-def _pauses(count: int) -> None:
+@code(INT)
+def PAUSES(count: int) -> None:
     for _ in range(count):
         pause()
 
@@ -135,7 +138,7 @@ class Pool:
         view[SPINS >> 3] = self._spins()
         sem_init(self.control + SEMAPHORE, 0, 0)
         helpers = [
-            threading.Thread(target=_help, args=(self.control,), name=f"kernel-{i}", daemon=True)
+            threading.Thread(target=HELP.call, args=(self.control,), name=f"kernel-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for helper in helpers:
@@ -144,9 +147,9 @@ class Pool:
 
     @staticmethod
     def _spins() -> int:
-        _pauses(1)
+        PAUSES.call(1)
         start = time.perf_counter()
-        _pauses(10_000)
+        PAUSES.call(10_000)
         return max(1, int(SPIN_S * 10_000 / (time.perf_counter() - start)))
 
 

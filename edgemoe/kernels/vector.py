@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from edgemoe.kernels.dot import load_bf16, load_f32, make_place
-from edgemoe.kernels.machine import INT, bits_of, entry_for, f32_at, f32_of, i64_at, jit, summing, types
+from edgemoe.kernels.machine import INT, bits_of, code, f32_at, f32_of, i64_at, jit, summing, types
+from edgemoe.kernels.machine_code import Code
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693145751953125)
@@ -100,11 +101,11 @@ def make_pack(bf16: bool) -> Callable[[int, int, int, int], None]:
 
 
 @cache
-def make_pack_all(bf16: bool) -> Callable[..., None]:
+def make_pack_all(bf16: bool) -> Code:
     """pack_all(source, from_bf16, count, n, out, scale): `count` vectors, times `scale`."""
     pack = make_pack(bf16)
 
-    @entry_for(INT, INT, INT, INT, INT, types.float32)
+    @code(INT, INT, INT, INT, INT, types.float32)
     def pack_all(source: int, from_bf16: int, count: int, n: int, out: int, scale: float) -> None:
         for i in range(count):
             pack(source + i * n * (2 if from_bf16 else 4), from_bf16, n, out + i * n * 4)
@@ -112,7 +113,7 @@ def make_pack_all(bf16: bool) -> Callable[..., None]:
         for k in range(count * n):
             to[k] *= scale
 
-    return pack_all  # type: ignore[no-any-return]
+    return pack_all
 
 
 @summing

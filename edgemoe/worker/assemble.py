@@ -77,6 +77,12 @@ class Assembly:
     scout: Scout | None = None  # without cache.scoutgate
 
 
+def kernel_dir(settings: Settings) -> Path | None:
+    """Where compiled kernels are kept: beside the stores."""
+    stores = settings.model.store_dir
+    return Path(stores).with_name("kernels") if stores else None
+
+
 def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     """Loads the packed store at `settings.model.path`; seconds to minutes, on the thread that calls.
 
@@ -95,7 +101,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         kernels = None
         if device.type == "cpu":
             say("kernels")
-            kernels = Kernels(budgets.threads, spec.dtype == "bfloat16")
+            kernels = Kernels(budgets.threads, spec.dtype == "bfloat16", kernel_dir(settings))
             opened.callback(kernels.close)
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)

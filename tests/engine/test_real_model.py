@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import tiny_checkpoint, tiny_model
 from engine_kit import Drive, Model, prompt
+from kept import KERNELS
 
 from edgemoe.budgets import DeviceBudget
 from edgemoe.experts.arena import ExpertShape
@@ -39,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Kernels]:
-    made = Kernels(1, bf16=False)
+    made = Kernels(1, bf16=False, directory=KERNELS)
     yield made
     made.close()
 

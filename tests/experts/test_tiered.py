@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import tiny_model
+from kept import KERNELS
 from tiers_kit import SMALL, FileStore, Weights, running, small_tiers, wait_until
 
 from edgemoe.errors import CapacityError, CorruptExpert, MissingExpert
@@ -86,7 +87,7 @@ def forward(tiers: Tiers, layer: int, *experts: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    return Kernels(threads=2, bf16=False)
+    return Kernels(threads=2, bf16=False, directory=KERNELS)
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from kept import KERNELS
 
 from edgemoe.kernels.compute import Kernels
 
 
 @pytest.fixture(scope="session", params=[False, True], ids=["float32", "bfloat16"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    kernels = Kernels(threads=2, bf16=request.param)
+    kernels = Kernels(threads=2, bf16=request.param, directory=KERNELS)
     yield kernels
     kernels.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept import KERNELS
 from safetensors.torch import save_file
 from tiny_models import FAMILIES, SIZES, ResidentExperts, Tiny
 
@@ -20,7 +21,7 @@ from edgemoe.model.spec import ModelSpec, dense_shapes, spec_from_config
 @pytest.fixture(scope="session")
 def kernels() -> Iterator[dict[bool, Kernels]]:
     """By whether the weights are bf16."""
-    made = {bf16: Kernels(threads=2, bf16=bf16) for bf16 in (False, True)}
+    made = {bf16: Kernels(threads=2, bf16=bf16, directory=KERNELS) for bf16 in (False, True)}
     yield made
     for each in made.values():
         each.close()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kept import KERNELS
 
 from edgemoe.cli.client import Client
 from edgemoe.cli.parser import build_parser
@@ -32,6 +33,9 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     env = os.environ | {"HOME": str(home), "XDG_RUNTIME_DIR": str(home), "XDG_CACHE_HOME": str(home / "cache")}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     env.pop("XDG_CONFIG_HOME", None)
+    KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (home / "cache/edgemoe").mkdir(parents=True)
+    (home / "cache/edgemoe/kernels").symlink_to(KERNELS)
     command = ["edgemoe", "serve", *(word for setting in SMALL for word in ("--set", setting))]
     log = home / "log"
     with log.open("wb") as output:

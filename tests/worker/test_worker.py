@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 from checkpoints import tiny_checkpoint
+from kept import STORES
 
 from edgemoe.cluster.wire.ipc import FrontEnd
 from edgemoe.cluster.wire.messages import (
@@ -89,7 +90,7 @@ async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
     """A worker whose experts have half of what they take in RAM and a quarter of it on a device."""
     wire = FrontEnd(runtime)
     settings = Settings(
-        model=ModelSettings(path=str(store), name="tiny"),
+        model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
         memory=MemorySettings(ram_bytes=9 * EXPERT_BYTES, kv_bytes=1 << 20),
         device=(DeviceSettings(kind="emulated", expert_bytes=4 * EXPERT_BYTES, link_bytes_per_s=1e10),),
         engine=EngineSettings(threads=1, max_sequences=4, max_queue=5),

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from checkpoints import tiny_checkpoint
+from kept import STORES
 from test_worker import EXPERT_BYTES, START_S, Child
 
 from edgemoe.cluster.wire.ipc import FrontEnd
@@ -39,7 +40,7 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
     key = generate(key_file)
     wire = FrontEnd(runtime / node)
     settings = Settings(
-        model=ModelSettings(path=str(store), name="tiny"),
+        model=ModelSettings(path=str(store), name="tiny", store_dir=str(STORES)),
         memory=MemorySettings(ram_bytes=slots * EXPERT_BYTES, kv_bytes=1 << 20),
         engine=EngineSettings(threads=1, max_sequences=4),
         log=LogSettings(level="error"),

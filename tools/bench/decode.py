@@ -36,7 +36,7 @@ from edgemoe.experts.arena import ExpertShape  # noqa: E402
 from edgemoe.experts.devices import Tiers  # noqa: E402
 from edgemoe.experts.tiered import StepMeta  # noqa: E402
 from edgemoe.kernels.compute import Kernels  # noqa: E402
-from edgemoe.kernels.machine import address_of, chunk, fields, i64_at, record  # noqa: E402
+from edgemoe.kernels.machine import chunk, fields, i64_at, record  # noqa: E402
 from edgemoe.kernels.pool import parallel  # noqa: E402
 from edgemoe.model.decoder import Decoder  # noqa: E402
 from edgemoe.model.kv import KVCache  # noqa: E402
@@ -154,7 +154,7 @@ class Ours:
         sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)
         job["address"], job["sums"] = slab.ctypes.data + start_byte, sums.ctypes.data
         start = time.perf_counter()
-        parallel(self.kernels.pool.control, address_of(_stream), job.ctypes.data, chunks)
+        parallel(self.kernels.pool.control, _stream.address, job.ctypes.data, chunks)
         return (time.perf_counter() - start) * size_bytes / (chunks * 8 * STREAM_WORDS)
 
 

@@ -1,0 +1,170 @@
+"""Compiled kernels, kept on disk as an object file: an engine that starts again does not compile for ten seconds.
+
+Compiling is Numba's; what it made is turned into one object file by LLVM, and the linker puts the addresses in. Nothing
+is pickled. Whoever can write the directory can run code as the service, as with the package's own files, so
+it is used only where it belongs to this user and nobody else can write it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import xxhash
+from llvmlite import ir
+from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
+
+log = logging.getLogger(__name__)
+types: Any = numba.types
+KEPT = 4  # files of other versions or types that may lie beside
+DIGEST_BYTES = 16
+C_TYPES: dict[str, Any] = {"int64": ctypes.c_int64, "float32": ctypes.c_float}
+_linked: list[Any] = []  # whatever holds machine code that has addresses; never freed
+
+
+class Code:
+    """A function of numbers without a result, called by its address, from kernels or from Python."""
+
+    def __init__(self, arguments: tuple[Any, ...], function: Any) -> None:
+        self.arguments, self._function, self._linked = arguments, function, ("", 0)
+        self.name = f"{function.__module__}.{function.__qualname__}"
+
+    @cached_property
+    def compiled(self) -> Any:
+        """By Numba, now."""
+        options: Any = {"fastmath": {"contract"}, "error_model": "numpy"}
+        return numba.cfunc(types.void(*self.arguments), **options)(self._function)
+
+    @property
+    def symbol(self) -> str:
+        """Its name in object code."""
+        return self._linked[0] or str(self.compiled.native_name)
+
+    @property
+    def address(self) -> int:
+        return self._linked[1] or int(self.compiled.address)
+
+    @cached_property
+    def call(self) -> Callable[..., None]:
+        """For Python; releases the GIL."""
+        return ctypes.CFUNCTYPE(None, *(C_TYPES[str(kind)] for kind in self.arguments))(self.address)
+
+    @property
+    def is_linked(self) -> bool:
+        return self._linked[1] != 0
+
+    def place(self, symbol: str, address: int) -> None:
+        """It has been linked."""
+        self._linked = (symbol, address)
+
+
+def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> None:
+    """Sees that all have addresses, from the file in `directory` if there is one.
+
+    They may refer to each other but to no further ones; `variant` tells apart functions that have the same source.
+    """
+    if all(code.is_linked for code in codes):
+        return
+    if directory is None or not _is_private(directory):
+        for code in codes:
+            code.place(code.symbol, code.address)
+        return
+    path = directory / f"{_fingerprint(codes, variant)}.o"
+    kept = _read(path)
+    if kept is None or set(kept[0]) != {code.name for code in codes}:
+        kept = _compile(codes)
+        _write(path, *kept)
+    symbols, machine_code = kept
+    rtsys.initialize(
+        cpu_target.target_context
+    )  # LLVM learns the addresses of Numba's helpers; one unknown, and all are 0
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    object_file = llvm.ObjectFileRef.from_data(machine_code)
+    engine.add_object_file(object_file)
+    engine.finalize_object()
+    _linked.extend((engine, object_file, machine_code))
+    for code in codes:
+        code.place(symbols[code.name], engine.get_function_address(symbols[code.name]))
+
+
+def _is_private(directory: Path) -> bool:
+    """Makes it if it is not there."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        log.warning("kernels are compiled at each start", extra={"why": str(error)})
+        return False
+    if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+        return True
+    log.warning("kernels are compiled at each start", extra={"why": f"others can write {directory}"})
+    return False
+
+
+def _fingerprint(codes: Sequence[Code], variant: str) -> str:
+    """Of all that the machine code depends on."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    box = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__, llvmlite.__version__)
+    digest.update(json.dumps([*box, variant, [code.name for code in codes]]).encode())
+    return str(digest.hexdigest())
+
+
+def _target_machine() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target, features = llvm.Target.from_default_triple(), llvm.get_host_cpu_features().flatten()
+    return target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, codemodel="jitdefault", jit=True
+    )
+
+
+def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
+    """Symbols by names, and one object file of all."""
+    symbols = {code.name: str(code.compiled.native_name) for code in codes}
+    assert len(symbols) == len(codes), "two kernels of one name"
+    whole = llvm.parse_assembly("")
+    for code in codes:
+        whole.link_in(llvm.parse_assembly(code.compiled.inspect_llvm()))
+    return symbols, _target_machine().emit_object(whole)
+
+
+def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
+    """What `_write` wrote; nothing where it is missing or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if xxhash.xxh3_128_digest(data[DIGEST_BYTES:]) != data[:DIGEST_BYTES]:
+        return None
+    names, _, machine_code = data[DIGEST_BYTES:].partition(b"\n")
+    return json.loads(names), machine_code
+
+
+def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
+    data = json.dumps(symbols).encode() + b"\n" + machine_code
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(xxhash.xxh3_128_digest(data) + data)
+        os.replace(file.name, path)
+        for old in sorted(path.parent.glob("*.o"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+            old.unlink()
+    except OSError as error:
+        log.warning("compiled kernels could not be kept", extra={"why": str(error)})
+
+
+def symbol_type(arguments: int) -> Any:
+    """Of a `Code` of so many int64."""
+    return ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments)

@@ -1,0 +1,82 @@
+"""Machine code kept between starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgemoe.kernels.machine import INT, address_of, call_chunk, chunk, code, give_way, i64_at
+from edgemoe.kernels.machine_code import Code, link
+
+RUN = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "from test_machine_code import make, result\n"
+    "from edgemoe.kernels.machine_code import link\n"
+    "codes = make()\n"
+    "link(codes, Path(sys.argv[1]))\n"
+    "print(result(codes[1]), 'compiled' in codes[1].__dict__)\n"
+)
+
+
+def make() -> tuple[Code, Code]:
+    """One that calls the other by its address."""
+
+    @chunk
+    def add(job: int, number: int) -> None:
+        i64_at(job)[0] += number
+
+    adding = address_of(add)
+
+    @code(INT)
+    def add_both(job: int) -> None:
+        call_chunk(adding(), job, 20)
+        call_chunk(adding(), job, 22)
+        give_way()
+
+    return add, add_both
+
+
+def result(code: Code) -> int:
+    cell = np.zeros(1, np.int64)
+    code.call(cell.ctypes.data)
+    return int(cell[0])
+
+
+def in_a_new_process(directory: Path) -> str:
+    command = [sys.executable, "-c", RUN, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_second_process_does_not_compile(tmp_path: Path) -> None:
+    directory = tmp_path / "kernels"
+    assert in_a_new_process(directory) == "42 True"
+    assert in_a_new_process(directory) == "42 False"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    (kept,) = directory.glob("*.o")
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    assert in_a_new_process(directory) == "42 True", "damaged code was used"
+    assert in_a_new_process(directory) == "42 False"
+
+
+def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tmp_path.chmod(0o777)
+    codes = make()
+    link(codes, tmp_path)
+    assert result(codes[1]) == 42
+    assert not list(tmp_path.iterdir())
+    assert "compiled at each start" in caplog.text
+
+
+def test_without_a_directory_it_is_compiled() -> None:
+    codes = make()
+    link(codes, None)
+    assert result(codes[1]) == 42
