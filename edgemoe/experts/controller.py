@@ -2,7 +2,8 @@
 
 The compute thread leaves notes: residency's policy one per layer-step, the engine one per step. A thread of the
 controller's own works them off, publishes new ranks by replacing an array, and plans what to bring up in idle time.
-If notes come faster than they are worked off they are dropped: ranks grow older, the engine never waits.
+If notes come faster than they are worked off they are dropped: ranks grow older, the engine never waits. The thread's
+processor time is held below a share of the steps': beyond it, steps are only glanced at.
 
 While one sequence decodes, its step is followed layer by layer. Of a batch, residency tells only the union, so that it
 is learned from when the step is over and each sequence's choice is known. A forecaster's forecasts are blended in as
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from edgemoe.experts.blend import NEXT_LAYER, Blend, Forecast, Forecaster, Said, compile_blend
 from edgemoe.experts.predictor import NextUse
@@ -32,6 +35,8 @@ log = logging.getLogger(__name__)
 
 NOTES = 4096  # that may wait
 MOST_MOVES = 32  # in one plan
+SHARE = 0.03  # of a step's time that following it may cost, on average
+SAVED_STEPS, OWED_STEPS = 8, 64  # of that share: what may be saved up, and from which debt on a step is left out
 PROBES = 8  # every so many steps a layer's hints are learned from
 
 
@@ -60,26 +65,14 @@ class Published:
         self._controller = controller
 
     def touch(self, layer: int, experts: IntArray) -> None:
-        self._controller.note(Touch(self._controller.step, layer, experts))
+        if self._controller.following:
+            self._controller.note(Touch(self._controller.step, layer, experts))
 
     def rank(self, layer: int) -> FloatArray:
-        return self._controller.published.ranks
+        return self._controller.ranks
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         return self._controller.foresee(layer, experts, chance)
-
-
-class Ranks(NamedTuple):
-    """What was worked out last: ranks [L, E], and of them each layer's place in the round [L]."""
-
-    ranks: FloatArray
-    phase: FloatArray
-
-    @property
-    def worth(self) -> FloatArray:
-        """decay^steps to the next need, [L, E]."""
-        worth: FloatArray = 1 / (1 + np.exp(self.phase[:, None] - self.ranks))
-        return worth
 
 
 class Controller:
@@ -94,10 +87,11 @@ class Controller:
         hysteresis: float = 0.1,
         state_file: Path | None = None,
         forecaster: Forecaster | None = None,
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """Goes on from `state_file` where it has learned of this model before. Compiles for some seconds.
 
-        A `forecaster` counts the steps as `look` does here.
+        A `forecaster` counts the steps as `look` does here. `clock` is the thread's processor time.
         """
         _compile(experts, top_k)
         self.policy = Published(self)
@@ -109,7 +103,14 @@ class Controller:
         self._blend, self._forecaster = Blend(self._predictor), forecaster
         self._forecast: Forecast | None = None  # of the running step
         self.step = 0  # that the compute thread has begun
-        self.published = Ranks(self._predictor.scores.copy(), self._predictor.phase.copy())  # replaced whole
+        self.ranks = self._predictor.scores if forecaster is None else self._predictor.scores.copy()  # any thread reads
+        self.following = True  # this step's layers; else it is only glanced at when it is over
+        self.glances = 0  # steps
+        self._clock, self._credit_s, self._spent_s = (
+            clock,
+            0.0,
+            0.0,
+        )  # processor time that may be spent, and that has been
         self._sequences: tuple[str, ...] = ()  # that are presumed to decode in the running step
         self._followed = 0  # layers of it that were followed
         self._plans: _Plans | None = None
@@ -130,12 +131,12 @@ class Controller:
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """See `types.LivePolicy`."""
-        ranks, phase = self.published
-        odds = ranks[layer, experts] - phase[layer]
+        phase = self._predictor.phase[layer]
+        odds = self.ranks[layer, experts] - phase
         if (layer + self.step) % PROBES == 0:
-            self.note(Said(NEXT_LAYER, layer * ranks.shape[1] + experts, odds, chance))
+            self.note(Said(NEXT_LAYER, layer * self._predictor.experts + experts, odds, chance))
         fused, again = self._blend.foresee(odds, chance)
-        return fused, again + self._predictor.later[layer]
+        return fused, again + phase
 
     def note(self, note: Note) -> None:
         """Something happened. Never waits."""
@@ -147,11 +148,6 @@ class Controller:
             if self._idle:
                 self._idle = False
                 self._wake.notify_all()
-
-    @property
-    def ranks(self) -> FloatArray:
-        """As residency sees them, [L, E]."""
-        return self.published.ranks
 
     def observe(self, routing: StepRouting) -> None:
         """A step ended."""
@@ -177,6 +173,7 @@ class Controller:
     # --- the thread's side
 
     def _run(self) -> None:
+        self._spent_s = self._clock()
         while (note := self._take()) is not None:
             if isinstance(note, StepRouting):
                 self._end(note)
@@ -204,7 +201,7 @@ class Controller:
         if self._forecast is not None and (came or looked):
             self._blend.listen(self._forecast)
         if came or looked:
-            self._publish(0, len(self.published.ranks))
+            self._publish(0, len(self.ranks))
         elif fits:
             self._publish(touch.layer, touch.layer + 1)
         if came:
@@ -223,30 +220,46 @@ class Controller:
         requests = tuple(np.array(routing.requests)[routing.decode].tolist())
         if not requests:  # prefill only
             return
-        predictor, layers = self._predictor, len(routing.ids)
-        if self._followed < layers or requests != self._sequences:
-            rows = (np.cumsum(routing.query_lens) - 1)[routing.decode]  # [S] where each one's token is
+        ids = routing.ids[:, (np.cumsum(routing.query_lens) - 1)[routing.decode]]  # [L, S, k] of the last tokens
+        if self.following:
+            self._study(requests, ids)
+        elif self._credit_s > -OWED_STEPS * SHARE * routing.step_s:
+            self._predictor.glance(requests, ids)
+            self._publish(0, len(ids))
+            self.glances += 1
+        self._sequences, self._followed, self._forecast = requests, 0, None
+        self._pay(routing.step_s)
+        if self.following:
+            self._predictor.begin(requests)
+            self._publish(0, len(ids))
+            self._plan()
+
+    def _study(self, requests: tuple[str, ...], ids: npt.NDArray[np.integer]) -> None:
+        """Learns all that a step tells."""
+        predictor = self._predictor
+        if self._followed < len(ids) or requests != self._sequences:
             predictor.begin(requests)
-            for layer, ids in enumerate(routing.ids[:, rows]):  # [S, k]
-                predictor.see(layer, ids, np.unique(ids).astype(np.int64))
+            for layer, row in enumerate(ids):  # [S, k]
+                predictor.see(layer, row, np.unique(row).astype(np.int64))
         self._blend.learn(predictor.last == predictor.step)
         predictor.end()
-        self._sequences, self._followed, self._forecast = requests, 0, None
-        predictor.begin(requests)
-        self._publish(0, layers)
-        self._plan()
+
+    def _pay(self, step_s: float) -> None:
+        """Books a step's share against what was spent on it, and decides how much the next one may cost."""
+        spent_s, self._spent_s = self._spent_s, self._clock()
+        credit_s = self._credit_s + SHARE * step_s - (self._spent_s - spent_s)
+        self._credit_s = min(credit_s, SAVED_STEPS * SHARE * step_s)
+        self.following = self._credit_s >= 0
 
     def _publish(self, first: int, last: int) -> None:
         """Works out the ranks of layers `first` to `last` anew."""
-        ranks, trust = self.published.ranks.copy(), 1.0
-        if self._forecast is not None and self._forecaster is not None:
-            trust = self._forecaster.trust
-        self._blend.ranks(ranks, self._forecast, trust, first, last)
-        self.published = Ranks(ranks, self._predictor.phase.copy())
+        if self._forecaster is not None:
+            self._blend.ranks(self.ranks, self._forecast, self._forecaster.trust, first, last)
 
     def _plan(self) -> None:
         if self._plans is not None:
-            self.planned += self._plans.make(self.published, self._predictor.rates[:, 1])
+            worth = 1 / (1 + np.exp(self._predictor.phase[:, None] - self.ranks))
+            self.planned += self._plans.make(self.ranks, worth, self._predictor.rates[:, 1])
 
 
 class _Plans:
@@ -259,10 +272,11 @@ class _Plans:
         slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
         self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
 
-    def make(self, published: Ranks, common: FloatArray) -> int:
-        """Moves the prices a step, and tells the mover what to fetch; how many moves."""
-        ranks, near = published.ranks, published.worth  # by time to next use
-        later = common  # [L, E] by what is common lately
+    def make(self, ranks: FloatArray, near: FloatArray, later: FloatArray) -> int:
+        """Moves the prices a step, and tells the mover what to fetch; how many moves.
+
+        Of each expert [L, E] its rank, decay^steps to its next use, and how common it is lately.
+        """
         unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike
         ram = self._side(Tier.RAM, later if self._residency.devices else near, unit)
         vram = self._side(Tier.VRAM, near, unit) if self._residency.devices else ram._replace(idle_bytes=0.0)
@@ -293,5 +307,6 @@ def _compile(experts: int, top_k: int) -> None:
         for layer in range(2):
             small.see(layer, chosen[None, :], chosen)
         small.end()
+    small.glance(("",), np.tile(chosen, (2, 1, 1)))
     small.learner.compile()
     compile_blend()

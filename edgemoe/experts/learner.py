@@ -21,6 +21,7 @@ DECAY = 0.85  # target: worth of being needed one step later
 HORIZON = 40  # steps; beyond them "never"
 WINDOW = 1 << 15  # examples kept
 BATCH = 256
+EXAMPLES = 64  # noted at once
 LEARNING_RATE = 3e-3
 START = (1.0, 0.2, 0.3, 0.3, -0.1, 0.0, 0.2, 0.0, 0.0, 0.0)  # weights of the direct path before anything is learned
 FLAT = HIDDEN * FEATURES + 2 * HIDDEN + FEATURES
@@ -48,15 +49,17 @@ class Learner:
         """A step begins that needs nothing yet."""
         self._needed[step % len(self._needed)] = False
 
-    def need(self, step: int, keys: IntArray) -> None:
-        """The step needs these experts, layer * E + expert."""
-        self._needed[step % len(self._needed), keys] = True
+    def needs(self, step: int) -> BoolArray:
+        """Of each expert, layer * E + expert, whether the step needs it; to be written to."""
+        needs: BoolArray = self._needed[step % len(self._needed)]
+        return needs
 
-    def note(self, inputs: FloatArray, keys: IntArray, since: IntArray) -> None:
-        """Examples [n, F], whose targets the next steps will tell."""
-        at = (self._noted + np.arange(len(keys))) % WINDOW
-        self._inputs[at], self._keys[at], self._since[at] = inputs, keys, since
-        self._noted += len(keys)
+    def note(self, known: FloatArray, step: int, done: int) -> None:
+        """EXAMPLES at random of what is known [L, F, E] in a step of which `done` layers have run; the next steps will
+        tell their targets."""
+        keys = self._random.integers(0, known.shape[0] * known.shape[2], EXAMPLES)
+        _note(known, keys, step, done, self._noted, self._inputs, self._keys, self._since)
+        self._noted += EXAMPLES
 
     def learn(self, step: int, updates: int) -> None:
         """Fills in the targets that `step`, the latest whole one, makes known; then `updates` minibatches."""
@@ -76,10 +79,6 @@ class Learner:
         """Has numba compile the training step."""
         nothing = np.zeros((1, FEATURES), np.float32), np.zeros(1, np.float32), np.zeros(1, np.int64)
         _train(*nothing, self.weights.copy(), self._moments.copy(), 1)
-
-    def draw(self, n: int, below: int) -> IntArray:
-        """Random keys [n]."""
-        return self._random.integers(0, below, n)
 
 
 def odds(p: FloatArray) -> FloatArray:
@@ -113,31 +112,65 @@ def score(
     best: np.float32,
     spread: np.float32,
     done: np.float32,
+    phase: np.float32,
     weights: FloatArray,
     odds: FloatArray,
 ) -> None:
-    """Log odds of decay^steps for the experts of one layer [E]; completes their features [F, E]."""
+    """Log odds of decay^steps for the experts of one layer [E], and `phase`; completes their features [F, E].
+
+    `out` is written once, so that other threads may read it at any time.
+    """
     n = known.shape[1]
-    hidden = np.empty(n, np.float32)
-    best_, spread_ = np.float32(3) * (best - np.float32(0.5)), np.float32(0.4 * math.log(spread) - 0.6)
+    hidden, sums = np.empty(n, np.float32), np.empty(n, np.float32)
+    constant = FEATURES - 3  # from here on features that are the same for all experts
+    same = (np.float32(3) * (best - np.float32(0.5)), np.float32(0.4 * math.log(spread) - 0.6), done)
     for expert in range(n):
         known[0, expert] = odds[int(never[expert] * np.float32(255.0) + np.float32(0.5))]
-        known[7, expert], known[8, expert], known[9, expert] = best_, spread_, done
-        out[expert] = 0
-    direct = HIDDEN * (FEATURES + 2)
-    for f in range(FEATURES):
+    direct, start = HIDDEN * (FEATURES + 2), np.float32(0)
+    for f in range(3):
+        known[constant + f, :] = same[f]
+        start += weights[direct + constant + f] * same[f]
+    for expert in range(n):
+        sums[expert] = start
+    for f in range(constant):
+        weight = weights[direct + f]
         for expert in range(n):
-            out[expert] += weights[direct + f] * known[f, expert]
+            sums[expert] += weight * known[f, expert]
     for h in range(HIDDEN):
         bias, scale = weights[HIDDEN * FEATURES + h], weights[HIDDEN * (FEATURES + 1) + h]
+        for f in range(3):
+            bias += weights[h * FEATURES + constant + f] * same[f]
         for expert in range(n):
             hidden[expert] = bias
-        for f in range(FEATURES):
+        for f in range(constant):
             weight = weights[h * FEATURES + f]
             for expert in range(n):
                 hidden[expert] += weight * known[f, expert]
         for expert in range(n):
-            out[expert] += scale * max(hidden[expert], np.float32(0))
+            sums[expert] += scale * max(hidden[expert], np.float32(0))
+    for expert in range(n):
+        out[expert] = sums[expert] + phase
+
+
+@njit(nogil=True)
+def _note(
+    known: FloatArray,
+    keys: IntArray,
+    step: int,
+    done: int,
+    noted: int,
+    inputs: FloatArray,
+    keys_noted: IntArray,
+    since: IntArray,
+) -> None:
+    """Writes examples into the window, behind the `noted` ones; a need counts from the next visit of the layer on."""
+    for i in range(len(keys)):
+        at = (noted + i) % len(keys_noted)
+        layer, expert = keys[i] // known.shape[2], keys[i] % known.shape[2]
+        for f in range(FEATURES):
+            inputs[at, f] = known[layer, f, expert]
+        keys_noted[at] = keys[i]
+        since[at] = step + 1 if layer < done else step
 
 
 @njit(nogil=True)

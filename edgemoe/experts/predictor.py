@@ -20,7 +20,7 @@ from numba import njit
 from edgemoe.experts import learner, state
 from edgemoe.experts.learner import FEATURES, RATES, Learner, describe, score
 from edgemoe.experts.recall import NONE, Memory, Track
-from edgemoe.types import FloatArray, IntArray
+from edgemoe.types import BoolArray, FloatArray, IntArray
 
 MEMORY_BYTES = 64 << 20  # of recall
 MOST_SLOTS = 8192
@@ -28,7 +28,6 @@ TRACKS = 16  # sequences that are aligned with the memory at once
 NEIGHBOURS = 32  # tokens of the past that are asked, in all
 FEWEST = 8  # of them for one sequence
 LOOKS = 4  # alignments per step, at even distances between the layers
-EXAMPLES = 64  # noted at each look
 UPDATES = 1  # minibatches per step
 LOG_DECAY = np.float32(math.log(learner.DECAY))
 
@@ -68,7 +67,7 @@ class NextUse:
         self._running = [self._track(name) for name in sequences[:TRACKS]]
         self._neighbours = max(FEWEST, NEIGHBOURS // max(1, len(self._running)))
         self.done = 0
-        self.phase = self.later.copy()
+        self.phase[:] = self.later
         for track in self._running:
             track.begin()
         self._look()
@@ -78,14 +77,11 @@ class NextUse:
 
         Whether all scores are new; else those of the layer are.
         """
-        for track, row in zip(self._running, ids, strict=False):
+        for track, row in zip(self._running, np.ascontiguousarray(ids, np.int64), strict=False):
             track.see(layer, row)
         self.done = layer + 1
         self.phase[layer] = self.later[layer] + LOG_DECAY
-        _visit(self.rates[layer], self.count[layer], self.last[layer], needed, RATES, self.step)
-        self.visits[layer] += 1
-        self.learner.need(self.step, layer * self.experts + needed)
-        self._describe(layer, self.step)
+        self._visit(layer, needed)
         if looks := layer + 1 in self._looks:
             self._look()
         else:
@@ -94,14 +90,28 @@ class NextUse:
 
     def end(self) -> None:
         """The step is over: remember it, and learn."""
-        for track in self._running:
-            track.end()
-            for other in self._tracks.values():
-                other.matched[track.last] = 0
-                if other is not track and other.last == track.last:
-                    other.last = NONE
+        self._remember()
         self.learner.learn(self.step, UPDATES)
         self.step += 1
+
+    def glance(self, sequences: Sequence[Hashable], ids: npt.NDArray[np.integer]) -> None:
+        """A whole step, [L, S, k], for a small part of the cost: remembered, but neither aligned nor learned from.
+
+        In place of `begin`, `see` and `end`. Scores are then those of the next step.
+        """
+        self.learner.begin(self.step)
+        self._running = [self._track(name) for name in sequences[:TRACKS]]
+        chosen = np.ascontiguousarray(ids, np.int64)
+        for i, track in enumerate(self._running):
+            track.glance(np.ascontiguousarray(chosen[:, i]))
+        for layer, row in enumerate(chosen):
+            self._visit(layer, row[0] if len(row) == 1 else np.unique(row))
+        self._remember()
+        self.learner.learn(self.step, 0)
+        self.step += 1
+        self.done = 0
+        self.phase[:] = self.later
+        self._refresh(0, self.layers)
 
     def soon(self) -> FloatArray:
         """Expected decay^steps to the next need, [L, E]."""
@@ -158,6 +168,22 @@ class NextUse:
             self._tracks.popitem(last=False)
         return track
 
+    def _visit(self, layer: int, needed: IntArray) -> None:
+        """A layer ran that needed distinct experts [n]."""
+        self.visits[layer] += 1
+        keys = slice(layer * self.experts, (layer + 1) * self.experts)
+        needs = self.learner.needs(self.step)[keys]
+        known, visits = self._known[layer], self.visits[layer]
+        _visit(self.rates[layer], self.count[layer], self.last[layer], needs, known, needed, RATES, visits, self.step)
+
+    def _remember(self) -> None:
+        for track in self._running:
+            track.end()
+            for other in self._tracks.values():
+                other.matched[track.last] = 0
+                if other is not track and other.last == track.last:
+                    other.last = NONE
+
     def _describe(self, layer: int, now: int) -> None:
         """Features of a layer that ran last in step `now`."""
         age = now - self.last[layer]
@@ -171,9 +197,7 @@ class NextUse:
             self._match[0] = sum(track.best for track in self._running) / len(self._running)
             self._match[1] = sum(track.spread for track in self._running) / len(self._running)
         self._refresh(0, self.layers)
-        keys = self.learner.draw(EXAMPLES, self.layers * self.experts)
-        layers, experts = np.divmod(keys, self.experts)
-        self.learner.note(self._known[layers, :, experts], keys, self.step + (layers < self.done))
+        self.learner.note(self._known, self.step, self.done)
 
     def _refresh(self, first: int, last: int) -> None:
         """Scores the experts of layers `first` to `last`."""
@@ -185,7 +209,7 @@ class NextUse:
             self._known,
             self._never,
             self._match,
-            self.later,
+            self.phase,
             first,
             last,
             self.done,
@@ -196,9 +220,17 @@ class NextUse:
 
 @njit(fastmath=True, nogil=True)
 def _visit(
-    rates: FloatArray, count: FloatArray, last: IntArray, needed: IntArray, steps: FloatArray, step: int
+    rates: FloatArray,
+    count: FloatArray,
+    last: IntArray,
+    needs: BoolArray,
+    known: FloatArray,
+    needed: IntArray,
+    steps: FloatArray,
+    visits: np.float32,
+    step: int,
 ) -> None:
-    """One visit of a layer: EWMAs [3, E], counts [E] and last uses [E]."""
+    """One visit of a layer: EWMAs [3, E], counts, last uses and needs [E], and the features [F, E] made of them."""
     for i in range(steps.shape[0]):
         for expert in range(rates.shape[1]):
             rates[i, expert] *= np.float32(1) - steps[i]
@@ -207,6 +239,8 @@ def _visit(
     for expert in needed:
         count[expert] += np.float32(1)
         last[expert] = step
+        needs[expert] = True
+    describe(known, rates, step - last, count, visits)
 
 
 @njit(fastmath=True, nogil=True)
@@ -215,7 +249,7 @@ def _score(
     known: FloatArray,
     never: FloatArray,
     match: FloatArray,
-    later: FloatArray,
+    phase: FloatArray,
     first: int,
     last: int,
     done: int,
@@ -225,18 +259,14 @@ def _score(
     """Scores of layers `first` to `last`, their place in the round included; `done` layers have run."""
     experts = scores.shape[1]
     for layer in range(first, last):
-        has_run = np.float32(1) if layer < done else np.float32(0)
-        row = scores[layer]
         score(
-            row,
+            scores[layer],
             known[layer],
             never[layer * experts : (layer + 1) * experts],
             match[0],
             match[1],
-            has_run,
+            np.float32(1) if layer < done else np.float32(0),
+            phase[layer],
             weights,
             odds,
         )
-        phase = later[layer] + has_run * np.float32(LOG_DECAY)
-        for expert in range(experts):
-            row[expert] += phase

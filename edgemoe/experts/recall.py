@@ -25,6 +25,7 @@ SHARE_OF_PAST = 0.3  # weight of the alignment up to the token before
 TEMPERATURE = 0.06  # in shares of equal experts: how much better an alignment must be to count e times as much
 DECAY = 0.8  # worth of being needed one token later
 HORIZON = 24  # tokens; beyond them "never"
+ALIGNED = 32  # layers that alignment looks at, at most: of more, every second, every third...
 
 
 class Memory:
@@ -37,7 +38,7 @@ class Memory:
         self.chosen: Words = np.zeros((layers, words, slots), np.uint64)  # bit e: expert e was chosen
         self.soon: npt.NDArray[np.uint8] = np.zeros((slots, layers * experts), np.uint8)  # 255 * decay^tokens
         self.before: IntArray = np.full(slots, NONE, np.int64)  # slot of the same sequence's token before
-        self._after: IntArray = np.full(slots, NONE, np.int64)
+        self.after: IntArray = np.full(slots, NONE, np.int64)
         self._worth = np.round(255 * DECAY ** np.arange(HORIZON)).astype(np.uint8)
 
     @property
@@ -52,17 +53,17 @@ class Memory:
     def append(self, words: Words, before: int) -> int:
         """One more token of the sequence whose token before lies in slot `before`; `words` [L, W]. Its slot."""
         slot = self.next_slot()
-        if (heir := int(self._after[slot])) != NONE:
+        if (heir := int(self.after[slot])) != NONE:
             self.before[heir] = NONE
         if (past := int(self.before[slot])) != NONE:
-            self._after[past] = NONE
+            self.after[past] = NONE
         if before == slot:  # a ring of one sequence that has come round
             before = NONE
         self.chosen[:, :, slot] = words
         self.soon[slot] = 0
-        self.before[slot], self._after[slot] = before, NONE
+        self.before[slot], self.after[slot] = before, NONE
         if before != NONE:
-            self._after[before] = slot
+            self.after[before] = slot
         _tell_back(self.soon, self.chosen, words, before, self.before, self._worth, self.experts)
         self.written += 1
         return slot
@@ -80,7 +81,8 @@ class Track:
         self.slots: IntArray = np.zeros(4 * neighbours, np.int64)  # [n] the best aligned, for the running token
         self.weights = np.zeros(4 * neighbours, np.float32)  # [n] of sum 1
         self.n, self.best, self.spread = 0, 0.0, 1.0  # how many; the best match, 0..1; how many count
-        self._step = np.float32((1 - SHARE_OF_PAST) / (memory.layers * top_k))
+        self._stride = -(-memory.layers // ALIGNED)
+        self._step = np.float32((1 - SHARE_OF_PAST) / (-(-memory.layers // self._stride) * top_k))
 
     def begin(self) -> None:
         """A token begins: all that is known is what came before."""
@@ -88,11 +90,14 @@ class Track:
 
     def see(self, layer: int, experts: IntArray) -> None:
         """The running token chose `experts` [k] in `layer`."""
-        words = self.words[layer]
-        words[:] = 0
-        for expert in experts.tolist():
-            words[expert >> 6] |= np.uint64(1 << (expert & 63))
-        _compare(self.match, self.memory.chosen[layer], words, self.memory.filled, self._step)
+        filled = 0 if layer % self._stride else self.memory.filled
+        _see(self.match, self.memory.chosen[layer], self.words[layer], experts, filled, self._step)
+
+    def glance(self, experts: IntArray) -> None:
+        """A whole token chose `experts` [L, k]; in place of `begin`, `see` and `align`. The best aligned slots move on
+        with it, and what the next token's alignment knows of the past is nothing."""
+        _move_on(self.words, experts, self.slots, self.n, self.memory.after)
+        self.match[:] = 0
 
     def align(self, layers_done: int, neighbours: int) -> None:
         """Chooses the best aligned slots, of those whose token before is known too."""
@@ -110,11 +115,12 @@ class Track:
 
     def recall(self, never: FloatArray, first: int, last: int, layers_done: int) -> None:
         """Multiplies `never` [L * E] of layers `first` to `last` by 1 - E[decay^tokens to the next need]."""
-        experts, memory = self.memory.experts, self.memory
+        memory = self.memory
         split = min(max(first, layers_done), last)
-        n, slots, weights = self.n, self.slots, self.weights
-        _add(never, memory.soon, memory.before, slots, weights, n, first * experts, split * experts, False)
-        _add(never, memory.soon, memory.before, slots, weights, n, split * experts, last * experts, True)
+        for start, end, ahead in ((first, split, False), (split, last, True)):
+            if start < end:
+                keys = start * memory.experts, end * memory.experts
+                _add(never, memory.soon, memory.before, self.slots, self.weights, self.n, *keys, ahead)
 
     def end(self) -> None:
         """The token is whole: it becomes a part of the memory."""
@@ -140,12 +146,30 @@ def _shift(match: FloatArray, matched: FloatArray, before: IntArray, n: int, sha
 
 
 @njit(fastmath=True, nogil=True)
-def _compare(match: FloatArray, chosen: Words, words: Words, n: int, step: np.float32) -> None:
-    """Adds `step` for each expert that a slot has in common with `words` [W]; `chosen` [W, n]."""
+def _see(match: FloatArray, chosen: Words, words: Words, experts: IntArray, n: int, step: np.float32) -> None:
+    """Packs `experts` [k] into `words` [W], and adds `step` for each that a slot has in common; `chosen` [W, slots]."""
+    _pack(words, experts)
     for word in range(words.shape[0]):
         row, wanted = chosen[word], words[word]
         for slot in range(n):
             match[slot] += step * np.float32(np.int64(_popcount(row[slot] & wanted)))
+
+
+@njit(nogil=True)
+def _pack(words: Words, experts: IntArray) -> None:
+    words[:] = 0
+    for expert in experts:
+        words[expert >> 6] |= np.uint64(1) << np.uint64(expert & 63)
+
+
+@njit(nogil=True)
+def _move_on(words: Words, experts: IntArray, slots: IntArray, n: int, after: IntArray) -> None:
+    """Packs a whole token's experts [L, k] into `words` [L, W]; replaces slots by those of the tokens after them."""
+    for layer in range(words.shape[0]):
+        _pack(words[layer], experts[layer])
+    for i in range(n):
+        if after[slots[i]] >= 0:
+            slots[i] = after[slots[i]]
 
 
 @njit(fastmath=True, nogil=True)
@@ -204,8 +228,6 @@ def _add(
     ahead: bool,
 ) -> None:
     """`recall` for keys `first` to `last`; `ahead`: their layers are still to come in the aligned tokens."""
-    if first >= last:
-        return
     sums = np.zeros(last - first, np.float32)
     for i in range(n):
         weight = weights[i] * np.float32(1 / 255)

@@ -15,9 +15,12 @@ from edgemoe.experts.controller import Controller
 from edgemoe.experts.full import Full
 from edgemoe.experts.pool import Pool
 from edgemoe.experts.residency import Horizon, Residency
-from edgemoe.types import Move, StepRouting, Tier
+from edgemoe.experts.scout import Forecast
+from edgemoe.experts.tiered import StepMeta
+from edgemoe.types import FloatArray, Move, StepRouting, Tier
 
 L, E, K = 3, 12, 2
+META = StepMeta(("a",), np.ones(1, np.int64), np.ones(1, np.bool_), np.zeros(1, np.int64), np.zeros(1, np.int64))
 Ids = npt.NDArray[np.int64]
 
 
@@ -25,8 +28,8 @@ def text(seed: int, n: int, sequences: int = 1) -> Ids:
     return np.argsort(np.random.default_rng(seed).random((n, L, sequences, E)), axis=3)[..., :K]
 
 
-def routing(ids: Ids, names: tuple[str, ...], decode: bool = True) -> StepRouting:
-    """One step's; `ids` [L, S, K]."""
+def routing(ids: Ids, names: tuple[str, ...], decode: bool = True, step_s: float = 10.0) -> StepRouting:
+    """One step's; `ids` [L, S, K]. Steps are so slow that following them costs next to nothing."""
     n = len(names)
     return StepRouting(
         requests=names,
@@ -37,15 +40,16 @@ def routing(ids: Ids, names: tuple[str, ...], decode: bool = True) -> StepRoutin
         ids=ids.astype(np.int16),
         weights=np.zeros(ids.shape, np.float32),
         hints={},
-        step_s=0.0,
+        step_s=step_s,
         stall_s=0.0,
     )
 
 
-def step(controller: Controller, ids: Ids, names: tuple[str, ...]) -> None:
+def step(controller: Controller, ids: Ids, names: tuple[str, ...], step_s: float = 10.0) -> None:
+    controller.look(META)
     for layer in range(L):
         controller.policy.touch(layer, np.unique(ids[layer]))
-    controller.observe(routing(ids, names))
+    controller.observe(routing(ids, names, step_s=step_s))
 
 
 @pytest.fixture
@@ -53,6 +57,20 @@ def controller() -> Iterator[Controller]:
     it = Controller(L, E, K)
     yield it
     it.close()
+
+
+class Oracle:
+    """Knows what a text of one step, said again and again, needs: its experts are certain, all others impossible."""
+
+    def __init__(self, ids: Ids, trust: float = 1.0) -> None:
+        probs = np.full((2, L, E), 0.01, np.float32)
+        for layer in range(L):
+            probs[:, layer, ids[layer]] = 0.99
+        self.forecast: Forecast | None = None
+        self.trust, self.probs = trust, probs
+
+    def look(self, step: int) -> None:
+        self.forecast = Forecast(step, self.probs)
 
 
 class Mover:
@@ -150,3 +168,103 @@ def test_what_was_learned_is_saved_at_the_end_and_damage_is_survived(
     third = Controller(L, E, K, state_file=state)
     assert "learning begins anew" in caplog.text
     third.close()
+
+
+class Meter:
+    """Processor time: a millisecond for a step that is followed, a tenth for one that is not."""
+
+    def __init__(self) -> None:
+        self.spent_s, self.controller = 0.0, None
+
+    def __call__(self) -> float:
+        self.spent_s += 1e-3 if self.controller is None or self.controller.following else 1e-4
+        return self.spent_s
+
+
+@pytest.fixture
+def metered() -> Iterator[Controller]:
+    meter = Meter()
+    meter.controller = controller = Controller(L, E, K, clock=meter)
+    yield controller
+    controller.close()
+
+
+def test_of_steps_that_leave_little_time_a_part_is_followed_and_all_are_remembered(metered: Controller) -> None:
+    for ids in text(7, 200):
+        step(metered, ids, ("a",), step_s=1e-2)
+        assert metered.wait_idle(20)
+    followed = 200 - metered.glances
+    assert 1e-3 * followed + 1e-4 * metered.glances == pytest.approx(200 * module.SHARE * 1e-2, rel=0.1)
+    assert metered._predictor.memory.filled == metered._predictor.step == 200
+
+
+def test_steps_that_leave_no_time_are_left_out_until_there_is_some(metered: Controller) -> None:
+    for ids in text(8, 100):
+        step(metered, ids, ("a",), step_s=1e-6)
+        assert metered.wait_idle(20)
+    assert metered._predictor.step < 10
+    for ids in text(9, 5):
+        step(metered, ids, ("a",))
+        assert metered.wait_idle(20)
+    assert metered.following
+
+
+def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, FloatArray]:
+    """Steps that need `always`, hidden from the predictor by noise of other sequences' names; the ranks in the end."""
+    controller = Controller(L, E, K, forecaster=oracle)
+    random = np.random.default_rng(seed)
+    for _ in range(150):
+        ids = always if random.random() < 0.5 else text(int(random.integers(1 << 30)), 1)[0]
+        oracle.probs[0] = 0.01
+        for layer in range(L):
+            oracle.probs[0, layer, ids[layer]] = 0.99
+        controller.look(META)
+        oracle.look(controller.step)
+        for layer in range(L):
+            controller.policy.touch(layer, np.unique(ids[layer]))
+        controller.observe(routing(ids, ("a",)))
+        assert controller.wait_idle(20)
+    oracle.probs[0] = 0.01
+    for layer in range(L):
+        oracle.probs[0, layer, always[layer]] = 0.99
+    controller.look(META)
+    oracle.look(controller.step)
+    controller.policy.touch(0, np.unique(always[0]))
+    assert controller.wait_idle(20)
+    ranks = controller.ranks.copy()
+    controller.close()
+    return controller, ranks
+
+
+def test_a_forecaster_that_is_right_earns_its_weight_and_orders_what_is_to_come() -> None:
+    always = text(10, 1)[0]
+    controller, ranks = drive_with(Oracle(always), always, 11)
+    assert controller._blend.mix.eta(0) > 0.5
+    for layer in range(1, L):
+        best = set(np.argsort(-ranks[layer])[:K].tolist())
+        assert best == set(always[layer].ravel().tolist())
+
+
+def test_without_trust_a_forecaster_changes_nothing() -> None:
+    always = text(12, 1)[0]
+    controller, ranks = drive_with(Oracle(always, trust=0.0), always, 13)
+    np.testing.assert_array_equal(ranks, controller._predictor.scores)
+
+
+def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Controller) -> None:
+    random = np.random.default_rng(14)
+    experts = np.arange(E)
+    for ids in text(15, 200):
+        controller.look(META)
+        for layer in range(L):
+            chance = np.full(E, 0.05, np.float32)
+            chance[ids[layer]] = 0.9
+            controller.foresee(layer, experts, chance)
+            controller.policy.touch(layer, np.unique(ids[layer]))
+        controller.observe(routing(ids, ("a",)))
+        assert controller.wait_idle(20)
+    assert controller._blend.mix.eta(module.NEXT_LAYER) > 0.7
+    likely = random.integers(0, E)
+    chance, worth = controller.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
+    assert chance.argmax() == worth.argmax() == likely
+    assert worth[likely] > controller.ranks[1, likely]

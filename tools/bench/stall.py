@@ -1,0 +1,399 @@
+"""Stall per token behind emulated links: cache policies, and what is forecast, with prefetch and without.
+
+    python -m tools.bench.stall --out stall.json [--scoutgate EXPORT] [--links 2,8,25] [--rounds 10] [--model mid]
+    python -m tools.bench.stall --report stall.json [--plot stall.png]
+
+The device holds 25 % of the experts, RAM all of them. A link takes as long as an expert of --expert-bytes would (9.44
+MB: an expert of Qwen3-30B-A3B in bf16); the bytes that it really copies are fewer, so that one thread's memcpy (6.6
+GB/s on two cores) is never the limit. --model demo is the demo model in float32, writing text of its own; mid is 24
+layers of 64 experts with random weights, which reads real text: only which token it is tells anything there. All
+contenders of a link run in turn, round by round, on the same prompts; what one has learned from --warm tokens they all
+start with. The differences are paired by round, with 95 % intervals. Tokens are compared between all contenders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from edgemoe.kernels.env import WORKER_ENV
+
+os.environ.update(WORKER_ENV)  # before anything loads torch
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from edgemoe import demo
+from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.controller import Controller
+from edgemoe.experts.devices import Tiers
+from edgemoe.experts.manifest import DENSE, Manifest
+from edgemoe.experts.scout import Scout, Served
+from edgemoe.experts.store import ExpertStore
+from edgemoe.experts.tiered import StepMeta
+from edgemoe.kernels.compute import Kernels
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.model.spec import ModelSpec, spec_from_config
+from edgemoe.pack.packer import pack
+from edgemoe.policy.baselines import LRU
+from edgemoe.policy.ewma import EWMA, Paper
+from edgemoe.types import BLOCK_TOKENS, Batch, StepRouting, Store, Tier
+from scoutgate.embedding import load_embedding
+from tools.bench.decode import RandomStore, _random_decoder
+from tools.bench.make_model import make_config
+from tools.demo_model import corpus
+
+PROMPT, TEMPERATURE, SEED = 16, 0.7, 11
+T95 = {2: 4.303, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 29: 2.045}
+
+
+class Contender(NamedTuple):
+    """A policy and what it may prefetch by."""
+
+    policy: str
+    gate: bool = False  # the next layer's own
+    plans: bool = False  # the controller's
+    scout: bool = False
+
+    @property
+    def prefetch(self) -> bool:
+        return self.gate or self.plans
+
+
+CONTENDERS = {
+    "lru": Contender("lru"),
+    "lru + prefetch": Contender("lru", gate=True),
+    "paper": Contender("paper"),
+    "paper + prefetch": Contender("paper", gate=True),
+    "ewma": Contender("ewma"),
+    "full": Contender("full"),
+    "full + prefetch": Contender("full", gate=True, plans=True),
+    "recall": Contender("full", plans=True),
+    "recall + ScoutGate": Contender("full", plans=True, scout=True),
+    "full fusion": Contender("full", gate=True, plans=True, scout=True),
+}
+PAIRS = (("lru + prefetch", "lru"), ("paper + prefetch", "paper"), ("full + prefetch", "full"), ("full", "lru"))
+
+
+class Emulated(NamedTuple):
+    expert_bytes: int
+    link_bytes_per_s: float
+    kind: str = "emulated"
+
+
+class Model(NamedTuple):
+    """Weights, and the text that is read or gone on with."""
+
+    spec: ModelSpec
+    decoder: Decoder
+    kernels: Kernels
+    store: Store
+    text: list[int]
+    reads: bool  # the text's tokens, not its own
+    path: Path | None
+
+
+@contextlib.contextmanager
+def open_model(name: str, threads: int) -> Iterator[Model]:
+    tokenizer = Tokenizer.from_file(str(demo.model_path() / "tokenizer.json"))
+    documents = [
+        text for texts in corpus.gather(SEED, max_chars=80_000, generated=60).documents.values() for text in texts
+    ]
+    np.random.default_rng(SEED).shuffle(documents)
+    text = [token for document in documents for token in tokenizer.encode(document[:2000]).ids]
+    with tempfile.TemporaryDirectory() as scratch:
+        if name == "demo":
+            directory = _in_float32(Path(scratch))
+            manifest = Manifest.load(directory)
+            spec = spec_from_config(manifest.spec_config)
+            kernels = Kernels(threads, False)
+            with ExpertStore(directory, manifest) as store:
+                yield Model(
+                    spec, Decoder.load(spec, directory / DENSE, kernels=kernels), kernels, store, text, False, directory
+                )
+        else:
+            shape = {"layers": 24, "hidden": 384, "heads": 6, "kv_heads": 2, "head_dim": 64, "experts": 64}
+            shape |= {"expert_width": 128, "top_k": 8, "vocab": 4096, "context": 4096}
+            config = make_config(Namespace(family="qwen3_moe", dtype="float32", tied=False, **shape))
+            spec = spec_from_config(config)
+            kernels = Kernels(threads, False)
+            yield Model(spec, _random_decoder(spec, kernels), kernels, RandomStore(spec), text, True, None)
+        kernels.close()
+
+
+def _in_float32(scratch: Path) -> Path:
+    """A store of the demo model whose sums do not depend on the order."""
+    source, target = demo.model_path(), scratch / "model"
+    target.mkdir()
+    save_file({k: v.float() for k, v in load_file(source / "model.safetensors").items()}, target / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32", "dtype": "float32"}))
+    pack(target, scratch / "store")
+    return scratch / "store"
+
+
+class Runner:
+    """One contender's tiers, and all that it has learned."""
+
+    def __init__(self, model: Model, contender: Contender, link: float, args: Namespace, state: Path | None) -> None:
+        self.model, self.contender = model, contender
+        spec = model.spec
+        shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=False)
+        self.scout = None
+        if contender.scout and args.scoutgate and model.path:
+            self.scout = Scout(Served("", "", spec.layers, spec.experts, spec.top_k))
+            self.scout.load(args.scoutgate, load_embedding(model.path))
+        self.controller = None
+        if contender.policy == "full":
+            self.controller = Controller(spec.layers, spec.experts, spec.top_k, state_file=state, forecaster=self.scout)
+        policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
+        self.policy = policy
+        total = spec.layers * spec.experts * shape.stride_bytes
+        device = Emulated(int(total * args.share), link * shape.stride_bytes / args.expert_bytes)
+        policies = {Tier.VRAM: policy, Tier.RAM: policy}
+        self.tiers = Tiers(shape, model.store, total, [device], policies, model.kernels, prefetch=contender.prefetch)
+        if not contender.gate:
+            self.tiers.experts.lookahead = 0
+        if self.controller and contender.plans:
+            self.controller.attach(self.tiers.residency, self.tiers.mover, spec.expert_bytes)
+        self._kv = KVCache(spec, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self.tiers.run())
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        while (self.tiers.residency.ram.where < 0).any():
+            time.sleep(0.02)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(10)
+        self._loop.close()
+        self.tiers.close()
+        for each in (self.controller, self.scout):
+            if each is not None:
+                each.close()
+
+    def run(self, number: int, tokens: int) -> dict[str, Any]:
+        """One prompt and so many tokens: stall and time per token, in milliseconds, and the tokens."""
+        model = self.model
+        start = number * (PROMPT + tokens) % (len(model.text) - PROMPT - tokens)
+        text = model.text[start : start + PROMPT + tokens]
+        random = torch.Generator().manual_seed(number)
+        said: list[int] = []
+        stall_s, began_s, routings = 0.0, 0.0, []
+        logits, _ = self._step(f"{number}", text[:PROMPT], 0)
+        served = list(self.tiers.residency.served)
+        vram = self.tiers.residency.devices[0]
+        moved, prefetched, wasted = vram.moved, vram.prefetched, vram.wasted
+        began_s = time.perf_counter()
+        for i in range(tokens):
+            noise = -torch.log(-torch.log(torch.rand(logits.shape[-1], generator=random)))
+            token = int(logits[-1].argmax()) if model.reads else int((logits[-1] / TEMPERATURE + noise).argmax())
+            said.append(token)
+            fed = text[PROMPT + i] if model.reads else token
+            logits, routing = self._step(f"{number}", [fed], PROMPT + i)
+            stall_s += routing.stall_s
+            routings.append(routing)
+        took_s = time.perf_counter() - began_s
+        hits, *misses = (after - before for after, before in zip(self.tiers.residency.served, served, strict=True))
+        return {
+            "stall_ms": 1e3 * stall_s / tokens,
+            "ms": 1e3 * took_s / tokens,
+            "miss": sum(misses) / (hits + sum(misses)),
+            "prefetched": (vram.prefetched - prefetched) / tokens,
+            "moved": (vram.moved - moved) / tokens,
+            "wasted": (vram.wasted - wasted) / tokens,
+            "tokens": said,
+            "routings": routings,
+        }
+
+    @torch.inference_mode()
+    def _step(self, name: str, tokens: list[int], at: int) -> tuple[torch.Tensor, StepRouting]:
+        n = len(tokens)
+        batch = Batch(
+            tokens=torch.tensor(tokens),
+            positions=torch.arange(at, at + n),
+            query_lens=[n],
+            context_lens=[at + n],
+            block_tables=[list(range(-(-(at + n) // BLOCK_TOKENS)))],
+            logit_rows=torch.tensor([n - 1]),
+            decode=n == 1,
+        )
+        meta = StepMeta((name,), np.array([n]), np.array([n == 1]), batch.tokens.numpy(), batch.positions.numpy())
+        self.tiers.experts.begin_step(meta)
+        for each in (self.scout, self.controller):
+            if each is not None:
+                each.look(meta)
+        logits = self.model.decoder.forward(batch, self._kv, self.tiers.experts)
+        routing = self.tiers.experts.end_step()
+        if self.controller is not None:
+            self.controller.observe(routing)
+        if self.scout is not None:
+            self.scout.learn(routing)
+        return logits, routing
+
+    def teach(self, routings: list[StepRouting]) -> None:
+        """Shows the policy what another contender's steps routed."""
+        for routing in routings:
+            for layer, ids in enumerate(routing.ids):
+                self.policy.touch(layer, np.unique(ids[-1:]).astype(np.int64))
+            if self.controller is not None:
+                self.controller.observe(replace(routing, step_s=1.0))
+                self.controller.wait_idle(10)
+
+
+def _policy(name: str, spec: ModelSpec) -> LRU | EWMA:
+    if name == "lru":
+        return LRU(spec.layers, spec.experts)
+    return (EWMA if name == "ewma" else Paper)(spec.layers, spec.experts, spec.top_k)
+
+
+def measure(model: Model, args: Namespace, state: Path, link: float, lesson: list[StepRouting]) -> dict[str, Any]:
+    """All contenders at one link speed, in turns."""
+    runners = {name: Runner(model, CONTENDERS[name], link, args, state) for name in args.contenders}
+    rounds: list[dict[str, dict[str, Any]]] = []
+    names = list(runners)
+    try:
+        for runner in runners.values():
+            if runner.controller is None:
+                runner.teach(lesson)
+        gc.collect()
+        gc.freeze()
+        for number in range(args.unscored + args.rounds):
+            turn = number % len(names)
+            results = {name: runners[name].run(1000 + number, args.tokens) for name in names[turn:] + names[:turn]}
+            for result in results.values():
+                del result["routings"]
+            tokens = {tuple(result.pop("tokens")) for result in results.values()}
+            if number >= args.unscored:
+                rounds.append({**results, "different": len(tokens) - 1})  # type: ignore[dict-item]
+        etas = {
+            name: [round(runner.controller._blend.mix.eta(h), 2) for h in range(6)] + [runner.controller.glances]
+            for name, runner in runners.items()
+            if runner.controller
+        }
+    finally:
+        for runner in runners.values():
+            if runner.controller is not None:
+                runner.controller._state_file = None  # the next link starts from the same
+            runner.close()
+    return {"link": link, "rounds": rounds, "etas": etas}
+
+
+def learn(model: Model, args: Namespace, state: Path) -> list[StepRouting]:
+    """What all contenders know before they start: the steps of --warm tokens, and the state that `full` has of them."""
+    quick = Runner(model, Contender("lru"), 1e15, Namespace(**{**vars(args), "share": 1.0}), None)
+    lesson = [r for number in range(-(-args.warm // args.tokens)) for r in quick.run(number, args.tokens)["routings"]]
+    quick.close()
+    teacher = Runner(model, Contender("full"), 1e15, args, state)
+    teacher.teach(lesson)
+    teacher.close()
+    return lesson
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half of the 95 % interval."""
+    n = len(values)
+    spread = float(np.std(values, ddof=1)) / n**0.5
+    return float(np.mean(values)), spread * next(t for d, t in sorted(T95.items(), reverse=True) if d <= n - 1)
+
+
+def report(out: dict[str, Any]) -> str:
+    lines = [f"model {out['model']}, {out['tokens']} tokens a round, compute on {out['threads']} thread(s)"]
+    for part in out["links"]:
+        rounds = part["rounds"]
+        different = sum(r["different"] for r in rounds)
+        lines += [f"\n{part['link'] / 1e9:.0f} GB/s, {len(rounds)} rounds, {different} with different tokens", ""]
+        lines += [
+            "| | stall ms/token | ms/token | misses | moved, prefetched, wasted a token |",
+            "|---|---|---|---|---|",
+        ]
+        for name in out["contenders"]:
+            of = {key: [r[name][key] for r in rounds] for key in rounds[0][name]}
+            mean, half = interval(of["stall_ms"])
+            rest = [float(np.mean(of[key])) for key in ("ms", "miss", "moved", "prefetched", "wasted")]
+            lines.append(
+                f"| {name} | {mean:.2f} ± {half:.2f} | {rest[0]:.2f} | {rest[1]:.3f} "
+                f"| {rest[2]:.2f}, {rest[3]:.2f}, {rest[4]:.2f} |"
+            )
+        pairs = [*PAIRS, *((out["contenders"][-1], name) for name in out["contenders"][:-1])]
+        for one, other in pairs:
+            if one in rounds[0] and other in rounds[0]:
+                mean, half = interval([r[one]["stall_ms"] - r[other]["stall_ms"] for r in rounds])
+                base = float(np.mean([r[other]["stall_ms"] for r in rounds]))
+                lines.append(f"{one} - {other}: {mean:+.2f} ± {half:.2f} ms ({mean / base:+.1%})")
+        lines.append(f"etas {part['etas']}")
+    return "\n".join(lines)
+
+
+def plot(out: dict[str, Any], to: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.6 * len(out["links"]), 3.6), layout="constrained")
+    for axes, part in zip(figure.subplots(1, len(out["links"]), squeeze=False)[0], out["links"], strict=True):
+        names = out["contenders"]
+        stats = [interval([r[name]["stall_ms"] for r in part["rounds"]]) for name in names]
+        axes.barh(names, [mean for mean, _ in stats], xerr=[half for _, half in stats])
+        axes.invert_yaxis()
+        axes.set(title=f"{part['link'] / 1e9:.0f} GB/s", xlabel="stall, ms per token")
+    figure.savefig(to, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("demo", "mid"), default="demo")
+    parser.add_argument("--links", default="2,8,25", help="GB/s")
+    parser.add_argument("--expert-bytes", type=float, default=9.44e6)
+    parser.add_argument("--share", type=float, default=0.25, help="of the experts that the device holds")
+    parser.add_argument("--tokens", type=int, default=100, help="a round")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--unscored", type=int, default=2, help="rounds before them")
+    parser.add_argument("--warm", type=int, default=3000, help="tokens learned from beforehand")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--scoutgate", type=Path)
+    parser.add_argument("--contenders", type=lambda s: s.split(","), default=list(CONTENDERS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    if args.report:
+        out = json.loads(args.report.read_text())
+    else:
+        torch.set_num_threads(args.threads)
+        torch.manual_seed(SEED)
+        with open_model(args.model, args.threads) as model, tempfile.TemporaryDirectory() as scratch:
+            if model.path is None or not args.scoutgate:
+                args.contenders = [name for name in args.contenders if not CONTENDERS[name].scout]
+            state = Path(scratch) / "state"
+            lesson = learn(model, args, state)
+            links = [measure(model, args, state, 1e9 * float(link), lesson) for link in args.links.split(",")]
+        settings = {k: vars(args)[k] for k in ("model", "expert_bytes", "share", "tokens", "threads", "contenders")}
+        out = {**settings, "links": links}
+        if args.out:
+            args.out.write_text(json.dumps(out))
+    print(report(out))
+    if args.plot:
+        plot(out, args.plot)
+
+
+if __name__ == "__main__":
+    main()
