@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,36 +46,29 @@ def write(
     directory: Path, gate: ScoutGate, calibration: tuple[Tensor, Tensor], model: dict[str, str], metrics: dict[str, Any]
 ) -> None:
     """Writes an export; the JSON last, so that a half-written one is refused."""
-    directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().float().contiguous() for name, value in gate.state_dict().items()}
-    save_file(weights, directory / (WEIGHTS + ".tmp"))
-    (directory / (WEIGHTS + ".tmp")).chmod(0o644)  # safetensors writes for the owner alone
-    digest = hashlib.sha256((directory / (WEIGHTS + ".tmp")).read_bytes()).hexdigest()
     scale, shift = calibration
     record = {
-        "format": FORMAT, "shape": gate.shape.as_dict(), "model": model, "sha256": digest,
+        "shape": gate.shape.as_dict(), "model": model,
         "calibration": {"scale": scale.tolist(), "shift": shift.tolist()}, "metrics": metrics,
     }  # fmt: skip
-    (directory / (RECORD + ".tmp")).write_text(json.dumps(record, indent=1) + "\n")
-    (directory / (WEIGHTS + ".tmp")).replace(directory / WEIGHTS)
-    (directory / (RECORD + ".tmp")).replace(directory / RECORD)
+    put(directory / WEIGHTS, directory / RECORD, gate.state_dict(), record)
+
+
+def put(weights: Path, record: Path, values: Mapping[str, Tensor], told: dict[str, Any]) -> None:
+    """Writes tensors and what is told of them, with format and hash; the JSON last."""
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    part, told_part = weights.with_suffix(".tmp"), record.with_suffix(".json.tmp")
+    save_file({name: value.detach().cpu().float().contiguous() for name, value in values.items()}, part)
+    part.chmod(0o644)  # safetensors writes for the owner alone
+    digest = hashlib.sha256(part.read_bytes()).hexdigest()
+    told_part.write_text(json.dumps({"format": FORMAT, "sha256": digest, **told}, indent=1) + "\n")
+    part.replace(weights)
+    told_part.replace(record)
 
 
 def read(directory: Path) -> Export:
     """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
-    try:
-        record = json.loads((directory / RECORD).read_text())
-        if (directory / WEIGHTS).stat().st_size > MAX_WEIGHTS_BYTES:
-            raise ValueError(f"{directory / WEIGHTS} is too large for a ScoutGate")
-        data = (directory / WEIGHTS).read_bytes()
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{directory} is not a ScoutGate export: {error}") from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{directory / RECORD} is not of format {FORMAT}; export the predictor again")
-    if hashlib.sha256(data).hexdigest() != record.get("sha256"):
-        raise ValueError(
-            f"{directory / WEIGHTS} is damaged, or belongs to another {RECORD}; export the predictor again"
-        )
+    record, data = get(directory / WEIGHTS, directory / RECORD, "ScoutGate")
     try:
         gate = ScoutGate(ScoutShape.from_dict(record["shape"]))
         gate.load_state_dict(load(data))
@@ -88,6 +82,22 @@ def read(directory: Path) -> Export:
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{directory} holds a ScoutGate that cannot be used: {error}") from error
     return Export(gate.eval().requires_grad_(False), scale, shift, record)
+
+
+def get(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:
+    """What `put` wrote, the tensors as safetensors. Raises ValueError where it is not whole, or no export of `what`."""
+    try:
+        told = json.loads(record.read_text())
+        if weights.stat().st_size > MAX_WEIGHTS_BYTES:
+            raise ValueError(f"{weights} is too large for a {what}")
+        data = weights.read_bytes()
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{record.parent} is not a {what} export: {error}") from error
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise ValueError(f"{record} is not of format {FORMAT}; export the predictor again")
+    if hashlib.sha256(data).hexdigest() != told.get("sha256"):
+        raise ValueError(f"{weights} is damaged, or belongs to another {record.name}; export the predictor again")
+    return told, data
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Training ScoutGate with Lightning: the loss, the schedule, and keeping the best weights as safetensors."""
+"""Training with Lightning: the schedule, keeping the best weights as safetensors, and ScoutGate's loss."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from scoutgate.data import Inputs, k_hot
 from scoutgate.model import ScoutGate, ScoutShape, cardinality
+from scoutgate.nextuse import NextUseNet
+
+Network = ScoutGate | NextUseNet
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,43 @@ class Recipe:
     drop_tokens: float = 0.05  # window tokens hidden at random while training, so that no one token is all
 
 
-class ScoutModule(L.LightningModule):
+class Scheduled(L.LightningModule):
+    """AdamW with a rate that falls to zero over `max_steps` or `max_s` seconds, whichever is over first."""
+
+    recipe: Recipe
+    max_steps: int
+    max_s: float
+    _began = 0.0
+
+    def on_fit_start(self) -> None:
+        self._began = time.monotonic()
+
+    def progress(self) -> float:
+        """Share of the run that is over, by steps or by time, whichever is further."""
+        by_time = (time.monotonic() - self._began) / self.max_s if self.max_s else 0.0
+        return min(1.0, max(self.global_step / max(self.max_steps, 1), by_time))
+
+    def configure_optimizers(self) -> dict[str, object]:
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        rest = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.recipe.lr, betas=(0.9, 0.98))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _rate(self, step: int) -> float:
+        warm = min(1.0, (step + 1) / self.recipe.warmup_steps)
+        return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress())))
+
+
+class ScoutModule(Scheduled):
     def __init__(self, shape: ScoutShape, recipe: Recipe, embedding: Tensor, max_steps: int, max_s: float) -> None:
-        """`embedding` [V, d_emb] is the main model's, frozen. The rate falls to zero over steps or seconds."""
+        """`embedding` [V, d_emb] is the main model's, frozen."""
         super().__init__()
         self.gate, self.recipe = ScoutGate(shape), recipe
         self.register_buffer("embedding", embedding.float(), persistent=False)
         self.embedding: Tensor
         self.max_steps, self.max_s = max_steps, max_s
-        self._began = time.monotonic()
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Logits [B, horizons, sum E_l]."""
@@ -66,32 +97,12 @@ class ScoutModule(L.LightningModule):
         entropy, spread = self.losses(inputs)
         self.log_dict({"log_loss": entropy, "cardinality": spread}, prog_bar=True, batch_size=len(inputs.tokens))
 
-    def on_fit_start(self) -> None:
-        self._began = time.monotonic()
-
-    def progress(self) -> float:
-        """Share of the run that is over, by steps or by time, whichever is further."""
-        by_time = (time.monotonic() - self._began) / self.max_s if self.max_s else 0.0
-        return min(1.0, max(self.global_step / max(self.max_steps, 1), by_time))
-
-    def configure_optimizers(self) -> dict[str, object]:
-        matrices = [p for p in self.gate.parameters() if p.dim() > 1]
-        rest = [p for p in self.gate.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.recipe.lr, betas=(0.9, 0.98))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _rate(self, step: int) -> float:
-        warm = min(1.0, (step + 1) / self.recipe.warmup_steps)
-        return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress())))
-
 
 class KeepBest(L.Callback):
     """Writes the weights of the best validation so far as safetensors, which is all that export and evaluate read."""
 
-    def __init__(self, directory: Path, describe: Callable[[], dict[str, object]]) -> None:
-        self.directory, self.describe, self.best = directory, describe, math.inf
+    def __init__(self, directory: Path, network: Network, describe: Callable[[], dict[str, object]]) -> None:
+        self.directory, self.network, self.describe, self.best = directory, network, describe, math.inf
 
     def state_dict(self) -> dict[str, float]:
         return {"best": self.best}
@@ -100,13 +111,12 @@ class KeepBest(L.Callback):
         self.best = state["best"]
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        assert isinstance(module, ScoutModule)
         loss = float(trainer.callback_metrics["log_loss"])
         if trainer.sanity_checking or loss >= self.best:
             return
         self.best = loss
-        weights = {name: value.detach().cpu().contiguous() for name, value in module.gate.state_dict().items()}
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.network.state_dict().items()}
         save_file(weights, self.directory / "best.tmp")
         (self.directory / "best.tmp").replace(self.directory / "best.safetensors")
-        record = {"shape": module.gate.shape.as_dict(), "step": trainer.global_step, "log_loss": loss}
+        record = {"shape": self.network.shape.as_dict(), "step": trainer.global_step, "log_loss": loss}
         (self.directory / "best.json").write_text(json.dumps({**record, **self.describe()}, indent=1) + "\n")

@@ -110,7 +110,7 @@ def train(options: argparse.Namespace) -> Path:
     steps = int(options.passes * -(-len(recording.positions("train")) // options.batch))
     module = ScoutModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
     described = {"meta": asdict(meta), "recipe": asdict(module.recipe), "seed": options.seed, "data": str(options.data)}
-    keep = KeepBest(options.out, lambda: described)
+    keep = KeepBest(options.out, module.gate, lambda: described)
     with quiet():
         trainer = trainer_for(options, -(-steps // training.dataset.count), keep)
     last = options.out / "last.ckpt"

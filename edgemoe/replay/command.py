@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_count, default=1, metavar="N", help="requests that run at once (default 1)")
     parser.add_argument("--tokens", type=_count, default=0, metavar="N", help="replay the first N tokens only")
     parser.add_argument("--experts", type=_count, default=0, metavar="N", help="per layer (default: from the trace)")
+    parser.add_argument(
+        "--next-use", type=Path, metavar="DIR", help="export of a trained network, for the policy nextuse: full with it"
+    )
     parser.add_argument("--without-template", action="store_true", help="leave out tokens that requests share in place")
     box = parser.add_argument_group("the box")
     box.add_argument("--expert-bytes", type=_size, default=_size("16MiB"), metavar="SIZE", help="default 16MiB")
@@ -84,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     """A row for each capacity and policy, in the order asked for."""
     from edgemoe.replay.box import Machine
+    from edgemoe.replay.policies import nextuse
     from edgemoe.replay.run import replay
     from edgemoe.replay.trace import load
 
@@ -102,7 +106,10 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
         margin=math.log((1 + options.hysteresis) / (1 - options.hysteresis)),
     )
     names = list(dict.fromkeys([*options.policies, *YARDSTICKS]))
-    figures = {name: replay(trace, name, slots, options.batch, options.score_from, machine) for name in names}
+    if "nextuse" in names and not options.next_use:
+        raise ConfigError("the policy nextuse needs a trained network: name its export with --next-use")
+    more = {"nextuse": nextuse(options.next_use)} if options.next_use else {}
+    figures = {name: replay(trace, name, slots, options.batch, options.score_from, machine, more) for name in names}
     rows = []
     for i, share in enumerate(options.capacity):
         missed = {name: each[i].misses for name, each in figures.items()}

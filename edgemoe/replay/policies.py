@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +26,21 @@ def _full(trace: Trace, batch: int) -> CachePolicy:
     return Full(trace.layers, trace.experts, trace.top_k)
 
 
+def nextuse(directory: Path) -> Maker:
+    """`full` with the trained network that was exported to `directory`. Raises ConfigError where there is none."""
+    import torch  # takes seconds
+
+    from edgemoe.experts.foresight import Foreseen
+    from scoutgate.nextuse_export import read
+
+    torch.set_num_threads(1)  # its products are small
+    try:
+        network = read(directory)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return lambda trace, batch: Foreseen(network, trace.layers, trace.experts, trace.top_k)
+
+
 MAKERS: dict[str, Maker] = {
     "fifo": lambda trace, batch: baselines.FIFO(trace.layers, trace.experts),
     "lru": lambda trace, batch: baselines.LRU(trace.layers, trace.experts),
@@ -36,13 +52,6 @@ MAKERS: dict[str, Maker] = {
     "paper": lambda trace, batch: Paper(trace.layers, trace.experts, trace.top_k),
     "full": _full,
 }
-
-
-def make(name: str, trace: Trace, batch: int) -> CachePolicy:
-    """A fresh policy. Raises ConfigError for a name that is none."""
-    if name not in MAKERS:
-        raise ConfigError(f"there is no policy {name!r}; there are {', '.join(MAKERS)}, and libcachesim's by its names")
-    return MAKERS[name](trace, batch)
 
 
 def next_uses(trace: Trace, batch: int) -> tuple[IntArray, IntArray]:

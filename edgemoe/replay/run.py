@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from edgemoe.replay import box, libcachesim
 from edgemoe.replay.box import Box, DoubleArray, Machine
 from edgemoe.replay.cache import Cache
-from edgemoe.replay.policies import MAKERS, make
+from edgemoe.replay.policies import MAKERS, Maker
 from edgemoe.replay.trace import Ids, Trace, chosen
 from edgemoe.types import CachePolicy
 
@@ -24,13 +25,26 @@ class Figures:
     box: DoubleArray = field(default_factory=lambda: np.zeros(box.FIGURES))
 
 
-def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: float, machine: Machine) -> list[Figures]:
-    """Figures for each capacity in `slots`; steps before `score_from` of the tokens are run, not scored."""
-    if name not in MAKERS:
+def replay(
+    trace: Trace,
+    name: str,
+    slots: list[int],
+    batch: int,
+    score_from: float,
+    machine: Machine,
+    more: Mapping[str, Maker] | None = None,
+) -> list[Figures]:
+    """Figures for each capacity in `slots`; steps before `score_from` of the tokens are run, not scored.
+
+    `more` are policies besides those that have names of their own. Raises ConfigError for a name that is none.
+    """
+    makers = {**MAKERS, **(more or {})}
+    if name not in makers:
         return libcachesim.replay(trace, name, slots, batch, score_from)
+    make = makers[name]
     if name == "fifo":  # it has to see what its cache loads
-        return [_Run(trace, make(name, trace, batch), [each], machine).go(batch, score_from)[0] for each in slots]
-    return _Run(trace, make(name, trace, batch), slots, machine).go(batch, score_from)
+        return [_Run(trace, make(trace, batch), [each], machine).go(batch, score_from)[0] for each in slots]
+    return _Run(trace, make(trace, batch), slots, machine).go(batch, score_from)
 
 
 class _Run:
