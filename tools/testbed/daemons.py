@@ -144,10 +144,10 @@ class Daemon:
 class Cluster:
     """A daemon in every box of a bed, all of them helping each other."""
 
-    def __init__(self, bed: Bed, folder: Path, settings: Settings) -> None:
-        """`settings` are for all; addresses, keys and state are filled in."""
+    def __init__(self, bed: Bed, folder: Path, settings: Settings, own: Mapping[str, Settings] | None = None) -> None:
+        """`settings` are for all, `own` for one box each; addresses, keys and state are filled in."""
         self.bed, self.folder = bed, folder
-        self.settings = dict(settings)
+        self.settings, self.own = dict(settings), dict(own or {})
         folder.mkdir(parents=True, exist_ok=True)
         self.peers_file = folder / "peers.toml"
         entries = []
@@ -171,6 +171,7 @@ class Cluster:
             "cluster.state_dir": str(self.folder / box.name / "state"),
             "cluster.coordination": "raft",
             **self.settings,
+            **self.own.get(box.name, {}),
         }
 
     def __enter__(self) -> Cluster:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
 from edgemoe.demo import model_path
+from edgemoe.experts.manifest import MANIFEST, Manifest
 from edgemoe.pack import ensure_store
 
 
@@ -27,3 +31,17 @@ def float32_demo(folder: Path) -> Path:
         (fresh / "config.json").write_text(json.dumps(config, indent=1))
         fresh.rename(checkpoint)
     return ensure_store(checkpoint, folder / "stores")
+
+
+def part_of(store: Path, folder: Path, keep: Callable[[int, int], bool]) -> Path:
+    """The same store with some of its experts only: `keep(layer, expert)`. Made anew in `folder`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(store, folder, copy_function=os.link)
+    manifest = Manifest.load(folder)
+    layers = tuple(
+        msgspec.structs.replace(layer, experts=tuple(e for e in layer.experts if keep(n, e.expert)))
+        for n, layer in enumerate(manifest.layers)
+    )
+    (folder / MANIFEST).unlink()  # the link, not what it leads to
+    msgspec.structs.replace(manifest, layers=layers).save(folder)
+    return folder
