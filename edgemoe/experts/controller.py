@@ -3,7 +3,7 @@
 The compute thread leaves notes: residency's policy one per layer-step, the engine one per step. A thread of the
 controller's own works them off, publishes new ranks by replacing an array, and plans what to bring up in idle time.
 If notes come faster than they are worked off they are dropped: ranks grow older, the engine never waits. The thread's
-processor time is held below a share of the steps': beyond it, steps are only glanced at.
+processor time is held below a share of the steps' time: beyond it, steps are only glanced at.
 
 While one sequence decodes, its step is followed layer by layer. Of a batch, residency tells only the union, so that it
 is learned from when the step is over and each sequence's choice is known. A forecaster's forecasts are blended in as
@@ -27,7 +27,7 @@ from edgemoe.experts.blend import NEXT_LAYER, Blend, Forecast, Forecaster, Said,
 from edgemoe.experts.predictor import NextUse
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.tiered import StepMeta
-from edgemoe.policy.movement import Side, plan
+from edgemoe.policy.movement import Ledger, Side, plan
 from edgemoe.policy.watermark import Watermark, density
 from edgemoe.types import BoolArray, FloatArray, IntArray, Move, StepRouting, Tier
 
@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 NOTES = 4096  # that may wait
 MOST_MOVES = 32  # in one plan
-SHARE = 0.03  # of a step's time that following it may cost, on average
-SAVED_STEPS, OWED_STEPS = 8, 64  # of that share: what may be saved up, and from which debt on a step is left out
+SHARE = 0.03  # of a step's time that following it may cost, on average,
+STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
+SAVED_STEPS, OWED_STEPS = 8, 64  # of that: what may be saved up, and from which debt on a step is left out
 PROBES = 8  # every so many steps a layer's hints are learned from
 
 
@@ -139,13 +140,13 @@ class Controller:
         return fused, again + phase
 
     def note(self, note: Note) -> None:
-        """Something happened. Never waits."""
+        """Something happened. Never waits; wakes the thread where it has to look."""
         with self._wake:
             if len(self._notes) >= NOTES:
                 self.dropped += len(self._notes)
                 self._notes.clear()
             self._notes.append(note)
-            if self._idle:
+            if self._idle and not (isinstance(note, Touch) and note.layer + 1 not in self._predictor.looks):
                 self._idle = False
                 self._wake.notify_all()
 
@@ -223,12 +224,12 @@ class Controller:
         ids = routing.ids[:, (np.cumsum(routing.query_lens) - 1)[routing.decode]]  # [L, S, k] of the last tokens
         if self.following:
             self._study(requests, ids)
-        elif self._credit_s > -OWED_STEPS * SHARE * routing.step_s:
+        elif self._credit_s > -OWED_STEPS * _share_s(routing):
             self._predictor.glance(requests, ids)
             self._publish(0, len(ids))
             self.glances += 1
         self._sequences, self._followed, self._forecast = requests, 0, None
-        self._pay(routing.step_s)
+        self._pay(_share_s(routing))
         if self.following:
             self._predictor.begin(requests)
             self._publish(0, len(ids))
@@ -244,11 +245,10 @@ class Controller:
         self._blend.learn(predictor.last == predictor.step)
         predictor.end()
 
-    def _pay(self, step_s: float) -> None:
+    def _pay(self, share_s: float) -> None:
         """Books a step's share against what was spent on it, and decides how much the next one may cost."""
         spent_s, self._spent_s = self._spent_s, self._clock()
-        credit_s = self._credit_s + SHARE * step_s - (self._spent_s - spent_s)
-        self._credit_s = min(credit_s, SAVED_STEPS * SHARE * step_s)
+        self._credit_s = min(self._credit_s + share_s - (self._spent_s - spent_s), SAVED_STEPS * share_s)
         self.following = self._credit_s >= 0
 
     def _publish(self, first: int, last: int) -> None:
@@ -258,8 +258,7 @@ class Controller:
 
     def _plan(self) -> None:
         if self._plans is not None:
-            worth = 1 / (1 + np.exp(self._predictor.phase[:, None] - self.ranks))
-            self.planned += self._plans.make(self.ranks, worth, self._predictor.rates[:, 1])
+            self.planned += self._plans.make(self.ranks, self._predictor)
 
 
 class _Plans:
@@ -269,23 +268,44 @@ class _Plans:
         self._residency, self._mover = residency, mover
         self._sizes: IntArray = np.full(residency.ram.where.shape, expert_bytes, np.int64)
         self._budget_bytes = float(MOST_MOVES * expert_bytes)
+        self.ledger = Ledger()
+        self._wished = False  # something, at present
         slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
         self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
 
-    def make(self, ranks: FloatArray, near: FloatArray, later: FloatArray) -> int:
+    def make(self, ranks: FloatArray, predictor: NextUse) -> int:
         """Moves the prices a step, and tells the mover what to fetch; how many moves.
 
-        Of each expert [L, E] its rank, decay^steps to its next use, and how common it is lately.
+        While wishes have not been right more often than what they would have replaced, none.
         """
+        moves: list[Move] = []
+        self.ledger.settle(predictor.last.ravel())
+        if self._watch(ranks, predictor.step - 1) or self.ledger.trusted:
+            moves = self._moves(ranks, predictor)
+        if moves or self._wished:
+            self._mover.prefetch(moves, Horizon.FAR)
+        self._wished = bool(moves)
+        return len(moves)
+
+    def _watch(self, ranks: FloatArray, step: int) -> bool:
+        """Watches the best wish and its rival; True where it has none, because there is room."""
+        pools = self._residency.devices or (self._residency.ram,)
+        if any(pool.free for pool in pools):
+            return True
+        here = self._resident(pools[0].tier)
+        wish, rival = int(np.where(here, -np.inf, ranks).argmax()), int(np.where(here, ranks, np.inf).argmin())
+        if ranks.ravel()[wish] > ranks.ravel()[rival]:
+            self.ledger.watch(wish, rival, step)
+        return False
+
+    def _moves(self, ranks: FloatArray, predictor: NextUse) -> list[Move]:
+        near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
+        later = predictor.rates[:, 1]  # what is common lately
         unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike
         ram = self._side(Tier.RAM, later if self._residency.devices else near, unit)
         vram = self._side(Tier.VRAM, near, unit) if self._residency.devices else ram._replace(idle_bytes=0.0)
-        moves = [
-            move._replace(score=float(ranks[move.expert]), chance=float(near[move.expert]))
-            for move in plan(vram, ram, self._sizes)
-        ]
-        self._mover.prefetch(moves, Horizon.FAR)
-        return len(moves)
+        chance = self.ledger.share
+        return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in plan(vram, ram, self._sizes)]
 
     def _side(self, tier: Tier, p: FloatArray, cost_s: FloatArray) -> Side:
         b = density(p, cost_s, self._sizes)
@@ -296,6 +316,11 @@ class _Plans:
         pools = self._residency.devices if tier is Tier.VRAM else (self._residency.ram,)
         resident: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in pools])
         return resident
+
+
+def _share_s(routing: StepRouting) -> float:
+    """Processor time that following a step may cost."""
+    return SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
 
 
 def _compile(experts: int, top_k: int) -> None:

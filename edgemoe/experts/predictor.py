@@ -48,6 +48,7 @@ class NextUse:
         self._tracks: OrderedDict[Hashable, Track] = OrderedDict()
         self._running: list[Track] = []
         self._neighbours = NEIGHBOURS
+        self._looked = 0  # times
         self.done = 0  # layers of this step that have run
         self.phase: FloatArray = np.zeros(layers, np.float32)  # [L] log of what a layer's place in the round takes away
         self._never = np.ones(layers * experts, np.float32)  # 1 - recall
@@ -56,7 +57,7 @@ class NextUse:
         self._odds = np.array(
             [learner.logit(np.float32(1 - i / 255), np.float32(0.02)) for i in range(256)], np.float32
         )
-        self._looks = {math.ceil(layers * (i + 1) / LOOKS) for i in range(LOOKS)}
+        self.looks = {math.ceil(layers * (i + 1) / LOOKS) for i in range(LOOKS)}
         self.later = (np.arange(layers) / layers * math.log(learner.DECAY)).astype(np.float32)  # [L]
         for layer in range(layers):
             self._describe(layer, self.step - 1)
@@ -82,7 +83,7 @@ class NextUse:
         self.done = layer + 1
         self.phase[layer] = self.later[layer] + LOG_DECAY
         self._visit(layer, needed)
-        if looks := layer + 1 in self._looks:
+        if looks := layer + 1 in self.looks:
             self._look()
         else:
             self._refresh(layer, layer + 1)
@@ -197,7 +198,9 @@ class NextUse:
             self._match[0] = sum(track.best for track in self._running) / len(self._running)
             self._match[1] = sum(track.spread for track in self._running) / len(self._running)
         self._refresh(0, self.layers)
-        self.learner.note(self._known, self.step, self.done)
+        self._looked += 1
+        if self._looked % 2:  # of five a step: those of even steps and odd ones in turns
+            self.learner.note(self._known, self.step, self.done)
 
     def _refresh(self, first: int, last: int) -> None:
         """Scores the experts of layers `first` to `last`."""

@@ -14,6 +14,10 @@ import numpy as np
 from edgemoe.policy.watermark import Watermark
 from edgemoe.types import BoolArray, ExpertId, FloatArray, IntArray, Move, Tier
 
+LEDGER_DECAY = 0.99  # per outcome
+TRIAL, GOOD_SHARE = 20.0, 0.55  # outcomes before wishes are carried out, and the share of good ones that it takes
+WATCHED = 64  # wishes at once
+
 
 class Side(NamedTuple):
     """One tier as a plan sees it; arrays are [L, E]."""
@@ -41,3 +45,45 @@ def _densest(wanted: BoolArray, side: Side, sizes: IntArray, source: Tier, targe
     keys = keys[np.cumsum(sizes.ravel()[keys]) <= side.idle_bytes]
     experts = side.b.shape[1]
     return [Move(ExpertId(*divmod(key, experts)), source, target, float(side.b.ravel()[key])) for key in keys.tolist()]
+
+
+class Ledger:
+    """Whether wishes are right: of a wish and of what it would replace, which is needed first?
+
+    Not in the source. Both are watched, whether the wish is carried out or not, so that holding back can end.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes, self.good = 0.0, 0.0  # decayed
+        self._wish: IntArray = np.zeros(WATCHED, np.int64)  # layer * E + expert
+        self._rival: IntArray = np.zeros(WATCHED, np.int64)
+        self._since: IntArray = np.full(WATCHED, -1, np.int64)  # the step after which needs count; -1: none
+        self._next = 0
+
+    @property
+    def share(self) -> float:
+        """Of good ones."""
+        return self.good / self.outcomes if self.outcomes else 0.0
+
+    @property
+    def trusted(self) -> bool:
+        """Whether wishes should be carried out."""
+        return self.outcomes >= TRIAL and self.share >= GOOD_SHARE
+
+    def watch(self, wish: int, rival: int, step: int) -> None:
+        """From the step after `step` on; not again while it is watched."""
+        if ((self._wish == wish) & (self._since >= 0)).any():
+            return
+        at, self._next = self._next, (self._next + 1) % WATCHED
+        self._wish[at], self._rival[at], self._since[at] = wish, rival, step
+
+    def settle(self, last: IntArray) -> None:
+        """Books what has been decided by each expert's latest need [L * E], in steps."""
+        live = np.flatnonzero(self._since >= 0)
+        wish, rival = last[self._wish[live]], last[self._rival[live]]
+        came, lost = wish > self._since[live], rival > self._since[live]
+        decided = came | lost
+        for good in np.where(came & lost, 0.5, came)[decided].tolist():  # both in one step: nothing was gained
+            self.outcomes = LEDGER_DECAY * self.outcomes + 1
+            self.good = LEDGER_DECAY * self.good + good
+        self._since[live[decided]] = -1
