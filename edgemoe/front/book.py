@@ -23,6 +23,9 @@ from edgemoe.types import Emission, Request
 
 FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without a token in between
 RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
+# A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
+# thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
+SHARE_OF_FREE = 4
 
 
 class Ticket:
@@ -113,7 +116,7 @@ class Book:
 
         Raises QueueFull, InvalidRequest (more than would ever fit), and whatever `closed` says.
         """
-        self._check_room(len(requests))
+        self._check_room(requests)
         now = self._now()
         ticket = Ticket(self, now + timeout_s)
         for request in requests:
@@ -213,14 +216,18 @@ class Book:
         assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
         assert len(self._live) <= self.capacity, "more requests than there is room for"
 
-    def _check_room(self, wanted: int) -> None:
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        wanted = len(requests)
         if self.closed is not None:
             raise self.closed
         if wanted > self.capacity:
             raise InvalidRequest(f"{wanted} choices at once are more than the {self.capacity} that can ever wait")
-        if len(self._live) + wanted > self.capacity:
+        free = self.capacity - len(self._live)
+        held = sum(live.request.user == requests[0].user for live in self._live.values())
+        if wanted > free or (held and held + wanted > SHARE_OF_FREE * free):
             wait_s = min(60.0, max(1.0, self._mean_s * wanted / 2))
-            raise QueueFull(f"{len(self._live)} requests are waiting or running; try again", retry_after_s=wait_s)
+            alive = f"{len(self._live)} requests are waiting or running, {held} of them this user's"
+            raise QueueFull(f"{alive}; try again", retry_after_s=wait_s)
 
     def _submit(self, live: Live) -> None:
         """Sends the next attempt. With no engine to take it, `replay` will."""

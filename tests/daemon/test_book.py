@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +115,26 @@ async def test_a_full_book_says_when_to_come_back(engine: FakeEngine) -> None:
         assert full.value.retry_after_s >= 1
     with pytest.raises(InvalidRequest), engine.book.open([request(str(n)) for n in range(5)], 10):
         pass
+
+
+async def test_no_user_takes_all_the_room() -> None:
+    book = Book(100, lambda message: "engine", lambda place, message: None)
+
+    def opened(stack: ExitStack, user: str) -> int:
+        """How many requests of the user are accepted, one after the other."""
+        for number in range(1000):
+            one = msgspec.structs.replace(request(f"{user}{number}"), user=user)
+            try:
+                stack.enter_context(book.open([one], 10))
+            except QueueFull:
+                return number
+        raise AssertionError("never full")
+
+    with ExitStack() as stack:
+        assert opened(stack, "greedy") == 80
+        assert opened(stack, "second") == 16
+        assert opened(stack, "third") >= 1
+        book.check_integrity()
 
 
 async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: FakeEngine) -> None:
