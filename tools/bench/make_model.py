@@ -21,6 +21,7 @@ from edgemoe.model.spec import FAMILIES, Family, ModelSpec, dense_shapes, spec_f
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30
+EMBED_STD = 1.0  # with less, what attention adds, which is alike for neighbours, decides which experts they use
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
@@ -135,7 +136,8 @@ def write_shard(path: Path, spec: ModelSpec, group: Tensors, std: float, random:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in group:
-            write_values(file, int(np.prod(shape)), spec, 0.0 if "norm" in name else std, random)
+            own = EMBED_STD if "embed" in name and not spec.tied else std
+            write_values(file, int(np.prod(shape)), spec, 0.0 if "norm" in name else own, random)
 
 
 def write_values(file: BinaryIO, count: int, spec: ModelSpec, std: float, random: np.random.Generator) -> None:
