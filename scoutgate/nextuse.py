@@ -133,8 +133,8 @@ class NextUseNet(nn.Module):
 
     def asked(self, context: Tensor) -> Tensor:
         """Queries [B, key], sharpness and scale included; a memory's keys are `key` of its contexts."""
-        query: Tensor = self.query(context)
-        return query * (self.sharpness.exp() * self.shape.key**-0.5)
+        asked: Tensor = self.query(context) * (self.sharpness.exp() * self.shape.key**-0.5)
+        return asked
 
     def parametric(self, context: Tensor) -> Tensor:
         """Log odds [B, 2 * L * E]: FROM_HERE, then AFTER."""

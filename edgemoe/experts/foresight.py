@@ -151,7 +151,7 @@ class Foreseen(Full):
                 f"the next-use network is for {shape.layers} layers of {shape.experts} experts, {shape.top_k} each; "
                 f"here are {layers} of {experts}, {top_k} each"
             )
-        self.foresight = Foresight(network, self.predictor._known)
+        self.foresight = Foresight(network, self.predictor.known)
         self._ranks = np.zeros((layers, experts), np.float32)
 
     def begin(self, sequences: Sequence[Hashable]) -> None:

@@ -52,7 +52,7 @@ class NextUse:
         self.done = 0  # layers of this step that have run
         self.phase: FloatArray = np.zeros(layers, np.float32)  # [L] log of what a layer's place in the round takes away
         self._never = np.ones(layers * experts, np.float32)  # 1 - recall
-        self._known = np.zeros((layers, FEATURES, experts), np.float32)
+        self.known = np.zeros((layers, FEATURES, experts), np.float32)
         self._match = np.zeros(2, np.float32)  # mean over sequences: best match, how many count
         self._odds = np.array(
             [learner.logit(np.float32(1 - i / 255), np.float32(0.02)) for i in range(256)], np.float32
@@ -174,7 +174,7 @@ class NextUse:
         self.visits[layer] += 1
         keys = slice(layer * self.experts, (layer + 1) * self.experts)
         needs = self.learner.needs(self.step)[keys]
-        known, visits = self._known[layer], self.visits[layer]
+        known, visits = self.known[layer], self.visits[layer]
         _visit(self.rates[layer], self.count[layer], self.last[layer], needs, known, needed, RATES, visits, self.step)
 
     def _remember(self) -> None:
@@ -188,7 +188,7 @@ class NextUse:
     def _describe(self, layer: int, now: int) -> None:
         """Features of a layer that ran last in step `now`."""
         age = now - self.last[layer]
-        describe(self._known[layer], self.rates[layer], age, self.count[layer], self.visits[layer])
+        describe(self.known[layer], self.rates[layer], age, self.count[layer], self.visits[layer])
 
     def _look(self) -> None:
         """Aligns every sequence anew, and scores all experts."""
@@ -200,7 +200,7 @@ class NextUse:
         self._refresh(0, self.layers)
         self._looked += 1
         if self._looked % 2:  # of five a step: those of even steps and odd ones in turns
-            self.learner.note(self._known, self.step, self.done)
+            self.learner.note(self.known, self.step, self.done)
 
     def _refresh(self, first: int, last: int) -> None:
         """Scores the experts of layers `first` to `last`."""
@@ -209,7 +209,7 @@ class NextUse:
             track.recall(self._never, first, last, self.done)
         _score(
             self.scores,
-            self._known,
+            self.known,
             self._never,
             self._match,
             self.phase,
