@@ -27,7 +27,10 @@ from edgemoe.types import ExpertWork, FloatArray, IntArray, Offer, Peers, Remote
 
 HERE = -1
 COMPUTE, LINK, DISK, BULK, FIRST_PEER = range(5)  # channels
-CALL_BYTES = 1 << 20  # of hidden states in one call: larger ones are cut, so that link and peer work side by side
+# Calls on many rows are cut, so that both ways of the link and the peer work side by side: what the last part still
+# needs when all are sent is time in which the link lies idle.
+CALL_S = 0.01  # that a part takes on the link, there and back,
+CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
 READ_BYTES_PER_S, COPY_BYTES_PER_S = 1e9, 8e9  # assumed until measured
 FIRST_UNIT_S = 1e-4
@@ -165,7 +168,8 @@ class LayerStep:
     def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: set[str]) -> None:
         """One call for all experts that are the peer's, or several where the rows are many."""
         tokens = np.unique(group.tokens)
-        most = max(1, CALL_BYTES // (self.remote.shape.hidden * self.remote.shape.item_bytes))
+        least, most = (max(1, size // (self.remote.shape.hidden * self.remote.shape.item_bytes)) for size in CALL_BYTES)
+        most = int(min(most, max(least, CALL_S / max(offer.row_s, 1e-9))))
         parts = [group] if len(tokens) <= most else [_within(group, part) for part in _cut(tokens, most)]
         expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum())
         expected_s += offer.unit_s * sum(float(work_units(part.offsets).sum()) for part in parts)
@@ -241,11 +245,14 @@ class LayerStep:
     def _add(self, rows: IntArray, result: memoryview) -> None:
         if self.out is None:
             self.out = np.zeros(tuple(self.hidden.shape), np.float32)
+        sums: FloatArray
         if self.remote.shape.bf16:
-            sums = (np.frombuffer(result, np.uint16).astype(np.uint32) << 16).view(np.float32)
+            sums = np.left_shift(np.frombuffer(result, np.uint16), 16, dtype=np.uint32).view(np.float32)
         else:
             sums = np.frombuffer(result, np.float32)
-        self.out[rows] += sums.reshape(len(rows), -1)
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        together = last - first == len(rows)  # a slice is added to in place
+        self.out[slice(first, last) if together else rows] += sums.reshape(len(rows), -1)
 
     # --- here ---------------------------------------------------------------------------------------------------
 

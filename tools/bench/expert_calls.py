@@ -197,6 +197,7 @@ def fill(box: Box, shape: ExpertShape, experts: int, rows: int, seconds: float) 
     remote = box.tiers.experts.remote
     assert remote is not None
     began_s, sent, steps, asked = time.perf_counter(), link_bytes(), 0, remote.asked
+    cpu_s = time.process_time()
     while time.perf_counter() - began_s < seconds:
         remote.run(0, hidden, group, None, lambda part, scan: 0.0)
         steps += 1
@@ -209,6 +210,7 @@ def fill(box: Box, shape: ExpertShape, experts: int, rows: int, seconds: float) 
         "calls": remote.asked - asked,
         "experts_remote": remote.experts,
         "step_ms": round(took_s / steps * 1e3, 2),
+        "caller_cores": round((time.process_time() - cpu_s) / took_s, 2),
         "sent_mbit_per_s": round(out * 8e-6 / took_s, 1),
         "received_mbit_per_s": round(back * 8e-6 / took_s, 1),
         "payload_mbit_per_s": round(payload * 8e-6 / took_s, 1),
@@ -235,7 +237,7 @@ async def call(args: argparse.Namespace, shape: ExpertShape) -> None:
         while not (box.echo.is_up("server") and (p := box.plane.calls.peers["server"]).ready and p.ram.all()):
             await asyncio.sleep(0.05)
     for rows in args.fill or ():
-        await asyncio.to_thread(fill, box, shape, args.experts, rows, 1.0)
+        await asyncio.to_thread(fill, box, shape, args.experts, rows, 0.5)
         found = await asyncio.to_thread(fill, box, shape, args.experts, rows, args.seconds)
         print(json.dumps(found), flush=True)
     for rows in args.rows if not args.fill else ():

@@ -124,10 +124,10 @@ class Model:
         if not fits or call.layer >= self.layers or n > self.experts:
             raise PeerRefused("a call whose sizes do not fit together")
         index = np.frombuffer(tensors[1], np.int32)
-        experts, counts, row = (part.astype(np.int64) for part in np.split(index[: 2 * n + m], (n, 2 * n)))
-        weights = index[2 * n + m :].view(np.float32)
-        inside = experts.min() >= 0 and experts.max() < self.experts and row.min() >= 0 and row.max() < rows
-        distinct = len(np.unique(experts)) == n
+        numbers, weights = index[: 2 * n + m].astype(np.int64), index[2 * n + m :].view(np.float32)
+        experts, counts, row = numbers[:n], numbers[n : 2 * n], numbers[2 * n :]
+        inside = numbers.min() >= 0 and experts.max() < self.experts and row.max() < rows
+        distinct = len(set(experts.tolist())) == n
         if not (inside and distinct and counts.min() >= 1 and counts.sum() == m and np.isfinite(weights).all()):
             raise PeerRefused("a call whose numbers cannot be")
         offsets = np.concatenate(([0], np.cumsum(counts)))
