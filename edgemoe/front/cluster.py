@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -31,10 +31,12 @@ from edgemoe.cluster.wire.messages import (
 from edgemoe.cluster.wire.net import Answer, Question
 from edgemoe.config import ClusterSettings, Settings
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused
+from edgemoe.front import about
 from edgemoe.front.book import Book
 from edgemoe.front.guests import Guests
 from edgemoe.front.places import Places
 from edgemoe.policy.route import Load
+from edgemoe.telemetry import metrics
 from edgemoe.types import Emission, PlacementPlan
 
 log = logging.getLogger(__name__)
@@ -174,6 +176,26 @@ class Cluster:
         if load is None or self._supervisor.state == "draining":
             return Beat()
         return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity)
+
+    # --- how it is --------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, float]:
+        """Numbers for /metrics by their final names."""
+        plane, plan = self.plane, self.plane.plans.plan
+        states = [about.state_of(plane.members, member) for member in plane.members]
+        return {
+            metrics.CLUSTER_EPOCH: plane.epoch,
+            metrics.CLUSTER_LEADING: float(plane.leading > 0),
+            metrics.CLUSTER_PLAN: plan.version if plan is not None else 0,
+            metrics.CLUSTER_STALE: plane.stale,
+            metrics.FORWARDED: self._places.forwarded,
+            metrics.GUESTS: len(self.guests),
+            metrics.GUESTS_SERVED: self.guests.served,
+        } | {metrics.named(metrics.CLUSTER_BOXES, state=state): states.count(state) for state in about.STATES}
+
+    def describe(self) -> dict[str, Any]:
+        """Members, leader, epoch and plan, for /health."""
+        return about.describe(self.plane, self.seen)
 
     def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """What another front has for our engine, or its engine for us. Raises PeerError, WireError."""

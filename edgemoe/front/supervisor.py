@@ -73,6 +73,12 @@ class Neighbours(Protocol):
     def take(self, items: list[Emission]) -> list[Emission]:
         """Passes on what our engine emits for other boxes; returns the rest."""
 
+    def figures(self) -> dict[str, float]:
+        """Numbers for /metrics by their final names."""
+
+    def describe(self) -> dict[str, Any]:
+        """Members, leader, epoch and plan, for /health."""
+
 
 class Supervisor:
     """Runs engines one after the other. The api's Backend."""
@@ -98,8 +104,9 @@ class Supervisor:
 
     @property
     def values(self) -> Mapping[str, float]:
-        """The engine's metrics, as of its last Stats."""
-        return self._engine.stats.values if self._engine else {}
+        """The engine's metrics, as of its last Stats, and the cluster's."""
+        values = self._engine.stats.values if self._engine else {}
+        return values if self.cluster is None else {**values, **self.cluster.figures()}
 
     async def model(self) -> tuple[ModelInfo, int]:
         """The model and the tokens that a request may span. Waits for the first engine. Raises EngineUnavailable."""
@@ -122,7 +129,8 @@ class Supervisor:
         """The body of /health."""
         engine, served = self._engine, self._served
         loading = engine.loading if engine and not engine.ready else None
-        return {
+        about = {} if self.cluster is None else {"cluster": self.cluster.describe()}
+        return about | {
             "status": self.state,
             "model": msgspec.to_builtins(served[0]) if served else None,
             "loading": {"phase": loading.phase, "fraction": loading.fraction} if loading else None,

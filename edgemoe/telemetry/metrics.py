@@ -57,6 +57,14 @@ EXPERTS_REFUSED = "edgemoe_experts_refused_total"  # from peers, with a wrong ch
 BULK_SENT_BYTES = "edgemoe_bulk_sent_bytes_total"  # of experts, to peers
 HOME_EXPERTS = "edgemoe_home_experts"  # at home here by the plan
 HOME_MISSING = "edgemoe_home_experts_missing"  # of those, not in RAM yet
+CLUSTER_EPOCH = "edgemoe_cluster_epoch"  # the highest that this box has seen
+CLUSTER_LEADING = "edgemoe_cluster_leading"  # 1 while this box leads
+CLUSTER_BOXES = "edgemoe_cluster_boxes"  # {state}: other boxes by state: here | gone | leaving | refused
+CLUSTER_PLAN = "edgemoe_cluster_plan_version"  # of the plan that this box goes by
+CLUSTER_STALE = "edgemoe_cluster_stale_leaders_total"  # commands of a deposed leader, not obeyed
+FORWARDED = "edgemoe_forwarded_requests_total"  # requests handed to other boxes' engines
+GUESTS = "edgemoe_guest_requests"  # requests of other boxes on this box's engine
+GUESTS_SERVED = "edgemoe_guest_requests_total"
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 

@@ -142,7 +142,7 @@ class Single:
 
     def __init__(self, epoch: int, on_epoch: Callable[[int], None] = lambda _: None) -> None:
         """`epoch` is the highest that this box has seen; `on_epoch` keeps a higher one."""
-        self.lease_s = 1e9
+        self.lease_s = 10.0  # nobody waits for it to lapse
         self._state = CoordState(epoch=epoch)
         self._on_epoch = on_epoch
         self._event = asyncio.Event()

@@ -4,7 +4,7 @@
     on change    Announce to all, until each has taken note of it
     a follower   obeys a leader whose epoch is not below the highest it has ever seen (`fence`): fetches the plan that
                  the leader names, checks its digest, keeps it on disk and hands it on
-    the leader   makes plans (`planning`), has them agreed by digest (`CoordStore`), names them in its beats
+    the leader   (`leading`) makes plans and has them agreed; it names the plan in its beats
 
 Without a leader everybody goes on with the last plan.
 """
@@ -14,19 +14,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 import msgspec
 
-from edgemoe.cluster.control.coord import CoordStore, PlanRef
-from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.fence import EpochFence
+from edgemoe.cluster.control.leading import Leader
 from edgemoe.cluster.control.link import LaneLink
 from edgemoe.cluster.control.members import BEAT_S, Member, Members
-from edgemoe.cluster.control.planning import Box, Shape, make_plan, why_anew
 from edgemoe.cluster.control.plans import PlanKeeper, read_plan
 from edgemoe.cluster.control.stores import make_store
 from edgemoe.cluster.wire.control_messages import (
@@ -34,7 +31,6 @@ from edgemoe.cluster.wire.control_messages import (
     Announce,
     Beat,
     ControlMessage,
-    EngineCard,
     Forward,
     GetPlan,
     PlanIs,
@@ -47,12 +43,11 @@ from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Net, Question
 from edgemoe.cluster.wire.zap import AllowList
 from edgemoe.config import ClusterSettings
-from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PeerRefused, PlacementInfeasible, StaleEpoch
-from edgemoe.types import BoolArray, PlacementPlan, unpack_bits
+from edgemoe.errors import PeerError, PeerRefused, StaleEpoch
+from edgemoe.types import PlacementPlan
 
 log = logging.getLogger(__name__)
 ASK_S = 2.0
-SETTLE_S = 1.0  # for which what asks for a new plan must have stood
 RETRY_S = 0.5
 
 
@@ -71,9 +66,8 @@ class ControlPlane:
         self.members = Members(time.monotonic)
         self.announce = announce
         self.load: Callable[[], Beat] = Beat  # how busy this box is; a beat's other fields are filled in here
-        self.leader, self.leading = "", 0  # whom this box obeys; the epoch in which it leads itself
+        self.leader = ""  # whom this box obeys
         self.stale = 0  # leaders of an epoch that is over, not obeyed
-        self.trouble = ""  # why there is no new plan
         self.on_change: Callable[[], None] = lambda: None  # members or their engines
         self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
         self.on_request: Callable[[Question[ControlMessage]], Answer[ControlMessage]] = _refuse
@@ -81,15 +75,10 @@ class ControlPlane:
         self._net = Net(self.node, boot, secret, AllowList({name: peer.key for name, peer in others.items()}))
         self.lane: Lane[ControlMessage] = Lane(self._net, "control", CONTROL, self._serve, heartbeat_s=0.5)
         self._link = LaneLink(self.lane, list(others))
-        self._store = make_store(settings, peers, self.fence, self._link)
-        self._joined = False  # the agreement
-        self._election: Election | None = None
-        if self._store is not None and announce.role == "box":
-            self._election = Election(self._store, self.node, time.monotonic, random.Random())
-        self._electing: asyncio.Task[None] | None = None
+        self._leader: Leader | None = None
+        if (store := make_store(settings, peers, self.fence, self._link)) is not None:
+            self._leader = Leader(settings, store, self, electable=announce.role == "box")
         self._serial = 1  # of the announcement
-        self._due = ("", 0.0)  # why a new plan is due, and since when
-        self._bare: dict[str, float] = {}  # since when boxes have been without an engine
         self._news = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self.lane.on_up, self.lane.on_down = self._up, self._down
@@ -108,15 +97,13 @@ class ControlPlane:
         """Until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                group = self._group
                 for work in (self._net.run(), self.lane.run(), self._beat_on(), self._tell(), self._follow()):
-                    group.create_task(work)
-                if self._store is not None:
-                    self._electing = group.create_task(self._agree(self._store))
-                    group.create_task(self._lead(self._store))
+                    self._group.create_task(work)
+                if self._leader is not None:
+                    self._group.create_task(self._leader.run())
         finally:
-            if self._store is not None and self._joined:
-                await self._store.close()
+            if self._leader is not None:
+                await self._leader.close()
             self._net.close()
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -131,14 +118,24 @@ class ControlPlane:
             self._serial += 1
             self._news.set()
 
-    async def leave(self) -> None:
-        """Gives leadership back and tells everybody that this box goes."""
-        self.say(msgspec.structs.replace(self.announce, leaving=True, engine=None))
-        if self._electing is not None:
-            self._electing.cancel()
-            await asyncio.wait([self._electing], timeout=ASK_S)
+    async def leave(self, still: bool = False) -> None:
+        """Gives leadership back and tells everybody that this box goes; `still` while its engine still serves them."""
+        engine = self.announce.engine if still else None
+        self.say(msgspec.structs.replace(self.announce, leaving=True, engine=engine))
+        if self._leader is not None:
+            await self._leader.resign()
         told = [self._introduce(member) for member in self.members if self.members.is_alive(member.peer.node)]
         await asyncio.gather(*told)
+
+    @property
+    def leading(self) -> int:
+        """The epoch in which this box leads; 0 while it does not."""
+        return self._leader.epoch if self._leader is not None else 0
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no new plan, as far as this box leads."""
+        return self._leader.trouble if self._leader is not None else ""
 
     @property
     def epoch(self) -> int:
@@ -241,8 +238,7 @@ class ControlPlane:
 
     def beat(self) -> None:
         """Tells everybody how this box is."""
-        ref = self.plans.ref
-        leading = self.leading if self._election is not None and self._election.epoch() == self.leading else 0
+        ref, leading = self.plans.ref, self.leading
         beat = msgspec.structs.replace(
             self.load(),
             leading=leading,
@@ -281,25 +277,26 @@ class ControlPlane:
         while True:
             await self._wait_news(BEAT_S)
             leader = self.leader
-            if not leader or self.leading:
+            if leader not in self.members:
                 continue
             named = self.members[leader].beat
             held = self.plans.ref.digest if self.plans.ref else ""
             if not named.plan_digest or named.plan_digest == held:
                 continue
             try:
-                self._adopt(await self._fetch(leader, named.plan_digest), named.leading)
+                self.adopt(await self.fetch(leader, named.plan_digest), named.leading)
             except PeerError as error:
                 log.warning("the leader's plan cannot be had", extra={"peer": leader, "why": str(error)})
                 await asyncio.sleep(RETRY_S)
 
-    async def _fetch(self, node: str, digest: str) -> PlacementPlan:
+    async def fetch(self, node: str, digest: str) -> PlacementPlan:
+        """The plan of that digest from that box. Raises PeerError."""
         answer = await self.lane.ask(node, GetPlan(digest), timeout_s=ASK_S, epoch=self.epoch)
         if not isinstance(answer.message, PlanIs) or len(answer.tensors) != 1:
             raise PeerRefused(f"{node} answered with something else than a plan")
         return read_plan(answer.tensors[0], digest)
 
-    def _adopt(self, plan: PlacementPlan, epoch: int) -> None:
+    def adopt(self, plan: PlacementPlan, epoch: int) -> None:
         """Goes by the plan of a leader of this epoch. Raises PeerRefused for a plan of a later epoch or one deposed."""
         if not plan.epoch <= epoch or epoch < self.fence.highest:
             raise PeerRefused(
@@ -316,124 +313,6 @@ class ControlPlane:
                 await self._news.wait()
         self._news.clear()
 
-    # --- leading ----------------------------------------------------------------------------------------------
-
-    async def _agree(self, store: CoordStore) -> None:
-        """Joins the agreement, as soon as it can be reached, and runs for leader."""
-        while not self._joined:
-            try:
-                await store.start()
-                self._joined = True
-            except CoordUnavailable as error:
-                log.warning("the agreement cannot be reached; trying again", extra={"why": str(error)})
-                await asyncio.sleep(store.lease_s)
-        if self._election is not None:
-            await self._election.run()
-
-    async def _lead(self, store: CoordStore) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S / 2)
-            epoch = self._election.epoch() if self._election is not None else 0
-            try:
-                if self._joined and store.view().epoch > self.fence.highest:
-                    self.fence.admit(store.view().epoch)
-                if epoch and epoch != self.leading:
-                    await self._take_over(store, epoch)
-                elif not epoch:
-                    self.leading = 0
-                if self.leading:
-                    await self._care_for_plan(store, self.leading)
-            except CoordError as error:
-                log.info("the agreement did not follow", extra={"why": str(error)})
-
-    async def _take_over(self, store: CoordStore, epoch: int) -> None:
-        try:
-            self.fence.admit(epoch)
-        except StaleEpoch:  # the agreement has lost its journal: on to an epoch that nobody has seen
-            await store.resign(epoch)
-            return
-        self.leading, self.leader = epoch, self.node
-        self._due = ("", 0.0)
-        self._bare.clear()
-        self.beat()
-
-    async def _care_for_plan(self, store: CoordStore, epoch: int) -> None:
-        agreed, engine = store.view().plan, self.announce.engine
-        if agreed is None and self.plans.ref is not None and self.plans.plan is not None:
-            await store.commit_plan(epoch, PlanRef(1, self.plans.ref.digest))  # an agreement that begins anew
-            return
-        held = self.plans.ref.digest if self.plans.ref is not None else ""
-        if agreed is not None and agreed.digest != held and (plan := await self._look_for(agreed)) is not None:
-            self._adopt(plan, epoch)
-            return
-        shape = self._shape(engine)
-        if shape is None:
-            return
-        boxes = self._boxes(shape)
-        why = why_anew(self._agreed_plan(agreed), shape, boxes, self.settings.absent_s)
-        if why != self._due[0]:
-            self._due = (why, time.monotonic())
-        if not why or time.monotonic() - self._due[1] < SETTLE_S:
-            return
-        try:
-            plan = make_plan(shape, boxes, self.settings.replicas, epoch, agreed.version + 1 if agreed else 1)
-        except PlacementInfeasible as error:
-            if self.trouble != str(error):
-                log.warning("no plan", extra={"because": why, "why": str(error)})
-            self.trouble = str(error)
-            return
-        await store.commit_plan(epoch, PlanRef(plan.version, plan.digest()))
-        self.trouble = ""
-        log.info("new plan", extra={"because": why, "version": plan.version})
-        self._adopt(plan, epoch)
-        self.beat()
-
-    def _agreed_plan(self, agreed: PlanRef | None) -> PlacementPlan | None:
-        mine = self.plans.ref is not None and agreed is not None and self.plans.ref.digest == agreed.digest
-        return self.plans.plan if mine else None
-
-    async def _look_for(self, agreed: PlanRef) -> PlacementPlan | None:
-        """The agreed plan, from whoever has it; None where nobody has."""
-        for member in self.members:
-            if member.beat.plan_digest == agreed.digest and self.members.is_alive(member.peer.node):
-                with contextlib.suppress(PeerError):
-                    return await self._fetch(member.peer.node, agreed.digest)
-        return None
-
-    def _shape(self, own: EngineCard | None) -> Shape | None:
-        """The model that the cluster serves: this box's, else what the others agree on."""
-        cards = [own] if own is not None else [m.card.engine for m in self.members if m.card and not m.refused]
-        card = next((card for card in cards if card is not None), None)
-        return Shape(card.model, card.layers, card.experts, card.expert_bytes) if card is not None else None
-
-    def _boxes(self, shape: Shape) -> list[Box]:
-        """Every box that is or could be a home."""
-        cards = {self.node: self.announce} | {m.peer.node: m.card for m in self.members if not m.refused}
-        boxes = []
-        for node, card in cards.items():
-            engine = card.engine if card is not None else None
-            if card is not None and (card.role == "witness" or (engine is not None and not engine.shares)):
-                continue
-            absent_s = self.members.absent_s(node) if node in self.members else 0.0
-            disk = _disk(engine, shape) if engine is not None else None
-            if disk is not None:
-                self._bare.pop(node, None)
-            else:  # nothing to go by: as good as away
-                now = time.monotonic()
-                absent_s = max(absent_s, now - self._bare.setdefault(node, now), 1e-3)
-            room = engine.budget_experts if engine is not None else 0
-            boxes.append(Box(node, room, disk, absent_s, leaving=card is not None and card.leaving))
-        return boxes
-
 
 def _refuse(question: Question[ControlMessage]) -> Answer[ControlMessage]:
     raise PeerRefused("no requests are served here")
-
-
-def _disk(engine: EngineCard, shape: Shape) -> BoolArray | None:
-    if engine.model != shape.digest:
-        return None
-    try:
-        return unpack_bits(engine.disk, shape.layers, shape.experts)
-    except ValueError:
-        return None

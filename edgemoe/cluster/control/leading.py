@@ -1,0 +1,206 @@
+"""This box's part in the agreement, and what it does while it leads: it cares for the plan.
+
+A plan is made when one is due (`planning.why_anew`) and that has stood for a moment, agreed by version and digest, and
+from then on named in the leader's beats. What was agreed before is kept, whoever agreed on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from typing import Protocol
+
+from edgemoe.cluster.control.coord import CoordStore, PlanRef
+from edgemoe.cluster.control.election import Election
+from edgemoe.cluster.control.fence import EpochFence
+from edgemoe.cluster.control.members import BEAT_S, Members
+from edgemoe.cluster.control.planning import Box, Shape, make_plan, why_anew
+from edgemoe.cluster.control.plans import PlanKeeper
+from edgemoe.cluster.wire.control_messages import Announce, EngineCard
+from edgemoe.config import ClusterSettings
+from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible, StaleEpoch
+from edgemoe.types import BoolArray, PlacementPlan, unpack_bits
+
+log = logging.getLogger(__name__)
+SETTLE_S = 1.0  # for which what asks for a new plan must have stood
+RESIGN_S = 2.0
+
+
+class Cluster(Protocol):
+    """The cluster as the leader sees it."""
+
+    node: str
+    leader: str
+    announce: Announce
+    fence: EpochFence
+    plans: PlanKeeper
+    members: Members
+
+    def beat(self) -> None:
+        """Tells everybody how this box is."""
+
+    async def fetch(self, node: str, digest: str) -> PlacementPlan:
+        """The plan of that digest from that box. Raises PeerError."""
+
+    def adopt(self, plan: PlacementPlan, epoch: int) -> None:
+        """Goes by the plan. Raises PeerRefused."""
+
+
+class Leader:
+    """`run` until cancelled, then `close`. Leads or not, as the agreement has it."""
+
+    def __init__(self, settings: ClusterSettings, store: CoordStore, cluster: Cluster, *, electable: bool) -> None:
+        self.trouble = ""  # why there is no new plan
+        self._settings, self._store, self._cluster = settings, store, cluster
+        self._epoch = 0  # in which this box has taken over
+        self._election: Election | None = None
+        if electable:
+            self._election = Election(store, settings.node, time.monotonic, random.Random())
+        self._electing: asyncio.Task[None] | None = None
+        self._joined = False  # the agreement
+        self._due = ("", 0.0)  # why a new plan is due, and since when
+        self._bare: dict[str, float] = {}  # since when boxes have been without an engine
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which this box leads; 0 while it does not, or cannot be sure."""
+        return self._epoch if self._election is not None and self._election.epoch() == self._epoch else 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._electing = group.create_task(self._agree())
+            group.create_task(self._lead())
+
+    async def resign(self) -> None:
+        """Gives leadership back, and does not run for it again."""
+        if self._electing is not None:
+            self._electing.cancel()
+            await asyncio.wait([self._electing], timeout=RESIGN_S)
+
+    async def close(self) -> None:
+        """After `run` has ended."""
+        if self._joined:
+            await self._store.close()
+
+    async def _agree(self) -> None:
+        """Joins the agreement, as soon as it can be reached, and runs for leader."""
+        while not self._joined:
+            try:
+                await self._store.start()
+                self._joined = True
+            except CoordUnavailable as error:
+                log.warning("the agreement cannot be reached; trying again", extra={"why": str(error)})
+                await asyncio.sleep(self._store.lease_s)
+        if self._election is not None:
+            await self._election.run()
+
+    async def _lead(self) -> None:
+        cluster = self._cluster
+        while True:
+            await asyncio.sleep(BEAT_S / 2)
+            epoch = self._election.epoch() if self._election is not None else 0
+            try:
+                if self._joined and self._store.view().epoch > cluster.fence.highest:
+                    cluster.fence.admit(self._store.view().epoch)
+                if epoch and epoch != self._epoch:
+                    await self._take_over(epoch)
+                elif not epoch and self._epoch:
+                    self._epoch, self.trouble = 0, ""
+                    cluster.leader = "" if cluster.leader == cluster.node else cluster.leader
+                if self._epoch:
+                    await self._care_for_plan(self._epoch)
+            except (CoordError, PeerError) as error:
+                log.info("the agreement did not follow", extra={"why": str(error)})
+
+    async def _take_over(self, epoch: int) -> None:
+        try:
+            self._cluster.fence.admit(epoch)
+        except StaleEpoch:  # the agreement has lost its journal: on to an epoch that nobody has seen
+            await self._store.resign(epoch)
+            return
+        self._epoch, self._cluster.leader = epoch, self._cluster.node
+        self._due = ("", 0.0)
+        self._bare.clear()
+        self._cluster.beat()
+
+    async def _care_for_plan(self, epoch: int) -> None:
+        plans, agreed = self._cluster.plans, self._store.view().plan
+        if agreed is None and plans.ref is not None:
+            await self._store.commit_plan(epoch, PlanRef(1, plans.ref.digest))  # an agreement that begins anew
+            return
+        held = (
+            plans.plan if plans.ref is not None and agreed is not None and plans.ref.digest == agreed.digest else None
+        )
+        if agreed is not None and held is None and (found := await self._look_for(agreed)) is not None:
+            self._cluster.adopt(found, epoch)
+            return
+        if (shape := self._shape()) is None:
+            return
+        boxes = self._boxes(shape)
+        why = why_anew(held, shape, boxes, self._settings.absent_s)
+        if why != self._due[0]:
+            self._due = (why, time.monotonic())
+        if why and time.monotonic() - self._due[1] >= SETTLE_S:
+            await self._plan_anew(why, shape, boxes, epoch, agreed.version + 1 if agreed else 1)
+
+    async def _plan_anew(self, why: str, shape: Shape, boxes: list[Box], epoch: int, version: int) -> None:
+        try:
+            plan = make_plan(shape, boxes, self._settings.replicas, epoch, version)
+        except PlacementInfeasible as error:
+            if self.trouble != str(error):
+                log.warning("no plan", extra={"because": why, "why": str(error)})
+            self.trouble = str(error)
+            return
+        await self._store.commit_plan(epoch, PlanRef(version, plan.digest()))
+        self.trouble = ""
+        log.info("new plan", extra={"because": why, "version": version})
+        self._cluster.adopt(plan, epoch)
+        self._cluster.beat()
+
+    async def _look_for(self, agreed: PlanRef) -> PlacementPlan | None:
+        """The agreed plan, from whoever has it; None where nobody has."""
+        members = self._cluster.members
+        for member in members:
+            if member.beat.plan_digest == agreed.digest and members.is_alive(member.peer.node):
+                with contextlib.suppress(PeerError):
+                    return await self._cluster.fetch(member.peer.node, agreed.digest)
+        return None
+
+    def _shape(self) -> Shape | None:
+        """The model that the cluster serves: this box's, or another's while this one has no engine."""
+        cards = [self._cluster.announce, *(m.card for m in self._cluster.members if m.card and not m.refused)]
+        engine = next((card.engine for card in cards if card.engine is not None), None)
+        return Shape(engine.model, engine.layers, engine.experts, engine.expert_bytes) if engine is not None else None
+
+    def _boxes(self, shape: Shape) -> list[Box]:
+        """Every box that is or could be a home."""
+        cluster, members = self._cluster, self._cluster.members
+        cards = {cluster.node: cluster.announce} | {m.peer.node: m.card for m in members if not m.refused}
+        boxes = []
+        for node, card in cards.items():
+            engine = card.engine if card is not None else None
+            if card is not None and (card.role == "witness" or (engine is not None and not engine.shares)):
+                continue
+            absent_s = members.absent_s(node) if node in members else 0.0
+            disk = _disk(engine, shape) if engine is not None else None
+            if disk is not None:
+                self._bare.pop(node, None)
+            else:  # nothing to go by: as good as away
+                now = time.monotonic()
+                absent_s = max(absent_s, now - self._bare.setdefault(node, now), 1e-3)
+            room = engine.budget_experts if engine is not None else 0
+            boxes.append(Box(node, room, disk, absent_s, leaving=card is not None and card.leaving))
+        return boxes
+
+
+def _disk(engine: EngineCard, shape: Shape) -> BoolArray | None:
+    if engine.model != shape.digest:
+        return None
+    try:
+        return unpack_bits(engine.disk, shape.layers, shape.experts)
+    except ValueError:
+        return None

@@ -1,0 +1,172 @@
+"""Fronts that find each other, elect one that plans, and obey it; and the many ways in which one may fail."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from boxes import Box, running, secret, until
+from planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
+
+from edgemoe.cluster.control import leading
+from edgemoe.cluster.wire.control_messages import Beat, GetPlan
+from edgemoe.errors import ConfigError, PeerRefused
+
+ABC = ("a", "b", "c")
+# PySyncObj leaves the file open that it has read its journal's place from
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest_asyncio.fixture
+async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Front]]:
+    """Three fronts with engines, that have a leader and a plan."""
+    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    async with fronts(tmp_path, absent_s=2.5) as found:
+        for node, front in found.items():
+            front.has(card(f"engine-{node}"))
+        await planned(list(found.values()), ABC)
+        yield found
+
+
+async def test_all_go_by_one_plan_that_has_every_expert(three: dict[str, Front]) -> None:
+    plan = three["a"].plane.plans.plan
+    assert plan is not None
+    assert sum(int(plan.homes_of(node).sum()) for node in ABC) == LAYERS * EXPERTS
+    assert {f.plane.epoch for f in three.values()} == {plan.epoch}
+    assert {engine.node for engine in three["a"].plane.members.engines()} == {"b", "c"}
+
+
+async def test_another_leads_when_the_leader_dies_and_the_plan_stays_until_it_has_been_gone_for_long(
+    three: dict[str, Front],
+) -> None:
+    first = await led(list(three.values()))
+    epoch, ref = three[first].plane.epoch, three[first].plane.plans.ref
+    rest = [front for node, front in three.items() if node != first]
+    await three[first].die()
+    await until(lambda: all(not front.plane.members.is_alive(first) for front in rest), 2.0)
+    await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
+    assert all(front.plane.epoch > epoch for front in rest)
+    assert all(front.plane.plans.ref == ref for front in rest)
+    await planned(rest, [node for node in ABC if node != first])
+
+
+async def test_a_box_that_comes_back_obeys_the_new_leader_and_keeps_its_plan_meanwhile(
+    three: dict[str, Front],
+) -> None:
+    first = await led(list(three.values()))
+    epoch = three[first].plane.epoch
+    await three[first].die()
+    rest = [front for node, front in three.items() if node != first]
+    await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
+    await three[first].start()
+    assert three[first].plan_nodes == ABC  # from its disk, before it has heard anybody
+    assert three[first].plane.epoch == epoch
+    await until(lambda: three[first].plane.leader == rest[0].plane.leader)
+    assert three[first].plane.epoch == rest[0].plane.epoch > epoch
+
+
+async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
+    leader = await led(list(three.values()))
+    plane, other = three[leader].plane, next(n for n in ABC if n != leader)
+    target = three[next(n for n in ABC if n not in (leader, other))].plane
+    target.fence.admit(plane.epoch + 5)
+    stale, ref = target.stale, target.plans.ref
+    three[other].plane.lane.tell(target.node, Beat(leading=plane.epoch, plan_version=9, plan_digest="0" * 64))
+    await until(lambda: target.stale > stale)
+    await until(lambda: target.leader == "")
+    assert target.plans.ref == ref
+
+
+async def test_a_box_that_leaves_is_planned_without_at_once(three: dict[str, Front]) -> None:
+    leader = await led(list(three.values()))
+    gone = next(node for node in ABC if node != leader)
+    rest = [front for node, front in three.items() if node != gone]
+    await three[gone].plane.leave()
+    await planned(rest, [node for node in ABC if node != gone], 2.4)
+    await three[gone].die()
+
+
+async def test_an_engine_that_ends_withdraws_what_it_holds_but_not_its_box(three: dict[str, Front]) -> None:
+    three["b"].has(None)
+    await until(lambda: {e.node for e in three["a"].plane.members.engines()} == {"c"})
+    assert three["a"].plane.members.is_alive("b")
+    assert three["a"].plan_nodes == ABC
+    three["b"].has(card("another"))
+    await until(lambda: {e.boot for e in three["a"].plane.members.engines()} == {"another", "engine-c"})
+
+
+async def test_another_model_is_refused_with_a_message_on_both_sides(three: dict[str, Front]) -> None:
+    three["c"].has(card("engine-c", model="x" * 32))
+    a, c = three["a"].plane, three["c"].plane
+    await until(lambda: "serve the same packed store" in a.members["c"].refused)
+    await until(lambda: "serve the same packed store" in c.members["a"].refused)
+    assert {engine.node for engine in a.members.engines()} == {"b"}
+
+
+async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front]) -> None:
+    with pytest.raises(PeerRefused, match="is not here"):
+        await three["a"].plane.lane.ask("b", GetPlan("0" * 64), timeout_s=2)
+
+
+async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        found["a"].has(card("engine-a", room=3))
+        found["b"].has(card("engine-b", room=3))
+        await until(lambda: "600 bytes missing" in found["a"].plane.trouble)
+        assert found["b"].plane.leader == "a"
+        found["b"].has(card("engine-b", room=9))
+        await planned(list(found.values()), ("a", "b"))
+        assert not found["a"].plane.trouble
+
+
+async def test_a_fixed_leader_that_restarts_leads_in_a_later_epoch(tmp_path: Path) -> None:
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        await until(lambda: found["b"].plane.leader == "a")
+        epoch = found["b"].plane.epoch
+        await found["a"].die()
+        await until(lambda: found["b"].plane.leader == "")
+        await found["a"].start()
+        await until(lambda: found["b"].plane.leader == "a")
+        assert found["b"].plane.epoch == epoch + 1
+
+
+async def test_a_wrong_key_gets_nothing_through(three: dict[str, Front]) -> None:
+    """Not even under a listed name, while its owner speaks."""
+    a = three["a"]
+    box = Box("b", secret(), {"a": a.key})
+    refused = a.plane._net.authenticator.refused
+    async with running(box):
+        box.lane.connect(a.peers["a"])
+        await until(lambda: a.plane._net.authenticator.refused > refused)
+        assert not box.lane.is_up("a")
+    assert a.plane.members["b"].boot == "boot-b-1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"coordination": "raft"}, "3 voters or more"), ({"coordination": "single"}, "need a leader")],
+)
+async def test_two_boxes_need_a_leader_or_a_witness(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        async with fronts(tmp_path, ("a", "b"), **settings):
+            pass
+
+
+async def test_a_witness_votes_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    async with fronts(tmp_path) as found:
+        await led(list(found.values()))
+        await found["c"].die()
+        found["c"].role = "witness"
+        await found["c"].start()
+        found["a"].has(card("engine-a"))
+        found["b"].has(card("engine-b"))
+        await planned(list(found.values()), ("a", "b"))
+        first = await led(list(found.values()))
+        assert first in ("a", "b")
+        await found[first].die()
+        other = "b" if first == "a" else "a"
+        await until(lambda: found["c"].plane.leader == other)
