@@ -66,6 +66,12 @@ class Budgets:
     stride_bytes: int
     all_bytes: int
 
+    @property
+    def all_fit(self) -> bool:
+        """Whether the fastest tier holds every expert, so that none ever has to go."""
+        slabs = [device.expert_bytes for device in self.devices if device.kind != "cpu"] or [self.ram_bytes]
+        return sum(size_bytes // self.stride_bytes for size_bytes in slabs) * self.stride_bytes >= self.all_bytes
+
     def lines(self) -> list[str]:
         """What to print at start, a line each."""
         rows = [f"dense weights {format_size(self.dense_bytes)}, KV {format_size(self.kv_bytes)}"]

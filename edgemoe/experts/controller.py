@@ -3,7 +3,8 @@
 The compute thread leaves notes: residency's policy one per layer-step, the engine one per step. A thread of the
 controller's own works them off, publishes new ranks by replacing an array, and plans what to bring up in idle time.
 If notes come faster than they are worked off they are dropped: ranks grow older, the engine never waits. The thread's
-processor time is held below a share of the steps' time: beyond it, steps are only glanced at.
+processor time is held below a share of the steps' time: beyond it, steps are only glanced at. Until it has compiled
+what it runs, which takes some seconds, the least recently used go first.
 
 While one sequence decodes, its step is followed layer by layer. Of a batch, residency tells only the union, so that it
 is learned from when the step is over and each sequence's choice is known. A forecaster's forecasts are blended in as
@@ -27,6 +28,7 @@ from edgemoe.experts.blend import NEXT_LAYER, Blend, Forecast, Forecaster, Said,
 from edgemoe.experts.predictor import NextUse
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.tiered import StepMeta
+from edgemoe.policy.baselines import LRU
 from edgemoe.policy.movement import Ledger, Side, plan
 from edgemoe.policy.watermark import Watermark, density
 from edgemoe.types import BoolArray, FloatArray, IntArray, Move, StepRouting, Tier
@@ -38,6 +40,7 @@ MOST_MOVES = 32  # in one plan
 SHARE = 0.03  # of a step's time that following it may cost, on average,
 STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
 SAVED_STEPS, OWED_STEPS = 8, 64  # of that: what may be saved up, and from which debt on a step is left out
+CLOSING_S = 30.0  # what is being compiled cannot be stopped
 PROBES = 8  # every so many steps a layer's hints are learned from
 
 
@@ -68,12 +71,16 @@ class Published:
     def touch(self, layer: int, experts: IntArray) -> None:
         if self._controller.following:
             self._controller.note(Touch(self._controller.step, layer, experts))
+        elif not self._controller.ready:
+            self._controller.meanwhile.touch(layer, experts)
 
     def rank(self, layer: int) -> FloatArray:
-        return self._controller.ranks
+        return self._controller.ranks if self._controller.ready else self._controller.meanwhile.rank(layer)
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        return self._controller.foresee(layer, experts, chance)
+        return (self._controller if self._controller.ready else self._controller.meanwhile).foresee(
+            layer, experts, chance
+        )
 
 
 class Controller:
@@ -90,33 +97,27 @@ class Controller:
         forecaster: Forecaster | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Goes on from `state_file` where it has learned of this model before. Compiles for some seconds.
+        """Goes on from `state_file` where it has learned of this model before.
 
         A `forecaster` counts the steps as `look` does here. `clock` is the thread's processor time.
         """
-        _compile(experts, top_k)
-        self.policy = Published(self)
+        self.policy, self.meanwhile = Published(self), LRU(layers, experts)
+        self.ready = False  # from then on ranks are worked out
+        self.following = False  # this step's layers; else it is only glanced at when it is over
+        self.step = 0  # that the compute thread has begun
         self.dropped = 0  # notes that the thread was too slow for
         self.planned = 0  # moves
-        self._predictor, self._hysteresis, self._state_file = NextUse(layers, experts, top_k), hysteresis, state_file
-        if state_file is not None and state_file.exists() and not self._predictor.load(state_file):
-            log.warning(f"{state_file} is no state of this model's cache; learning begins anew")
-        self._blend, self._forecaster = Blend(self._predictor), forecaster
-        self._forecast: Forecast | None = None  # of the running step
-        self.step = 0  # that the compute thread has begun
-        self.ranks = self._predictor.scores if forecaster is None else self._predictor.scores.copy()  # any thread reads
-        self.following = True  # this step's layers; else it is only glanced at when it is over
         self.glances = 0  # steps
-        self._clock, self._credit_s, self._spent_s = (
-            clock,
-            0.0,
-            0.0,
-        )  # processor time that may be spent, and that has been
+        self._shape, self._hysteresis, self._state_file = (layers, experts, top_k), hysteresis, state_file
+        self._forecaster = forecaster
+        self._forecast: Forecast | None = None  # of the running step
+        self._clock, self._spent_s = clock, 0.0  # processor time, up to the latest step's end
+        self._credit_s = 0.0  # of it, what may be spent
         self._sequences: tuple[str, ...] = ()  # that are presumed to decode in the running step
         self._followed = 0  # layers of it that were followed
         self._plans: _Plans | None = None
         self._notes: deque[Note] = deque()
-        self._wake, self._idle, self._closed = threading.Condition(), True, False
+        self._wake, self._idle, self._closed = threading.Condition(), False, False
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
 
@@ -141,6 +142,8 @@ class Controller:
 
     def note(self, note: Note) -> None:
         """Something happened. Never waits; wakes the thread where it has to look."""
+        if not self.ready:
+            return
         with self._wake:
             if len(self._notes) >= NOTES:
                 self.dropped += len(self._notes)
@@ -155,7 +158,7 @@ class Controller:
         self.note(routing)
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Until every note is worked off; False where that took too long."""
+        """Until it is ready and every note is worked off; False where that took too long."""
         with self._wake:
             return self._wake.wait_for(lambda: self._idle, timeout_s)
 
@@ -164,8 +167,8 @@ class Controller:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        self._thread.join(10.0)
-        if self._state_file is not None and not self._thread.is_alive():
+        self._thread.join(CLOSING_S)
+        if self.ready and self._state_file is not None and not self._thread.is_alive():
             try:
                 self._predictor.save(self._state_file)
             except OSError as error:
@@ -174,7 +177,7 @@ class Controller:
     # --- the thread's side
 
     def _run(self) -> None:
-        self._spent_s = self._clock()
+        self._begin()
         while (note := self._take()) is not None:
             if isinstance(note, StepRouting):
                 self._end(note)
@@ -182,6 +185,19 @@ class Controller:
                 self._follow(note)
             else:
                 self._blend.hear(note)
+
+    def _begin(self) -> None:
+        _compile(*self._shape[1:])
+        self._predictor = NextUse(*self._shape)
+        file = self._state_file
+        if file is not None and file.exists() and not self._predictor.load(file):
+            log.warning(f"{file} is no state of this model's cache; learning begins anew")
+        self._blend = Blend(self._predictor)
+        self.ranks = self._predictor.scores  # any thread reads
+        if self._forecaster is not None:
+            self.ranks = self.ranks.copy()
+        self._spent_s = self._clock()
+        self.ready = self.following = True
 
     def _take(self) -> Note | None:
         with self._wake:

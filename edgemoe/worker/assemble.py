@@ -110,8 +110,9 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         scout = _scout(settings, manifest, spec)
         if scout is not None:
             opened.callback(scout.close)
-        controller = _controller(settings, spec, directory, scout) if settings.cache.policy == "full" else None
-        policy = controller.policy if controller else POLICIES[settings.cache.policy](spec)
+        name = "lru" if budgets.all_fit else settings.cache.policy
+        controller = _controller(settings, spec, directory, scout) if name == "full" else None
+        policy = controller.policy if controller else POLICIES[name](spec)
         tiers = _tiers(settings, spec, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
         observers: list[Callable[[StepRouting], None]] = []

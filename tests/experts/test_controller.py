@@ -52,9 +52,14 @@ def step(controller: Controller, ids: Ids, names: tuple[str, ...], step_s: float
     controller.observe(routing(ids, names, step_s=step_s))
 
 
+def ready(controller: Controller) -> Controller:
+    assert controller.wait_idle(120)
+    return controller
+
+
 @pytest.fixture
 def controller() -> Iterator[Controller]:
-    it = Controller(L, E, K)
+    it = ready(Controller(L, E, K))
     yield it
     it.close()
 
@@ -135,6 +140,24 @@ def test_a_touch_is_never_waited_for(controller: Controller, monkeypatch: pytest
     assert controller._predictor.step == 2
 
 
+def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    compile_ = module._compile
+    monkeypatch.setattr(module, "_compile", lambda *shape: go_on.wait(20) and compile_(*shape))
+    controller = Controller(L, E, K)
+    for layer in range(L):
+        controller.policy.touch(layer, np.array([2, 5]))
+        controller.policy.touch(layer, np.array([7]))
+    controller.observe(routing(text(1, 1)[0], ("a",)))
+    assert np.argsort(controller.policy.rank(0)[0])[-3:].tolist() == [2, 5, 7]
+    _, worth = controller.policy.foresee(1, np.array([1, 2]), np.array([0.9, 0.1], np.float32))
+    assert (worth[0], worth[1]) == (np.inf, -np.inf)
+    go_on.set()
+    ready(controller)
+    assert controller.policy.rank(0) is controller.ranks
+    controller.close()
+
+
 def test_plans_fetch_what_ranks_high_and_is_missing(controller: Controller) -> None:
     ram = Pool(Tier.RAM, L, E, L * E, controller.policy)
     vram = Pool(Tier.VRAM, L, E, 9, controller.policy)
@@ -156,16 +179,16 @@ def test_what_was_learned_is_saved_at_the_end_and_damage_is_survived(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = tmp_path / "cache.safetensors"
-    first = Controller(L, E, K, state_file=state)
+    first = ready(Controller(L, E, K, state_file=state))
     for ids in text(6, 10):
         step(first, ids, ("a",))
     assert first.wait_idle(20)
     first.close()
-    second = Controller(L, E, K, state_file=state)
+    second = ready(Controller(L, E, K, state_file=state))
     assert second._predictor.memory.filled == 10
     second.close()
     state.write_bytes(b"nonsense")
-    third = Controller(L, E, K, state_file=state)
+    third = ready(Controller(L, E, K, state_file=state))
     assert "learning begins anew" in caplog.text
     third.close()
 
@@ -184,7 +207,7 @@ class Meter:
 @pytest.fixture
 def metered() -> Iterator[Controller]:
     meter = Meter()
-    meter.controller = controller = Controller(L, E, K, clock=meter)
+    meter.controller = controller = ready(Controller(L, E, K, clock=meter))
     yield controller
     controller.close()
 
@@ -211,7 +234,7 @@ def test_steps_that_leave_no_time_are_left_out_until_there_is_some(metered: Cont
 
 def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, FloatArray]:
     """Steps that need `always`, hidden from the predictor by noise of other sequences' names; the ranks in the end."""
-    controller = Controller(L, E, K, forecaster=oracle)
+    controller = ready(Controller(L, E, K, forecaster=oracle))
     random = np.random.default_rng(seed)
     for _ in range(150):
         ids = always if random.random() < 0.5 else text(int(random.integers(1 << 30)), 1)[0]

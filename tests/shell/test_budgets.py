@@ -100,6 +100,13 @@ def test_containment_is_given_up_where_ram_is_the_smaller_and_nothing_was_stated
     assert not resolve_budgets(settings(), little, NEEDS).containment
 
 
+def test_it_is_told_whether_the_fastest_tier_holds_every_expert() -> None:
+    assert resolve_budgets(settings(), HOST, NEEDS).all_fit
+    assert not resolve_budgets(settings(ram_bytes=NEEDS.all_bytes - NEEDS.stride_bytes), HOST, NEEDS).all_fit
+    device = DeviceSettings(kind="emulated", expert_bytes=GIB, link_bytes_per_s=8e9)
+    assert not resolve_budgets(settings(device), HOST, NEEDS).all_fit
+
+
 def test_the_context_is_cut_to_what_kv_can_hold() -> None:
     found = resolve_budgets(settings(kv_bytes=1000 << 16), HOST, NEEDS)
     assert found.context_tokens == 992

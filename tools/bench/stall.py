@@ -161,6 +161,7 @@ class Runner:
         self.controller = None
         if contender.policy == "full":
             self.controller = Controller(spec.layers, spec.experts, spec.top_k, state_file=state, forecaster=self.scout)
+            self.controller.wait_idle(120)
         policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
         self.policy = policy
         total = spec.layers * spec.experts * shape.stride_bytes

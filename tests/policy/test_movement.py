@@ -1,0 +1,74 @@
+"""A ledger tells whether wishes are right, from what is needed first, carried out or not."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from edgemoe.policy.movement import GOOD_SHARE, TRIAL, WATCHED, Ledger
+
+N = 200
+
+
+def book(ledger: Ledger, outcomes: list[str]) -> None:
+    """Each wish (even keys) and its rival (odd keys), one of which is needed in the step after."""
+    last: npt.NDArray[np.int64] = np.full(N, -1)
+    for step, outcome in enumerate(outcomes):
+        wish = 2 * (step % (N // 2))
+        ledger.watch(wish, wish + 1, step)
+        if outcome in ("good", "both"):
+            last[wish] = step + 1
+        if outcome in ("bad", "both"):
+            last[wish + 1] = step + 1
+        ledger.settle(last)
+
+
+def test_wishes_are_not_trusted_before_they_have_been_tried() -> None:
+    ledger = Ledger()
+    book(ledger, ["good"] * (int(TRIAL) - 1))
+    assert not ledger.trusted
+    book(ledger, ["good"] * 20)
+    assert ledger.trusted
+    assert ledger.share == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("pattern", "trusted"), [("good good bad", True), ("good bad bad", False), ("both", False)])
+def test_it_takes_more_good_ones_than_bad_ones(pattern: str, trusted: bool) -> None:
+    ledger = Ledger()
+    book(ledger, pattern.split() * 60)
+    assert ledger.trusted is trusted
+    assert (ledger.share >= GOOD_SHARE) is trusted
+
+
+def test_trust_is_lost_and_found_again() -> None:
+    ledger = Ledger()
+    for good, trusted in ((True, True), (False, False), (True, True)):
+        book(ledger, ["good" if good else "bad"] * 300)
+        assert ledger.trusted is trusted
+
+
+def test_a_need_in_the_step_of_the_wish_does_not_count_and_nothing_is_booked_twice() -> None:
+    ledger, last = Ledger(), np.full(N, -1)
+    last[0] = 7
+    ledger.watch(0, 1, 7)
+    ledger.settle(last)
+    assert ledger.outcomes == 0
+    last[0] = 9
+    ledger.settle(last)
+    ledger.settle(last)
+    assert (ledger.outcomes, ledger.good) == (1, 1)
+
+
+def test_what_is_watched_is_bounded_and_watched_once() -> None:
+    ledger, last = Ledger(), np.full(N, -1)
+    for _ in range(3):
+        ledger.watch(0, 1, 0)
+    last[0] = 5
+    ledger.settle(last)
+    assert ledger.outcomes == 1
+    for wish in range(0, 2 * WATCHED + 40, 2):  # the first twenty are pushed out
+        ledger.watch(wish % N, wish % N + 1, 10)
+    last[:] = 11
+    ledger.settle(last)
+    assert ledger.outcomes == pytest.approx(sum(0.99**i for i in range(WATCHED + 1)), rel=1e-6)
