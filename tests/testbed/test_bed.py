@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.testbed.__main__ import main
 from tools.testbed.bed import NAMESPACES, PREFIX, Bed, leftovers, sweep, why_not
 from tools.testbed.limits import Limits, groups
 
@@ -173,3 +174,12 @@ def test_what_a_crashed_run_left_is_swept_away() -> None:
     assert prefix not in leftovers()
     assert not list(NAMESPACES.glob(f"{prefix}*"))
     assert not groups(prefix)
+
+
+def test_verbs_of_the_command_say_what_cannot_be(bed: Bed, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "nobody", "--bed", bed.prefix]) == 1
+    assert "there is no box nobody" in capsys.readouterr().err
+    assert main(["cut", "a", "b", "--bed", bed.prefix]) == 0
+    assert ask(bed, 1) is None
+    assert main(["mend", "--bed", bed.prefix]) == 0
+    assert ask(bed, 1) is not None

@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -154,6 +155,8 @@ class Bed:
         return bed
 
     def __enter__(self) -> Bed:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _leave)  # so that the bed is taken down then, too
         try:
             self._build()
         except BaseException:
@@ -195,6 +198,10 @@ class Bed:
                 _run("ip", "-n", box.namespace, "link", "set", interface, "up")
             box.rate(self.rate_mbit)
             box.group.make(self.limits)
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def leftovers() -> set[str]:
