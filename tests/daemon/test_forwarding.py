@@ -1,0 +1,166 @@
+"""Requests on other boxes' engines: they come back whole whatever dies. Real fronts, scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from front_kit import free_ports, http_client, openai_client, running, settings_for, until
+
+from edgemoe.cluster.wire.keys import generate
+from edgemoe.config import ClusterSettings, Settings
+from edgemoe.daemon import Front
+from edgemoe.front import supervisor as supervisor_module
+
+DAEMON = Path(__file__).parents[1] / "fakes" / "daemon_process.py"
+TOKENS = 150
+
+
+@pytest.fixture(autouse=True)
+def slow_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRIPTED_STEP_S", "0.005")
+
+
+@pytest.fixture
+def two(tmp_path: Path, model_dir: Path) -> tuple[Settings, Settings]:
+    """Settings of two boxes that list each other."""
+    ports = free_ports(2)
+    names = ("a", "b")
+    entries = []
+    for name, port in zip(names, ports, strict=True):
+        key = generate(tmp_path / f"{name}.key").public.decode()
+        entries.append(f'[[peer]]\nnode = "{name}"\naddress = "127.0.0.1:{port}"\nkey = "{key}"\n')
+    (tmp_path / "peers.toml").write_text("\n".join(entries))
+
+    def settings(name: str, port: int) -> Settings:
+        folder = tmp_path / name
+        folder.mkdir()
+        cluster = ClusterSettings(
+            node=name,
+            key_file=str(tmp_path / f"{name}.key"),
+            listen=f"127.0.0.1:{port}",
+            peers_file=str(tmp_path / "peers.toml"),
+            state_dir=str(folder / "state"),
+            leader="a",
+            route="spread",
+        )
+        return settings_for(folder, model_dir, cluster=cluster, service={"max_restarts": 50})
+
+    return settings("a", ports[0]), settings("b", ports[1])
+
+
+def cluster_of(front: Front) -> Any:
+    assert front.cluster is not None
+    return front.cluster
+
+
+def engine_pid(front: Front) -> int:
+    assert front.supervisor is not None
+    return int(front.supervisor.describe()["engine"]["pid"])
+
+
+@asynccontextmanager
+async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Front]]:
+    async with running(two[0]) as a, running(two[1]) as b:
+        await until(lambda: len(cluster_of(a).places()) == len(cluster_of(b).places()) == 1)
+        yield a, b
+
+
+async def texts(front: Front, count: int = 4) -> list[str]:
+    """Streamed completions, all at once."""
+    async with openai_client(front.settings) as client:
+
+        async def one(number: int) -> str:
+            stream = await client.completions.create(
+                model="tiny", prompt=f"prompt {number}", seed=number, max_tokens=TOKENS, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        return list(await asyncio.gather(*map(one, range(count))))
+
+
+async def test_requests_are_spread_and_say_the_same_wherever_they_run(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        at_a = await texts(a)
+        assert cluster_of(b).guests.served == 2
+        assert await texts(b) == at_a
+        assert not len(cluster_of(a).guests)
+        assert not len(cluster_of(b).guests)
+
+
+async def test_a_forwarded_stream_outlives_the_engine_it_runs_on(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) == 2)
+        os.kill(engine_pid(b), signal.SIGKILL)
+        assert await streams == expected
+
+
+async def test_a_box_whose_own_engine_is_away_has_others_run_its_requests(
+    two: tuple[Settings, Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) == 2)
+        monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 60.0)
+        os.kill(engine_pid(a), signal.SIGKILL)
+        assert await streams == expected
+        assert a.supervisor is not None
+        assert a.supervisor.state == "loading"
+        assert await texts(a) == expected
+
+
+async def test_who_hangs_up_leaves_nothing_behind_elsewhere(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b), http_client(a.settings) as client:
+        body = {"prompt": "HANG@3", "max_tokens": 50}
+        waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
+        await until(lambda: len(cluster_of(b).guests) == 2)
+        for one in waiting:
+            one.cancel()
+        await until(lambda: not len(cluster_of(b).guests))
+
+
+async def test_a_box_that_drains_gives_its_guests_back(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) == 2)
+        b.stop()
+        assert await streams == expected
+
+
+async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[Settings, Settings]) -> None:
+    command = [sys.executable, str(DAEMON), msgspec.json.encode(two[1]).decode()]
+    async with running(two[0]) as a:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as b:
+            try:
+                await until(lambda: len(cluster_of(a).places()) == 1, 30)
+                expected = await texts(a)
+                streams = asyncio.ensure_future(texts(a))
+                await until(lambda: cluster_of(a).figures()["edgemoe_forwarded_requests_total"] >= 4)
+                async with http_client(two[1]) as other:
+                    await until_guests(other)
+                b.kill()
+                assert await streams == expected
+                assert a.supervisor is not None
+                assert a.supervisor.book.replayed == 2
+            finally:
+                b.kill()
+
+
+async def until_guests(client: httpx.AsyncClient) -> None:
+    while not json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"]:
+        await asyncio.sleep(0.01)
