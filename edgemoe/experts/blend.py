@@ -70,6 +70,7 @@ class Blend:
         self._predictor, self._random = predictor, np.random.default_rng(seed)
         self._said: list[Said] = []  # in this step
         self._before: list[Said] = []  # in the last one, of this one
+        self._gate_eta = 0.0  # of NEXT_LAYER
         self._shares = np.stack([calibration.share for calibration in self.calibrations]).astype(np.float32)
 
     def ranks(self, out: FloatArray, forecast: Forecast | None, trust: float, first: int, last: int) -> None:
@@ -108,16 +109,13 @@ class Blend:
             self.mix.learn(calibration(said.odds), said.chance, came, said.horizon)
             calibration.learn(said.odds, came)
             self._shares[said.horizon] = calibration.share
+        self._gate_eta = self.mix.eta(NEXT_LAYER)
 
     def foresee(self, odds: FloatArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """The chance [n] that the next layer's gate gives, fused with worths [n] of these log odds; and the worths
         with it, as log odds. From any thread."""
-        p = self.calibrations[NEXT_LAYER](odds)
-        fused = self.mix.fuse(p, chance, NEXT_LAYER)
-        worth = 1 / (1 + np.exp(-odds))
-        beyond = np.clip((worth - p) / (1 - p), 0, 1)
-        worth = np.clip(fused + (1 - fused) * beyond, SURE, 1 - SURE)
-        again: FloatArray = np.log(worth / (1 - worth))
+        fused, again = np.empty_like(chance), np.empty_like(chance)
+        _foresee(odds, chance, self._shares[NEXT_LAYER], self._gate_eta, fused, again)
         return fused, again
 
     @property
@@ -141,22 +139,37 @@ def _blend(
     eta_next: float,
 ) -> None:
     """The formulas above for layers `first` to `last`, of which `done` have run."""
-    per_bin = np.float32((BINS - 1) / (HIGH - LOW))
     for layer in range(first, last):
         has_run = layer < done
         share = share_next if has_run else share_now
         eta = np.float32(eta_next if has_run else eta_now)
         row = probs[1 if has_run else 0, layer]
         for expert in range(scores.shape[1]):
-            odds = scores[layer, expert] - phase[layer]
-            place = min(max((odds - np.float32(LOW)) * per_bin, np.float32(0)), np.float32(BINS - 1.001))
-            below = int(place)
-            p = share[below] + (place - np.float32(below)) * (share[below + 1] - share[below])
-            worth = np.float32(1) / (np.float32(1) + np.float32(math.exp(-odds)))
-            beyond = min(max((worth - p) / (np.float32(1) - p), np.float32(0)), np.float32(1))
-            p += eta * (row[expert] - p)
-            worth = min(max(p + (np.float32(1) - p) * beyond, SURE), np.float32(1) - SURE)
-            out[layer, expert] = np.float32(math.log(worth / (np.float32(1) - worth))) + phase[layer]
+            _, odds = _fuse(scores[layer, expert] - phase[layer], row[expert], share, eta)
+            out[layer, expert] = odds + phase[layer]
+
+
+@njit(fastmath=True, nogil=True)
+def _fuse(odds: np.float32, q: np.float32, share: FloatArray, eta: np.float32) -> tuple[np.float32, np.float32]:
+    """The chance p of one expert, and its worth v as log odds."""
+    place = (odds - np.float32(LOW)) * np.float32((BINS - 1) / (HIGH - LOW))
+    place = min(max(place, np.float32(0)), np.float32(BINS - 1.001))
+    below = int(place)
+    p = share[below] + (place - np.float32(below)) * (share[below + 1] - share[below])
+    worth = np.float32(1) / (np.float32(1) + np.float32(math.exp(-odds)))
+    beyond = min(max((worth - p) / (np.float32(1) - p), np.float32(0)), np.float32(1))
+    p += eta * (q - p)
+    worth = min(max(p + (np.float32(1) - p) * beyond, SURE), np.float32(1) - SURE)
+    return p, np.float32(math.log(worth / (np.float32(1) - worth)))
+
+
+@njit(nogil=True)
+def _foresee(
+    odds: FloatArray, chance: FloatArray, share: FloatArray, eta: float, fused: FloatArray, again: FloatArray
+) -> None:
+    """`_fuse` for some experts [n]."""
+    for i in range(len(odds)):
+        fused[i], again[i] = _fuse(odds[i], chance[i], share, np.float32(eta))
 
 
 def compile_blend() -> None:
@@ -164,3 +177,4 @@ def compile_blend() -> None:
     small, phase = np.zeros((2, 2), np.float32), np.zeros(2, np.float32)
     share = np.zeros(BINS, np.float32)
     _blend(small.copy(), small, phase, np.zeros((2, 2, 2), np.float32), 1, 0, 2, share, share, 0.5, 0.5)
+    _foresee(phase, phase, share, 0.5, phase.copy(), phase.copy())
