@@ -103,6 +103,7 @@ class Cluster:
         )
         self.plane.load = self._load
         self.plane.on_change = self._look_around
+        self.plane.on_beat = self._places.hear
         self.plane.on_plan = self._tell_plan
         self.plane.on_request = self._serve
 

@@ -1,7 +1,7 @@
 """The engines that this front's requests may go to: our own, and other boxes' by way of their fronts.
 
-Another box's engine is the place "NODE:BOOT". Which place a request goes to is a pure choice (`policy.route`); what
-was sent there since it last said how busy it is, is counted in.
+Another box's engine is the place "NODE:BOOT". Which place a request goes to is a pure choice (`policy.route`). What it
+last said of how busy it is, is corrected by what of ours has begun and ended there since.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Requests(Protocol):
     def place_of(self, request: str) -> tuple[str, int]:
         """The engine that has the request, and its attempt there."""
 
+    def count_at(self, place: str) -> int:
+        """Live requests that this engine has."""
+
 
 class Places:
     """One owner, one event loop."""
@@ -53,7 +56,7 @@ class Places:
         self.forwarded = 0
         self._plane, self._rule, self._requests = plane, rule, requests
         self._own, self._submit_here, self._spawn = own, submit_here, spawn
-        self._since: dict[str, tuple[Beat, int]] = {}  # requests sent to a node since its last beat
+        self._ours: dict[str, int] = {}  # of our requests, how many a node had when it last said how it is
         self._avoid: dict[str, float] = {}  # places that turned requests away, until when
 
     def elsewhere(self) -> dict[str, str]:
@@ -74,11 +77,8 @@ class Places:
         loads = [self._load(place, node) for place, node in others.items() if place not in self._avoid]
         place = choose(loads if own is None else [own, *loads], self._rule)
         if place in others:
-            node = others[place]
-            beat, sent = self._since.get(node, (self._plane.members[node].beat, 0))
-            self._since[node] = (beat, sent + 1)
             self.forwarded += 1
-            self._spawn(self._forward(place, node, message))
+            self._spawn(self._forward(place, others[place], message))
             return place
         return self._submit_here(message)
 
@@ -99,13 +99,14 @@ class Places:
         self._requests.take(wanted)
         return Taken(tuple(unwanted.items()))
 
+    def hear(self, node: str, beat: Beat) -> None:
+        """A box has said how it is."""
+        self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
+
     def _load(self, place: str, node: str) -> Load:
         beat = self._plane.members[node].beat
-        then, sent = self._since.get(node, (beat, 0))
-        if then is not beat:
-            self._since[node] = (beat, 0)
-            sent = 0
-        return Load(place, False, beat.requests + sent, beat.slots, beat.capacity)
+        requests = beat.requests + self._requests.count_at(place) - self._ours.get(node, 0)
+        return Load(place, False, max(0, requests), beat.slots, beat.capacity)
 
     async def _forward(self, place: str, node: str, message: Submit) -> None:
         try:

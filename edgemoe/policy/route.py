@@ -9,7 +9,7 @@ Rule = Literal["local", "spread"]
 
 
 class Load(NamedTuple):
-    """An engine that takes requests. What was sent there since it last said how it is, is counted in."""
+    """An engine that takes requests."""
 
     place: str
     here: bool  # on the box that asks

@@ -24,7 +24,7 @@ from edgemoe.daemon import Front
 from edgemoe.front import supervisor as supervisor_module
 
 DAEMON = Path(__file__).parents[1] / "fakes" / "daemon_process.py"
-TOKENS = 150
+TOKENS = 200
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def engine_pid(front: Front) -> int:
 @asynccontextmanager
 async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Front]]:
     async with running(two[0]) as a, running(two[1]) as b:
-        await until(lambda: len(cluster_of(a).places()) == len(cluster_of(b).places()) == 1)
+        await until(lambda: len(cluster_of(a).places()) == len(cluster_of(b).places()) == 1, 30)
         yield a, b
 
 
@@ -103,7 +103,7 @@ async def test_a_forwarded_stream_outlives_the_engine_it_runs_on(two: tuple[Sett
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) == 2)
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
         os.kill(engine_pid(b), signal.SIGKILL)
         assert await streams == expected
 
@@ -114,7 +114,7 @@ async def test_a_box_whose_own_engine_is_away_has_others_run_its_requests(
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) == 2)
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
         monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 60.0)
         os.kill(engine_pid(a), signal.SIGKILL)
         assert await streams == expected
@@ -127,7 +127,7 @@ async def test_who_hangs_up_leaves_nothing_behind_elsewhere(two: tuple[Settings,
     async with both(two) as (a, b), http_client(a.settings) as client:
         body = {"prompt": "HANG@3", "max_tokens": 50}
         waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
-        await until(lambda: len(cluster_of(b).guests) == 2)
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
         for one in waiting:
             one.cancel()
         await until(lambda: not len(cluster_of(b).guests))
@@ -137,7 +137,7 @@ async def test_a_box_that_drains_gives_its_guests_back(two: tuple[Settings, Sett
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) == 2)
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
         b.stop()
         assert await streams == expected
 

@@ -69,6 +69,7 @@ class ControlPlane:
         self.leader = ""  # whom this box obeys
         self.stale = 0  # leaders of an epoch that is over, not obeyed
         self.on_change: Callable[[], None] = lambda: None  # members or their engines
+        self.on_beat: Callable[[str, Beat], None] = lambda _node, _beat: None
         self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
         self.on_request: Callable[[Question[ControlMessage]], Answer[ControlMessage]] = _refuse
         others = {name: peer for name, peer in peers.items() if name != settings.node}
@@ -167,6 +168,7 @@ class ControlPlane:
     def _hear_beat(self, member: Member, beat: Beat) -> None:
         node, before = member.peer.node, member.beat
         member.heard_s, member.beat = time.monotonic(), beat
+        self.on_beat(node, beat)
         if beat.leading != before.leading or beat.plan_digest != before.plan_digest:
             self._news.set()
         if beat.engine != before.engine:
