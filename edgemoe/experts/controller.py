@@ -17,38 +17,31 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.blend import NEXT_LAYER, Blend, Forecast, Forecaster, Said, compile_blend
+from edgemoe.experts.blend import NEXT_LAYER, NEXT_STEP, Blend, Forecast, Forecaster, Said, compile_blend
+from edgemoe.experts.plans import Plans, Wishes
 from edgemoe.experts.predictor import NextUse
-from edgemoe.experts.residency import Horizon, Residency
+from edgemoe.experts.residency import Residency
 from edgemoe.experts.tiered import StepMeta
 from edgemoe.policy.baselines import LRU
-from edgemoe.policy.movement import Ledger, Side, plan
-from edgemoe.policy.watermark import Watermark, density
-from edgemoe.types import BoolArray, FloatArray, IntArray, Move, StepRouting, Tier
+from edgemoe.telemetry import metrics
+from edgemoe.telemetry.metrics import named
+from edgemoe.types import FloatArray, IntArray, StepRouting
 
 log = logging.getLogger(__name__)
 
 NOTES = 4096  # that may wait
-MOST_MOVES = 32  # in one plan
 SHARE = 0.03  # of a step's time that following it may cost, on average,
 STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
 SAVED_STEPS, OWED_STEPS = 8, 64  # of that: what may be saved up, and from which debt on a step is left out
 CLOSING_S = 30.0  # what is being compiled cannot be stopped
 PROBES = 8  # every so many steps a layer's hints are learned from
-
-
-class Wishes(Protocol):
-    """The mover's side of a plan."""
-
-    def prefetch(self, moves: Iterable[Move], horizon: Horizon = ...) -> None:
-        """Replaces the wishes of one horizon, best first."""
 
 
 class Touch(NamedTuple):
@@ -107,7 +100,7 @@ class Controller:
         self.step = 0  # that the compute thread has begun
         self.dropped = 0  # notes that the thread was too slow for
         self.planned = 0  # moves
-        self.glances = 0  # steps
+        self.studies = self.glances = 0  # steps that were followed; those only glanced at
         self._shape, self._hysteresis, self._state_file = (layers, experts, top_k), hysteresis, state_file
         self._forecaster = forecaster
         self._forecast: Forecast | None = None  # of the running step
@@ -115,7 +108,7 @@ class Controller:
         self._credit_s = 0.0  # of it, what may be spent
         self._sequences: tuple[str, ...] = ()  # that are presumed to decode in the running step
         self._followed = 0  # layers of it that were followed
-        self._plans: _Plans | None = None
+        self._plans: Plans | None = None
         self._notes: deque[Note] = deque()
         self._wake, self._idle, self._closed = threading.Condition(), False, False
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
@@ -123,7 +116,7 @@ class Controller:
 
     def attach(self, residency: Residency, mover: Wishes, expert_bytes: int) -> None:
         """From here on plans what the tiers should fetch in idle time; all experts are of one size."""
-        self._plans = _Plans(residency, mover, expert_bytes, self._hysteresis)
+        self._plans = Plans(residency, mover, expert_bytes, self._hysteresis)
 
     # --- the compute thread's side
 
@@ -161,6 +154,21 @@ class Controller:
         """Until it is ready and every note is worked off; False where that took too long."""
         with self._wake:
             return self._wake.wait_for(lambda: self._idle, timeout_s)
+
+    def figures(self) -> dict[str, float]:
+        """What it did, by the final names; nothing before it is ready."""
+        if not self.ready:
+            return {}
+        values = {
+            named(metrics.LEARNED_STEPS, how="followed"): float(self.studies),
+            named(metrics.LEARNED_STEPS, how="glanced"): float(self.glances),
+            metrics.LEARNED_SECONDS: self._spent_s,
+            metrics.LEARNED_MOVES: float(self.planned),
+            metrics.LEARNED_RIGHT: self._plans.ledger.share if self._plans is not None else 0.0,
+        }
+        for name, horizon in (("0", 0), ("1", NEXT_STEP), ("gate", NEXT_LAYER)):
+            values[named(metrics.LEARNED_ETA, horizon=name)] = self._blend.mix.eta(horizon)
+        return values
 
     def close(self) -> None:
         """Ends the thread and saves what was learned."""
@@ -240,6 +248,7 @@ class Controller:
         ids = routing.ids[:, (np.cumsum(routing.query_lens) - 1)[routing.decode]]  # [L, S, k] of the last tokens
         if self.following:
             self._study(requests, ids)
+            self.studies += 1
         elif self._credit_s > -OWED_STEPS * _share_s(routing):
             self._predictor.glance(requests, ids)
             self._publish(0, len(ids))
@@ -275,63 +284,6 @@ class Controller:
     def _plan(self) -> None:
         if self._plans is not None:
             self.planned += self._plans.make(self.ranks, self._predictor)
-
-
-class _Plans:
-    """Prices and plans for the tiers. On the controller's thread."""
-
-    def __init__(self, residency: Residency, mover: Wishes, expert_bytes: int, hysteresis: float) -> None:
-        self._residency, self._mover = residency, mover
-        self._sizes: IntArray = np.full(residency.ram.where.shape, expert_bytes, np.int64)
-        self._budget_bytes = float(MOST_MOVES * expert_bytes)
-        self.ledger = Ledger()
-        self._wished = False  # something, at present
-        slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
-        self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
-
-    def make(self, ranks: FloatArray, predictor: NextUse) -> int:
-        """Moves the prices a step, and tells the mover what to fetch; how many moves.
-
-        While wishes have not been right more often than what they would have replaced, none.
-        """
-        moves: list[Move] = []
-        self.ledger.settle(predictor.last.ravel())
-        if self._watch(ranks, predictor.step - 1) or self.ledger.trusted:
-            moves = self._moves(ranks, predictor)
-        if moves or self._wished:
-            self._mover.prefetch(moves, Horizon.FAR)
-        self._wished = bool(moves)
-        return len(moves)
-
-    def _watch(self, ranks: FloatArray, step: int) -> bool:
-        """Watches the best wish and its rival; True where it has none, because there is room."""
-        pools = self._residency.devices or (self._residency.ram,)
-        if any(pool.free for pool in pools):
-            return True
-        here = self._resident(pools[0].tier)
-        wish, rival = int(np.where(here, -np.inf, ranks).argmax()), int(np.where(here, ranks, np.inf).argmin())
-        if ranks.ravel()[wish] > ranks.ravel()[rival]:
-            self.ledger.watch(wish, rival, step)
-        return False
-
-    def _moves(self, ranks: FloatArray, predictor: NextUse) -> list[Move]:
-        near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
-        later = predictor.rates[:, 1]  # what is common lately
-        unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike
-        ram = self._side(Tier.RAM, later if self._residency.devices else near, unit)
-        vram = self._side(Tier.VRAM, near, unit) if self._residency.devices else ram._replace(idle_bytes=0.0)
-        chance = self.ledger.share
-        return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in plan(vram, ram, self._sizes)]
-
-    def _side(self, tier: Tier, p: FloatArray, cost_s: FloatArray) -> Side:
-        b = density(p, cost_s, self._sizes)
-        self._marks[tier].update(b, self._sizes)
-        return Side(b, self._resident(tier), self._marks[tier], self._budget_bytes)
-
-    def _resident(self, tier: Tier) -> BoolArray:
-        pools = self._residency.devices if tier is Tier.VRAM else (self._residency.ram,)
-        resident: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in pools])
-        return resident
 
 
 def _share_s(routing: StepRouting) -> float:

@@ -75,6 +75,7 @@ class Assembly:
     close: Callable[[], None]
     sharing: Sharing | None = None  # without a cluster
     scout: Scout | None = None  # without cache.scoutgate
+    controller: Controller | None = None  # without the policy `full`, or a need for it
 
 
 def kernel_dir(settings: Settings) -> Path | None:
@@ -141,7 +142,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
-    return Assembly(settings, _info(settings, manifest, spec), budgets, engine, tiers, closing.close, sharing, scout)
+    info = _info(settings, manifest, spec)
+    return Assembly(settings, info, budgets, engine, tiers, closing.close, sharing, scout, controller)
 
 
 def _machine() -> probes.Machine:

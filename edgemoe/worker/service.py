@@ -207,6 +207,8 @@ class Worker:
         values = assembly.engine.figures() | figures(assembly.tiers)
         if assembly.scout is not None:
             values |= assembly.scout.figures()
+        if assembly.controller is not None:
+            values |= assembly.controller.figures()
         if self._side is not None:
             values |= self._side.figures()
         return Stats(values=values, step_s=assembly.engine.runner.step_age_s())

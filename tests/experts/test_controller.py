@@ -11,12 +11,15 @@ import numpy.typing as npt
 import pytest
 
 from edgemoe.experts import controller as module
+from edgemoe.experts.blend import NEXT_LAYER
 from edgemoe.experts.controller import Controller
 from edgemoe.experts.full import Full
+from edgemoe.experts.plans import MOST_MOVES
 from edgemoe.experts.pool import Pool
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.scout import Forecast
 from edgemoe.experts.tiered import StepMeta
+from edgemoe.telemetry import metrics
 from edgemoe.types import FloatArray, Move, StepRouting, Tier
 
 L, E, K = 3, 12, 2
@@ -169,7 +172,7 @@ def test_plans_fetch_what_ranks_high_and_is_missing(controller: Controller) -> N
         for ids in text(5, 3):
             step(controller, ids, ("a",))
     assert controller.wait_idle(30)
-    assert 0 < len(mover.moves) <= module.MOST_MOVES
+    assert 0 < len(mover.moves) <= MOST_MOVES
     assert all((move.source, move.target) == (Tier.RAM, Tier.VRAM) for move in mover.moves)
     scores = [controller.ranks[move.expert] for move in mover.moves]
     assert np.mean(scores) > controller.ranks.mean()
@@ -217,6 +220,9 @@ def test_of_steps_that_leave_little_time_a_part_is_followed_and_all_are_remember
         step(metered, ids, ("a",), step_s=1e-2)
         assert metered.wait_idle(20)
     followed = 200 - metered.glances
+    figures = metered.figures()
+    assert figures[metrics.named(metrics.LEARNED_STEPS, how="followed")] == followed
+    assert figures[metrics.LEARNED_SECONDS] == pytest.approx(1e-3 * followed + 1e-4 * metered.glances, abs=2e-3)
     assert 1e-3 * followed + 1e-4 * metered.glances == pytest.approx(200 * module.SHARE * 1e-2, rel=0.1)
     assert metered._predictor.memory.filled == metered._predictor.step == 200
 
@@ -286,7 +292,7 @@ def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Contr
             controller.policy.touch(layer, np.unique(ids[layer]))
         controller.observe(routing(ids, ("a",)))
         assert controller.wait_idle(20)
-    assert controller._blend.mix.eta(module.NEXT_LAYER) > 0.7
+    assert controller._blend.mix.eta(NEXT_LAYER) > 0.7
     likely = random.integers(0, E)
     chance, worth = controller.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
     assert chance.argmax() == worth.argmax() == likely
