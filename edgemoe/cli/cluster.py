@@ -1,11 +1,16 @@
-"""`edgemoe keygen`: what a box needs before it can join others."""
+"""`edgemoe keygen` and `edgemoe witness`: what a cluster needs besides boxes that serve."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 from pathlib import Path
 
 from edgemoe.cluster.wire.keys import Peer, check_peer, generate
+from edgemoe.config_load import load
+from edgemoe.guard import refuse_pickle
+from edgemoe.telemetry.log import configure, goes_to_journal
 
 UNSAID = {"node": "NODE", "address": "HOST:PORT"}
 
@@ -17,4 +22,15 @@ def keygen(args: argparse.Namespace) -> int:
     check_peer(Peer(args.node or "node", args.address or "host:1", "." * 40), path)
     secret = generate(path)
     print(f'[[peer]]\nnode = "{node}"\naddress = "{address}"\nkey = "{secret.public.decode()}"')
+    return 0
+
+
+def witness(args: argparse.Namespace) -> int:
+    """Votes in the boxes' agreement until a signal ends it."""
+    from edgemoe.front.witness import witness as vote
+
+    settings = load(Path(args.config) if args.config else None, args.set).settings
+    configure(settings.log, journal=goes_to_journal(os.environ))
+    refuse_pickle()
+    asyncio.run(vote(settings.cluster))
     return 0

@@ -62,6 +62,7 @@ _STATUS = """\
 Examples:
   edgemoe status
   edgemoe status --watch                  redrawn every two seconds until Ctrl-C
+  edgemoe status --cluster                the other boxes
   edgemoe status --json | jq .health
 """
 
@@ -94,8 +95,17 @@ use the model; nobody else may: sudo usermod --append --groups edgemoe USER, who
 
 _KEYGEN = """\
 Example:
-  edgemoe keygen /etc/edgemoe/key --node kitchen --address 192.0.2.7:7540 >> peers.toml
+  edgemoe keygen /etc/edgemoe/key --node kitchen --address 192.0.2.7:7540
 What is printed goes into the list of peers of every box; the file stays on this one. docs/cluster.md has more.
+"""
+
+_WITNESS = """\
+With two boxes, neither can tell whether the other has died or only the link. A witness on any third machine votes
+with them; it needs no model, no GPU and little memory. It reads the [cluster] section: node, key_file, listen,
+peers_file, coordination = "raft".
+
+Example:
+  edgemoe witness --config /etc/edgemoe/edgemoe.toml
 """
 
 
@@ -104,7 +114,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="edgemoe", description=_OVERVIEW, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"edgemoe {edgemoe.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_serve, _pack, _models, _generate, _chat, _status, _reload, _config, _service, _keygen, _replay):
+    for add in (
+        _serve,
+        _pack,
+        _models,
+        _generate,
+        _chat,
+        _status,
+        _reload,
+        _config,
+        _service,
+        _keygen,
+        _witness,
+        _replay,
+    ):
         add(commands)
     return parser
 
@@ -186,6 +209,9 @@ def _status(commands: Any) -> None:
     parser = _command(commands, "status", "edgemoe.cli.status:run", "show the running daemon", _STATUS)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--watch", action="store_true", help="keep redrawing")
+    parser.add_argument(
+        "--cluster", action="store_true", help="the boxes: who leads, who holds what, how the links are"
+    )
     _client_options(parser)
 
 
@@ -226,3 +252,8 @@ def _keygen(commands: Any) -> None:
     parser.add_argument("file", metavar="FILE", help="the secret key to write (0600); must not exist yet")
     parser.add_argument("--node", metavar="NAME", help="the box's name among the boxes")
     parser.add_argument("--address", metavar="HOST:PORT", help="where the others reach its control lane")
+
+
+def _witness(commands: Any) -> None:
+    parser = _command(commands, "witness", "edgemoe.cli.cluster:witness", "vote among boxes, without a model", _WITNESS)
+    _settings_options(parser)

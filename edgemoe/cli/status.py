@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from edgemoe.cli.boxes import boxes
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import select
@@ -20,6 +21,7 @@ from edgemoe.types import Json
 from edgemoe.units import format_size
 
 WATCH_S = 2.0
+RATES_S = 1.0  # between two looks at counters
 TIERS = ("vram", "ram", "nvme")
 
 
@@ -36,13 +38,14 @@ def run(args: argparse.Namespace) -> int:
     """Prints the status once, or until Ctrl-C. The exit code is 0 only if the daemon is ready."""
     socket = socket_of(args)
     with Client(socket) as client:
+        picture = _cluster if args.cluster else _daemon
         if args.watch:
-            _watch(client, socket)
+            _watch(client, socket, picture)
         snapshot = take(client, socket)
+        if not args.json:
+            Console().print(picture(client, socket))
     if args.json:
         print(json.dumps(asdict(snapshot), indent=2))
-    else:
-        Console().print(render(snapshot))
     return 0 if snapshot.health.get("status") == "ready" else 1
 
 
@@ -57,11 +60,22 @@ def render(snapshot: Snapshot) -> RenderableType:
     return Group(_heading(snapshot), tier_table(snapshot.figures), _request_table(snapshot.figures))
 
 
-def _watch(client: Client, socket: Path) -> None:
-    with Live(render(take(client, socket)), screen=True, auto_refresh=False) as live:
+def _daemon(client: Client, socket: Path) -> RenderableType:
+    return render(take(client, socket))
+
+
+def _cluster(client: Client, socket: Path) -> RenderableType:
+    before, began_s = take(client, socket).figures, time.monotonic()
+    time.sleep(RATES_S)
+    now = take(client, socket)
+    return boxes(now.health, before, now.figures, time.monotonic() - began_s)
+
+
+def _watch(client: Client, socket: Path, picture: Callable[[Client, Path], RenderableType]) -> None:
+    with Live(picture(client, socket), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(WATCH_S)
-            live.update(render(take(client, socket)), refresh=True)
+            live.update(picture(client, socket), refresh=True)
 
 
 def _heading(snapshot: Snapshot) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_
     with running(a, b, c):
         plan = plan_for((a, b, c), replicas=3)
         b_first = a.side.plane.calls.peers["b"]
-        b_first.s_per_byte = 1e-12
+        b_first.latency_s = b_first.s_per_byte = 1e-12
         adopt(plan, a)
         homes = plan.homes_of("a")
         assert homes.sum() == TOTAL - 2
@@ -195,6 +196,29 @@ def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_
         assert a.assembly.sharing.store.refused > 0  # type: ignore[union-attr]
         assert a.generate(prompts()) == alone
         assert not a.tiers.residency.missing_homes()
+
+
+def test_an_expert_whose_bytes_do_not_come_is_fetched_from_another_long_before_the_deadline(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [nothing(), everything(), everything()], TOTAL, timeout_s=15)
+    asked = threading.Event()
+
+    async def never(*_which: int) -> bytes:
+        asked.set()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    b.assembly.sharing.shelf.part = never  # type: ignore[union-attr, method-assign]
+    with running(a, b, c):
+        b_first = a.side.plane.calls.peers["b"]
+        b_first.latency_s = b_first.s_per_byte = 1e-12
+        began_s = time.monotonic()
+        adopt(plan_for((a, b, c), replicas=3), a)
+        wait_for(lambda: not a.tiers.residency.missing_homes(), within_s=12)
+        assert time.monotonic() - began_s < 12
+        assert asked.is_set(), "b was never asked"
+        assert a.generate(prompts()) == alone
 
 
 def test_a_plan_that_does_not_fit_is_refused_and_the_last_one_stays(store: Path, tmp_path: Path) -> None:

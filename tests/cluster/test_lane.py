@@ -203,6 +203,19 @@ def test_another_version_is_told_apart_from_noise() -> None:
         unseal([bytes(head)])
 
 
+async def test_another_version_is_refused_with_a_message_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = pair()
+    async with running(a, b):
+        await connected(a, b)
+        head = bytearray(seal(Echo("x"))[0])
+        head[len(MAGIC)] = VERSION + 1
+        await a.lane._links["b"].socket.send_multipart([bytes(head)])
+        await until(lambda: bool(a.lane.rejected and b.lane.rejected))
+        told = [str(vars(record)["why"]) for record in caplog.records if record.message == "message dropped"]
+        assert len(told) == 2
+        assert all(f"version {VERSION + 1} of the protocol" in why for why in told)
+
+
 def test_a_secret_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "node.key"
     made = keys.generate(path)

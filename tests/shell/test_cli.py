@@ -11,7 +11,7 @@ import pytest
 from edgemoe.cli import main
 from edgemoe.cli.parser import build_parser
 
-COMMANDS = ("serve", "pack", "models", "generate", "chat", "status", "config", "service")
+COMMANDS = ("serve", "pack", "models", "generate", "chat", "status", "config", "service", "keygen", "witness")
 
 
 @pytest.fixture(autouse=True)

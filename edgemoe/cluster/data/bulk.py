@@ -14,12 +14,13 @@ from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Chunk, Fetch
 from edgemoe.cluster.data.peer import PeerState
 from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Question
-from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused
+from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
 from edgemoe.types import Store
 
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts under way
+LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch that takes so many times what was expected is tried elsewhere
 
 Checksum = Callable[[memoryview], str]
 
@@ -96,35 +97,44 @@ class PeerStore:
         raise MissingExpert(layer, expert, "; ".join(reasons) or "it is not on the disk, and no peer has it")
 
     async def _fetch(self, layer: int, expert: int, into: memoryview) -> list[str] | None:
-        """None when it is there, else why not."""
+        """None when it is there, else why not. Who does not answer as usual is left for another, then tried again."""
         reasons: list[str] = []
-        for node in self._sources(layer, expert):
+        sources = self._sources(layer, expert)
+        usual = [(peer.node, max(LATE_S, LATE_FACTOR * self._expected_s(peer))) for peer in sources]
+        hasty = [(node, late_s) for node, late_s in usual if late_s < self._timeout_s] if len(sources) > 1 else []
+        for node, timeout_s in [*hasty, *((peer.node, self._timeout_s) for peer in sources)]:
             try:
-                await self._fetch_from(node, layer, expert, into[: self._size])
+                await self._fetch_from(node, layer, expert, into[: self._size], timeout_s)
             except (PeerError, CorruptExpert) as error:
                 reasons.append(str(error))
+                if isinstance(error, PeerUnavailable) and (peer := self._peers().get(node)) is not None:
+                    peer.failed(timeout_s)
                 continue
             self.fetched += 1
             return None
         return reasons
 
-    def _sources(self, layer: int, expert: int) -> list[str]:
+    def _sources(self, layer: int, expert: int) -> list[PeerState]:
         """Peers that have it, in memory first, then by how near they are."""
         if self._lane is None:
             return []
         ready = [peer for peer in self._peers().values() if peer.ready]
         having = [peer for peer in ready if peer.ram[layer, expert] or peer.disk[layer, expert]]
-        having.sort(key=lambda peer: (peer.silent, not peer.ram[layer, expert], peer.s_per_byte))
-        return [peer.node for peer in having]
+        having.sort(key=lambda peer: (peer.silent, not peer.ram[layer, expert], self._expected_s(peer)))
+        return having
 
-    async def _fetch_from(self, node: str, layer: int, expert: int, into: memoryview) -> None:
+    def _expected_s(self, peer: PeerState) -> float:
+        """That a fetch takes beside those that may be under way."""
+        return peer.latency_s + FETCHES * self._size * peer.s_per_byte
+
+    async def _fetch_from(self, node: str, layer: int, expert: int, into: memoryview, timeout_s: float) -> None:
         window, sums = asyncio.Semaphore(WINDOW), set[str]()
 
         async def chunk(start: int) -> None:
             size = min(CHUNK_BYTES, self._size - start)
             async with window:
                 assert self._lane is not None
-                answer = await self._lane.ask(node, Fetch(layer, expert, start, size), timeout_s=self._timeout_s)
+                answer = await self._lane.ask(node, Fetch(layer, expert, start, size), timeout_s=timeout_s)
             if not isinstance(answer.message, Chunk) or [t.nbytes for t in answer.tensors] != [size]:
                 raise PeerRefused(f"{node} answered a fetch with something else")
             sums.add(answer.message.checksum)

@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 from edgemoe.cluster.wire.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Buffer, Envelope, seal, unseal
 from edgemoe.cluster.wire.keys import Peer
 from edgemoe.cluster.wire.net import Answer, Credits, Failure, Net, Question
-from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable, WireError
+from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")
@@ -223,6 +223,8 @@ class Lane(Generic[M]):
             except WireError as error:
                 self._reject(link.node, error)
                 continue
+            if isinstance(message, Failure) and not envelope.id:
+                self._reject(link.node, WireError(f"{link.node} could not read it: {message.message}"))
             future = link.pending.pop(envelope.id, None)
             if not envelope.answer or future is None or future.done():
                 continue
@@ -243,6 +245,10 @@ class Lane(Generic[M]):
                 continue
             try:
                 envelope, message, tensors = self._read([frame.buffer for frame in frames])
+            except WireVersionError as error:
+                self._reject(peer, error)
+                self._send_back(bytes(identity.buffer), seal(Failure("refused", str(error)), answer=True))
+                continue  # what was sent back cannot be read there either, and is told there by its version
             except WireError as error:
                 self._reject(peer, error)
                 continue
@@ -274,8 +280,11 @@ class Lane(Generic[M]):
     def _reply(self, identity: bytes, asked: Envelope, body: msgspec.Struct, tensors: Sequence[Buffer]) -> None:
         if not asked.id:
             return
+        self._send_back(identity, seal(body, tensors, id=asked.id, answer=True))
+
+    def _send_back(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         try:
-            _hand(self._router, [identity, *seal(body, tensors, id=asked.id, answer=True)])
+            _hand(self._router, [identity, *frames])
         except zmq.ZMQError as error:
             log.debug("an answer could not be sent", extra={"lane": self.name, "why": str(error)})
 

@@ -1,0 +1,91 @@
+"""The picture of a cluster for `edgemoe status --cluster`: boxes, leader, plan, links, calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from edgemoe.errors import ServiceError
+from edgemoe.telemetry import metrics
+from edgemoe.telemetry.metrics import select
+from edgemoe.types import Json
+from edgemoe.units import format_rate
+
+COLOURS = {"here": "green", "leaving": "yellow", "gone": "red", "refused": "red"}
+
+
+def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> RenderableType:
+    """One moment of the cluster; rates are those between two looks at the figures. Raises ServiceError without one."""
+    if (cluster := health.get("cluster")) is None:
+        raise ServiceError("this daemon is a box on its own: cluster.node is not set")
+    return Group(_heading(cluster), _table(cluster, before, after, seconds), _calls(before, after, seconds))
+
+
+def _heading(cluster: Json) -> str:
+    plan = cluster["plan"]
+    leader = f"[bold]{cluster['leader']}[/] leads" if cluster["leader"] else "[yellow]nobody leads[/]"
+    placed = f"plan {plan['version']} of epoch {plan['epoch']}, {plan['digest'][:12]}" if plan else "no plan yet"
+    lines = [f"{leader} in epoch {cluster['epoch']}; {placed}"]
+    if cluster["trouble"]:
+        lines.append(f"[yellow]No new plan: {cluster['trouble']}[/]")
+    lines += [f"[red]{member['why']}[/]" for member in cluster["members"] if member.get("why")]
+    return "\n".join(lines) + "\n"
+
+
+def _table(cluster: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("Box", "State", "Homes", "In RAM", "On disk", "Requests", "Round trip", "Link", "Calls/s", "Each"):
+        table.add_column(column, justify="left" if column in ("Box", "State") else "right")
+    for member in cluster["members"]:
+        node = member["node"]
+        calls = select(after, metrics.REMOTE_CALLS, peer=node) - select(before, metrics.REMOTE_CALLS, peer=node)
+        spent_s = select(after, metrics.REMOTE_SECONDS, peer=node) - select(before, metrics.REMOTE_SECONDS, peer=node)
+        here = node == cluster["node"]
+        table.add_row(
+            f"{node} (this box)" if here else node,
+            _state(member),
+            f"{member['homes']}",
+            f"{member['in_ram']}" if member["engine"] else "",
+            f"{member['on_disk']}" if member["engine"] else "",
+            f"{member['requests']}",
+            _milliseconds(member.get("latency_s")),
+            format_rate(member["bytes_per_s"]) if member.get("bytes_per_s") else "",
+            "" if here else f"{calls / seconds:,.1f}",
+            _milliseconds(spent_s / calls) if calls else "",
+        )
+    return table
+
+
+def _state(member: Json) -> str:
+    state = f"[{COLOURS[member['state']]}]{member['state']}[/]"
+    if member["state"] == "gone":
+        return state
+    if member["role"] == "witness":
+        return f"{state}, witness"
+    return state if member["engine"] else f"{state}, no engine"
+
+
+def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
+    def rate(family: str) -> float:
+        return (select(after, family) - select(before, family)) / seconds
+
+    rows: dict[str, Any] = {
+        "Calls to others": f"{rate(metrics.REMOTE_CALLS):,.1f} a second, "
+        f"{select(after, metrics.REMOTE_RETRIES):,.0f} tried another way since the start",
+        "Calls from others": f"{rate(metrics.SERVED_CALLS):,.1f} a second, "
+        f"{select(after, metrics.SERVED_SHED):,.0f} sent away since the start",
+        "Computed here": f"{select(after, metrics.LOCAL_RATIO):.1%} of this box's own experts, since the start",
+        "Requests": f"{select(after, metrics.FORWARDED):,.0f} handed on, "
+        f"{select(after, metrics.GUESTS_SERVED):,.0f} taken in",
+    }
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, text in rows.items():
+        table.add_row(f"[bold]{name}[/]", text)
+    return table
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return f"{1000 * seconds:,.1f} ms" if seconds is not None else ""

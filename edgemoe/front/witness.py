@@ -1,0 +1,43 @@
+"""A voter without a model: keeps the agreement of two boxes decidable when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+from pathlib import Path
+
+from edgemoe import __version__
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.wire.control_messages import Announce
+from edgemoe.cluster.wire.keys import load_secret
+from edgemoe.config import ClusterSettings
+from edgemoe.errors import ConfigError
+from edgemoe.front.cluster import address_of, listed
+
+log = logging.getLogger(__name__)
+
+
+async def witness(settings: ClusterSettings) -> None:
+    """Votes until SIGTERM or SIGINT. Raises ConfigError, PeerRefused."""
+    if settings.coordination != "raft" or not settings.node:
+        raise ConfigError('a witness needs cluster.node and cluster.coordination = "raft": nothing else has voters')
+    announce = Announce(release=__version__, role="witness", address=address_of(settings))
+    secret = load_secret(Path(settings.key_file))
+    plane = ControlPlane(settings, secrets.token_hex(8), secret, listed(settings), announce)
+    plane.listen()
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    log.info("witness", extra={"node": settings.node, "listen": settings.listen})
+    running = asyncio.ensure_future(plane.run())
+    stopping = asyncio.ensure_future(told.wait())
+    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not running.done():
+        await plane.leave()
+        running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
