@@ -34,7 +34,7 @@ from tools.testbed.model import float32_demo, part_of
 
 NODES = ("a", "b", "c")
 EXPERTS, SLOT_BYTES = 192, 147456  # of the demo model in float32
-TOKENS, PROMPT_TOKENS, PROMPTS = 32, 12, 24
+TOKENS, PROMPT_TOKENS, PROMPTS = 16, 12, 16
 DEADLINE_S = 30.0
 Record = dict[str, Any]
 
