@@ -103,6 +103,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     listen: str = ""  # HOST:PORT of the control lane; the engine's lanes are on the same host
     address: str = ""  # HOST:PORT where the others reach it; "": as listen, where that names a host
     peers_file: str = ""  # the list of boxes: node, address and public key of each
+    join: str = ""  # NODE,HOST:PORT,KEY of a box of a cluster to join, instead of a list
     state_dir: str = ""  # epoch, last plan, the agreement's journal; "" is beside the stores
     coordination: Literal["single", "raft", "etcd"] = "single"
     leader: NodeName = ""  # single: the node that leads, for ever; "" is this one
@@ -168,6 +169,8 @@ def _check_cluster(cluster: ClusterSettings) -> None:
         host, _, port = value.rpartition(":")
         if (value or key == "listen") and not (host and port.isdigit() and 0 < int(port) < 65536):
             raise ConfigError(f'cluster.{key} is {value!r}; write HOST:PORT, as in "192.0.2.7:7540"')
+    if cluster.join and cluster.peers_file:
+        raise ConfigError("cluster.join stands in for cluster.peers_file: the other boxes tell the list; drop one")
     if cluster.coordination == "etcd" and not cluster.etcd:
         raise ConfigError('cluster.coordination is "etcd"; name its addresses in cluster.etcd')
     if cluster.leader and cluster.coordination != "single":

@@ -21,7 +21,9 @@ def keygen(args: argparse.Namespace) -> int:
     node, address = args.node or UNSAID["node"], args.address or UNSAID["address"]
     check_peer(Peer(args.node or "node", args.address or "host:1", "." * 40), path)
     secret = generate(path)
-    print(f'[[peer]]\nnode = "{node}"\naddress = "{address}"\nkey = "{secret.public.decode()}"')
+    key = secret.public.decode()
+    print(f'[[peer]]\nnode = "{node}"\naddress = "{address}"\nkey = "{key}"')
+    print(f"# to join the cluster by this box: edgemoe serve --join '{node},{address},{key}'")
     return 0
 
 

@@ -161,6 +161,7 @@ def _serve(commands: Any) -> None:
     parser = _command(commands, "serve", "edgemoe.cli.serve:serve", "run the daemon in the foreground", _SERVE)
     parser.add_argument("--model", metavar="DIR", help="a packed store, a Hugging Face checkpoint, or a store's name")
     parser.add_argument("--socket", metavar="PATH", help="where the API listens")
+    parser.add_argument("--join", metavar="NODE,HOST:PORT,KEY", help="a box of a cluster to join (docs/cluster.md)")
     _settings_options(parser)
 
 

@@ -68,6 +68,7 @@ def _loaded(args: argparse.Namespace) -> Loaded:
     given = {
         "model.path": ("--model", getattr(args, "model", None)),
         "api.socket": ("--socket", getattr(args, "socket", None)),
+        "cluster.join": ("--join", getattr(args, "join", None)),
     }
     options = {key: Value(value, origin) for key, (origin, value) in given.items() if value}
     return load(Path(args.config) if args.config else None, args.set, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Collection, Mapping
@@ -12,6 +13,7 @@ import msgspec
 
 from edgemoe import __version__
 from edgemoe.api.backend import State
+from edgemoe.cluster.control.listing import read_join
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.wire.control_messages import Announce, Beat, ControlMessage, EngineCard, Taken, Tokens
 from edgemoe.cluster.wire.keys import Peer, load_peers, load_secret
@@ -40,6 +42,7 @@ from edgemoe.telemetry import metrics
 from edgemoe.types import Emission, PlacementPlan
 
 log = logging.getLogger(__name__)
+LOOK_S = 1.0  # between looks at the list of peers
 WILDCARDS = ("0.0.0.0", "::", "*")
 
 
@@ -113,7 +116,9 @@ class Cluster:
 
     async def run(self) -> None:
         """Until cancelled."""
-        await self.plane.run()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.plane.run())
+            group.create_task(follow_list(self.settings, self.plane))
 
     async def leave(self) -> None:
         """Tells the others that this box goes."""
@@ -224,8 +229,7 @@ class Cluster:
     def _look_around(self) -> None:
         """Members or their engines have changed, or may have."""
         self._tell_peers()
-        for member in self.plane.members:
-            self.guests.keep(member.peer.node, member.boot)
+        self.guests.keep({member.peer.node: member.boot for member in self.plane.members})
         if (places := set(self.places())) != self._known:
             self._known = places
             self._supervisor.replay()
@@ -264,6 +268,9 @@ class Cluster:
 
 def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     """The boxes in the list of peers. Raises ConfigError where this one stands in it with another key."""
+    if settings.join:
+        seed = read_join(settings.join)
+        return {seed.node: seed}
     if not settings.peers_file:
         return {}
     path = Path(settings.peers_file)
@@ -272,6 +279,28 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     if settings.node in peers and peers[settings.node].key != own:
         raise ConfigError(f"{path}: {settings.node} is this box, but {settings.key_file} belongs to the key {own}")
     return peers
+
+
+async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
+    """Has the plane let in whoever the list of peers names, as it changes. A list that is wrong changes nothing."""
+    read_at = _stamp(settings)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if (now := _stamp(settings)) != read_at:
+            read_at = now
+            try:
+                plane.list(listed(settings))
+                log.info("list of peers read again", extra={"file": settings.peers_file})
+            except ConfigError as error:
+                log.error("the list of peers is left as it was", extra={"why": str(error)})
+
+
+def _stamp(settings: ClusterSettings) -> tuple[int, int]:
+    try:
+        info = Path(settings.peers_file).stat()
+    except OSError:
+        return (0, 0)
+    return (info.st_mtime_ns, info.st_size)
 
 
 def address_of(settings: ClusterSettings) -> str:

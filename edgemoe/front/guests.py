@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -97,10 +97,11 @@ class Guests:
             for name, attempt in host.attempts.items():
                 self._send(Cancel(request=f"{node}/{host.boot}/{name}", attempt=attempt))
 
-    def keep(self, node: str, boot: str) -> None:
-        """That front is this incarnation now; what an earlier one sent ends here."""
-        if (host := self._hosts.get(node)) is not None and host.boot != boot:
-            self.forget(node)
+    def keep(self, boots: Mapping[str, str]) -> None:
+        """These are the fronts that are let in, and their incarnations; what others sent ends here."""
+        for node, host in list(self._hosts.items()):
+            if boots.get(node) != host.boot:
+                self.forget(node)
 
     def engine_ended(self) -> None:
         """Their fronts notice by themselves, and have them run elsewhere."""

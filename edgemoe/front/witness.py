@@ -15,7 +15,7 @@ from edgemoe.cluster.wire.control_messages import Announce
 from edgemoe.cluster.wire.keys import load_secret
 from edgemoe.config import ClusterSettings
 from edgemoe.errors import ConfigError
-from edgemoe.front.cluster import address_of, listed
+from edgemoe.front.cluster import address_of, follow_list, listed
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,12 @@ async def witness(settings: ClusterSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
     log.info("witness", extra={"node": settings.node, "listen": settings.listen})
+    following = asyncio.ensure_future(follow_list(settings, plane))
     running = asyncio.ensure_future(plane.run())
     stopping = asyncio.ensure_future(told.wait())
     await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    following.cancel()
     if not running.done():
         await plane.leave()
         running.cancel()

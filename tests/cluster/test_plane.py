@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from boxes import Box, running, secret, until
+from etcd_process import free_ports
 from planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
 
 from edgemoe.cluster.control import leading
 from edgemoe.cluster.wire.control_messages import Beat, GetPlan
-from edgemoe.errors import ConfigError, PeerRefused
+from edgemoe.cluster.wire.keys import Peer, generate
+from edgemoe.errors import ConfigError, PeerError, PeerRefused
 
 ABC = ("a", "b", "c")
 # PySyncObj leaves the file open that it has read its journal's place from
@@ -143,6 +145,36 @@ async def test_a_wrong_key_gets_nothing_through(three: dict[str, Front]) -> None
         await until(lambda: a.plane._net.authenticator.refused > refused)
         assert not box.lane.is_up("a")
     assert a.plane.members["b"].boot == "boot-b-1"
+
+
+async def test_a_box_that_joins_is_let_in_by_all_for_as_long_as_one_lists_it(
+    three: dict[str, Front], tmp_path: Path
+) -> None:
+    a, key = three["a"], generate(tmp_path / "d.key")
+    seed, (port,) = a.peers["a"], free_ports(1)
+    joining = Peer("d", f"127.0.0.1:{port}", key.public.decode())
+    d = Front(tmp_path, joining, key, {"a": seed}, join=f"a,{seed.address},{seed.key}")
+    await d.start()
+    try:
+        d.has(card("engine-d"))
+        a.plane.list({**a.peers, "d": Peer("d", "", joining.key, voter=False)})
+        await planned([*three.values(), d], [*ABC, "d"])
+        assert {engine.node for engine in d.plane.members.engines()} == set(ABC)
+        a.plane.list(a.peers)
+        await until(lambda: all("d" not in front.plane.members for front in three.values()))
+        assert not any(front.plane._net.allowed.knows("d") for front in three.values())
+        await planned(list(three.values()), ABC)
+    finally:
+        await d.die()
+
+
+async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(three: dict[str, Front]) -> None:
+    a = three["a"]
+    a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
+    assert "b" not in a.plane.members
+    with pytest.raises(PeerError):
+        await three["b"].plane.lane.ask("a", GetPlan(""), timeout_s=1)
+    assert three["c"].plane.members.is_alive("b")
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import msgspec
 from edgemoe.cluster.control.fence import EpochFence
 from edgemoe.cluster.control.leading import Leader
 from edgemoe.cluster.control.link import LaneLink
+from edgemoe.cluster.control.listing import let_in, with_addresses
 from edgemoe.cluster.control.members import BEAT_S, Member, Members
 from edgemoe.cluster.control.plans import PlanKeeper, read_plan
 from edgemoe.cluster.control.stores import make_store
@@ -67,25 +68,23 @@ class ControlPlane:
         self.announce = announce
         self.load: Callable[[], Beat] = Beat  # how busy this box is; a beat's other fields are filled in here
         self.leader = ""  # whom this box obeys
+        self._serial = 1  # of the announcement
+        self._news = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
         self.stale = 0  # leaders of an epoch that is over, not obeyed
         self.on_change: Callable[[], None] = lambda: None  # members or their engines
         self.on_beat: Callable[[str, Beat], None] = lambda _node, _beat: None
         self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
         self.on_request: Callable[[Question[ControlMessage]], Answer[ControlMessage]] = _refuse
-        others = {name: peer for name, peer in peers.items() if name != settings.node}
-        self._net = Net(self.node, boot, secret, AllowList({name: peer.key for name, peer in others.items()}))
+        self._listed = dict(peers)
+        self._net = Net(self.node, boot, secret, AllowList({}))
         self.lane: Lane[ControlMessage] = Lane(self._net, "control", CONTROL, self._serve, heartbeat_s=0.5)
-        self._link = LaneLink(self.lane, list(others))
+        self._link = LaneLink(self.lane, [name for name in peers if name != settings.node])
         self._leader: Leader | None = None
         if (store := make_store(settings, peers, self.fence, self._link)) is not None:
             self._leader = Leader(settings, store, self, electable=announce.role == "box")
-        self._serial = 1  # of the announcement
-        self._news = asyncio.Event()
-        self._group: asyncio.TaskGroup | None = None
         self.lane.on_up, self.lane.on_down = self._up, self._down
-        for peer in others.values():
-            self.members.add(peer)
-            self.lane.connect(peer)
+        self._let_in()
 
     # --- what the front calls ---------------------------------------------------------------------------------
 
@@ -106,6 +105,12 @@ class ControlPlane:
             if self._leader is not None:
                 await self._leader.close()
             self._net.close()
+
+    def list(self, peers: Mapping[str, Peer]) -> None:
+        """From now on these are the boxes that are listed; who is no longer let in is cut off at once."""
+        self._listed = dict(peers)
+        self._let_in()
+        self.on_change()
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """A task that lives as long as `run`, at most."""
@@ -143,9 +148,31 @@ class ControlPlane:
         """The highest that this box has seen."""
         return self.fence.highest
 
+    # --- who is let in ----------------------------------------------------------------------------------------
+
+    def _let_in(self) -> None:
+        vouched = [(m.peer.node, m.card.listed) for m in self.members if m.card is not None]
+        wanted = let_in(self.node, self._listed, vouched, joining=bool(self.settings.join))
+        for node in [m.peer.node for m in self.members if wanted.get(m.peer.node) != m.peer]:
+            log.info("box is no longer listed as it was", extra={"peer": node})
+            self._net.allowed.revoke(node)
+            self.lane.disconnect(node)
+            self.members.remove(node)
+            self.leader = "" if self.leader == node else self.leader
+        for node, peer in wanted.items():
+            if node not in self.members:
+                self.members.add(peer)
+                self._net.allowed.allow(node, peer.key)
+                if peer.address:
+                    self.lane.connect(peer)
+        said = {m.peer.node: m.card.address for m in self.members if m.card is not None}
+        self.say(msgspec.structs.replace(self.announce, listed=with_addresses(self._listed, said)))
+
     # --- hearing ----------------------------------------------------------------------------------------------
 
     async def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage] | None:
+        if question.peer not in self.members:
+            raise PeerRefused(f"{question.peer} is no longer listed by {self.node}")
         member, message = self.members[question.peer], question.message
         if member.boot != question.boot:
             member.boot, member.told = question.boot, 0
@@ -193,8 +220,14 @@ class ControlPlane:
     def _meet(self, member: Member, card: Announce) -> None:
         """Takes note of what a box says of itself. Raises PeerRefused for one that serves another model."""
         ours, theirs = self.announce.engine, card.engine
-        member.card, was = card, member.refused
+        was_card, was = member.card, member.refused
+        member.card = card
         member.refused = ""
+        if not member.peer.address and card.address != (was_card.address if was_card else ""):
+            with_address = msgspec.structs.replace(member.peer, address=card.address)
+            self.lane.connect(with_address)
+        if card.listed != (was_card.listed if was_card else ()) or not member.peer.address:
+            self._let_in()
         if ours is not None and theirs is not None and ours.model != theirs.model:
             member.refused = (
                 f"{member.peer.node} (release {card.release}) serves model {theirs.model[:12]}, {self.node} (release "

@@ -23,6 +23,8 @@ def make_store(
 ) -> CoordStore | None:
     """None where this box has no part in the agreement and follows whoever leads. Raises ConfigError."""
     node = settings.node
+    if settings.join and settings.coordination != "etcd":
+        return None
     match settings.coordination:
         case "single":
             if settings.leader and settings.leader != node and settings.leader not in peers:

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from edgemoe.cluster.wire.keys import Peer
 from edgemoe.cluster.wire.net import Failure
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -69,6 +70,7 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     ram_bytes: Count = 0
     engine: EngineCard | None = None
     leaving: bool = False
+    listed: Annotated[tuple[Peer, ...], Meta(max_length=256)] = ()  # whom it lets in
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

@@ -40,6 +40,8 @@ class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box that may connect, and where it is reached. Ports of further lanes are told on the control lane.
 
     `voter` says whether it has a vote in the embedded agreement; the voters must be the same in every box's list.
+    One without a vote may be listed on a single box: the others take it from there, and its address, if that is "",
+    from itself.
     """
 
     node: str
@@ -99,7 +101,8 @@ def check_peer(peer: Peer, where: Path) -> None:
     host, _, port = peer.address.rpartition(":")
     if not NODE_NAME.fullmatch(peer.node):
         raise ConfigError(f"{where}: node name {peer.node!r}: use lower-case letters, digits and dashes, at most 63")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    said_later = not peer.address and not peer.voter
+    if not said_later and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"{where}: address {peer.address!r} of {peer.node}: write HOST:PORT")
     if not Z85.fullmatch(peer.key):
         raise ConfigError(f"{where}: the key of {peer.node} is no public key; edgemoe keygen prints it")
