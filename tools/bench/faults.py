@@ -37,6 +37,7 @@ EXPERTS, SLOT_BYTES = 192, 147456  # of the demo model in float32
 TOKENS, PROMPT_TOKENS, PROMPTS = 16, 12, 16
 DEADLINE_S = 30.0
 Record = dict[str, Any]
+Answers = dict[tuple[int, ...], str]  # prompt -> what one box alone says
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class Trial:
     """One trial under way."""
 
     cluster: Cluster
-    answers: dict[tuple[int, ...], str]  # prompt -> what one box alone says
+    answers: Answers
     rng: random.Random
     marks: dict[str, int]  # log lengths when it began
 
@@ -237,10 +238,15 @@ def forward_kill(trial: Trial) -> Record:
     """Several requests at one front, which passes some on; a box that runs them is killed mid-stream."""
     front = trial.cluster[trial.rng.choice(NODES)]
     hit = trial.rng.choice(trial.others(front))
-    found = trial.requests([front] * 4, hit.kill)
-    moved = [event for event in front.events(trial.marks[front.box.name]) if "another box" in event["event"]]
+    running = [0.0]
+
+    def fault() -> None:
+        running[0] = hit.metrics().get("edgemoe_requests_running", 0.0)
+        hit.kill()
+
+    found = trial.requests([front] * 4, fault)
     again(trial, hit)
-    return {"hit": hit.box.name, "requests": found, "moved": len(moved)}
+    return {"hit": hit.box.name, "requests": found, "running_there": running[0]}
 
 
 def wait_epoch(trial: Trial, since_s: float, within_s: float = 15.0) -> Record:
@@ -290,7 +296,7 @@ def common(store: Path, experts: int) -> dict[str, object]:
     }
 
 
-def references(folder: Path, store: Path) -> dict[tuple[int, ...], str]:
+def references(folder: Path, store: Path) -> Answers:
     """What one box says that has everything in memory."""
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(3, 4096) for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)]

@@ -1,0 +1,70 @@
+"""Three daemons in boxes of the test bed, and what they do when something happens to one: three trials of each fault.
+
+`python -m tools.bench.faults` runs the same trials by the hundred.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tools.bench.faults import ROWS, Answers, Trial, cluster, references
+from tools.testbed.bed import why_not
+from tools.testbed.daemons import Cluster
+from tools.testbed.model import float32_demo
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
+QUICK = "kill-peer"  # the others are marked slow
+
+
+class Boxes:
+    """One cluster at a time, as the rows need it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = float32_demo(folder)
+        self.answers: Answers = references(folder, self.store)
+        self._folder, self._open, self._kind = folder, ExitStack(), (0, False)
+        self._cluster: Cluster | None = None
+
+    def __call__(self, row: str) -> Cluster:
+        kind = ROWS[row]
+        if self._cluster is None or self._kind != (kind.replicas, kind.spread):
+            self.close()
+            self._kind = (kind.replicas, kind.spread)
+            self._cluster = self._open.enter_context(cluster(self._folder / row, self.store, kind))
+        return self._cluster
+
+    def close(self) -> None:
+        self._open.close()
+        self._cluster = None
+
+
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxes]:
+    made = Boxes(tmp_path_factory.mktemp("boxes"))
+    yield made
+    made.close()
+
+
+def rows() -> Iterator[object]:
+    for row in ROWS:
+        yield pytest.param(row, marks=() if row == QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("row", rows())
+def test_a_fault_costs_no_request_and_no_token(row: str, boxes: Boxes) -> None:
+    made = boxes(row)
+    for number in range(3):
+        marks = {daemon.box.name: daemon.log_bytes() for daemon in made}
+        found = ROWS[row].run(Trial(made, boxes.answers, random.Random(f"test {row} {number}"), marks))
+        assert all(request["prefix"] for request in found["requests"]), found  # never a wrong token
+        if ROWS[row].replicas > 1:
+            assert all(request["right"] and request["complete"] for request in found["requests"]), found
+        else:
+            assert all(request["complete"] or "missing_expert" in request["error"] for request in found["requests"])
+        assert not found.get("stale_obeyed")
+        assert not found.get("regressions")
