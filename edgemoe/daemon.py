@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "edgemoe.worker")
 TICK_S = 1.0
+HAND_OVER_S = 15.0  # that other boxes have to fetch what only this one has, before it leaves
 LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading may take this much longer
 OPEN_FILES = 65536
 
@@ -121,7 +122,7 @@ class Front:
             await self._stopped[0].wait()
             log.info("stopping", extra={"live": len(supervisor.book), "drain_s": self.settings.service.drain_s})
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
-            await _either(supervisor.drain(self.settings.service.drain_s), self._stopped[1].wait())
+            await _either(self._wind_down(supervisor), self._stopped[1].wait())
             supervisor.stop()
             server.should_exit = True
             if self.cluster is not None:
@@ -129,6 +130,14 @@ class Front:
             for helper in helpers:
                 helper.cancel()
         log.info("stopped")
+
+    async def _wind_down(self, supervisor: Supervisor) -> None:
+        """Hands over what other boxes lack, then finishes what runs."""
+        if self.cluster is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(HAND_OVER_S, self.settings.service.drain_s)):
+                    await self.cluster.hand_over()
+        await supervisor.drain(self.settings.service.drain_s)
 
     async def _heartbeat(self, supervisor: Supervisor) -> None:
         """Keeps the service manager informed: alive, ready, and what is going on."""

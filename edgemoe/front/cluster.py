@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import operator
 import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 
 from edgemoe import __version__
 from edgemoe.api.backend import State
+from edgemoe.cluster.control.coord import wait_event
 from edgemoe.cluster.control.listing import read_join
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.wire.control_messages import Announce, Beat, ControlMessage, EngineCard, Taken, Tokens
@@ -42,7 +45,7 @@ from edgemoe.telemetry import metrics
 from edgemoe.types import Emission, PlacementPlan
 
 log = logging.getLogger(__name__)
-LOOK_S = 1.0  # between looks at the list of peers
+LOOK_S = 1.0  # between looks at the list of peers, and at most at what others have
 WILDCARDS = ("0.0.0.0", "::", "*")
 
 
@@ -87,6 +90,7 @@ class Cluster:
         self._holds: Holds | None = None
         self._boot = ""  # of our engine
         self._peers = Peers()  # as our engine was told
+        self._news = asyncio.Event()  # from other boxes
         self._known: set[str] = set()  # places elsewhere, as of the last look
         self.plane = ControlPlane(
             settings,
@@ -120,9 +124,26 @@ class Cluster:
             group.create_task(self.plane.run())
             group.create_task(follow_list(self.settings, self.plane))
 
+    async def hand_over(self) -> None:
+        """Tells the others that this box is about to go, and waits until they have every expert that it has."""
+        await self.plane.leave(still=True)
+        while not self._is_handed_over():
+            await wait_event(self._news, LOOK_S)
+
     async def leave(self) -> None:
         """Tells the others that this box goes."""
         await self.plane.leave()
+
+    def _is_handed_over(self) -> bool:
+        members, ours = self.plane.members, self.plane.announce.engine
+        others = [
+            member.card.engine
+            for member in members
+            if member.card is not None and not member.card.leaving and members.is_alive(member.peer.node)
+        ]
+        here = _experts(ours)
+        there = functools.reduce(operator.or_, map(_experts, others), 0)
+        return not any(others) or not here & ~there
 
     # --- our engine -------------------------------------------------------------------------------------------
 
@@ -179,7 +200,7 @@ class Cluster:
         if self._supervisor.book.count_at(""):
             self._supervisor.replay()  # what was turned away everywhere
         load = self._own_load()
-        if load is None or self._supervisor.state == "draining":
+        if load is None or self._supervisor.state == "draining" or self.plane.announce.leaving:
             return Beat()
         return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity)
 
@@ -228,6 +249,7 @@ class Cluster:
 
     def _look_around(self) -> None:
         """Members or their engines have changed, or may have."""
+        self._news.set()
         self._tell_peers()
         self.guests.keep({member.peer.node: member.boot for member in self.plane.members})
         if (places := set(self.places())) != self._known:
@@ -279,6 +301,11 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     if settings.node in peers and peers[settings.node].key != own:
         raise ConfigError(f"{path}: {settings.node} is this box, but {settings.key_file} belongs to the key {own}")
     return peers
+
+
+def _experts(engine: EngineCard | None) -> int:
+    """Those that an engine can hand out, as bits."""
+    return 0 if engine is None else int.from_bytes(engine.disk, "little") | int.from_bytes(engine.ram, "little")
 
 
 async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
