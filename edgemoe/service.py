@@ -56,6 +56,7 @@ def planned_files(options: Options) -> list[File]:
     model = _existing(options.model, "--model") if options.model else None
     folder = templates()
     refresh = [sys.executable, "-m", "scoutgate.refresh", "--config", str(options.config), "--max-minutes", "30"]
+    refresh += ["--model", str(model)] if model else []
     reload = _joined([str(_program()), "reload", "--socket", str(SOCKET)])
     serve = _with(_read(folder / UNITS[0]), "ExecStart", _command(options, model))
     learn = _with(_read(folder / LEARNING[0]), "ExecStart", _joined(refresh))

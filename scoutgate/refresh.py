@@ -2,8 +2,7 @@
 
 `python -m scoutgate.refresh --config FILE` takes recordings, model and export folder from the daemon's settings. Both
 exports forecast the same held-out requests, which neither was trained on as far as the split can tell: it goes by the
-prompts, so that the requests held out today were held out the last time too. The daemon reads
-the new one when it starts next.
+prompts, so that the requests held out today were held out the last time too. `edgemoe reload` has the daemon use it.
 """
 
 from __future__ import annotations
@@ -75,15 +74,15 @@ def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float
     return Verdict(new, old, better)
 
 
-def from_settings(config: Path) -> tuple[Path, Path, Path]:
+def from_settings(config: Path, model: str = "") -> tuple[Path, Path, Path]:
     """Recordings, store and export folder that the daemon uses. Raises ValueError where one is not set."""
+    from edgemoe.cli.serve import with_store
     from edgemoe.config_load import load
     from edgemoe.errors import EdgemoeError
-    from edgemoe.pack import ensure_store
 
     try:
-        settings = load(config).settings
-        store = ensure_store(settings.model.path, settings.model.store_dir)
+        settings = load(config, [f"model.path={model}"] if model else []).settings
+        store = Path(with_store(settings).model.path)
     except EdgemoeError as error:
         raise ValueError(str(error)) from error
     if not settings.record.dir or not settings.cache.scoutgate:
@@ -94,11 +93,12 @@ def from_settings(config: Path) -> tuple[Path, Path, Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scoutgate.refresh", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the daemon's settings")
+    parser.add_argument("--model", default="", help="what it serves, where that is not in the settings")
     parser.add_argument("--max-minutes", type=float, default=30.0)
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="scoutgate-"))
     try:
-        records, store, target = from_settings(options.config)
+        records, store, target = from_settings(options.config, options.model)
         recordings(records, store, work / "data")
         verdict = refresh(work / "data", store, target, work / "run", options.max_minutes)
     except ValueError as error:

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace, and the network trained on its first part."""
     folder = tmp_path_factory.mktemp("nextuse")
     table(cycles(), folder / "cycles.ids.csv.gz")
-    nextuse_train.train(nextuse_train.arguments(options(folder, "--steps", "180")))
+    nextuse_train.train(nextuse_train.arguments(options(folder, "--steps", "120")))
     return folder
 
 

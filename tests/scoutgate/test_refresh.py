@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from synthetic import checkpoint, dataset
 
+from edgemoe.experts.manifest import Manifest
 from scoutgate import export, refresh
 
 FAST = ("--batch", "128", "--lr", "0.01")
@@ -36,6 +37,20 @@ def test_a_forecaster_is_replaced_by_a_better_one_and_kept_from_a_worse(folder: 
     worse = learn(folder, "third", 1)
     assert not worse.replaced
     assert (folder / "export" / export.RECORD).read_text() == kept
+
+
+def test_it_learns_for_the_model_that_the_daemon_serves(tmp_path: Path) -> None:
+    config = tmp_path / "edgemoe.toml"
+    config.write_text(f'[model]\nstore_dir = "{tmp_path}/stores"\n[record]\ndir = "/r"\n[cache]\nscoutgate = "/s"\n')
+    served = refresh.from_settings(config)  # nothing named: the demo model
+    assert served == (Path("/r"), served[1], Path("/s"))
+    assert Manifest.load(served[1]).layers
+    assert refresh.from_settings(config, str(served[1])) == served
+    with pytest.raises(ValueError, match="nowhere"):
+        refresh.from_settings(config, "/nowhere")
+    config.write_text("")
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        refresh.from_settings(config, str(served[1]))
 
 
 def test_nothing_is_trained_from_too_little(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,10 @@ def test_the_unit_runs_this_installation_on_the_given_model_and_settings(tmp_pat
     reload = f"{program} reload --socket {service.SOCKET}"
     assert f"\nExecReload={reload}\n" in texts["edgemoe.service"]
     assert f"\nExecStartPost=-{reload}\n" in texts["edgemoe-scoutgate.service"]
+    learn = re.findall(r"(?m)^ExecStart=(.*)$", texts["edgemoe-scoutgate.service"])[0]
+    assert learn.endswith(
+        f'-m scoutgate.refresh --config /etc/edgemoe/other.toml --max-minutes 30 --model "{tmp_path}/my $$model 100%%"'
+    )
     assert "SocketGroup=llm\n" in texts["edgemoe.socket"]
 
 
