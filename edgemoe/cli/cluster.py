@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgemoe.cluster.wire.keys import Peer, check_peer, generate
 from edgemoe.config_load import load
+from edgemoe.errors import ConfigError
 from edgemoe.guard import refuse_pickle
 from edgemoe.telemetry.log import configure, goes_to_journal
 
@@ -32,6 +33,8 @@ def witness(args: argparse.Namespace) -> int:
     from edgemoe.front.witness import witness as vote
 
     settings = load(Path(args.config) if args.config else None, args.set).settings
+    if settings.cluster.coordination != "raft" or not settings.cluster.node:
+        raise ConfigError('a witness needs cluster.node and cluster.coordination = "raft": nothing else has voters')
     configure(settings.log, journal=goes_to_journal(os.environ))
     refuse_pickle()
     asyncio.run(vote(settings.cluster))

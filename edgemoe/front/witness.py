@@ -14,7 +14,6 @@ from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.wire.control_messages import Announce
 from edgemoe.cluster.wire.keys import load_secret
 from edgemoe.config import ClusterSettings
-from edgemoe.errors import ConfigError
 from edgemoe.front.cluster import address_of, follow_list, listed
 
 log = logging.getLogger(__name__)
@@ -22,8 +21,6 @@ log = logging.getLogger(__name__)
 
 async def witness(settings: ClusterSettings) -> None:
     """Votes until SIGTERM or SIGINT. Raises ConfigError, PeerRefused."""
-    if settings.coordination != "raft" or not settings.node:
-        raise ConfigError('a witness needs cluster.node and cluster.coordination = "raft": nothing else has voters')
     announce = Announce(release=__version__, role="witness", address=address_of(settings))
     secret = load_secret(Path(settings.key_file))
     plane = ControlPlane(settings, secrets.token_hex(8), secret, listed(settings), announce)

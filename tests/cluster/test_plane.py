@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from boxes import Box, running, secret, until
-from etcd_process import free_ports
+from etcd_process import etcd_cluster, free_ports
 from planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
 
 from edgemoe.cluster.control import leading
@@ -185,6 +185,21 @@ async def test_two_boxes_need_a_leader_or_a_witness(tmp_path: Path, settings: di
     with pytest.raises(ConfigError, match=message):
         async with fronts(tmp_path, ("a", "b"), **settings):
             pass
+
+
+async def test_two_boxes_agree_by_an_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    with etcd_cluster(tmp_path / "etcd", 1) as (urls, _):
+        async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=",".join(urls), lease_s=2) as found:
+            for node, front in found.items():
+                front.has(card(f"engine-{node}"))
+            await planned(list(found.values()), ("a", "b"))
+            first = await led(list(found.values()))
+            epoch, other = found[first].plane.epoch, found["b" if first == "a" else "a"]
+            await found[first].die()
+            await until(lambda: other.plane.leader == other.node, 20)
+            assert other.plane.epoch > epoch
+            assert other.plan_nodes == ("a", "b")
 
 
 async def test_a_witness_votes_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
