@@ -111,6 +111,10 @@ class Blend:
             self._shares[said.horizon] = calibration.share
         self._gate_eta = self.mix.eta(NEXT_LAYER)
 
+    def forget(self) -> None:
+        """A step is over of which nobody looked at what came."""
+        self._said, self._before = [], []
+
     def foresee(self, odds: FloatArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """The chance [n] that the next layer's gate gives, fused with worths [n] of these log odds; and the worths
         with it, as log odds. From any thread."""

@@ -128,7 +128,7 @@ class Controller:
         """See `types.LivePolicy`."""
         phase = self._predictor.phase[layer]
         odds = self.ranks[layer, experts] - phase
-        if (layer + self.step) % PROBES == 0:
+        if self.following and (layer + self.step) % PROBES == 0:
             self.note(Said(NEXT_LAYER, layer * self._predictor.experts + experts, odds, chance))
         fused, again = self._blend.foresee(odds, chance)
         return fused, again + phase
@@ -217,6 +217,8 @@ class Controller:
 
     def _follow(self, touch: Touch) -> None:
         """One layer of a step; once it does not fit what was presumed, the step's end is waited for."""
+        if not self.following:  # since after it was told
+            return
         fits = len(self._sequences) == 1 and len(touch.experts) == self._predictor.top_k
         looked = False
         if fits and touch.layer == self._followed:
@@ -249,7 +251,9 @@ class Controller:
         if self.following:
             self._study(requests, ids)
             self.studies += 1
-        elif self._credit_s > -OWED_STEPS * _share_s(routing):
+        else:
+            self._blend.forget()
+        if not self.following and self._credit_s > -OWED_STEPS * _share_s(routing):
             self._predictor.glance(requests, ids)
             self._publish(0, len(ids))
             self.glances += 1
