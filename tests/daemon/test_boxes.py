@@ -16,6 +16,7 @@ from kept import STORES
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+import edgemoe.cli
 from edgemoe.api.detokenize import Vocabulary
 from edgemoe.experts.files import padded
 from edgemoe.experts.manifest import Manifest
@@ -110,6 +111,16 @@ async def test_three_boxes_say_what_one_would_say(boxes: dict[str, Box], oracle:
     figures = [metrics.parse(await box.metrics()) for box in boxes.values()]
     assert all(metrics.select(one, metrics.REMOTE_EXPERTS) > 0 for one in figures)
     assert sum(one[metrics.CLUSTER_LEADING] for one in figures) == 1
+
+
+async def test_the_picture_of_the_cluster_is_drawn_from_any_box(
+    boxes: dict[str, Box], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert edgemoe.cli.main(["status", "--cluster", "--socket", str(boxes["b"].socket)]) == 0
+    page = capsys.readouterr().out
+    assert "leads in epoch" in page
+    assert "b (this box)" in page
+    assert page.count("here") >= len(NODES)
 
 
 async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_it(

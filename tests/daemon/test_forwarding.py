@@ -18,6 +18,8 @@ import msgspec
 import pytest
 from front_kit import free_ports, http_client, openai_client, running, settings_for, until
 
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.wire.control_messages import EngineCard
 from edgemoe.cluster.wire.keys import generate
 from edgemoe.config import ClusterSettings, Settings
 from edgemoe.daemon import Front
@@ -164,3 +166,37 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[S
 async def until_guests(client: httpx.AsyncClient) -> None:
     while not json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"]:
         await asyncio.sleep(0.01)
+
+
+def engine_with(disk: int) -> EngineCard:
+    return EngineCard(
+        boot="engine",
+        calls_port=1,
+        bulk_port=2,
+        model="m",
+        layers=1,
+        experts=4,
+        expert_bytes=1,
+        budget_experts=4,
+        disk=bytes([disk]),
+        ram=bytes(1),
+        shares=True,
+    )
+
+
+async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        a_plane, b_plane = cluster_of(a).plane, cluster_of(b).plane
+
+        def has(plane: ControlPlane, disk: int) -> None:
+            plane.say(msgspec.structs.replace(plane.announce, engine=engine_with(disk)))
+
+        has(a_plane, 0b0011)
+        has(b_plane, 0b1110)
+        await until(lambda: a_plane.members["b"].card.engine is not None, 30)
+        leaving = asyncio.ensure_future(cluster_of(a).hand_over())
+        await until(lambda: b_plane.members["a"].card.leaving, 30)
+        assert b_plane.members["a"].card.engine is not None  # it is still there to be fetched from
+        assert not leaving.done()
+        has(b_plane, 0b1111)
+        await leaving
