@@ -291,6 +291,8 @@ class Cluster:
 def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     """The boxes in the list of peers. Raises ConfigError where this one stands in it with another key."""
     if settings.join:
+        if not address_of(settings):
+            raise ConfigError("cluster.join needs cluster.address: the others must know where to reach this box")
         seed = read_join(settings.join)
         return {seed.node: seed}
     if not settings.peers_file:

@@ -7,6 +7,7 @@ import stat
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -14,7 +15,9 @@ import edgemoe.cli
 from edgemoe.cli.boxes import boxes
 from edgemoe.cluster.control.listing import read_join
 from edgemoe.cluster.wire.keys import load_peers, load_secret
+from edgemoe.config import ClusterSettings
 from edgemoe.errors import ConfigError, ServiceError
+from edgemoe.front.cluster import listed
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
 
@@ -45,6 +48,14 @@ def test_keygen_without_a_name_leaves_it_to_be_filled_in(tmp_path: Path, capsys:
 def test_whom_to_join_needs_name_address_and_key(text: str) -> None:
     with pytest.raises(ConfigError):
         read_join(text)
+
+
+def test_who_joins_says_where_it_is() -> None:
+    settings = ClusterSettings(node="d", listen="0.0.0.0:7540", join="a,192.0.2.7:7540," + "k" * 40)
+    with pytest.raises(ConfigError, match=r"cluster\.address"):
+        listed(settings)
+    (seed,) = listed(msgspec.structs.replace(settings, address="192.0.2.9:7540")).values()
+    assert (seed.node, seed.address) == ("a", "192.0.2.7:7540")
 
 
 def test_a_witness_needs_an_agreement_to_vote_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
