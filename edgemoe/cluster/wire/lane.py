@@ -200,7 +200,7 @@ class Lane(Generic[M]):
                 self.on_up(link.node)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 link.refusals += 1
-                if link.refusals == 1:
+                if link.refusals == 2:  # one who has just come may not have heard of us yet
                     log.warning("a peer refuses our key; list it there", extra={"peer": link.node, "lane": self.name})
                 asyncio.get_running_loop().call_later(REFUSED_S, self._connect_again, link)
             elif link.up:
