@@ -17,8 +17,10 @@ from tools.testbed.bed import why_not
 from tools.testbed.daemons import Cluster
 from tools.testbed.model import float32_demo
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
-QUICK = "kill-peer"  # the others are marked slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built"),
+]
 
 
 class Boxes:
@@ -50,12 +52,7 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxes]:
     made.close()
 
 
-def rows() -> Iterator[object]:
-    for row in ROWS:
-        yield pytest.param(row, marks=() if row == QUICK else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("row", ROWS)
 def test_a_fault_costs_no_request_and_no_token(row: str, boxes: Boxes) -> None:
     made = boxes(row)
     for number in range(3):

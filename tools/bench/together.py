@@ -36,13 +36,12 @@ from tools.testbed.model import float32_demo
 
 TASKS = {"a": "bbh_multistep_arithmetic_two", "b": "bbh_geometric_shapes", "c": "bbh_causal_judgement"}
 CLIENTS = {"a": 2, "b": 1, "c": 1}
-PROMPT_CHARS = 200
 ARMS = ("alone", "redirect", "together")
 
 
-def prompts_of(folder: Path, task: str, count: int) -> list[str]:
+def prompts_of(folder: Path, task: str, count: int, chars: int) -> list[str]:
     with gzip.open(folder / f"{task}.jsonl.gz", "rt") as file:
-        return [json.loads(line)["prompt"][:PROMPT_CHARS] for line, _ in zip(file, range(count), strict=False)]
+        return [json.loads(line)["prompt"][:chars] for line, _ in zip(file, range(count), strict=False)]
 
 
 def load(daemons: Sequence[Daemon], prompts: dict[str, list[str]], tokens: int, seconds: float) -> list[Any]:
@@ -146,12 +145,13 @@ def main() -> int:
     parser.add_argument("--disk-mb", type=float, default=20.0, help="megabytes per second that each box reads")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each arm")
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--chars", type=int, default=200, help="of each prompt")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgemoe-faults")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     store = float32_demo(args.work)
-    prompts = {name: prompts_of(args.prompts, task, 8) for name, task in TASKS.items()}
+    prompts = {name: prompts_of(args.prompts, task, 8, args.chars) for name, task in TASKS.items()}
     limits = Limits(cpus=args.cpus, disk_bytes_per_s=int(args.disk_mb * 1e6), disk_of=store)
     with tempfile.TemporaryDirectory(dir=args.work, prefix="together-") as scratch:
         wanted = references(Path(scratch), store, prompts, args.tokens)
