@@ -386,11 +386,12 @@ def main() -> None:
                 args.contenders = [name for name in args.contenders if not CONTENDERS[name].scout]
             state = Path(scratch) / "state"
             lesson = learn(model, args, state)
-            links = [measure(model, args, state, 1e9 * float(link), lesson) for link in args.links.split(",")]
-        settings = {k: vars(args)[k] for k in ("model", "expert_bytes", "share", "tokens", "threads", "contenders")}
-        out = {**settings, "links": links}
-        if args.out:
-            args.out.write_text(json.dumps(out))
+            settings = {k: vars(args)[k] for k in ("model", "expert_bytes", "share", "tokens", "threads", "contenders")}
+            out = {**settings, "links": []}
+            for link in args.links.split(","):
+                out["links"].append(measure(model, args, state, 1e9 * float(link), lesson))
+                if args.out:
+                    args.out.write_text(json.dumps(out))
     print(report(out))
     if args.plot:
         plot(out, args.plot)
