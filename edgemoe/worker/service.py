@@ -224,7 +224,7 @@ def _reload(assembly: Assembly) -> Reloaded:
     try:
         load_scout(assembly.scout, settings)
     except ConfigError as error:
-        return Reloaded(message=f"the ScoutGate in use stays: {error}"[:MESSAGE_CHARS], refused=True)
+        return Reloaded(message=f"nothing was loaded, all stays as it was: {error}"[:MESSAGE_CHARS], refused=True)
     finally:
         torch.set_num_threads(threads)
     return Reloaded(message=f"the ScoutGate in {settings.cache.scoutgate} is in use")
