@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,14 +60,19 @@ class Group:
         return ["sh", "-c", f'{enters} && exec "$@"' if enters else 'exec "$@"', "sh", *command]
 
     def remove(self) -> None:
-        """Once no process is inside; one that is ending may take a moment."""
+        """Kills what is still inside, as one that had not come as far as its namespace. Raises OSError."""
         for folder in self._folders():
-            for _ in range(100):
+            for tries in range(500, -1, -1):
                 try:
                     folder.rmdir()
                 except FileNotFoundError:
                     break
                 except OSError:
+                    if not tries:
+                        raise
+                    for pid in (folder / "cgroup.procs").read_text().split():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(int(pid), signal.SIGKILL)
                     time.sleep(0.02)
                 else:
                     break
