@@ -62,7 +62,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
 
 
 class CacheSettings(Section, frozen=True, kw_only=True):
-    policy: Literal["lru", "lfu", "lfru", "ewma", "paper", "full"] = "lru"
+    policy: Literal["lru", "lfu", "lfru", "ewma", "paper", "full"] = "full"
     containment: bool = True  # what is in VRAM is in RAM too
     prefetch: bool = True
     hysteresis: Share = 0.1

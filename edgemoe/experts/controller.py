@@ -229,10 +229,9 @@ class Controller:
             self._blend.listen(self._forecast)
         if came or looked:
             self._publish(0, len(self.ranks))
+            self._plan()  # what was wished for layers that have run is not worth it any more
         elif fits:
             self._publish(touch.layer, touch.layer + 1)
-        if came:
-            self._plan()
 
     def _ask(self, step: int) -> bool:
         """Whether there is a forecast of this step by now."""

@@ -13,7 +13,7 @@ from edgemoe.policy.movement import Ledger, Side, plan
 from edgemoe.policy.watermark import Watermark, density
 from edgemoe.types import BoolArray, FloatArray, IntArray, Move, Tier
 
-MOST_MOVES = 32  # in one plan
+MOST_MOVES = 12  # in one plan: a few times a step another one is made
 
 
 class Wishes(Protocol):
