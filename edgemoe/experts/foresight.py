@@ -1,4 +1,4 @@
-"""The trained next-use network beside the online learner: the `full` policy, its scores averaged with the network's.
+"""The trained next-use network beside the online learner: the `full` policy, its scores mixed with the network's.
 
 Source: scoutgate.nextuse. The network was trained elsewhere and does not change; what it recalls from, a ring of past
 tokens, fills while serving. Bounded memory: SLOTS tokens.
@@ -24,7 +24,7 @@ from edgemoe.types import FloatArray, IntArray
 from scoutgate.nextuse import AFTER, FLOOR, FROM_HERE, PAST, NextUseNet
 
 NEIGHBOURS = 48  # tokens of the past that count, the likeliest
-WEIGHT = 0.5  # of the network's log odds against the online learner's
+WEIGHT = 0.4  # of the network's log odds against the online learner's; the best on the last part of a training half
 LOG_DECAY = math.log(DECAY)
 
 
