@@ -118,8 +118,8 @@ def train(options: argparse.Namespace) -> NextUseNet:
     last = options.out / "last.ckpt"
     with quiet():
         trainer = trainer_for(options, -(-options.steps // EPOCH_BATCHES), keep)
-        loaders = (DataLoader(part, batch_size=None) for part in (training, validation))
-        trainer.fit(module, *loaders, ckpt_path=str(last) if last.exists() else None)
+        batches, held_out = DataLoader(training, batch_size=None), DataLoader(validation, batch_size=None)
+        trainer.fit(module, batches, held_out, ckpt_path=str(last) if last.exists() else None)
     network = NextUseNet(shape)
     network.load_state_dict(load_file(options.out / "best.safetensors"))
     metrics = {"log_loss": keep.best, "tokens": routing.count}
