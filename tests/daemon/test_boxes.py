@@ -114,8 +114,9 @@ async def test_three_boxes_say_what_one_would_say(boxes: dict[str, Box], oracle:
 
 
 async def test_the_picture_of_the_cluster_is_drawn_from_any_box(
-    boxes: dict[str, Box], capsys: pytest.CaptureFixture[str]
+    boxes: dict[str, Box], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert edgemoe.cli.main(["status", "--cluster", "--socket", str(boxes["b"].socket)]) == 0
     page = capsys.readouterr().out
     assert "leads in epoch" in page

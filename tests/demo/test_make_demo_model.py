@@ -35,7 +35,7 @@ def domains() -> dict[str, tokens.Domain]:
 def trainer(directory: Path, domains: dict[str, tokens.Domain]) -> Trainer:
     directory.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    return Trainer(Network(TINY), domains, Recipe(warmup_steps=2), directory)
+    return Trainer(Network(TINY), domains, Recipe(warmup_steps=2, finish_steps=2), directory)
 
 
 def test_the_checkpoint_means_the_same_to_transformers(tmp_path: Path) -> None:
