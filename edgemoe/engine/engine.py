@@ -46,8 +46,12 @@ class Engine:
         observe: Callable[[StepRouting], None] | None = None,
         expect: Callable[[StepMeta], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        patience_s: float = 0.0,
     ) -> None:
-        """`kv` has `kv_blocks` blocks; `observe` is shown what the gates chose, `expect` each step before it runs."""
+        """`kv` has `kv_blocks` blocks; `observe` is shown what the gates chose, `expect` each step before it runs.
+
+        A request that lacks an expert waits for `patience_s` for a box that brings it.
+        """
         self.blocks = BlockManager(kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
         self.bounds = Bounds(min(context_tokens, kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None)
         pace = Pace(settings.step_tokens, settings.mixed_step_s)
@@ -56,7 +60,7 @@ class Engine:
             parking = Parking(kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, parking_bytes)
         self.scheduler = Scheduler(settings, self.blocks, pace, parking)
         self.runner = Runner(decoder, kv, experts, self.blocks, pace, device, observe, expect=expect)
-        self.loop = StepLoop(self.scheduler, self.runner, self.bounds, emit, grammars, clock)
+        self.loop = StepLoop(self.scheduler, self.runner, self.bounds, emit, grammars, clock, patience_s)
         self._grammars = grammars
 
     def start(self, threads: int, ended: Callable[[BaseException | None], None]) -> threading.Thread:

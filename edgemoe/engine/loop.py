@@ -1,8 +1,9 @@
 """The step loop, on the compute thread: what arrives is queued, a step is computed, what it yields leaves at once.
 
-A request that fails, fails alone: an expert that is nowhere to be had costs only those whose tokens need it. Whatever
-else goes wrong inside a step ends the loop, for then the state is in doubt; the front starts another engine and
-submits its requests again with the tokens that they have.
+A request that fails, fails alone: an expert that is nowhere to be had costs only those whose tokens need it. Where
+other boxes may come back with it, these wait for a while, tried again one by one; a step that failed has left nothing
+behind. Whatever else goes wrong inside a step ends the loop, for then the state is in doubt; the front starts another
+engine and submits its requests again with the tokens that they have.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from edgemoe.errors import (
     EdgemoeError,
     EngineUnavailable,
     InvalidRequest,
+    MissingExpert,
     QueueFull,
     RequestError,
     StoreError,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step
+RETRY_S = 0.05  # between attempts at a step when nobody's experts can be had
 
 
 class StepLoop:
@@ -50,9 +53,11 @@ class StepLoop:
         emit: Emit,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
+        patience_s: float = 0.0,
     ) -> None:
-        """`emit` gets what each step yields, on the compute thread."""
+        """`emit` gets what each step yields, on the compute thread. For `patience_s` a request may lack an expert."""
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
+        self._patience_s = patience_s
         self._scheduler, self._runner, self._bounds = scheduler, runner, bounds
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -90,20 +95,21 @@ class StepLoop:
                 self._wait()
 
     def step(self) -> bool:
-        """Takes what has arrived and computes one step; false if there was nothing to compute."""
+        """Takes what has arrived and computes one step; false if nothing could be computed."""
         self._take()
         now_s = self._clock()
         for seq in self._scheduler.expired(now_s):
-            self._end(seq, "error", DeadlineExceeded("the deadline passed before the answer was complete"))
+            late = DeadlineExceeded("the deadline passed before the answer was complete")
+            self._end(seq, "error", seq.lacks or late)
         works = [] if self._stopped else self._scheduler.schedule(now_s)
-        if works:
-            self._compute(works)
+        self._compute(works)
         self._flush()
-        return bool(works)
+        return any(work.seq.lacks is None for work in works)
 
     def _wait(self) -> None:
-        deadlines = [seq.deadline_s for seq in self._requests.values()]
-        timeout_s = max(0.0, min(deadlines) - self._clock()) if deadlines else None
+        now_s, requests = self._clock(), self._requests.values()
+        ends = [now_s + RETRY_S if seq.lacks else seq.deadline_s for seq in requests]
+        timeout_s = max(0.0, min(ends) - now_s) if ends else None
         if not self._stopped:
             try:
                 message = self._inbox.get(timeout=timeout_s)
@@ -200,22 +206,40 @@ class StepLoop:
     # --- the step
 
     def _compute(self, works: list[Work]) -> None:
+        """One step; who lacked an expert in the last one holds nobody up."""
+        alone = [work for work in works if work.seq.lacks]
+        if whole := [work for work in works if not work.seq.lacks]:
+            self._run(whole)
+        for work in alone:
+            self._run([work])
+
+    def _run(self, works: list[Work]) -> None:
         done = [work.seq for work in works if completes(work)]
         try:
             logits = self._runner.run(works)
         except StoreError as error:
             self._isolate(works, error)
             return
+        for work in works:
+            work.seq.lacks = None
         for seq, sampled in zip(done, sample(logits, done) if done else (), strict=True):
             self._deliver(seq, sampled)
 
     def _isolate(self, works: list[Work], error: StoreError) -> None:
         """Some sequence of the step needs an expert that cannot be had: runs each alone to see which."""
         if len(works) == 1:
-            self._end(works[0].seq, "error", error)
+            self._lack(works[0].seq, error)
             return
         for work in works:
-            self._compute([work])
+            self._run([work])
+
+    def _lack(self, seq: Sequence, error: StoreError) -> None:
+        """Has the request tried again, unless it has lacked an expert for too long or a damaged one is at fault."""
+        now_s = self._clock()
+        seq.lacks_since_s = seq.lacks_since_s if seq.lacks else now_s
+        seq.lacks = error
+        if not isinstance(error, MissingExpert) or now_s - seq.lacks_since_s >= self._patience_s:
+            self._end(seq, "error", error)
 
     def _deliver(self, seq: Sequence, sampled: Sampled | InvalidRequest) -> None:
         if isinstance(sampled, InvalidRequest):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from edgemoe.errors import StoreError
 from edgemoe.types import BLOCK_TOKENS, Request, Sampling
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Sequence:
         self.ready = request.sampling.grammar is None  # its grammar, if it has one, is compiled
         self.matcher: Matcher | None = None  # its place in its grammar
         self.parked: Parked | None = None
+        self.lacks: StoreError | None = None  # why its last step failed, if it did
+        self.lacks_since_s = 0.0  # and since when
 
     @property
     def sampling(self) -> Sampling:

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Say = Callable[[str], None]  # what is being done now, in a word
+PATIENCE_CALLS = 2  # time-outs of expert calls that a request waits for boxes with an expert that it lacks
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
 POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "full" has a controller besides
@@ -288,6 +289,7 @@ def _engine(
         grammars=grammars,
         observe=_to_all(observers),
         expect=_to_all(expecting),
+        patience_s=PATIENCE_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0,
     )
 
 

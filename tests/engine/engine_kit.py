@@ -164,7 +164,12 @@ class Drive:
     """An engine that the test steps, with a clock that the test moves."""
 
     def __init__(
-        self, blocks: int = 64, grammars: Grammars | None = None, model: Model | None = None, **settings: Any
+        self,
+        blocks: int = 64,
+        grammars: Grammars | None = None,
+        model: Model | None = None,
+        patience_s: float = 0.0,
+        **settings: Any,
     ) -> None:
         self.now_s = 0.0
         self.emitted: list[Emission] = []
@@ -183,6 +188,7 @@ class Drive:
             parking_bytes=1 << 20,
             grammars=grammars,
             clock=lambda: self.now_s,
+            patience_s=patience_s,
         )
 
     def submit(

@@ -207,6 +207,37 @@ def test_a_missing_expert_fails_those_who_need_it_and_nobody_else() -> None:
     assert drive.engine.blocks.free == drive.engine.blocks.count
 
 
+def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
+    lengths = [3, 9, 20, 5, 11, 2]
+    drive = Drive(patience_s=10.0)
+    for n, length in enumerate(lengths):
+        drive.submit(prompt(length, n), f"r{n}", seed=n, max_tokens=12, **STYLES[n % len(STYLES)])
+    for missing in (set(), {(0, 3)}, {(0, 3), (1, 2)}, set(), {(1, 5)}):  # each for less than the patience
+        drive.model.decoder.experts.missing = missing
+        for _ in range(5):
+            drive.step()
+    drive.model.decoder.experts.missing = set()
+    drive.run()
+    for n, length in enumerate(lengths):
+        assert drive.tokens(f"r{n}") == alone(length, n)[:12]
+        assert drive.end(f"r{n}").finish == "length"
+
+
+def test_who_lacks_an_expert_for_too_long_is_told_which_one_at_the_deadline_too() -> None:
+    drive = Drive(patience_s=2.0)
+    drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.experts)}
+    drive.submit(prompt(5), "patient")
+    drive.submit(prompt(7), "hurried", remaining_s=1.0)
+    while not any(one.request == "patient" for one in drive.emitted):
+        drive.step()
+        assert drive.now_s < 5, "it waits for longer than it should"
+    for name in ("patient", "hurried"):
+        assert drive.end(name).error_code == "missing_expert"
+        assert "of layer 0 is nowhere to be had" in drive.end(name).error
+    assert drive.emitted[0].request == "hurried"
+    assert drive.engine.blocks.free == drive.engine.blocks.count
+
+
 def test_any_other_error_in_a_step_ends_the_loop_and_says_so() -> None:
     drive, ended = Drive(), []
     drive.model.decoder.embed = drive.model.decoder.embed[:1]
