@@ -7,6 +7,7 @@ it cannot honour is refused where its value would change the answer (REFUSED); t
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -213,6 +214,7 @@ def refuse_unsupported(value: dict[str, Any]) -> None:
 
 
 T = TypeVar("T")
+_one_at_a_time = threading.Lock()  # msgspec crashes where two threads are the first to convert to a type
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
@@ -220,7 +222,8 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
     if issubclass(kind, Body):
         refuse_unsupported(value)
     try:
-        return msgspec.convert(value, kind, str_keys=True)
+        with _one_at_a_time:
+            return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at ")
         path = path.removeprefix("`key` in ").strip("`").removeprefix("$").lstrip(".") or _missing(reason)

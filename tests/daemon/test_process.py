@@ -194,7 +194,9 @@ async def test_the_front_stays_small(tmp_path: Path, model_dir: Path) -> None:
         await healthy(settings)
         schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
         bodies = [
-            {"messages": [{"role": "user", "content": "x" * 20_000}], "max_tokens": 1, "response_format": schema}
-        ] * 20
-        await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+            {"messages": [{"role": "user", "content": "x" * length}], "max_tokens": 1, "response_format": schema}
+            for length in [3_000, 20_000] * 10
+        ]
+        answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+        assert [answer.status_code for answer in answers] == [200, 400] * 10  # the long ones do not fit
         assert resident_bytes(process.pid) < 150e6
