@@ -32,6 +32,7 @@ COMPUTE, LINK, DISK, BULK, FIRST_PEER = range(5)  # channels
 CALL_S = 0.01  # that a part takes on the link, there and back,
 CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
+AGAIN_S = 0.2  # between looks for another way where there was none
 READ_BYTES_PER_S, COPY_BYTES_PER_S = 1e9, 8e9  # assumed until measured
 FIRST_UNIT_S = 1e-4
 RECENT = 0.1
@@ -225,8 +226,8 @@ class LayerStep:
             self._assign(job.group, job.tried)
 
     def _hedge(self, job: Job) -> None:
-        """Asks another peer for the same, or gives the late call up for ways without it; else waits on."""
-        job.late_s = np.inf
+        """Asks another peer for the same, or gives the late call up for ways without it; else looks again later."""
+        job.late_s = time.monotonic() + AGAIN_S
         offers = [o for o in self.remote.peers.offers(self.layer, job.group.experts) if o.node not in job.tried]
         whole = [offer for offer in offers if np.isfinite(offer.wait_s).all()]
         if whole:

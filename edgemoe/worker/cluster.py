@@ -106,8 +106,9 @@ class ClusterSide:
             values[named(metrics.REMOTE_CALLS, peer=peer.node)] = peer.calls
             values[named(metrics.REMOTE_FAILURES, peer=peer.node)] = peer.failures
             values[named(metrics.REMOTE_SECONDS, peer=peer.node)] = peer.busy_s
-            values[named(metrics.PEER_LATENCY, peer=peer.node)] = peer.latency_s
-            values[named(metrics.PEER_RATE, peer=peer.node)] = 1 / peer.s_per_byte
+            if peer.reachable:
+                values[named(metrics.PEER_LATENCY, peer=peer.node)] = peer.latency_s
+                values[named(metrics.PEER_RATE, peer=peer.node)] = 1 / peer.s_per_byte
         return values
 
     def _adopt(self, plan: PlacementPlan) -> None:
@@ -145,7 +146,7 @@ class ClusterSide:
                 told = holds
                 self._post(holds)
             for peer in self.plane.calls.peers.values():
-                if peer.ready:
+                if peer.reachable:
                     seen = PeerSeen(
                         node=peer.node, boot=peer.boot, latency_s=peer.latency_s, bytes_per_s=1 / peer.s_per_byte
                     )

@@ -120,7 +120,7 @@ def test_a_peer_that_dies_mid_call_costs_no_token_where_another_has_its_experts(
 def test_without_another_copy_the_request_ends_in_an_error_that_names_the_expert(
     store: Path, alone: list[list[int]], tmp_path: Path
 ) -> None:
-    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2)
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=1)
     compute_rather_than_fetch(a)
     with running(a, b):
         brake = Brake(b, after=4)
@@ -154,6 +154,65 @@ def test_a_peer_that_hangs_is_hedged_long_before_its_deadline(
         assert brake.reached.is_set(), "b was never asked"
         assert a.remote.hedged > 0
         brake.release.set()
+
+
+def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    compute_rather_than_fetch(a)
+    with running(a, b, c, know=False):
+        meet(a, b)
+        looks, offers = [0], a.remote.peers.offers
+
+        def counted(*which: Any) -> Any:
+            looks[0] += 1
+            return offers(*which)
+
+        a.remote.peers.offers = counted
+        brake = Brake(b, after=2)
+        began_s = time.monotonic()
+        a.submit(prompts()[1])
+        assert brake.reached.wait(10), "b was never asked"
+        before = looks[0]
+        wait_for(lambda: looks[0] > before)  # the call is late, and there is no other way
+        meet(a, b, c)
+        assert a.end().finish == "length"
+        assert time.monotonic() - began_s < 12
+        assert a.tokens() == alone[1]
+        brake.release.set()
+
+
+def test_a_peer_that_has_answered_since_is_not_silent_for_an_old_call(store: Path, tmp_path: Path) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=3)
+    compute_rather_than_fetch(a)
+    with running(a, b):
+        brake = Brake(b, after=2)
+        a.submit(prompts()[1])
+        peer = a.side.plane.calls.peers["b"]
+        wait_for(lambda: peer.failures)  # the call that b never answered; it answered hellos meanwhile
+        assert peer.reachable
+        brake.release.set()
+
+
+def test_a_box_that_is_cut_off_and_comes_back_costs_no_token(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2)
+    compute_rather_than_fetch(a)
+    with running(a, b):
+        Brake(b, each_s=0.02)
+        for n, prompt in enumerate(prompts()):
+            a.submit(prompt, str(n))
+        for _ in range(2):
+            so_far = len(a.emitted)
+            wait_for(lambda: len(a.emitted) > so_far + 4)  # noqa: B023
+            for box in (a, b):
+                box.obey(Peers(peers=()))
+            wait_for(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
+            meet(a, b)
+        assert [a.end(str(n)).finish for n in range(4)] == ["length"] * 4
+        assert [a.tokens(str(n)) for n in range(4)] == alone
 
 
 def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
@@ -249,7 +308,7 @@ def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list
 
 def test_boxes_with_other_weights_do_not_compute_for_each_other(store: Path, tmp_path: Path) -> None:
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "other", seed=9), tmp_path / "other store")
-    a = EngineBox("a", partial_store(store, tmp_path / "a", thirds()[0]), TOTAL, tmp_path)
+    a = EngineBox("a", partial_store(store, tmp_path / "a", thirds()[0]), TOTAL, tmp_path, timeout_s=1)
     b = EngineBox("b", tmp_path / "other store", TOTAL, tmp_path)
     with running(a, b, know=False):
         for box, other in ((a, b), (b, a)):

@@ -49,7 +49,7 @@ class Calls:
         found = (
             peer.offer(layer, experts, model.row_bytes, model.expert_bytes, now_s)
             for peer in self.peers.values()
-            if peer.ready and not peer.silent
+            if peer.reachable
         )
         return [offer for offer in found if offer is not None]
 
@@ -57,7 +57,7 @@ class Calls:
         """Seconds to bring each expert's bytes [n] here from a peer, some left out; inf where none has it."""
         best = np.full(len(experts), np.inf, np.float32)
         for peer in self.peers.values():
-            if peer.ready and not peer.silent and peer.node not in without:
+            if peer.reachable and peer.node not in without:
                 has = (peer.ram[layer] | peer.disk[layer])[experts]
                 best[has] = np.minimum(best[has], peer.latency_s + self._model.expert_bytes * peer.s_per_byte)
         return best
@@ -124,7 +124,7 @@ class Calls:
         else:
             size = len(hello.ram) + len(hello.disk) + sum(map(len, payload))
             peer.measure_way(size if probe else min(size, SMALL_BYTES), time.monotonic() - began_s)
-            peer.ready, peer.silent, peer.refused = True, False, ""
+            peer.ready, peer.silent, peer.refused, peer.heard_s = True, False, "", time.monotonic()
 
     def _begin(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
         if self._group is not None:
@@ -169,7 +169,8 @@ class Calls:
             self._measure(peer, call, served_s)
 
     def _measure(self, peer: PeerState, call: RemoteCall, served_s: float) -> None:
-        took_s = time.monotonic() - call.asked_s
+        peer.heard_s = time.monotonic()
+        took_s = peer.heard_s - call.asked_s
         peer.silent = False
         peer.calls += 1
         peer.busy_s += took_s
@@ -179,5 +180,6 @@ class Calls:
     def _note_failure(self, peer: PeerState, call: RemoteCall, error: EdgemoeError) -> None:
         took_s = time.monotonic() - call.asked_s
         peer.failed(took_s)
-        peer.silent = isinstance(error, PeerUnavailable) and took_s >= 0.9 * self.timeout_s
+        late = isinstance(error, PeerUnavailable) and took_s >= 0.9 * self.timeout_s
+        peer.silent = late and peer.heard_s < call.asked_s
         log.info("expert call failed", extra={"peer": call.node, "layer": call.work.layer, "why": str(error)})

@@ -25,13 +25,19 @@ class PeerState:
     def __init__(self, node: str, boot: str, layers: int, experts: int) -> None:
         self.node, self.boot = node, boot
         self.ready = False  # it has said hello, for the same model, on the connection that stands
-        self.silent = False  # its last call was not answered in time
+        self.silent = False  # a call was not answered in time, and nothing has been heard since it was asked
+        self.heard_s = -np.inf  # when its last answer came
         self.refused = ""  # why it cannot help
         self.ram: BoolArray = np.zeros((layers, experts), np.bool_)  # [L, E] in its memory
         self.disk: BoolArray = np.zeros((layers, experts), np.bool_)
         self.latency_s, self.s_per_byte, self.unit_s = 1e-3, 1 / FIRST_BYTES_PER_S, FIRST_UNIT_S
         self.calls, self.failures, self.busy_s = 0, 0, 0.0
         self.under_way: dict[int, RemoteCall] = {}
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it may be asked."""
+        return self.ready and not self.silent
 
     def offer(self, layer: int, wanted: IntArray, row_bytes: int, expert_bytes: int, now_s: float) -> Offer | None:
         """What it would take for the `wanted` experts of the layer; None where it has none of them."""
