@@ -91,6 +91,17 @@ async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
         assert b.lane.rejected == 1
 
 
+async def test_a_key_that_was_replaced_is_refused_on_the_connection_that_stands() -> None:
+    a, b = pair()
+    async with running(a, b):
+        await connected(a, b)
+        await a.lane.ask("b", Echo("before"), timeout_s=5)
+        b.allowed.allow("a", secret().public.decode())
+        with pytest.raises(PeerUnavailable):
+            await a.lane.ask("b", Echo("after"), timeout_s=0.5)
+        assert b.lane.rejected == 1
+
+
 async def test_a_connection_that_breaks_fails_its_questions_at_once_and_comes_back() -> None:
     asked = asyncio.Event()
 

@@ -162,7 +162,7 @@ async def test_a_box_that_joins_is_let_in_by_all_for_as_long_as_one_lists_it(
         assert {engine.node for engine in d.plane.members.engines()} == set(ABC)
         a.plane.list(a.peers)
         await until(lambda: all("d" not in front.plane.members for front in three.values()))
-        assert not any(front.plane._net.allowed.knows("d") for front in three.values())
+        assert not any(front.plane._net.allowed.name_of(joining.key.encode()) for front in three.values())
         await planned(list(three.values()), ABC)
     finally:
         await d.die()

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from edgemoe.cluster.wire.keys import Peer, generate
+from edgemoe.cluster.wire.keys import generate
 from tools.testbed.bed import Bed, BedError, Box
 
 CONTROL_PORT, CALLS_PORT, BULK_PORT = 7540, 7541, 7542
@@ -144,18 +144,39 @@ class Daemon:
 class Cluster:
     """A daemon in every box of a bed, all of them helping each other."""
 
-    def __init__(self, bed: Bed, folder: Path, settings: Settings, own: Mapping[str, Settings] | None = None) -> None:
-        """`settings` are for all, `own` for one box each; addresses, keys and state are filled in."""
+    def __init__(
+        self,
+        bed: Bed,
+        folder: Path,
+        settings: Settings,
+        own: Mapping[str, Settings] | None = None,
+        empty: Sequence[str] = (),
+    ) -> None:
+        """`settings` are for all, `own` for one box each; addresses, keys and state are filled in.
+
+        Boxes that are `empty` are listed, without a vote, but no daemon is in them.
+        """
         self.bed, self.folder = bed, folder
         self.settings, self.own = dict(settings), dict(own or {})
         folder.mkdir(parents=True, exist_ok=True)
         self.peers_file = folder / "peers.toml"
+        self._keys = {name: generate(self.key_file(name)).public.decode() for name in bed.boxes}
+        self.empty = frozenset(empty)
+        self.list({})
+        homes = [box for box in bed.boxes.values() if box.name not in empty]
+        self.daemons = {box.name: Daemon(box, folder / box.name, self.settings_of(box)) for box in homes}
+
+    def list(self, instead: Mapping[str, str]) -> None:
+        """Writes the list of peers, some of them with other keys; those with "" are left out."""
         entries = []
-        for box in bed.boxes.values():
-            peer = Peer(box.name, f"{box.address}:{CONTROL_PORT}", generate(self.key_file(box.name)).public.decode())
-            entries.append(f'[[peer]]\nnode = "{peer.node}"\naddress = "{peer.address}"\nkey = "{peer.key}"\n')
-        self.peers_file.write_text("\n".join(entries))
-        self.daemons = {name: Daemon(box, folder / name, self.settings_of(box)) for name, box in bed.boxes.items()}
+        for name, key in {**self._keys, **instead}.items():
+            where = f'address = "{self.bed[name].address}:{CONTROL_PORT}"'
+            where = 'address = ""\nvoter = false' if name in self.empty else where
+            if key:
+                entries.append(f'[[peer]]\nnode = "{name}"\n{where}\nkey = "{key}"\n')
+        fresh = self.peers_file.with_suffix(".new")
+        fresh.write_text("\n".join(entries))
+        fresh.rename(self.peers_file)
 
     def key_file(self, name: str) -> Path:
         return self.folder / f"{name}.key"

@@ -240,7 +240,7 @@ class Lane(Generic[M]):
                 await asyncio.sleep(0)
             identity, *frames = await self._router.recv_multipart(copy=False)
             peer, _, boot = bytes(identity.buffer).decode("ascii", "replace").partition(":")
-            if not frames or frames[0].get("User-Id") != peer or not self._net.allowed.knows(peer):
+            if not frames or self._net.allowed.name_of(_key_of(frames[0])) != peer:
                 self._reject(peer, WireError("the name does not belong to the key, or the key was revoked"))
                 continue
             try:
@@ -315,6 +315,11 @@ class Lane(Generic[M]):
             socket.set(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
             socket.set(zmq.HEARTBEAT_TIMEOUT, int(self._heartbeat_s * 3000))
         return socket
+
+
+def _key_of(frame: zmq.Frame) -> bytes:
+    """The public key of the connection that a frame came by, as the authenticator noted it."""
+    return str(frame.get("User-Id")).encode()
 
 
 def _hand(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> None:

@@ -1,0 +1,201 @@
+"""One who should not get in: asks on every lane of every box, with keys and names that are not in order.
+
+    wrong     a listed name, with a key of one's own
+    unlisted  a name and a key that nobody lists
+    name      a listed key, with another box's name
+    server    a listed key, for a box that should have another one
+    revoked   a key that was listed until a moment ago, on connections that stand and on new ones
+    replaced  the same, its name being listed with another key now
+
+It runs in a box of its own, is told by lines of JSON what to try, and says what came of it. Another one, whose key is
+in order, asks at the same time; when that has its answers, the first would have had them too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from edgemoe.cluster.data.messages import Fetch, Hello
+from edgemoe.cluster.wire.control_messages import Announce, GetPlan
+from edgemoe.cluster.wire.envelope import seal
+from edgemoe.cluster.wire.keys import load_secret
+from tools.testbed.daemons import BULK_PORT, CALLS_PORT, CONTROL_PORT, Cluster
+
+KINDS = ("wrong", "unlisted", "name", "server", "revoked", "replaced")
+INTRUDER, GUEST = "x", "y"  # boxes that are listed and have no daemon; the second one's key is always in order
+LISTEN_S, LONG_S = 0.3, 15.0
+QUESTIONS: dict[int, list[msgspec.Struct]] = {
+    CONTROL_PORT: [GetPlan("0"), Announce(release="0", role="box", address="192.0.2.1:1")],
+    CALLS_PORT: [Hello("0" * 32, 1, 1, 1, 1, b"\0", b"\0")],
+    BULK_PORT: [Fetch(0, 0, 0, 4096)],
+}
+
+
+class Line:
+    """A connection to one lane of one box."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, name: str, key: Sequence[str], server: str) -> None:
+        """`key` is public and secret; `name` what it claims to be; `server` the public key that it expects."""
+        self.port = int(address.rpartition(":")[2])
+        self.handshakes = self.answers = 0
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.IDENTITY, f"{name}:{secrets.token_hex(4)}".encode())
+        self._socket.set(zmq.CURVE_PUBLICKEY, key[0].encode())
+        self._socket.set(zmq.CURVE_SECRETKEY, key[1].encode())
+        self._socket.set(zmq.CURVE_SERVERKEY, server.encode())
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._socket.connect(f"tcp://{address}")
+
+    def ask(self) -> None:
+        """Sends what would be answered, as soon as it is let in."""
+        for body in QUESTIONS[self.port]:
+            self._socket.send_multipart(seal(body, id=1, remaining_ms=1000))
+
+    def hear(self) -> None:
+        """Counts what has come."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self.handshakes += 1
+        while self._socket.poll(0):
+            self._socket.recv_multipart()
+            self.answers += 1
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+
+class Try(msgspec.Struct):
+    """What the child is told: who asks where, as whom. Places are addresses with the public keys expected there."""
+
+    places: list[tuple[str, str]]
+    name: str
+    key: list[str]
+    guest_places: list[tuple[str, str]]
+    guest_key: list[str]
+    keep: bool = False  # asks with these lines again in later tries; returns when they all have their answers
+
+
+class Found(msgspec.Struct):
+    """What came of it."""
+
+    handshakes: int  # connections that stood
+    let_in: int  # answers: frames that got through
+    guest: int  # answers to the guest, of `expected`
+    expected: int
+
+
+def child() -> None:
+    """Obeys Tries until its standard input ends."""
+    context = zmq.Context()
+    kept: list[Line] = []
+    for told in sys.stdin:
+        one = msgspec.json.decode(told, type=Try)
+        lines = [*kept, *(Line(context, address, one.name, one.key, server) for address, server in one.places)]
+        guests = [Line(context, address, GUEST, one.guest_key, server) for address, server in one.guest_places]
+        for line in (*lines, *guests):
+            line.handshakes = line.answers = 0
+            line.ask()
+        expected = sum(len(QUESTIONS[line.port]) for line in guests)
+        waited_for = [*guests, *(lines if one.keep else ())]
+        enough = sum(len(QUESTIONS[line.port]) for line in waited_for)
+        least, most = time.monotonic() + LISTEN_S, time.monotonic() + LONG_S
+        while (now := time.monotonic()) < most:
+            for line in (*lines, *guests):
+                line.hear()
+            if now > least and sum(line.answers for line in waited_for) >= enough:
+                break
+            time.sleep(0.01)
+        handshakes, let_in = sum(line.handshakes for line in lines), sum(line.answers for line in lines)
+        found = Found(handshakes, let_in, sum(line.answers for line in guests), expected)
+        print(msgspec.json.encode(found).decode(), flush=True)
+        kept += lines if one.keep else ()
+        for line in (*guests, *(() if one.keep else lines)):
+            line.close()
+
+
+class Intruder:
+    """The other side of `child`. `with Intruder(cluster) as intruder:`"""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """The boxes INTRUDER and GUEST of the cluster are empty."""
+        self._cluster = cluster
+        self._child: Any = None
+
+    def __enter__(self) -> Intruder:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._child = self._cluster.bed[INTRUDER].spawn([sys.executable, "-m", "tools.bench.intruder"], **pipes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in (self._child.stdin, self._child.stdout):
+            pipe.close()
+        self._child.wait(20)
+
+    def try_(self, kind: str, victim: str) -> Found:
+        """One of KINDS; `victim` is the box whose name is taken in some."""
+        fresh = [part.decode() for part in zmq.curve_keypair()]
+        places, own = self._places(QUESTIONS), self._pair(INTRUDER)
+        match kind:
+            case "wrong":
+                return self._tell(places, victim, fresh)
+            case "unlisted":
+                return self._tell(places, "nobody", fresh)
+            case "name":
+                return self._tell(places, victim, own)
+            case "server":
+                return self._tell([(address, fresh[0]) for address, _ in places], INTRUDER, own)
+            case _:
+                held = self._tell(self._places([CONTROL_PORT]), INTRUDER, own, keep=True)
+                assert held.let_in == held.expected, "a listed key was not let in"
+                with self._listed_otherwise(fresh[0] if kind == "replaced" else ""):
+                    return self._tell(places, INTRUDER, own)
+
+    @contextmanager
+    def _listed_otherwise(self, key: str) -> Iterator[None]:
+        """The intruder has another key in everybody's list, or none."""
+        self._list({INTRUDER: key}, "no longer listed as it was")
+        try:
+            yield
+        finally:
+            self._list({}, "read again")
+
+    def _list(self, instead: Mapping[str, str], event: str) -> None:
+        """Returns when everybody has logged that event; who is left out is so once nobody vouches for it any more."""
+        marks = {daemon: daemon.log_bytes() for daemon in self._cluster}
+        self._cluster.list(instead)
+        ends = time.monotonic() + LONG_S
+        for daemon, mark in marks.items():
+            while not any(event in line["event"] for line in daemon.events(mark)):
+                assert time.monotonic() < ends, f"{daemon.box.name} has not logged: {event}"
+                time.sleep(0.02)
+
+    def _places(self, ports: Iterable[int]) -> list[tuple[str, str]]:
+        boxes = [daemon.box for daemon in self._cluster]
+        return [(f"{box.address}:{port}", self._pair(box.name)[0]) for port in ports for box in boxes]
+
+    def _pair(self, name: str) -> list[str]:
+        secret = load_secret(self._cluster.key_file(name))
+        return [secret.public.decode(), secret.secret.decode()]
+
+    def _tell(self, places: list[tuple[str, str]], name: str, key: list[str], *, keep: bool = False) -> Found:
+        told = Try(places, name, key, self._places([CONTROL_PORT]), self._pair(GUEST), keep)
+        self._child.stdin.write(msgspec.json.encode(told).decode() + "\n")
+        self._child.stdin.flush()
+        return msgspec.json.decode(self._child.stdout.readline(), type=Found)
+
+
+if __name__ == "__main__":
+    child()
