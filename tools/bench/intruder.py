@@ -17,7 +17,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from edgemoe.cluster.data.messages import Fetch, Hello
 from edgemoe.cluster.wire.control_messages import Announce, GetPlan
 from edgemoe.cluster.wire.envelope import seal
 from edgemoe.cluster.wire.keys import load_secret
-from tools.testbed.daemons import BULK_PORT, CALLS_PORT, CONTROL_PORT, Cluster
+from tools.testbed.daemons import BULK_PORT, CALLS_PORT, CONTROL_PORT, Cluster, Daemon
 
 KINDS = ("wrong", "unlisted", "name", "server", "revoked", "replaced")
 INTRUDER, GUEST = "x", "y"  # boxes that are listed and have no daemon; the second one's key is always in order
@@ -166,20 +166,26 @@ class Intruder:
     @contextmanager
     def _listed_otherwise(self, key: str) -> Iterator[None]:
         """The intruder has another key in everybody's list, or none."""
-        self._list({INTRUDER: key}, "no longer listed as it was")
+        self._list({INTRUDER: key})
         try:
+            if not key:  # out for good when nobody vouches for it any more
+                self._wait(lambda daemon: INTRUDER not in _members(daemon))
             yield
         finally:
-            self._list({}, "read again")
+            self._list({})
 
-    def _list(self, instead: Mapping[str, str], event: str) -> None:
-        """Returns when everybody has logged that event; who is left out is so once nobody vouches for it any more."""
-        marks = {daemon: daemon.log_bytes() for daemon in self._cluster}
+    def _list(self, instead: Mapping[str, str]) -> None:
+        """Returns when everybody has read the list again."""
+        marks = {daemon.box.name: daemon.log_bytes() for daemon in self._cluster}
         self._cluster.list(instead)
+        self._wait(lambda daemon: any("read again" in line["event"] for line in daemon.events(marks[daemon.box.name])))
+
+    def _wait(self, condition: Callable[[Daemon], bool]) -> None:
+        """Until it holds for every box."""
         ends = time.monotonic() + LONG_S
-        for daemon, mark in marks.items():
-            while not any(event in line["event"] for line in daemon.events(mark)):
-                assert time.monotonic() < ends, f"{daemon.box.name} has not logged: {event}"
+        for daemon in self._cluster:
+            while not condition(daemon):
+                assert time.monotonic() < ends, f"{daemon.box.name} goes by another list"
                 time.sleep(0.02)
 
     def _places(self, ports: Iterable[int]) -> list[tuple[str, str]]:
@@ -195,6 +201,11 @@ class Intruder:
         self._child.stdin.write(msgspec.json.encode(told).decode() + "\n")
         self._child.stdin.flush()
         return msgspec.json.decode(self._child.stdout.readline(), type=Found)
+
+
+def _members(daemon: Daemon) -> set[str]:
+    """The boxes that it lets in."""
+    return {member["node"] for member in daemon.http.get("/health").json()["cluster"]["members"]}
 
 
 if __name__ == "__main__":
