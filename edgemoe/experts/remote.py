@@ -171,13 +171,13 @@ class LayerStep:
         tokens = np.unique(group.tokens)
         least, most = (max(1, size // (self.remote.shape.hidden * self.remote.shape.item_bytes)) for size in CALL_BYTES)
         most = int(min(most, max(least, CALL_S / max(offer.row_s, 1e-9))))
-        parts = [group] if len(tokens) <= most else [_within(group, part) for part in _cut(tokens, most)]
-        expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum())
-        expected_s += offer.unit_s * sum(float(work_units(part.offsets).sum()) for part in parts)
+        parts = -(-len(tokens) // most)
+        units = parts * float(work_units(-(-group.offsets // parts)).sum())
+        expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum()) + offer.unit_s * units
         late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
-        for part in parts:
-            job = Job(part, np.unique(part.tokens), late_s, set(tried))
-            self._call(job, offer.node)
+        for rows in np.array_split(tokens, parts):  # each is sent before the next one is put together
+            part = group if parts == 1 else _within(group, rows)
+            self._call(Job(part, rows, late_s, set(tried)), offer.node)
 
     def _call(self, job: Job, node: str) -> None:
         if self.host is None:
@@ -220,7 +220,10 @@ class LayerStep:
             self._add(job.rows, call.result)
             return
         self.reasons.append(str(call.error))
-        if not job.live:
+        if job.live:  # the other one may hang: this one may be asked again
+            job.tried.discard(call.node)
+            job.late_s = time.monotonic() + AGAIN_S
+        else:
             job.done = True
             self.remote.redone += 1
             self._assign(job.group, job.tried)
@@ -264,17 +267,18 @@ class LayerStep:
         self.remote.observe(units, max(0.0, time.perf_counter() - began_s - waited_s))
 
 
-def _within(group: Group, tokens: IntArray) -> Group:
-    """The group's calls of some tokens, sorted."""
-    kept = np.isin(group.tokens, tokens)
-    counts = np.add.reduceat(kept.astype(np.int64), group.offsets[:-1])
-    used = counts > 0
-    offsets = np.concatenate(([0], np.cumsum(counts[used])))
-    return Group(group.experts[used], offsets, group.calls[kept], group.tokens[kept], group.weights[kept])
-
-
-def _cut(tokens: IntArray, most: int) -> Sequence[IntArray]:
-    return np.array_split(tokens, -(-len(tokens) // most))
+def _within(group: Group, rows: IntArray) -> Group:
+    """The group's calls of some tokens, sorted, between which no other token of the group lies."""
+    kept = np.flatnonzero((group.tokens >= rows[0]) & (group.tokens <= rows[-1]))
+    ends = np.searchsorted(kept, group.offsets)
+    used = np.flatnonzero(np.diff(ends))
+    return Group(
+        group.experts[used],
+        np.append(ends[used], len(kept)),
+        group.calls[kept],
+        group.tokens[kept],
+        group.weights[kept],
+    )
 
 
 def _share(tokens: int, calls: float) -> float:

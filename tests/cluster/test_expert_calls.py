@@ -15,6 +15,7 @@ from checkpoints import tiny_checkpoint
 from engines import EXPERTS, LAYERS, EngineBox, adopt, meet, partial_store, plan_for, prompts, running, wait_for
 
 from edgemoe.cluster.wire.messages import Peers, Plan
+from edgemoe.experts import remote
 from edgemoe.pack import pack
 from edgemoe.types import BoolArray, pack_bits
 
@@ -181,6 +182,42 @@ def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
         assert time.monotonic() - began_s < 12
         assert a.tokens() == alone[1]
         brake.release.set()
+
+
+def test_a_peer_that_was_busy_is_asked_again_while_the_other_hangs(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        refused = []
+
+        def refuses(work: Any) -> str:
+            if len(refused) >= 4:
+                return ""
+            refused.append(work)
+            return "not now"
+
+        brake = Brake(b, after=2)
+        c.side._host.refuses = refuses  # type: ignore[method-assign]
+        began_s = time.monotonic()
+        assert a.generate(prompts()) == alone
+        assert time.monotonic() - began_s < 12
+        assert brake.reached.is_set(), "b was never asked"
+        assert len(refused) == 4
+        brake.release.set()
+
+
+def test_calls_on_many_rows_are_cut_and_add_up(
+    store: Path, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CALL_BYTES", (1, 700))
+    three = boxes(store, tmp_path, thirds(), TOTAL // 3 + 2)
+    compute_rather_than_fetch(*three)
+    with running(*three):
+        adopt(plan_for(three), *three)
+        assert three[0].generate(prompts()) == alone
+        assert three[0].remote.asked > 2 * LAYERS * (12 + 10)  # steps, and parts of prompts
 
 
 def test_a_peer_that_has_answered_since_is_not_silent_for_an_old_call(store: Path, tmp_path: Path) -> None:

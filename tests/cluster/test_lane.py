@@ -91,6 +91,25 @@ async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
         assert b.lane.rejected == 1
 
 
+async def test_more_questions_than_a_peer_takes_at_once_wait_and_are_all_answered() -> None:
+    under_way, most = 0, 0
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.02)
+        under_way -= 1
+        return Answer(question.message)
+
+    a, b = pair(serve)
+    async with running(a, b):
+        await connected(a, b)
+        answers = await asyncio.gather(*(a.lane.ask("b", Echo(str(n)), timeout_s=20) for n in range(1000)))
+    assert [answer.message.text for answer in answers] == [str(n) for n in range(1000)]
+    assert most > 30
+
+
 async def test_a_key_that_was_replaced_is_refused_on_the_connection_that_stands() -> None:
     a, b = pair()
     async with running(a, b):

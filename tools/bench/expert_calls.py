@@ -17,7 +17,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -97,7 +99,7 @@ class Box:
     """A box with so many of 16 experts of one layer, and an echo lane beside its calls lane. Made on its loop."""
 
     def __init__(self, node: str, key: Secret, shape: ExpertShape, threads: int, experts: int) -> None:
-        kernels = Kernels(threads, shape.bf16)
+        kernels = Kernels(threads, shape.bf16, Path(tempfile.gettempdir()) / "edgemoe-kernels")
         policy = LRU(1, EXPERTS)
         store = PeerStore(RandomStore(shape), NoShelf(), lambda _: "", shape.expert_bytes)
         policies = {Tier.RAM: policy, Tier.VRAM: policy}

@@ -24,22 +24,26 @@ from pathlib import Path
 
 import numpy as np
 
+from edgemoe.experts.files import padded
 from edgemoe.experts.manifest import Manifest
+from edgemoe.model.spec import spec_from_config
 from tools.bench.fault_rows import NODES, ROWS, TOKENS, Answers, Kind, Record, Trial
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Cluster, Daemon
 from tools.testbed.model import float32_demo, part_of
 
-EXPERTS, SLOT_BYTES = 192, 147456  # of the demo model in float32
+EXPERTS = 192  # of the demo model
 PROMPT_TOKENS, PROMPTS = 12, 16
 # --- running ----------------------------------------------------------------------------------------------------
 
 
 def common(store: Path, experts: int) -> dict[str, object]:
+    """Settings of a box with memory for so many experts at home."""
+    slot_bytes = padded(spec_from_config(Manifest.load(store).spec_config).expert_bytes)
     return {
         "model.path": store,
         "model.name": "m",
-        "memory.ram_bytes": (experts * 16 // 15 + 3) * SLOT_BYTES,
+        "memory.ram_bytes": (experts * 16 // 15 + 3) * slot_bytes,
         "memory.kv_bytes": "8MiB",
         "memory.headroom_bytes": 0,
         "device.0.kind": "cpu",

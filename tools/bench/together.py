@@ -1,6 +1,6 @@
 """Three boxes that help each other, against each on its own, and against passing whole requests on.
 
-    python -m tools.bench.together --prompts DIR --cpus 0.6 --disk-mb 20 --seconds 60
+    python -m tools.bench.together --prompts DIR --width 1024 --cpus 0.6 --disk-mb 125 --seconds 40
 
 Needs root. After the source's Table I (Prism, section II-B): each box gets requests of one task of its own, the first
 box twice as many; each has memory for a third of the experts and the whole model on its disk. In every arm each box
@@ -10,9 +10,10 @@ has the same share of the processor and the same rate of disk reads (control gro
     redirect   requests go to the least loaded box, whole; what is missing there comes from its disk
     together   every box serves its own; what is missing is computed by the box that has it
 
-Before, one box with all experts in memory answers every prompt: all arms must say the same, token by token. DIR has
-one file of prompts per task (JSON lines, gzip). Clients send the next request when the last is answered. Prints one
-JSON object for each arm.
+With `--width` the demo model's experts are padded with zeros to the size of a larger model's: they say the same, but
+read and compute as slowly. Before, one box with all experts in memory answers every prompt: all arms must say the
+same, token by token. DIR has one file of prompts per task (JSON lines, gzip). Clients send the next request when the
+last is answered. Prints one JSON object for each arm.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def _moved(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def references(folder: Path, store: Path, prompts: dict[str, list[str]], tokens: int) -> dict[str, str]:
+    """What one box with everything in memory says, without limits."""
     with Bed(["alone"]) as bed:
         daemon = Daemon(bed["alone"], folder / "big", common(store, EXPERTS))
         try:
@@ -147,10 +149,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--chars", type=int, default=200, help="of each prompt")
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--width", type=int, default=0, help="of the experts; 1024 makes them 2.4 MB")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgemoe-faults")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    store = float32_demo(args.work)
+    store = float32_demo(args.work, args.width)
     prompts = {name: prompts_of(args.prompts, task, 8, args.chars) for name, task in TASKS.items()}
     limits = Limits(cpus=args.cpus, disk_bytes_per_s=int(args.disk_mb * 1e6), disk_of=store)
     with tempfile.TemporaryDirectory(dir=args.work, prefix="together-") as scratch:

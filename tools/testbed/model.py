@@ -17,20 +17,39 @@ from edgemoe.experts.manifest import MANIFEST, Manifest
 from edgemoe.pack import ensure_store
 
 
-def float32_demo(folder: Path) -> Path:
-    """Packs it below `folder`, unless it lies there already; the store."""
-    checkpoint = folder / "demo-float32"
+def float32_demo(folder: Path, width: int = 0) -> Path:
+    """Packs it below `folder`, unless it lies there already; the store.
+
+    With a `width`, its experts are that wide: what is added is zero, so that they are larger and slower, and say the
+    same.
+    """
+    checkpoint = folder / (f"demo-float32-{width}" if width else "demo-float32")
     if not checkpoint.exists():
-        fresh = folder / "demo-float32.new"
+        fresh = checkpoint.with_suffix(".new")
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.copytree(model_path(), fresh)
-        weights = {name: tensor.to(torch.float32) for name, tensor in load_file(fresh / "model.safetensors").items()}
-        save_file(weights, fresh / "model.safetensors", {"format": "pt"})
         config = json.loads((fresh / "config.json").read_text())
         config["torch_dtype"] = "float32"
+        if width:
+            config["moe_intermediate_size"] = config["intermediate_size"] = width
         (fresh / "config.json").write_text(json.dumps(config, indent=1))
+        weights = {
+            name: _wide(name, tensor.to(torch.float32), width)
+            for name, tensor in load_file(fresh / "model.safetensors").items()
+        }
+        save_file(weights, fresh / "model.safetensors", {"format": "pt"})
         fresh.rename(checkpoint)
     return ensure_store(checkpoint, folder / "stores")
+
+
+def _wide(name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """An expert's matrix with zeros up to `width`."""
+    if not width or ".experts." not in name:
+        return tensor
+    rows, columns = tensor.shape
+    wide = torch.zeros((rows, width) if name.endswith("down_proj.weight") else (width, columns))
+    wide[:rows, :columns] = tensor
+    return wide
 
 
 def part_of(store: Path, folder: Path, keep: Callable[[int, int], bool]) -> Path:

@@ -99,19 +99,23 @@ class PeerStore:
     async def _fetch(self, layer: int, expert: int, into: memoryview) -> list[str] | None:
         """None when it is there, else why not. Who does not answer as usual is left for another, then tried again."""
         reasons: list[str] = []
-        sources = self._sources(layer, expert)
-        usual = [(peer.node, max(LATE_S, LATE_FACTOR * self._expected_s(peer))) for peer in sources]
-        hasty = [(node, late_s) for node, late_s in usual if late_s < self._timeout_s] if len(sources) > 1 else []
-        for node, timeout_s in [*hasty, *((peer.node, self._timeout_s) for peer in sources)]:
-            try:
-                await self._fetch_from(node, layer, expert, into[: self._size], timeout_s)
-            except (PeerError, CorruptExpert) as error:
-                reasons.append(str(error))
-                if isinstance(error, PeerUnavailable) and (peer := self._peers().get(node)) is not None:
-                    peer.failed(timeout_s)
-                continue
-            self.fetched += 1
-            return None
+        patience, patient = 1.0, False
+        while not patient:
+            sources = self._sources(layer, expert)
+            usual = [max(LATE_S, LATE_FACTOR * self._expected_s(peer)) for peer in sources]
+            patient = len(sources) <= 1 or patience * min(usual) >= self._timeout_s
+            for peer, late_s in zip(sources, usual, strict=True):
+                timeout_s = self._timeout_s if patient else min(self._timeout_s, patience * late_s)
+                try:
+                    await self._fetch_from(peer.node, layer, expert, into[: self._size], timeout_s)
+                except (PeerError, CorruptExpert) as error:
+                    reasons.append(str(error))
+                    if isinstance(error, PeerUnavailable):
+                        peer.failed(timeout_s)
+                    continue
+                self.fetched += 1
+                return None
+            patience *= LATE_FACTOR
         return reasons
 
     def _sources(self, layer: int, expert: int) -> list[PeerState]:

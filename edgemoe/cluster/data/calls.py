@@ -169,12 +169,19 @@ class Calls:
             self._measure(peer, call, served_s)
 
     def _measure(self, peer: PeerState, call: RemoteCall, served_s: float) -> None:
-        peer.heard_s = time.monotonic()
-        took_s = peer.heard_s - call.asked_s
+        now_s, before_s, size = time.monotonic(), peer.answered_s, call.work.hidden.nbytes
+        took_s = now_s - call.asked_s
+        way_s = max(0.0, took_s - served_s)
+        peer.heard_s = peer.answered_s = now_s
         peer.silent = False
         peer.calls += 1
         peer.busy_s += took_s
-        peer.measure_way(2 * call.work.hidden.nbytes, max(0.0, took_s - served_s))
+        if before_s <= call.asked_s:
+            peer.measure_way(2 * size, way_s)
+        else:  # it waited for others, on the way and there
+            served_s = min(served_s, now_s - before_s)
+            if size > SMALL_BYTES:
+                peer.measure_flow(size, min(way_s / 2, now_s - before_s))
         peer.measure_work(float(work_units(call.work.offsets).sum()), served_s)
 
     def _note_failure(self, peer: PeerState, call: RemoteCall, error: EdgemoeError) -> None:

@@ -1,8 +1,9 @@
 """One peer as its callers see it: what it has, how fast the way to it is, and how fast it computes.
 
 Times are measured on every call. Of a call's time, what the peer says that it spent itself is its own; the rest is
-the way: a round trip, and seconds per byte. A call without an answer counts as at least as slow as it is old, so that
-a peer that stops answering loses its work before any time-out says so.
+the way: a round trip, and seconds per byte. Where calls follow each other closely, they wait for each other on the way;
+then what lies between two answers tells the rate. A call without an answer counts as at least as slow as it is old, so
+that a peer that stops answering loses its work before any time-out says so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class PeerState:
         self.ready = False  # it has said hello, for the same model, on the connection that stands
         self.silent = False  # a call was not answered in time, and nothing has been heard since it was asked
         self.heard_s = -np.inf  # when its last answer came
+        self.answered_s = -np.inf  # to a call
         self.refused = ""  # why it cannot help
         self.ram: BoolArray = np.zeros((layers, experts), np.bool_)  # [L, E] in its memory
         self.disk: BoolArray = np.zeros((layers, experts), np.bool_)
@@ -57,6 +59,10 @@ class PeerState:
         else:
             rate = max(0.0, seconds - self.latency_s) / size_bytes
             self.s_per_byte += RECENT * (max(rate, 1e-11) - self.s_per_byte)
+
+    def measure_flow(self, size_bytes: int, seconds: float) -> None:
+        """So many bytes, each way, in the time since the last answer, while both ways were busy."""
+        self.s_per_byte += RECENT * (max(seconds / size_bytes, 1e-11) - self.s_per_byte)
 
     def measure_work(self, units: float, seconds: float) -> None:
         """It computed so many units in the time that it states."""

@@ -28,7 +28,8 @@ from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable,
 log = logging.getLogger(__name__)
 M = TypeVar("M")
 HWM_MESSAGES = 256
-SERVED_AT_ONCE = 64  # questions of one peer
+SERVED_AT_ONCE = 64  # questions of one peer; beyond it they are sent away
+ASKED_AT_ONCE = 48  # at most, of one peer: others wait for credits
 BURST = 16  # messages read in one go
 REFUSED_S = 0.5  # before a peer that refused our key is tried again
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -151,7 +152,7 @@ class Lane(Generic[M]):
     ) -> Answer[M]:
         """The peer's answer. Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`."""
         link = self._link(node)
-        size = sum(memoryview(t).nbytes for t in tensors) + 1
+        size = max(sum(memoryview(t).nbytes for t in tensors), self._credits_bytes // ASKED_AT_ONCE + 1)
         taken, id = 0, next(self._ids)
         future: asyncio.Future[Answer[M]] = asyncio.get_running_loop().create_future()
         ends = asyncio.get_running_loop().time() + timeout_s
