@@ -80,7 +80,7 @@ class Tiers:
         self.on_disk = np.ones((shape.layers, shape.experts), np.bool_) if on_disk is None else on_disk
         math = ExpertMath(kernels)
         math.calibrate(shape.hidden, shape.width, shape.bf16)
-        self._crossover = math.crossover
+        self._math = math
         self.devices = [_open(device, shape, ram, math) for device in devices if device.kind != "cpu"]
         pools = [
             Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices
@@ -106,7 +106,7 @@ class Tiers:
 
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
         """The same experts for one more thread, which brings its own kernels."""
-        math = ExpertMath(kernels, self._crossover)
+        math = self._math.twin(kernels)
         computes = [compute.twin(math) for compute in self._computes]
         return TieredExperts(self.shape, self.residency, self.mover, computes, prefetch=False, deadline_s=deadline_s)
 

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.kernels import attention, experts
+from edgemoe.kernels import attention, experts, many, prefill
 from edgemoe.kernels.attention import ATTENTION, make_attention
 from edgemoe.kernels.experts import EXPERTS, make_experts
 from edgemoe.kernels.layer import make_layer
 from edgemoe.kernels.linear import LINEAR, make_linear
 from edgemoe.kernels.machine import place_of
 from edgemoe.kernels.machine_code import link
+from edgemoe.kernels.many import MANY, make_many
 from edgemoe.kernels.pool import HELP, PAUSES, Pool
+from edgemoe.kernels.prefill import PREFILL, make_prefill
 from edgemoe.kernels.vector import make_pack_all
 
 IntArray = npt.NDArray[np.int64]
@@ -52,10 +54,14 @@ class Kernels:
         _, linear, linear_code = make_linear(bf16)
         _, attention, attention_code = make_attention(bf16)
         pack = make_pack_all(bf16)
+        many, many_code = make_many(bf16)
+        prefill, prefill_code = make_prefill(bf16)
         every = (HELP, PAUSES, *layer_code, *experts_code, *linear_code, *attention_code, pack)
+        every = (*every, *many_code, *prefill_code)
         link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
         self._layer, self._head, self._experts = layer.call, head.call, experts.call
         self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
+        self._many, self._prefill = many.call, prefill.call
         self.pool = Pool(threads)
         self.close = self.pool.close
         self._scratch: dict[str, npt.NDArray[Any]] = {}
@@ -112,6 +118,30 @@ class Kernels:
         job["count"] = slots
         self._expert_sizes = (hidden, width, tokens, pairs, slots)
 
+    def many_tokens(
+        self,
+        slab: int,
+        stride_bytes: int,
+        slots: IntArray,
+        offsets: IntArray,
+        index: IntArray,
+        weights: FloatArray,
+        x: int,
+        out: int,
+        hidden: int,
+        width: int,
+    ) -> None:
+        """As `experts`, for many tokens each; `x` is in the weights' type, `hidden` and `width` are even."""
+        job = np.zeros(1, MANY)
+        groups, firsts = many.group_pairs(offsets)
+        for name, count in many.scratch_floats(hidden, width, len(groups), len(slots)).items():
+            job[name] = self.scratch(f"many.{name}", count)
+        job["slab"], job["stride"], job["slots"], job["count"] = slab, stride_bytes, slots.ctypes.data, len(slots)
+        job["index"], job["weights"], job["x"], job["out"] = index.ctypes.data, weights.ctypes.data, x, out
+        job["hidden"], job["width"], job["groups"] = hidden, width, groups.ctypes.data
+        job["group_count"], job["firsts"] = len(groups), firsts.ctypes.data
+        self._many(self.pool.control, job.ctypes.data)
+
     def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
         """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
         packed = self.scratch("linear.x", tokens * n)
@@ -133,6 +163,23 @@ class Kernels:
         job = self.attention_record(tokens, tables, contexts, cache)
         job["queries"], job["out"], job["plain"] = packed, out, 1
         self._attention(self.pool.control, job.ctypes.data)
+
+    def prefill(self, queries: int, tokens: int, table: IntArray, context: int, cache: Paged, out: int) -> None:
+        """The last `tokens` of one sequence's `context`: out [tokens, heads, head_dim] in the model's type.
+
+        `queries` as `out`, after rotary; `table` [blocks]. The chunk's own keys and values are in the cache already.
+        """
+        shape = (cache.heads, cache.kv_heads)
+        span = prefill.span_tokens(*shape, tokens, self.pool.threads)
+        piece = prefill.scratch_floats(*shape, cache.head_dim, span)
+        job = np.zeros(1, PREFILL)
+        job["queries"], job["out"], job["tokens"], job["heads"], job["kv_heads"] = queries, out, tokens, *shape
+        job["head_dim"], job["table"], job["context"] = cache.head_dim, table.ctypes.data, context
+        job["keys"], job["values"] = cache.keys, cache.values
+        job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
+        job["scratch"] = self.scratch("prefill", cache.kv_heads * -(-tokens // span) * piece)
+        job["span"], job["piece_bytes"] = span, 4 * piece
+        self._prefill(self.pool.control, job.ctypes.data)
 
     def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged) -> npt.NDArray[np.void]:
         """An ATTENTION record with everything but queries, out and plain. Keep the arrays while it is used."""

@@ -44,6 +44,19 @@ AHEAD_BYTES = 4096  # prefetched into the second-level cache: 35 GB/s on two cor
 Dots = Callable[[int, int, int, int, int, int, int, int], None]
 
 
+def prefetch(builder: Any, address: Any) -> None:
+    """Writes a prefetch into the second-level cache."""
+    byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    hints = [ir.Constant(i32, hint) for hint in (0, 2, 1)]  # to read, into the second level, data
+    builder.call(fetch, [builder.inttoptr(address, byte), *hints])
+
+
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
 class _Emitter:
     """Writes the loop over one row of weights and `tokens` vectors."""
 
@@ -59,16 +72,6 @@ class _Emitter:
         """Addresses of the packed vectors that `index` names."""
         rows = [self.load(index, ir.Constant(I64, 8 * token), I64) for token in range(self.tokens)]
         return [self.b.add(x, self.b.mul(x_stride, row)) for row in rows]
-
-    def prefetch(self, address: Any) -> None:
-        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        fetch = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
-        hints = [ir.Constant(i32, hint) for hint in (0, 2, 1)]  # to read, into the second level, data
-        self.b.call(fetch, [self.b.inttoptr(address, byte), *hints])
-
-    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
-        return self.b.fadd(self.b.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
     def weights(self, w: Any, offset: Any) -> list[Any]:
         """One vector of float32, or the even and the odd ones of bf16."""
@@ -90,12 +93,12 @@ class _Emitter:
         parts = 2 if self.bf16 else 1
         sums = [[b.phi(self.vector) for _ in range(parts)] for _ in range(self.tokens)]
         place = b.mul(block, ir.Constant(I64, 4 * LANES))
-        self.prefetch(b.add(soon, place))
+        prefetch(b, b.add(soon, place))
         weights = self.weights(w, place)
         start = b.mul(block, ir.Constant(I64, 4 * LANES * parts))
         totals = [
             [
-                self.multiply_add(weights[i], self.load(vector, b.add(start, self.bytes(i)), self.vector), phis[i])
+                multiply_add(b, weights[i], self.load(vector, b.add(start, self.bytes(i)), self.vector), phis[i])
                 for i in range(parts)
             ]
             for vector, phis in zip(vectors, sums, strict=True)

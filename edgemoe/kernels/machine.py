@@ -227,5 +227,5 @@ def call_chunk(typing: Any, function: Any, job: Any, number: Any) -> Any:
 def call_rows(
     typing: Any, fn: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
 ) -> Any:
-    """Calls what `dot.make_rows` made."""
+    """Calls what `dot.make_rows` or `tile.make_tile` made."""
     return types.void(*[types.int64] * 12), _call

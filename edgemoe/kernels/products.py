@@ -1,7 +1,7 @@
-"""Experts of one layer, by whichever way is the faster one: the CPU kernel for a few tokens per expert, torch's
-products for many, and always on a GPU.
+"""Experts of one layer, by whichever way is the fastest: the CPU kernels, torch's products where these are better at
+many tokens per expert, and always on a GPU.
 
-Both read the experts in their slots; nothing is gathered. Only this file of the package needs torch.
+All read the experts in their slots; nothing is gathered. Only this file of the package needs torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch.nn.functional import grouped_mm, silu
 
 from edgemoe.kernels.compute import FloatArray, IntArray, Kernels
 
-TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # tokens per expert at which the two ways are timed
+TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at which the ways are timed
 FEW_TOKENS = 128  # of one expert; up to here their number is rounded up to an eighth of this, then to a half
-KERNEL_BYTES = 64 << 20  # of intermediate values, at most
+SCRATCH_BYTES = 32 << 20  # of intermediate values of one call, if one expert alone needs no more
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
+Way = Callable[..., None]
 
 
 class ExpertSlab:
@@ -36,11 +37,14 @@ class ExpertSlab:
 
 
 class ExpertMath:
-    """Called on the compute thread only."""
+    """Called on the compute thread only.
 
-    def __init__(self, kernels: Kernels | None = None, crossover: float = 8.0) -> None:
-        """`crossover` is the mean number of tokens per expert from which torch's products are used."""
-        self._kernels, self.crossover = kernels, crossover
+    Three ways, by the mean number of tokens per expert: dot products for a few, tiles from `tiles_from` on, torch's
+    products from `products_from` on, and always without kernels.
+    """
+
+    def __init__(self, kernels: Kernels | None = None, tiles_from: float = 8.0, products_from: float = np.inf) -> None:
+        self._kernels, self.tiles_from, self.products_from = kernels, tiles_from, products_from
 
     def add(
         self,
@@ -57,48 +61,46 @@ class ExpertMath:
         Slot i serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x` [T, H], in the slab's
         type, with routing weight `weights[p]`.
         """
-        few = len(index) < self.crossover * len(slots) and 4 * len(index) * slab.width <= KERNEL_BYTES
-        if self._kernels is not None and few and slab.device.type == "cpu":
-            self._by_kernel(slab, slots, offsets, index, weights, x, out)
-        else:
+        tokens = len(index) / max(len(slots), 1)
+        if self._kernels is None or slab.device.type != "cpu" or tokens >= self.products_from:
             by_products(slab, slots, offsets, index, weights, x, out)
-
-    def _by_kernel(
-        self,
-        slab: ExpertSlab,
-        slots: IntArray,
-        offsets: IntArray,
-        index: IntArray,
-        weights: FloatArray,
-        x: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        assert self._kernels is not None
-        self._kernels.experts(
-            slab.address,
-            slab.stride_bytes,
-            slots,
-            offsets,
-            index,
-            weights,
-            x.data_ptr(),
-            slab.bf16,
-            out.data_ptr(),
-            len(x),
-            slab.hidden,
-            slab.width,
-        )
+            return
+        tiles = tokens >= self.tiles_from and slab.hidden % 2 == slab.width % 2 == 0
+        for first, after in _pieces(offsets, slab):
+            start, end = offsets[first], offsets[after]
+            part = (slots[first:after], offsets[first : after + 1] - start, index[start:end], weights[start:end])
+            job = (slab.address, slab.stride_bytes, *part, x.data_ptr())
+            if tiles:
+                self._kernels.many_tokens(*job, out.data_ptr(), slab.hidden, slab.width)
+            else:
+                self._kernels.experts(*job, slab.bf16, out.data_ptr(), len(x), slab.hidden, slab.width)
 
     def calibrate(self, hidden: int, width: int, bf16: bool) -> None:
-        """Measures the crossover for experts of this shape; takes about a tenth of a second."""
+        """Measures from where on which way is the fastest for experts of this shape; takes some tenths of a second."""
         if self._kernels is None:
             return
         trial = _Trial(hidden, width, bf16)
-        for tokens in TRIED_TOKENS:
-            self.crossover = float(tokens)
-            if trial.seconds(by_products, tokens) < trial.seconds(self._by_kernel, tokens):
-                return
-        self.crossover = float("inf")
+        few, many = ExpertMath(self._kernels, np.inf).add, ExpertMath(self._kernels, 0.0).add
+        self.tiles_from = trial.first_faster(many, few)
+        self.products_from = trial.first_faster(by_products, ExpertMath(self._kernels, self.tiles_from).add)
+
+    def twin(self, kernels: Kernels | None) -> ExpertMath:
+        """One for another thread, with kernels of its own."""
+        return ExpertMath(kernels, self.tiles_from, self.products_from)
+
+
+def _pieces(offsets: IntArray, slab: ExpertSlab) -> list[tuple[int, int]]:
+    """Runs of slots whose intermediate values fit, mostly one; a run has at least one slot."""
+    most = max(1, SCRATCH_BYTES // (4 * (slab.hidden + slab.width)))  # pairs
+    slots = len(offsets) - 1
+    if offsets[-1] <= most:
+        return [(0, slots)]
+    cuts, first = [], 0
+    while first < slots:
+        after = max(first + 1, int(np.searchsorted(offsets, offsets[first] + most, side="right")) - 1)
+        cuts.append((first, after))
+        first = after
+    return cuts
 
 
 def by_products(
@@ -179,7 +181,11 @@ class _Trial:
         weights = torch.randn(self._experts, size // dtype.itemsize).mul_(0.02).to(dtype)
         self._slab = ExpertSlab(weights.view(torch.uint8), hidden, width, bf16)
 
-    def seconds(self, way: Callable[..., None], tokens: int) -> float:
+    def first_faster(self, way: Way, than: Way) -> float:
+        """From how many tokens per expert on `way` is faster; infinite where it never is."""
+        return next((float(n) for n in TRIED_TOKENS if self.seconds(way, n) < self.seconds(than, n)), np.inf)
+
+    def seconds(self, way: Way, tokens: int) -> float:
         """The best of three, with so many tokens for each expert."""
         slots, offsets = np.arange(self._experts), np.arange(self._experts + 1) * tokens
         index = np.tile(np.arange(tokens), self._experts)

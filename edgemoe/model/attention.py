@@ -1,8 +1,8 @@
 """Attention of one step over paged keys and values.
 
-Sequences that contribute one token are served together: on the CPU by the paged kernel, elsewhere from their
-gathered blocks. A prefilling sequence's blocks are gathered for itself, and its queries go in tiles, so that memory
-grows with the context and not with its square.
+On the CPU kernels read the pages where they lie: one serves all sequences that contribute one token, another each
+prefilling sequence. Elsewhere blocks are gathered, and a prompt's queries go in tiles, so that memory grows with the
+context and not with its square.
 """
 
 from __future__ import annotations
@@ -72,12 +72,21 @@ class StepAttention:
         self._kv.data[self._blocks, layer, 0, :, self._places] = k
         self._kv.data[self._blocks, layer, 1, :, self._places] = v
         out = torch.empty_like(q)
+        prompt = self._prefill_by_kernel if self._kernels is not None else self._prefill
         for prefill in self._prefills:
-            out[prefill.first : prefill.after] = self._prefill(layer, prefill, q)
+            out[prefill.first : prefill.after] = prompt(layer, prefill, q)
         if len(self._single_rows):
             single = self._by_kernel if self._kernels is not None else self._gathered
             out[self._single_rows] = single(layer, q[self._single_rows]).to(q.dtype)
         return out.flatten(1)
+
+    def _prefill_by_kernel(self, layer: int, prefill: Prefill, q: torch.Tensor) -> torch.Tensor:
+        assert self._kernels is not None
+        queries = q[prefill.first : prefill.after].contiguous()
+        out, table = torch.empty_like(queries), prefill.blocks.numpy()
+        pages = paged(self._spec, self._kv, layer)
+        self._kernels.prefill(queries.data_ptr(), len(queries), table, prefill.context, pages, out.data_ptr())
+        return out
 
     def _prefill(self, layer: int, prefill: Prefill, q: torch.Tensor) -> torch.Tensor:
         needed = -(-prefill.context // BLOCK_TOKENS)

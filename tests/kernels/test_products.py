@@ -1,4 +1,4 @@
-"""The two ways of computing experts give the same sums."""
+"""The ways of computing experts give the same sums."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from edgemoe.kernels import products
 from edgemoe.kernels.compute import Kernels
 from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products, grouped, one_by_one
 
@@ -44,16 +45,30 @@ def _expected(slab: ExpertSlab, tokens: int, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_both_ways_equal_the_definition(kernels: Kernels, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 5, 40, 70])
+def test_all_ways_equal_the_definition(kernels: Kernels, tokens: int) -> None:
     slab = _slab(kernels.bf16)
     x = torch.randn(tokens, HIDDEN).to(slab.down.dtype)
     expected = _expected(slab, tokens, x)
-    for crossover in (0.0, float("inf")):
+    never = float("inf")
+    for way in (ExpertMath(kernels, never), ExpertMath(kernels, 0.0), ExpertMath(kernels, never, 0.0)):
         out = torch.ones(tokens, HIDDEN)
-        ExpertMath(kernels, crossover).add(slab, *_calls(tokens), x, out)
-        rounding = 0.05 if kernels.bf16 and not crossover else 1e-4
+        way.add(slab, *_calls(tokens), x, out)
+        rounding = 0.05 if kernels.bf16 else 1e-4
         torch.testing.assert_close(out.double(), expected, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("tiles_from", [0.0, float("inf")], ids=["tiles", "dots"])
+def test_calls_whose_scratch_memory_would_be_too_large_are_cut(
+    kernels: Kernels, tiles_from: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab = _slab(kernels.bf16)
+    x = torch.randn(40, HIDDEN).to(slab.down.dtype)
+    whole, cut = torch.zeros(40, HIDDEN), torch.zeros(40, HIDDEN)
+    ExpertMath(kernels, tiles_from).add(slab, *_calls(40), x, whole)
+    monkeypatch.setattr(products, "SCRATCH_BYTES", 1)
+    ExpertMath(kernels, tiles_from).add(slab, *_calls(40), x, cut)
+    torch.testing.assert_close(cut, whole, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
@@ -79,7 +94,8 @@ def test_a_gpu_gives_the_same_sums(bf16: bool, tokens: int) -> None:
     torch.testing.assert_close(out.double().cpu(), _expected(slab, tokens, x), atol=rounding, rtol=rounding)
 
 
-def test_the_crossover_is_measured(kernels: Kernels) -> None:
-    math = ExpertMath(kernels, crossover=0.0)
+def test_which_way_is_the_fastest_is_measured(kernels: Kernels) -> None:
+    math = ExpertMath(kernels, tiles_from=0.0, products_from=0.0)
     math.calibrate(256, 128, kernels.bf16)
-    assert math.crossover >= 1.0
+    assert math.tiles_from >= 1.0
+    assert math.products_from >= 1.0

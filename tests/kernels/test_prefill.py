@@ -1,0 +1,86 @@
+"""Attention of prompts, and the product that it and the experts of prompts share."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from edgemoe.kernels.compute import Kernels, Paged
+from edgemoe.kernels.tile import make_tile, panel_words
+
+BLOCK = 16
+
+
+class Prompt:
+    """Queries, and the keys and values of their whole context in blocks that lie in no order."""
+
+    def __init__(self, kernels: Kernels, context: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        torch.manual_seed(context)
+        dtype = torch.bfloat16 if kernels.bf16 else torch.float32
+        self.kernels, self.context, self.shape = kernels, context, (heads, kv_heads, head_dim)
+        blocks = -(-context // BLOCK)
+        self.data = torch.randn(blocks + 2, 2, kv_heads, BLOCK, head_dim).to(dtype)
+        self.table = np.random.default_rng(0).permutation(blocks + 2)[:blocks]
+        self.queries = torch.randn(context, heads, head_dim).to(dtype)
+
+    def attend(self, tokens: int, context: int) -> torch.Tensor:
+        """Of the last `tokens` of the first `context`."""
+        size, data = self.data.element_size(), self.data
+        strides = {"block_stride": data.stride(0) * size, "head_stride": data.stride(2) * size}
+        keys = data.data_ptr()
+        pages = Paged(*self.shape, keys=keys, values=keys + data.stride(1) * size, **strides)
+        queries = self.queries[context - tokens : context].contiguous()
+        out = torch.full_like(queries, torch.nan)
+        self.kernels.prefill(queries.data_ptr(), tokens, self.table, context, pages, out.data_ptr())
+        return out
+
+    def expected(self, tokens: int) -> torch.Tensor:
+        """Of the last tokens, by definition."""
+        pages = self.data[torch.from_numpy(self.table)].double()
+        keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, : self.context].unbind(0)
+        mask = torch.arange(self.context)[None] <= torch.arange(self.context - tokens, self.context)[:, None]
+        queries = self.queries[-tokens:].double().transpose(0, 1)[None]
+        result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        return result[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 3, 24), (16, 1, 128), (4, 2, 10)])
+@pytest.mark.parametrize(("tokens", "context"), [(2, 2), (37, 37), (70, 700), (5, 129)])
+def test_a_chunk_attends_to_all_that_came_before(
+    kernels: Kernels, tokens: int, context: int, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    prompt = Prompt(kernels, context, heads, kv_heads, head_dim)
+    rounding = 0.02 if kernels.bf16 else 1e-5
+    result = prompt.attend(tokens, context)
+    torch.testing.assert_close(result.double(), prompt.expected(tokens), atol=rounding, rtol=rounding)
+
+
+def test_a_token_gets_the_same_bits_however_the_prompt_is_cut(kernels: Kernels) -> None:
+    prompt = Prompt(kernels, 300, 8, 2, 64)
+    whole = prompt.attend(300, 300)
+    cuts = [0, 7, 100, 101, 164, 300]
+    pieces = [prompt.attend(after - first, after) for first, after in pairwise(cuts)]
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("rows", "elements", "columns"), [(1, 2, 16), (13, 70, 32), (24, 64, 48)])
+def test_a_tile_is_the_product_of_rows_and_columns(
+    kernels: Kernels, pairs: bool, rows: int, elements: int, columns: int
+) -> None:
+    tile = make_tile(kernels.bf16, pairs)
+    torch.manual_seed(rows)
+    dtype = torch.bfloat16 if kernels.bf16 else torch.float32
+    a, x = torch.randn(rows, elements).to(dtype), torch.randn(columns, elements).to(dtype)
+    panel = (x.view(torch.float32) if kernels.bf16 and pairs else x.float()).T.contiguous()
+    assert len(panel) == panel_words(elements, kernels.bf16, pairs)
+    c, line = torch.ones(rows, columns), elements * a.element_size()
+    for fresh in (0, 1, 0):
+        before = torch.zeros(()) if fresh else c.double()
+        job = (a.data_ptr(), line, rows, a.data_ptr(), panel.data_ptr(), 4 * columns, line // 4)
+        tile.call(*job, c.data_ptr(), 4 * columns, columns, fresh)
+        torch.testing.assert_close(c.double(), before + a.double() @ x.double().T, atol=1e-4, rtol=1e-4)
