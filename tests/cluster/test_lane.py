@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from boxes import Box, Echo, running, secret, until
 
@@ -89,6 +94,66 @@ async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
         with pytest.raises(PeerUnavailable):
             await a.lane.ask("b", Echo("after"), timeout_s=0.5)
         assert b.lane.rejected == 1
+
+
+class Wire:
+    """A cable that can break on the asking side alone, as where the other end is stopped, or does not hear of it."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._door.getsockname()[1])
+        self._near: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._go(self._accept)
+
+    def _go(self, work: Callable[..., None], *arguments: socket.socket) -> None:
+        self._threads.append(threading.Thread(target=work, args=arguments))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, far = self._door.accept()[0], socket.create_connection(("127.0.0.1", self._target))
+                self._near.append(near)
+                self._go(self._carry, near, far)
+                self._go(self._carry, far, near)
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        if sink in self._near:  # the far end has closed; it never hears of the near one
+            sink.close()
+            source.close()
+
+    def break_near_end(self) -> None:
+        for near in self._near:
+            with contextlib.suppress(OSError):
+                near.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """When both ends are closed."""
+        self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+async def test_a_box_that_comes_back_before_its_loss_is_noticed_is_heard_again() -> None:
+    a, b = pair()
+    wire = Wire(b.port)
+    async with running(a, b):
+        a.lane.connect(msgspec.structs.replace(b.peer, address=f"127.0.0.1:{wire.port}"))
+        await until(lambda: a.lane.is_up("b"))
+        for _ in range(3):
+            await a.lane.ask("b", Echo("before"), timeout_s=5)
+            wire.break_near_end()
+            await until(lambda: not a.lane.is_up("b"))
+            await until(lambda: a.lane.is_up("b"))
+        assert (await a.lane.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
+    await asyncio.to_thread(wire.close)
 
 
 async def test_more_questions_than_a_peer_takes_at_once_wait_and_are_all_answered() -> None:

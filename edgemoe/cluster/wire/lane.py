@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -87,6 +88,8 @@ class Lane(Generic[M]):
         self._ids = itertools.count(1)
         self._router = self._socket(zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
+        # A box that lost its connection may be back before this end has noticed: else ZeroMQ would ignore the new one.
+        self._router.set(zmq.ROUTER_HANDOVER, 1)
         self._router.set(zmq.CURVE_SERVER, 1)
         self._group: asyncio.TaskGroup | None = None
 
@@ -240,7 +243,7 @@ class Lane(Generic[M]):
             if count % BURST == 0:  # reading what is there already does not let others run
                 await asyncio.sleep(0)
             identity, *frames = await self._router.recv_multipart(copy=False)
-            peer, _, boot = bytes(identity.buffer).decode("ascii", "replace").partition(":")
+            peer, boot = _who(bytes(identity.buffer))
             if not frames or self._net.allowed.name_of(_key_of(frames[0])) != peer:
                 self._reject(peer, WireError("the name does not belong to the key, or the key was revoked"))
                 continue
@@ -311,11 +314,18 @@ class Lane(Generic[M]):
         socket.set(zmq.CURVE_SECRETKEY, self._net.secret.secret)
         socket.set(zmq.CURVE_PUBLICKEY, self._net.secret.public)
         if kind == zmq.DEALER:
-            socket.set(zmq.IDENTITY, f"{self._net.node}:{self._net.boot}".encode())
+            # with a part that only the peer learns, so that nobody else can take the connection over
+            socket.set(zmq.IDENTITY, f"{self._net.node}:{self._net.boot}:{secrets.token_hex(8)}".encode())
         if self._heartbeat_s:
             socket.set(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
             socket.set(zmq.HEARTBEAT_TIMEOUT, int(self._heartbeat_s * 3000))
         return socket
+
+
+def _who(identity: bytes) -> tuple[str, str]:
+    """The node and the incarnation that a connection claims to be."""
+    node, boot, *_ = [*identity.decode("ascii", "replace").split(":"), ""]
+    return node, boot
 
 
 def _key_of(frame: zmq.Frame) -> bytes:
