@@ -90,7 +90,7 @@ class Trial:
     def coordination(self, since_s: float) -> Record:
         """When a new leader was there after `since_s`, and whether anybody followed a deposed one."""
         led: list[float] = []
-        stale = 0
+        stale: list[Record] = []
         for daemon in self.cluster:
             highest = 0
             for event in daemon.events(0):
@@ -98,9 +98,9 @@ class Trial:
                 if event["event"] == "leading" and _clock(event) >= since_s:
                     led.append(_clock(event) - since_s)
                 if event["event"] in ("leader", "leading"):
-                    stale += epoch < highest
+                    stale += [event | {"box": daemon.box.name, "after": highest}] if epoch < highest else []
                     highest = max(highest, epoch)
-        return {"new_epoch_s": round(min(led), 3) if led else None, "stale_obeyed": stale}
+        return {"new_epoch_s": round(min(led), 3) if led else None, "stale_obeyed": len(stale), "stale": stale[-1:]}
 
 
 def _clock(event: Record) -> float:
@@ -155,7 +155,8 @@ def leader_stop(trial: Trial) -> Record:
     thread[0].join()
     time.sleep(1.0)
     trial.cluster.settle()
-    return {"hit": hit.box.name, "requests": found, **new, "stale_obeyed": trial.coordination(at_s[0])["stale_obeyed"]}
+    new |= {name: value for name, value in trial.coordination(at_s[0]).items() if name != "new_epoch_s"}
+    return {"hit": hit.box.name, "requests": found, **new}
 
 
 def partition(trial: Trial) -> Record:

@@ -67,13 +67,10 @@ class Election:
                 await asyncio.sleep(self._store.lease_s / 20)
 
     def _hold(self, epoch: int, sent: float) -> None:
-        if epoch != self._epoch:
-            log.info("leading", extra={"epoch": epoch})
         self._epoch = epoch
         self._until = sent + self._store.lease_s * (1 - MARGIN)
 
     def _step_down(self) -> None:
-        log.info("no longer leading", extra={"epoch": self._epoch})
         self._epoch, self._until = 0, float("-inf")
 
     async def _resign(self, epoch: int) -> None:

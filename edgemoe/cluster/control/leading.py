@@ -109,6 +109,7 @@ class Leader:
                 if epoch and epoch != self._epoch:
                     await self._take_over(epoch)
                 elif not epoch and self._epoch:
+                    log.info("no longer leading", extra={"epoch": self._epoch})
                     self._epoch, self.trouble = 0, ""
                     cluster.leader = "" if cluster.leader == cluster.node else cluster.leader
                 if self._epoch:
@@ -122,6 +123,7 @@ class Leader:
         except StaleEpoch:  # the agreement has lost its journal: on to an epoch that nobody has seen
             await self._store.resign(epoch)
             return
+        log.info("leading", extra={"epoch": epoch})
         self._epoch, self._cluster.leader = epoch, self._cluster.node
         self._due = ("", 0.0)
         self._bare.clear()
