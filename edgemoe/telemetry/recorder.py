@@ -1,7 +1,7 @@
 """Recordings of routing: what the gates chose, step by step, in compressed files that are bounded and rotated.
 
 A file is MAGIC, then blocks: four bytes of length (little-endian) and a zlib stream of that length, which holds a
-MessagePack array. The first block of a file is a `Header`, all others are lists of `Step`. Recordings tell what users
+MessagePack array. The first block of a file is a `Header`, each other one is a `Block`. Recordings tell what users
 wrote: files are 0600, the oldest go first, and nothing is recorded unless the owner says so.
 """
 
@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -28,9 +28,9 @@ from edgemoe.types import StepRouting
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"EDGEMOE\x01"
+MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
-BLOCK_STEPS = 64  # steps compressed together
+BLOCK_STEPS = 256  # steps compressed together
 BLOCK_BYTES = 8 << 20  # or so many bytes of them, whichever comes first
 WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped, and counted
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
@@ -48,10 +48,10 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One step's `StepRouting`; arrays as little-endian bytes."""
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """The `StepRouting` of some steps; arrays as little-endian bytes, S sequences and T tokens of all of them."""
 
-    requests: tuple[str, ...]  # [S]
+    requests: tuple[tuple[str, ...], ...]  # of each step
     query_lens: bytes  # [S] int32
     decode: bytes  # [S] bool
     tokens: bytes  # [T] int32
@@ -77,6 +77,7 @@ class Recorder:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
         self._waiting: deque[StepRouting] = deque()
         self._waiting_bytes = 0
+        self._block_bytes = min(BLOCK_BYTES, settings.file_bytes)
         self._wake, self._closed = threading.Condition(), False
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
@@ -90,8 +91,11 @@ class Recorder:
                 return
             self._waiting.append(step)
             self._waiting_bytes += size
-            if len(self._waiting) >= BLOCK_STEPS or self._waiting_bytes >= BLOCK_BYTES:
+            if self._block_is_full():
                 self._wake.notify()
+
+    def _block_is_full(self) -> bool:
+        return len(self._waiting) >= BLOCK_STEPS or self._waiting_bytes >= self._block_bytes
 
     def close(self) -> None:
         """Writes what is left and ends the thread."""
@@ -106,7 +110,7 @@ class Recorder:
         try:
             while (steps := self._take()) is not None:
                 if steps:
-                    self._write([_pack(step) for step in steps])
+                    self._put(steps)
         except OSError as error:
             log.error(f"recording to {self._directory} stopped: {error}")
             with self._wake:
@@ -116,21 +120,24 @@ class Recorder:
             if self._file is not None:
                 self._file.close()
 
+    def _put(self, steps: list[StepRouting]) -> None:
+        self._write(_pack(steps))
+
     def _take(self) -> list[StepRouting] | None:
         """The next block's steps; None when it is over."""
         with self._wake:
-            self._wake.wait_for(lambda: self._closed or len(self._waiting) >= BLOCK_STEPS, FLUSH_S)
+            self._wake.wait_for(lambda: self._closed or self._block_is_full(), FLUSH_S)
             if self._closed and not self._waiting:
                 return None
             steps: list[StepRouting] = []
             size = 0
-            while self._waiting and len(steps) < BLOCK_STEPS and size < BLOCK_BYTES:
+            while self._waiting and len(steps) < BLOCK_STEPS and size < self._block_bytes:
                 steps.append(self._waiting.popleft())
                 size += _size(steps[-1])
             self._waiting_bytes -= size
             return steps
 
-    def _write(self, steps: list[Step]) -> None:
+    def _write(self, steps: Block) -> None:
         block = zlib.compress(self._encode(steps), 1)
         assert self._file is not None
         if self._file.tell() + len(block) > self._settings.file_bytes and self._file.tell() > len(MAGIC) + 512:
@@ -138,10 +145,10 @@ class Recorder:
             self._open()
         self._file.write(_LENGTH.pack(len(block)) + block)
         self._file.flush()
-        self._make_room()
 
     def _open(self) -> None:
-        """A new file; names sort by age."""
+        """A new file, and room for it; names sort by age."""
+        self._make_room()
         name = f"{time.time_ns():020d}{SUFFIX}"
         descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb")
@@ -150,10 +157,10 @@ class Recorder:
         self._file.flush()
 
     def _make_room(self) -> None:
-        """Deletes the oldest files until all together fit; the newest stays."""
+        """Deletes the oldest files until one more fits."""
         files = sorted(self._directory.glob(f"*{SUFFIX}"))
         sizes = [file.stat().st_size for file in files]
-        while len(files) > 1 and sum(sizes) > self._settings.max_bytes:
+        while files and sum(sizes) + self._settings.file_bytes > self._settings.max_bytes:
             with contextlib.suppress(FileNotFoundError):
                 files[0].unlink()
             del files[0], sizes[0]
@@ -175,8 +182,7 @@ def _steps(path: Path, header: Header) -> Iterator[StepRouting]:
         file.seek(len(MAGIC))
         _block(path, file)
         while block := _block(path, file):
-            for step in _decode(path, block, list[Step]):
-                yield _unpack(path, header, step)
+            yield from _unpack(path, header, _decode(path, block, Block))
 
 
 def _block(path: Path, file: BinaryIO) -> bytes:
@@ -209,40 +215,50 @@ def _size(step: StepRouting) -> int:
     return int(step.ids.nbytes) * 2 + 4096
 
 
-def _pack(step: StepRouting) -> Step:
-    return Step(
-        requests=step.requests,
-        query_lens=step.query_lens.astype("<i4").tobytes(),
-        decode=step.decode.astype(np.bool_).tobytes(),
-        tokens=step.tokens.astype("<i4").tobytes(),
-        positions=step.positions.astype("<i4").tobytes(),
-        ids=step.ids.astype("<i2").tobytes(),
-        weights=step.weights.astype("<f2").tobytes(),
+def _pack(steps: Sequence[StepRouting]) -> Block:
+    """All at once: whenever this thread holds the interpreter, the compute thread waits for it."""
+    return Block(
+        requests=tuple(step.requests for step in steps),
+        query_lens=np.concatenate([step.query_lens for step in steps]).astype("<i4").tobytes(),
+        decode=np.concatenate([step.decode for step in steps]).astype(np.bool_).tobytes(),
+        tokens=np.concatenate([step.tokens for step in steps]).astype("<i4").tobytes(),
+        positions=np.concatenate([step.positions for step in steps]).astype("<i4").tobytes(),
+        ids=np.concatenate([step.ids for step in steps], axis=1).astype("<i2").tobytes(),
+        weights=np.concatenate([step.weights for step in steps], axis=1).astype("<f2").tobytes(),
     )
 
 
-def _unpack(path: Path, header: Header, step: Step) -> StepRouting:
+def _unpack(path: Path, header: Header, block: Block) -> Iterator[StepRouting]:
+    """A block's steps."""
     try:
-        query_lens = np.frombuffer(step.query_lens, "<i4").astype(np.int64)
-        tokens = np.frombuffer(step.tokens, "<i4").astype(np.int64)
+        query_lens = np.frombuffer(block.query_lens, "<i4").astype(np.int64)
+        decode = np.frombuffer(block.decode, np.bool_)
+        tokens = np.frombuffer(block.tokens, "<i4").astype(np.int64)
+        positions = np.frombuffer(block.positions, "<i4").astype(np.int64)
         shape = (header.layers, len(tokens), header.top_k)
-        ids = np.frombuffer(step.ids, "<i2").astype(np.int16).reshape(shape)
-        routing = StepRouting(
-            requests=step.requests,
-            query_lens=query_lens,
-            decode=np.frombuffer(step.decode, np.bool_),
-            tokens=tokens,
-            positions=np.frombuffer(step.positions, "<i4").astype(np.int64),
-            ids=ids,
-            weights=np.frombuffer(step.weights, "<f2").astype(np.float32).reshape(shape),
+        ids = np.frombuffer(block.ids, "<i2").astype(np.int16).reshape(shape)
+        weights = np.frombuffer(block.weights, "<f2").astype(np.float32).reshape(shape)
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged: {error}") from error
+    sizes = sum(map(len, block.requests)), len(query_lens), len(decode)
+    inside = not ids.size or (ids.min() >= 0 and ids.max() < header.experts)
+    lens_fit = not query_lens.size or (query_lens.min() >= 0 and query_lens.sum() == len(tokens))
+    if len(set(sizes)) > 1 or not lens_fit or len(positions) != len(tokens) or not inside:
+        raise StoreError(f"{path} is damaged: the parts of a block do not fit together")
+    row = token = 0
+    for requests in block.requests:
+        rows = slice(row, row + len(requests))
+        at = slice(token, token + int(query_lens[rows].sum()))
+        yield StepRouting(
+            requests=requests,
+            query_lens=query_lens[rows],
+            decode=decode[rows],
+            tokens=tokens[at],
+            positions=positions[at],
+            ids=ids[:, at],
+            weights=weights[:, at],
             hints={},
             step_s=0.0,
             stall_s=0.0,
         )
-    except ValueError as error:
-        raise StoreError(f"{path} is damaged: {error}") from error
-    sizes = len(routing.requests), len(query_lens), len(routing.decode)
-    inside = not ids.size or (ids.min() >= 0 and ids.max() < header.experts)
-    if len(set(sizes)) > 1 or query_lens.sum() != len(tokens) or len(routing.positions) != len(tokens) or not inside:
-        raise StoreError(f"{path} is damaged: the parts of a step do not fit together")
-    return routing
+        row, token = rows.stop, at.stop

@@ -1,107 +1,148 @@
-"""What recording costs: two running daemons, alike but for record.dir, asked in turn.
+"""What recording costs the steps: one engine, decoding while it records.
 
-    python -m tools.bench.recording [--pairs 60] [--starts 4] [--tokens 256]
+    python -m tools.bench.recording [--blocks 400] [--model STORE]
 
-A pair is the same greedy completion from both, one right after the other, in random order; the figure is the time that
-the client waits. Daemons are started anew `--starts` times, in alternating order, so that where a process happens to
-lie in memory is not taken for a cost. Prints the overhead with a 95 % interval over pairs, and over starts.
+The compute thread hands each step over, and every 256 steps another thread packs, compresses and writes them. The steps
+beside it are compared with those just before: a pair for each block, so that how fast the machine happens to be at the
+moment does not matter. The overhead is what they took longer, and the handing over, as a share of all steps' time; with
+a 95 % interval over blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import math
+import os
 import random
 import statistics
-import sys
 import tempfile
+import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import httpx
-from scipy.stats import binom
+from edgemoe.kernels.env import WORKER_ENV
+
+os.environ.update(WORKER_ENV)  # before anything loads torch
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 from scipy.stats import t as student
 
 from edgemoe import demo
-from edgemoe.cli.client import Client
+from edgemoe.config import DeviceSettings, EngineSettings, MemorySettings, ModelSettings, RecordSettings, Settings
+from edgemoe.experts.manifest import Manifest
 from edgemoe.pack import ensure_store
-from tools.demo import daemon, wait_until_ready
+from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
+from edgemoe.types import Emission, Request, Sampling, StepRouting
+from edgemoe.worker import assemble as worker
 
-WARM = 5  # completions of each daemon that are not counted
-
-
-def ask(client: httpx.Client, number: int, tokens: int) -> float:
-    """Seconds that one completion takes."""
-    body = {"prompt": f"number {number}", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    began_s = time.perf_counter()
-    answer = client.post("/v1/completions", json=body).raise_for_status().json()
-    assert answer["usage"]["completion_tokens"] == tokens
-    return time.perf_counter() - began_s
+COMPLETION_TOKENS = 512
+BEFORE = 3  # as many steps are compared with, for each that has the writer beside it
+MOST = BLOCK_STEPS // 8  # steps beside the writer; more would leave none to compare with
+Stretch = tuple[float, float]  # from, to (s)
 
 
-def pairs(store: Path, start: int, count: int, tokens: int) -> list[float]:
-    """log(time with recording / time without) of each pair, from two fresh daemons."""
-    with ExitStack() as opened:
-        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="edgemoe-recording-")))
-        clients = {}
-        for records in (bool(start % 2), not start % 2):
-            name = "with" if records else "without"
-            socket = folder / name / "edgemoe.sock"
-            socket.parent.mkdir()
-            sets = {"device.0.kind": "cpu", "memory.kv_bytes": "16MiB", "engine.threads": 1}
-            sets |= {"memory.ram_bytes": "64MiB", "memory.headroom_bytes": "64MiB"}
-            sets |= {"record.dir": folder / "records"} if records else {}
-            command = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--socket", str(socket)]
-            command += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
-            process = opened.enter_context(daemon(command, folder / name / "log"))
-            with Client(socket) as client:
-                wait_until_ready(process, client)
-            transport = httpx.HTTPTransport(uds=str(socket))
-            clients[name] = opened.enter_context(httpx.Client(transport=transport, base_url="http://e", timeout=60))
-            for number in range(WARM):
-                ask(clients[name], number, tokens)
-        rng = random.Random(start)
-        ratios = []
-        for number in range(count):
-            took_s = {name: ask(clients[name], number, tokens) for name in rng.sample(list(clients), 2)}
-            ratios.append(math.log(took_s["with"] / took_s["without"]))
-        assert any((folder / "records").glob("*.routes"))
-        return ratios
+class Timed(Recorder):
+    """Notes when steps were handed over, and when the writer was at work."""
+
+    made: Timed
+
+    def __init__(self, *args: Any) -> None:
+        self.handed: list[Stretch] = []
+        self.decoding: list[bool] = []
+        self.worked: list[Stretch] = []
+        Timed.made = self
+        super().__init__(*args)
+
+    def add(self, step: StepRouting) -> None:
+        began_s = time.perf_counter()
+        super().add(step)
+        self.handed.append((began_s, time.perf_counter()))
+        self.decoding.append(bool(step.decode.all()))
+
+    def _put(self, steps: list[StepRouting]) -> None:
+        began_s = time.perf_counter()
+        super()._put(steps)
+        self.worked.append((began_s, time.perf_counter()))
+
+
+def decode(assembly: worker.Assembly, emitted: list[Emission], recorder: Timed, blocks: int) -> None:
+    """Completions, one after the other, until so many blocks have been written."""
+    rng = random.Random(0)
+    sampling = Sampling(max_tokens=COMPLETION_TOKENS, temperature=0.0)
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("blocks", total=blocks)
+        for number in itertools.count():
+            prompt = tuple(rng.randrange(3, assembly.model.vocab) for _ in range(16))
+            emitted.clear()
+            assembly.engine.loop.submit(Request(id=str(number), prompt=prompt, sampling=sampling, seed=0), (), 0, 600.0)
+            while not (emitted and emitted[-1].finish):
+                assembly.engine.loop.step()
+                progress.update(task, completed=len(recorder.worked))
+                if len(recorder.worked) > blocks:
+                    return
+
+
+def overheads(recorder: Timed) -> list[float]:
+    """Of each block, the share of its steps' time that recording took; without those in which a prompt began."""
+    over = np.array([end for _, end in recorder.handed])  # a step ends where the next begins
+    steps_s = np.diff(over, prepend=over[0])
+    handing_s = np.array([end - began for began, end in recorder.handed])
+    prompts = np.flatnonzero(~np.array(recorder.decoding))
+    found, past = [], 1
+    for began_s, end_s in recorder.worked:
+        start, (first, last) = past, (int(n) for n in np.searchsorted(over, (began_s, end_s)))
+        past = min(last + 1, len(over))
+        count = past - first
+        low = first - BEFORE * count
+        if not 0 < count <= MOST or low < start or np.any((prompts >= low - 1) & (prompts < past)):
+            continue
+        usual_s = float(steps_s[low:first].mean())
+        extra_s = float(steps_s[first:past].sum()) - count * usual_s
+        found.append(extra_s / (usual_s * BLOCK_STEPS) + float(handing_s[low:first].mean()) / usual_s)
+    return found
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
     """Mean and 95 % interval."""
-    mean, half = statistics.fmean(values), 0.0
-    if len(values) > 1:
-        half = float(student.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(values)
+    half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1)) / math.sqrt(len(values))
     return mean, mean - half, mean + half
-
-
-def median(values: list[float]) -> tuple[float, float, float]:
-    """Median and 95 % interval, from ranks alone: what else ran on the machine does not widen it."""
-    below = int(binom.ppf(0.025, len(values), 0.5))
-    ranked = sorted(values)
-    return statistics.median(values), ranked[max(0, below - 1)], ranked[min(len(values) - 1, len(values) - below)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=60, help="at each start")
-    parser.add_argument("--starts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=400, help="of 256 steps")
+    parser.add_argument("--model", type=Path, help="a packed store that fits in memory (default: the demo model)")
     options = parser.parse_args()
-    store = ensure_store(demo.model_path(), Path(".cache/stores"))
-    starts = [pairs(store, start, options.pairs, options.tokens) for start in range(options.starts)]
-    every = [ratio for ratios in starts for ratio in ratios]
-    by_start = [statistics.median(ratios) for ratios in starts]
-    for what, figures in (
-        ("mean of all pairs", interval(every)),
-        ("median of all pairs", median(every)),
-        ("mean of the starts' medians", interval(by_start)),
-    ):
-        figure, low, high = (f"{100 * math.expm1(value):+.2f} %" for value in figures)
-        print(f"{what}: {figure} [{low}, {high}]")
+    store = options.model or ensure_store(demo.model_path(), Path(".cache/stores"))
+    experts_bytes = sum(expert.bytes for layer in Manifest.load(store).layers for expert in layer.experts)
+    emitted: list[Emission] = []
+    with tempfile.TemporaryDirectory(prefix="edgemoe-recording-") as folder:
+        settings = Settings(
+            model=ModelSettings(path=str(store)),
+            memory=MemorySettings(kv_bytes=64 << 20, ram_bytes=experts_bytes * 9 // 8, headroom_bytes=64 << 20),
+            engine=EngineSettings(threads=1, prefix_cache=False),
+            device=(DeviceSettings(kind="cpu"),),
+            record=RecordSettings(dir=folder),
+        )
+        vars(worker)["Recorder"] = Timed
+        assembly = worker.assemble(settings, emitted.extend, lambda _: None)
+        threading.Thread(target=asyncio.run, args=(assembly.tiers.run(),), daemon=True).start()
+        recorder = Timed.made
+        decode(assembly, emitted, recorder, options.blocks)
+        assembly.close()
+    shares = overheads(recorder)
+    step_ms = 1e3 * statistics.median(np.diff([end for _, end in recorder.handed]))
+    handing_us = 1e6 * statistics.median(end - began for began, end in recorder.handed)
+    working_us = 1e6 * statistics.median(end - began for began, end in recorder.worked) / BLOCK_STEPS
+    share, low, high = (f"{100 * value:+.2f} %" for value in interval(shares))
+    print(f"a step {step_ms:.2f} ms; handing it over {handing_us:.1f} us, writing it {working_us:.0f} us elsewhere")
+    print(f"overhead of {len(shares)} blocks: {share} [{low}, {high}], median {100 * statistics.median(shares):+.2f} %")
 
 
 if __name__ == "__main__":
