@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.replay.trace import load
+from edgemoe.replay.trace import Trace, first, in_turn, load
 from scoutgate import nextuse_export
 from scoutgate.module import KeepBest, Recipe, Scheduled
 from scoutgate.nextuse import AFTER, FROM_HERE, PAST, NextUseNet, NextUseShape
@@ -80,6 +80,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scoutgate.nextuse_train", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="routing tables or recordings")
     parser.add_argument("--share", type=float, default=1.0, help="of the tokens to learn from, the first ones")
+    parser.add_argument("--each", action="store_true", help="the first ones of each file, not of all files in turn")
     parser.add_argument("--out", type=Path, required=True, help="training folder; made, or continued")
     parser.add_argument("--to", type=Path, required=True, help="folder of the export")
     parser.add_argument("--model", default="", help="digest of the model, where the network is for a server")
@@ -98,14 +99,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def first_part(options: argparse.Namespace) -> Trace:
+    """What may be learned from. Raises ConfigError, StoreError."""
+    whole = load(options.files, experts=options.experts)
+    if not options.each:
+        return load(options.files, experts=whole.experts, limit=int(options.share * whole.tokens))
+    alone = [load([file], experts=whole.experts) for file in options.files]
+    parts = [first(trace.requests, int(options.share * trace.tokens)) for trace in alone]
+    return Trace(in_turn(parts), whole.experts)
+
+
 def train(options: argparse.Namespace) -> NextUseNet:
     """Runs or continues a training and writes the export. Raises ValueError, ConfigError, StoreError."""
     L.seed_everything(options.seed, verbose=False)
     if options.threads:
         torch.set_num_threads(options.threads)
-    trace = load(options.files, experts=options.experts)
-    if options.share < 1:
-        trace = load(options.files, experts=trace.experts, limit=int(options.share * trace.tokens))
+    trace = first_part(options)
     shape = NextUseShape(trace.layers, trace.experts, trace.top_k, looks=min(4, trace.layers))
     routing = Routing(trace.requests, shape)
     training = Glances(routing, seed=options.seed, batches=EPOCH_BATCHES)

@@ -78,7 +78,7 @@ def load(paths: Sequence[Path], *, without_template: bool = False, limit: int = 
     files = [requests for path in paths for requests in _read(path)]
     if without_template:
         files = [strip_template(requests) for requests in files]
-    order = [ids for turn in zip_longest(*files) for ids in turn if ids is not None and len(ids)]
+    order = in_turn(files)
     shapes = {ids.shape[1:] for ids in order}
     if not order or len(shapes) != 1:
         found = ", ".join(f"{layers} layers with {k} experts a token" for layers, k in sorted(shapes)) or "no tokens"
@@ -86,7 +86,12 @@ def load(paths: Sequence[Path], *, without_template: bool = False, limit: int = 
     used = max(int(ids.max()) for ids in order) + 1
     if min(int(ids.min()) for ids in order) < 0 or (experts and experts < used):
         raise ConfigError(f"a trace has experts outside 0 to {(experts or used) - 1}")
-    return Trace(_first(order, limit) if limit else order, experts or -(-used // ROUND) * ROUND)
+    return Trace(first(order, limit) if limit else order, experts or -(-used // ROUND) * ROUND)
+
+
+def in_turn(files: Sequence[Sequence[Ids]]) -> list[Ids]:
+    """A request of each file, then the next of each; empty ones left out."""
+    return [ids for turn in zip_longest(*files) for ids in turn if ids is not None and len(ids)]
 
 
 def strip_template(requests: Sequence[Ids]) -> list[Ids]:
@@ -106,7 +111,8 @@ def _shared(a: Ids, b: Ids) -> int:
     return n if same.all() else int(same.argmin())
 
 
-def _first(requests: Sequence[Ids], tokens: int) -> list[Ids]:
+def first(requests: Sequence[Ids], tokens: int) -> list[Ids]:
+    """The first so many tokens of them."""
     ends = np.cumsum([len(ids) for ids in requests])
     last = int(np.searchsorted(ends, tokens))
     cut = list(requests[: last + 1])
