@@ -14,6 +14,7 @@ soon as they are there.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -102,6 +103,7 @@ class Controller:
         self.planned = 0  # moves
         self.studies = self.glances = 0  # steps that were followed; those only glanced at
         self._shape, self._hysteresis, self._state_file = (layers, experts, top_k), hysteresis, state_file
+        self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a wish over what has to go for it
         self._forecaster = forecaster
         self._forecast: Forecast | None = None  # of the running step
         self._clock, self._spent_s = clock, 0.0  # processor time, up to the latest step's end
@@ -131,7 +133,7 @@ class Controller:
         if self.following and (layer + self.step) % PROBES == 0:
             self.note(Said(NEXT_LAYER, layer * self._predictor.experts + experts, odds, chance))
         fused, again = self._blend.foresee(odds, chance)
-        return fused, again + phase
+        return fused, again + phase - self._margin
 
     def note(self, note: Note) -> None:
         """Something happened. Never waits; wakes the thread where it has to look."""

@@ -297,3 +297,14 @@ def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Contr
     chance, worth = controller.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
     assert chance.argmax() == worth.argmax() == likely
     assert worth[likely] > controller.ranks[1, likely]
+
+
+def test_a_wish_must_be_worth_more_than_what_goes_for_it_by_the_hysteresis() -> None:
+    worths = []
+    for hysteresis in (0.0, 0.2):
+        controller = Controller(L, E, K, hysteresis=hysteresis)
+        ready(controller)
+        chance = np.full(E, 0.3, np.float32)
+        worths.append(controller.foresee(1, np.arange(E), chance)[1])
+        controller.close()
+    np.testing.assert_allclose(worths[0] - worths[1], np.log(1.2 / 0.8), rtol=1e-5)
