@@ -45,9 +45,9 @@ def test_poisson_arrivals_are_the_same_for_the_same_seed_and_have_the_wanted_rat
 
 
 def test_goodput_counts_only_requests_that_meet_both_limits() -> None:
-    good = Outcome(status=200, ttft_s=0.1, tokens=11, total_s=1.1, token_gaps_s=[0.1] * 10)
-    late = Outcome(status=200, ttft_s=3.0, tokens=11, total_s=4.0)
-    slow = Outcome(status=200, ttft_s=0.1, tokens=11, total_s=9.0)
+    good = Outcome(status=200, ttft_s=0.1, tokens=11, last_s=1.1, token_gaps_s=[0.1] * 10)
+    late = Outcome(status=200, ttft_s=3.0, tokens=11, last_s=4.0)
+    slow = Outcome(status=200, ttft_s=0.1, tokens=11, last_s=9.0)
     full = Outcome(status=429)
     result = summarise([good, late, slow, full], span_s=10.0, slo_ttft_s=1.0, slo_tpot_s=0.2)
     assert (result["completed"], result["rejected"], result["failed"]) == (3, 1, 0)

@@ -149,6 +149,15 @@ def write_values(file: BinaryIO, count: int, spec: ModelSpec, std: float, random
         file.write((bits >> 16).astype(np.uint16).data if spec.dtype == "bfloat16" else values.data)
 
 
+def fill_up(path: Path, size: int) -> None:
+    """Gives every id below `size` that the tokenizer lacks a word of its own: a token without text shows in no stream."""
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    known = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocab.update({f"\u0120{number}": number for number in range(size) if number not in known})
+    path.write_text(json.dumps(tokenizer))
+
+
 def main() -> None:
     args = arguments()
     config = make_config(args)
@@ -168,6 +177,8 @@ def main() -> None:
     for file in TOKENIZER_FILES if args.tokenizer_from else ():
         if (args.tokenizer_from / file).exists():
             shutil.copy(args.tokenizer_from / file, args.out / file)
+    if args.tokenizer_from:
+        fill_up(args.out / "tokenizer.json", args.vocab)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python -m tools.bench.serve --socket ... --rates 2 --prompt-tokens 200 --output-tokens 64     # Poisson
 
 Requests are sent when they are due, whether or not earlier ones have been answered. TTFT is the time from sending
-to the first token, ITL the time between tokens, TPOT their mean in one request; goodput counts the requests per
-second that meet both limits. The last line is one JSON object.
+to the first token, ITL the time between tokens of all requests, TPOT its mean within one request (what guidellm calls
+ITL); goodput counts the requests per second that meet both limits. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Outcome:
     tokens: int = 0
     cached_tokens: int = 0
     prompt_tokens: int = 0
-    total_s: float = float("nan")
+    last_s: float = float("nan")  # when the last token came
     error: str = ""
 
     @property
     def tpot_s(self) -> float:
-        return (self.total_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else float("nan")
+        return (self.last_s - self.ttft_s) / (self.tokens - 1) if self.tokens > 1 else float("nan")
 
 
 async def send(client: httpx.AsyncClient, model: str, arrival: Arrival, timeout_s: float) -> Outcome:
@@ -74,7 +74,6 @@ async def send(client: httpx.AsyncClient, model: str, arrival: Arrival, timeout_
             await _read_stream(response, outcome, started)
     except (httpx.HTTPError, TimeoutError) as error:
         outcome.error = repr(error)
-    outcome.total_s = time.perf_counter() - started
     return outcome
 
 
@@ -87,7 +86,8 @@ async def _read_stream(response: httpx.Response, outcome: Outcome, started: floa
         if "error" in chunk:
             outcome.error = str(chunk["error"])
         now = time.perf_counter()
-        if chunk.get("choices") and chunk["choices"][0].get("finish_reason") is None:
+        if chunk.get("choices") and chunk["choices"][0]["text"]:
+            outcome.last_s = now - started
             if outcome.tokens == 0:
                 outcome.ttft_s = now - started
             else:
