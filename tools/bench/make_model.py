@@ -150,7 +150,7 @@ def write_values(file: BinaryIO, count: int, spec: ModelSpec, std: float, random
 
 
 def fill_up(path: Path, size: int) -> None:
-    """Gives every id below `size` that the tokenizer lacks a word of its own: a token without text shows in no stream."""
+    """Gives every id below `size` that has none a word of its own: a token without text shows in no stream."""
     tokenizer = json.loads(path.read_text())
     vocab = tokenizer["model"]["vocab"]
     known = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
