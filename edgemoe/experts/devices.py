@@ -102,7 +102,8 @@ class Tiers:
 
     def join(self, peers: Peers) -> None:
         """From here on peers help with what is missing here."""
-        self.experts.remote = Remote(self.shape, self.residency, self.mover, peers, self.on_disk)
+        self.experts.remote = remote = Remote(self.shape, self.residency, self.mover, peers, self.on_disk)
+        self.mover.elsewhere = remote.elsewhere
 
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
         """The same experts for one more thread, which brings its own kernels."""

@@ -12,7 +12,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from edgemoe.errors import MissingExpert, StoreError
 from edgemoe.experts.arena import HostArena
@@ -20,7 +22,7 @@ from edgemoe.experts.gap import Gap
 from edgemoe.experts.links import Clock, Link, LinkStats
 from edgemoe.experts.pool import Load
 from edgemoe.experts.residency import Horizon, Residency
-from edgemoe.types import ExpertId, Move, Store, Tier
+from edgemoe.types import BoolArray, ExpertId, IntArray, Move, Store, Tier
 
 Lanes = tuple[deque[Move], ...]  # one queue of wishes per horizon
 
@@ -43,6 +45,8 @@ class Mover:
         self.residency, self.links = residency, tuple(links)
         self.stats = LinkStats(clock)  # of NVMe
         self.gap = Gap(residency.ram.layers)  # in which wishes are served
+        # which experts of a layer [n] are not worth reading ahead, for another box has them or would have to send them
+        self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
         self._store, self._ram = store, ram
         self._readers, self._idle_readers = readers, idle_readers
         self._lock = threading.Lock()  # of all that follows
@@ -153,6 +157,9 @@ class Mover:
 
     def _stage(self, move: Move, horizon: Horizon) -> Load | None:
         """The read that a wish begins with, if it needs one and finds room."""
+        away = self.elsewhere if horizon is not Horizon.HOME else None
+        if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
+            return None
         load = self.residency.reserve(move._replace(target=Tier.RAM), horizon)
         if move.target is Tier.VRAM and self.links:
             if load is None:

@@ -123,7 +123,7 @@ class LayerStep:
 
     def _assign(self, group: Group, tried: set[str]) -> None:
         """Asks peers for what is theirs to compute, then computes the rest here."""
-        offers = [o for o in self.remote.peers.offers(self.layer, group.experts) if o.node not in tried]
+        offers = self._offers(group, tried)
         way = self._choose(group, offers, ())
         for i, offer in enumerate(offers):
             if (chosen := way == i).any():
@@ -131,6 +131,15 @@ class LayerStep:
         here = way == HERE
         if here.any():
             self._compute(group if here.all() else group.only(here))
+
+    def _offers(self, group: Group, tried: Collection[str]) -> list[Offer]:
+        """What peers would take for the group's experts; their disks are taken to be no faster than ours."""
+        read_s, offers = self.remote.read_s(), self.remote.peers.offers(self.layer, group.experts)
+        return [
+            offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, read_s), 0.0))
+            for offer in offers
+            if offer.node not in tried
+        ]
 
     def _choose(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
         """Index of the offer that each expert [n] is computed by, or HERE. Raises MissingExpert."""
@@ -229,10 +238,13 @@ class LayerStep:
             self._assign(job.group, job.tried)
 
     def _hedge(self, job: Job) -> None:
-        """Asks another peer for the same, or gives the late call up for ways without it; else looks again later."""
+        """Asks another peer that has all in memory, or gives the late call up for ways without it.
+
+        Where there is neither it looks again later.
+        """
         job.late_s = time.monotonic() + AGAIN_S
-        offers = [o for o in self.remote.peers.offers(self.layer, job.group.experts) if o.node not in job.tried]
-        whole = [offer for offer in offers if np.isfinite(offer.wait_s).all()]
+        offers = self._offers(job.group, job.tried)
+        whole = [offer for offer in offers if not offer.wait_s.any()]
         if whole:
             self.remote.hedged += 1
             job.late_s = time.monotonic() + self.remote.peers.timeout_s

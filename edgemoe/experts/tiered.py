@@ -261,13 +261,10 @@ class TieredExperts:
             fastest = Tier.VRAM if self.residency.devices else Tier.RAM
             ids = [ExpertId(layer, expert) for expert in experts.tolist()]
             tiers = [Tier(tier) for tier in self.residency.tiers_of(layer, experts).tolist()]
-            away = np.zeros(len(ids), np.bool_)
-            if self.remote is not None:
-                away = self.remote.elsewhere(layer, experts)
             moves = [
                 Move(expert, tier, fastest, worth, chance)
-                for expert, tier, gone, (chance, worth) in zip(ids, tiers, away, odds or repeat(CERTAIN), strict=False)
-                if tier is not fastest and not (gone and tier is Tier.NVME)
+                for expert, tier, (chance, worth) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
+                if tier is not fastest
             ]
         if moves or horizon in self._wished:
             self.mover.prefetch(moves, horizon)
