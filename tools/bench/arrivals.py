@@ -43,12 +43,14 @@ class Shape:
         return int(np.clip(round(recorded * self.scale), 1, self.max_output_tokens))
 
 
-def poisson(rate: float, count: int, shape: Shape, seed: int, prompt_tokens: int, output: int) -> list[Arrival]:
-    """`count` arrivals at `rate` per second; lengths are geometric around the given means."""
+def poisson(
+    rate: float, count: int, shape: Shape, seed: int, prompt_tokens: int, output: int, fixed: bool = False
+) -> list[Arrival]:
+    """`count` arrivals at `rate` per second; lengths are geometric around the given means, or all alike."""
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, count))
-    prompts = rng.geometric(1 / prompt_tokens, count)
-    outputs = rng.geometric(1 / output, count)
+    prompts = np.full(count, prompt_tokens) if fixed else rng.geometric(1 / prompt_tokens, count)
+    outputs = np.full(count, output) if fixed else rng.geometric(1 / output, count)
     return [
         Arrival(float(at), _random_ids(rng, shape, int(p)), shape.output_tokens(int(o)))
         for at, p, o in zip(times, prompts, outputs, strict=True)

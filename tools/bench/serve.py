@@ -199,7 +199,7 @@ def make_arrivals(args: argparse.Namespace, rate: float, vocab: int) -> list[Arr
     shape = Shape(vocab, args.scale, args.max_prompt_tokens, args.max_output_tokens)
     if args.trace:
         return from_trace(args.trace, rate, args.requests, shape, args.seed)
-    return poisson(rate, args.requests, shape, args.seed, args.prompt_tokens, args.output_tokens)
+    return poisson(rate, args.requests, shape, args.seed, args.prompt_tokens, args.output_tokens, args.fixed)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -211,6 +211,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--scale", type=float, default=1.0, help="factor on the trace's token counts")
     p.add_argument("--prompt-tokens", type=int, default=200, help="mean prompt length of Poisson arrivals")
     p.add_argument("--output-tokens", type=int, default=64, help="mean output length of Poisson arrivals")
+    p.add_argument("--fixed", action="store_true", help="Poisson arrivals of exactly these lengths")
     p.add_argument("--max-prompt-tokens", type=int, default=1024)
     p.add_argument("--max-output-tokens", type=int, default=128)
     p.add_argument("--slo-ttft-s", type=float, default=2.0)
