@@ -157,7 +157,7 @@ class Mover:
 
     def _stage(self, move: Move, horizon: Horizon) -> Load | None:
         """The read that a wish begins with, if it needs one and finds room."""
-        away = self.elsewhere if horizon is not Horizon.HOME else None
+        away = self.elsewhere if horizon not in (Horizon.HOME, Horizon.FILL) else None
         if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
             return None
         load = self.residency.reserve(move._replace(target=Tier.RAM), horizon)

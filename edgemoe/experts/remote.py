@@ -37,6 +37,7 @@ READ_BYTES_PER_S, COPY_BYTES_PER_S = 1e9, 8e9  # assumed until measured
 FIRST_UNIT_S = 1e-4
 RECENT = 0.1
 
+Tried = dict[str, float]  # peers that were asked -> when they may be asked again
 Local = Callable[[Group, BoolArray | None], float]  # computes a group here; the seconds of it that it waited
 
 
@@ -47,7 +48,7 @@ class Job:
     group: Group
     rows: IntArray  # [r] tokens whose sums come back
     late_s: float  # when another way is looked for
-    tried: set[str]
+    tried: Tried
     live: int = 0
     done: bool = False
 
@@ -114,14 +115,14 @@ class LayerStep:
         if self.scan is not None:
             self.scanned = np.zeros(self.remote.shape.experts, np.bool_)
             self.scanned[group.experts] = self.scan
-        self._assign(group, set())
+        self._assign(group, {})
         while any(not job.done for job in self.jobs.values()):
             self._wait()
         return None if self.out is None else torch.from_numpy(self.out).to(self.hidden.device)
 
     # --- which way ----------------------------------------------------------------------------------------------
 
-    def _assign(self, group: Group, tried: set[str]) -> None:
+    def _assign(self, group: Group, tried: Tried) -> None:
         """Asks peers for what is theirs to compute, then computes the rest here."""
         offers = self._offers(group, tried)
         way = self._choose(group, offers, ())
@@ -132,13 +133,14 @@ class LayerStep:
         if here.any():
             self._compute(group if here.all() else group.only(here))
 
-    def _offers(self, group: Group, tried: Collection[str]) -> list[Offer]:
+    def _offers(self, group: Group, tried: Tried) -> list[Offer]:
         """What peers would take for the group's experts; their disks are taken to be no faster than ours."""
         read_s, offers = self.remote.read_s(), self.remote.peers.offers(self.layer, group.experts)
+        now_s = time.monotonic()
         return [
             offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, read_s), 0.0))
             for offer in offers
-            if offer.node not in tried
+            if tried.get(offer.node, 0.0) <= now_s
         ]
 
     def _choose(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
@@ -175,7 +177,7 @@ class LayerStep:
 
     # --- peers --------------------------------------------------------------------------------------------------
 
-    def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: set[str]) -> None:
+    def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: Tried) -> None:
         """One call for all experts that are the peer's, or several where the rows are many."""
         tokens = np.unique(group.tokens)
         least, most = (max(1, size // (self.remote.shape.hidden * self.remote.shape.item_bytes)) for size in CALL_BYTES)
@@ -186,7 +188,7 @@ class LayerStep:
         late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
         for rows in np.array_split(tokens, parts):  # each is sent before the next one is put together
             part = group if parts == 1 else _within(group, rows)
-            self._call(Job(part, rows, late_s, set(tried)), offer.node)
+            self._call(Job(part, rows, late_s, dict(tried)), offer.node)
 
     def _call(self, job: Job, node: str) -> None:
         if self.host is None:
@@ -194,7 +196,7 @@ class LayerStep:
         hidden = self.host.index_select(0, torch.from_numpy(job.rows)).view(torch.uint8).numpy()  # a copy
         index = np.searchsorted(job.rows, job.group.tokens)
         work = ExpertWork(self.layer, job.group.experts, job.group.offsets, index, job.group.weights, hidden)
-        job.tried.add(node)
+        job.tried[node] = np.inf
         job.live += 1
         self.remote.asked += 1
         self.jobs[self.remote.peers.call(node, work, self.answers)] = job
@@ -229,9 +231,9 @@ class LayerStep:
             self._add(job.rows, call.result)
             return
         self.reasons.append(str(call.error))
-        if job.live:  # the other one may hang: this one may be asked again
-            job.tried.discard(call.node)
-            job.late_s = time.monotonic() + AGAIN_S
+        job.tried[call.node] = again_s = time.monotonic() + AGAIN_S
+        if job.live:  # the other one may hang
+            job.late_s = min(job.late_s, again_s)
         else:
             job.done = True
             self.remote.redone += 1

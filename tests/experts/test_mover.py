@@ -103,17 +103,18 @@ async def test_wishes_that_have_not_started_are_replaced(store: FileStore) -> No
         tiers.check_integrity(idle=True)
 
 
-async def test_what_another_box_has_is_read_ahead_only_where_it_is_at_home(store: FileStore) -> None:
+async def test_what_another_box_has_is_read_ahead_only_as_a_home_or_into_free_slots(store: FileStore) -> None:
     async with moving(small_tiers(store, 8)) as tiers:
         tiers.mover.elsewhere = lambda layer, experts: experts % 2 == 0
-        for horizon in (Horizon.NEAR, Horizon.FAR, Horizon.FILL):
+        for horizon in (Horizon.NEAR, Horizon.SCAN, Horizon.FAR):
             tiers.mover.prefetch(stage(0, 0, 1, 2, 3), horizon)
             await settled()
         assert all(expert % 2 for _, expert in store.reads)
         assert store.reads
-        tiers.mover.prefetch(stage(0, 4), Horizon.HOME)
-        await settled()
-        assert store.reads[-1] == (0, 4)
+        for expert, horizon in ((4, Horizon.HOME), (2, Horizon.FILL)):
+            tiers.mover.prefetch(stage(0, expert), horizon)
+            await settled()
+            assert store.reads[-1] == (0, expert)
         claim, _ = demand(tiers, 0, 6)
         await settled()
         assert store.reads[-1] == (0, 6)
