@@ -1,7 +1,8 @@
 """Arrivals for load tests: real traces, thinned and scaled, or a Poisson process. Prompts are token ids.
 
 Azure traces give times and lengths; their prompts are random ids. Mooncake traces also give one hash per block of
-512 prompt tokens; equal hashes become equal tokens, so that prefix reuse is the trace's own.
+512 prompt tokens; equal hashes become equal tokens, so that prefix reuse is the trace's own. Other seeds give other
+prompts, so that a run does not find those of the one before in the prefix cache.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def poisson(
 def from_trace(path: Path, rate: float, count: int, shape: Shape, seed: int) -> list[Arrival]:
     """The first `count` requests of an Azure (.csv.gz) or Mooncake (.jsonl.gz) trace, at `rate` per second."""
     rng = np.random.default_rng(seed)
-    rows = _mooncake(path, rng, shape) if ".jsonl" in path.name else _azure(path, rng, shape)
+    rows = _mooncake(path, rng, shape, seed) if ".jsonl" in path.name else _azure(path, rng, shape)
     arrivals = [row for row, _ in zip(rows, range(count), strict=False)]
     if not arrivals:
         raise SystemExit(f"{path}: no requests in this trace")
@@ -82,19 +83,20 @@ def _azure(path: Path, rng: np.random.Generator, shape: Shape) -> Iterator[Arriv
             yield Arrival(float(row["arrival_s"]), prompt, shape.output_tokens(int(row["output_tokens"])))
 
 
-def _mooncake(path: Path, rng: np.random.Generator, shape: Shape) -> Iterator[Arrival]:
+def _mooncake(path: Path, rng: np.random.Generator, shape: Shape, seed: int) -> Iterator[Arrival]:
     block = max(1, round(MOONCAKE_BLOCK_TOKENS * shape.scale))
     with gzip.open(path, "rt") as file:
         for line in file:
             row = json.loads(line)
             wanted = shape.prompt_tokens(int(row["input_length"]))
-            ids = [_block_ids(shape, int(h), block) for h in row["hash_ids"][: wanted // block + 1]]
+            hashes = row["hash_ids"][: wanted // block + 1]
+            ids = [_block_ids(shape, (seed, int(h)), block) for h in hashes]
             prompt = np.concatenate([*ids, rng.integers(0, shape.vocab, wanted)])[:wanted]
             yield Arrival(row["timestamp"] / 1000, tuple(prompt.tolist()), shape.output_tokens(row["output_length"]))
 
 
-def _block_ids(shape: Shape, hash_id: int, tokens: int) -> np.ndarray:
-    return np.random.default_rng(hash_id).integers(0, shape.vocab, tokens)
+def _block_ids(shape: Shape, seed: tuple[int, int], tokens: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, shape.vocab, tokens)
 
 
 def _random_ids(rng: np.random.Generator, shape: Shape, recorded: int) -> tuple[int, ...]:

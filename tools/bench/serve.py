@@ -195,11 +195,11 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def make_arrivals(args: argparse.Namespace, rate: float, vocab: int) -> list[Arrival]:
-    shape = Shape(vocab, args.scale, args.max_prompt_tokens, args.max_output_tokens)
+def make_arrivals(args: argparse.Namespace, rate: float, seed: int) -> list[Arrival]:
+    shape = Shape(args.vocab, args.scale, args.max_prompt_tokens, args.max_output_tokens)
     if args.trace:
-        return from_trace(args.trace, rate, args.requests, shape, args.seed)
-    return poisson(rate, args.requests, shape, args.seed, args.prompt_tokens, args.output_tokens, args.fixed)
+        return from_trace(args.trace, rate, args.requests, shape, seed)
+    return poisson(rate, args.requests, shape, seed, args.prompt_tokens, args.output_tokens, args.fixed)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -228,8 +228,8 @@ def main(argv: list[str] | None = None) -> int:
     base = httpx.Client(transport=httpx.HTTPTransport(uds=args.socket), base_url="http://edgemoe", timeout=10)
     model = base.get("/v1/models").raise_for_status().json()["data"][0]["id"]
     results = []
-    for rate in (float(r) for r in args.rates.split(",")):
-        arrivals = make_arrivals(args, rate, args.vocab)
+    for number, rate in enumerate(float(r) for r in args.rates.split(",")):
+        arrivals = make_arrivals(args, rate, args.seed + number)
         outcomes, span_s = asyncio.run(run_load(args.socket, model, arrivals, args.timeout_s))
         results.append({"rate": rate, **summarise(outcomes, span_s, args.slo_ttft_s, args.slo_tpot_s)})
     show(results)
