@@ -25,7 +25,7 @@ from scoutgate import nextuse_export
 from scoutgate.module import KeepBest, Recipe, Scheduled
 from scoutgate.nextuse import AFTER, FROM_HERE, PAST, NextUseNet, NextUseShape
 from scoutgate.nextuse_data import Batch, Glances, Routing
-from scoutgate.train import quiet, trainer_for
+from scoutgate.train import quiet, trainer_arguments, trainer_for
 
 EPOCH_BATCHES = 60  # a short epoch: this many batches, then a validation and a checkpoint
 VALIDATION_BATCHES = 10
@@ -91,11 +91,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.15)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--patience", type=int, default=8, help="short epochs without improvement before stopping")
-    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto")
-    parser.add_argument("--precision", choices=("32", "bf16"), default="32")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch decides")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-progress", action="store_true")
+    trainer_arguments(parser)
     return parser.parse_args(argv)
 
 

@@ -29,6 +29,15 @@ from scoutgate.module import KeepBest, Recipe, ScoutModule
 EPOCH_BATCHES = 200  # a short epoch: this many batches, then a validation and a checkpoint
 
 
+def trainer_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `trainer_for` and both trainings read besides."""
+    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto")
+    parser.add_argument("--precision", choices=("32", "bf16"), default="32")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch decides")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-progress", action="store_true")
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scoutgate.train", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="data set (see scoutgate.convert)")
@@ -41,11 +50,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=512, help="tokens per step")
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--patience", type=int, default=6, help="short epochs without improvement before stopping")
-    parser.add_argument("--device", choices=("cpu", "cuda", "auto"), default="auto")
-    parser.add_argument("--precision", choices=("32", "bf16"), default="32")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch decides")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-progress", action="store_true")
+    trainer_arguments(parser)
     return parser.parse_args(argv)
 
 
