@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
-BLOCK_STEPS = 256  # steps compressed together
+# Steps compressed together: to wake the writer costs the compute thread half a millisecond, whatever there is to do.
+BLOCK_STEPS = 1024
 BLOCK_BYTES = 8 << 20  # or so many bytes of them, whichever comes first
 WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped, and counted
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts

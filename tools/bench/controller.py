@@ -27,7 +27,7 @@ from edgemoe.experts.predictor import NextUse
 from edgemoe.replay.cache import Cache
 from edgemoe.replay.trace import chosen, load
 from edgemoe.types import IntArray
-from tools.bench.stall import interval
+from tools.bench.stats import interval
 
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))
 

@@ -1,11 +1,11 @@
 """What recording costs the steps: one engine, decoding while it records.
 
-    python -m tools.bench.recording [--blocks 400] [--model STORE]
+    python -m tools.bench.recording [--blocks 100] [--model STORE]
 
-The compute thread hands each step over, and every 256 steps another thread packs, compresses and writes them. The steps
-beside it are compared with those just before: a pair for each block, so that how fast the machine happens to be at the
-moment does not matter. The overhead is what they took longer, and the handing over, as a share of all steps' time; with
-a 95 % interval over blocks.
+The compute thread hands each step over, and every 1,024 steps, or five seconds, another thread packs, compresses and
+writes them. The steps beside it are compared with those just before: a pair for each block, so that how fast the
+machine happens to be at the moment does not matter. The overhead is what they took longer, and the handing over, as a
+share of all steps' time; with a 95 % interval over blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import math
 import os
 import random
 import statistics
@@ -30,19 +29,19 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from scipy.stats import t as student
 
 from edgemoe import demo
 from edgemoe.config import DeviceSettings, EngineSettings, MemorySettings, ModelSettings, RecordSettings, Settings
 from edgemoe.experts.manifest import Manifest
 from edgemoe.pack import ensure_store
-from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
+from edgemoe.telemetry.recorder import Recorder
 from edgemoe.types import Emission, Request, Sampling, StepRouting
 from edgemoe.worker import assemble as worker
+from tools.bench.stats import interval
 
-COMPLETION_TOKENS = 512
+COMPLETION_TOKENS = 700  # no divisor of a block, or each would have a prompt beside it
 BEFORE = 3  # as many steps are compared with, for each that has the writer beside it
-MOST = BLOCK_STEPS // 8  # steps beside the writer; more would leave none to compare with
+MOST = 32  # steps beside the writer; those beyond its work are as others
 Stretch = tuple[float, float]  # from, to (s)
 
 
@@ -55,6 +54,7 @@ class Timed(Recorder):
         self.handed: list[Stretch] = []
         self.decoding: list[bool] = []
         self.worked: list[Stretch] = []
+        self.written: list[int] = []  # steps
         Timed.made = self
         super().__init__(*args)
 
@@ -67,6 +67,7 @@ class Timed(Recorder):
     def _put(self, steps: list[StepRouting]) -> None:
         began_s = time.perf_counter()
         super()._put(steps)
+        self.written.append(len(steps))
         self.worked.append((began_s, time.perf_counter()))
 
 
@@ -94,7 +95,7 @@ def overheads(recorder: Timed) -> list[float]:
     handing_s = np.array([end - began for began, end in recorder.handed])
     prompts = np.flatnonzero(~np.array(recorder.decoding))
     found, past = [], 1
-    for began_s, end_s in recorder.worked:
+    for (began_s, end_s), written in zip(recorder.worked, recorder.written, strict=False):
         start, (first, last) = past, (int(n) for n in np.searchsorted(over, (began_s, end_s)))
         past = min(last + 1, len(over))
         count = past - first
@@ -103,20 +104,13 @@ def overheads(recorder: Timed) -> list[float]:
             continue
         usual_s = float(steps_s[low:first].mean())
         extra_s = float(steps_s[first:past].sum()) - count * usual_s
-        found.append(extra_s / (usual_s * BLOCK_STEPS) + float(handing_s[low:first].mean()) / usual_s)
+        found.append(extra_s / (usual_s * written) + float(handing_s[low:first].mean()) / usual_s)
     return found
-
-
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Mean and 95 % interval."""
-    mean = statistics.fmean(values)
-    half = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1)) / math.sqrt(len(values))
-    return mean, mean - half, mean + half
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=400, help="of 256 steps")
+    parser.add_argument("--blocks", type=int, default=100, help="that are written")
     parser.add_argument("--model", type=Path, help="a packed store that fits in memory (default: the demo model)")
     options = parser.parse_args()
     store = options.model or ensure_store(demo.model_path(), Path(".cache/stores"))
@@ -139,10 +133,13 @@ def main() -> None:
     shares = overheads(recorder)
     step_ms = 1e3 * statistics.median(np.diff([end for _, end in recorder.handed]))
     handing_us = 1e6 * statistics.median(end - began for began, end in recorder.handed)
-    working_us = 1e6 * statistics.median(end - began for began, end in recorder.worked) / BLOCK_STEPS
-    share, low, high = (f"{100 * value:+.2f} %" for value in interval(shares))
+    working_us = (
+        1e6 * statistics.median(end - began for began, end in recorder.worked) / statistics.median(recorder.written)
+    )
+    share, half = (100 * value for value in interval(shares))
     print(f"a step {step_ms:.2f} ms; handing it over {handing_us:.1f} us, writing it {working_us:.0f} us elsewhere")
-    print(f"overhead of {len(shares)} blocks: {share} [{low}, {high}], median {100 * statistics.median(shares):+.2f} %")
+    middle = 100 * statistics.median(shares)
+    print(f"overhead of {len(shares)} blocks: {share:+.2f} % ± {half:.2f}, median {middle:+.2f} %")
 
 
 if __name__ == "__main__":

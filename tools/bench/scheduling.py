@@ -25,7 +25,6 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from scipy import stats
 
 from edgemoe.config import EngineSettings
 from edgemoe.engine.blocks import BlockManager
@@ -33,6 +32,7 @@ from edgemoe.engine.pace import Pace
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types import Request, Sampling
+from tools.bench.stats import interval
 
 console = Console(stderr=True)
 RULES = ("linear", "gimbal", "fcfs")
@@ -144,8 +144,7 @@ def saturation(load: Load, settings: EngineSettings, costs: Costs, blocks: int) 
 def paired(ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64]) -> dict[str, float]:
     """Mean change of `ours` against `theirs` in per cent, and its 95 % interval over seeds. Pure."""
     change = 100 * (ours / theirs - 1)
-    half = float(stats.t.ppf(0.975, len(change) - 1) * change.std(ddof=1) / np.sqrt(len(change)))
-    mean = float(change.mean())
+    mean, half = interval(change)
     return {"mean": round(mean, 1), "low": round(mean - half, 1), "high": round(mean + half, 1)}
 
 

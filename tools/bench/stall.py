@@ -56,10 +56,10 @@ from edgemoe.types import BLOCK_TOKENS, Batch, StepRouting, Store, Tier
 from scoutgate.embedding import load_embedding
 from tools.bench.decode import RandomStore, _random_decoder
 from tools.bench.make_model import make_config
+from tools.bench.stats import interval
 from tools.demo_model import corpus
 
 PROMPT, TEMPERATURE, SEED = 16, 0.7, 11
-T95 = {2: 4.303, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201, 14: 2.145, 19: 2.093, 29: 2.045}
 
 
 class Contender(NamedTuple):
@@ -309,13 +309,6 @@ def learn(model: Model, args: Namespace, state: Path) -> list[StepRouting]:
     teacher.teach(lesson)
     teacher.close()
     return lesson
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half of the 95 % interval."""
-    n = len(values)
-    spread = float(np.std(values, ddof=1)) / n**0.5
-    return float(np.mean(values)), spread * next(t for d, t in sorted(T95.items(), reverse=True) if d <= n - 1)
 
 
 def report(out: dict[str, Any]) -> str:
