@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
-# Steps compressed together: to wake the writer costs the compute thread half a millisecond, whatever there is to do.
-BLOCK_STEPS = 1024
+BLOCK_STEPS = 1024  # steps compressed together; to wake the writer costs the compute thread half a millisecond
 BLOCK_BYTES = 8 << 20  # or so many bytes of them, whichever comes first
 WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped, and counted
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
@@ -61,6 +60,46 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     weights: bytes  # [L, T, k] float16
 
 
+class Filling:
+    """A block while steps are copied into it."""
+
+    def __init__(self, header: Header, tokens: int) -> None:
+        """Room for so many tokens."""
+        self.requests: list[tuple[str, ...]] = []
+        self._rows = self._tokens = 0
+        self._query_lens, self._decode = np.empty(tokens, np.int64), np.empty(tokens, np.bool_)
+        self._inputs, self._positions = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
+        self._ids = np.empty((header.layers, tokens, header.top_k), np.int16)
+        self._weights = np.empty((header.layers, tokens, header.top_k), np.float32)
+
+    def fits(self, step: StepRouting) -> bool:
+        """Whether there is room for the step."""
+        rows, tokens = self._rows + len(step.requests), self._tokens + len(step.tokens)
+        return len(self.requests) < BLOCK_STEPS and max(rows, tokens) <= len(self._inputs)
+
+    def add(self, step: StepRouting) -> None:
+        """Copies the step as it is, on the compute thread: to keep and convert it elsewhere costs that thread more."""
+        self.requests.append(step.requests)
+        rows = slice(self._rows, self._rows + len(step.requests))
+        self._query_lens[rows], self._decode[rows] = step.query_lens, step.decode
+        at = slice(self._tokens, self._tokens + len(step.tokens))
+        self._inputs[at], self._positions[at] = step.tokens, step.positions
+        self._ids[:, at], self._weights[:, at] = step.ids, step.weights
+        self._rows, self._tokens = rows.stop, at.stop
+
+    def block(self) -> Block:
+        """What has been copied."""
+        return Block(
+            requests=tuple(self.requests),
+            query_lens=self._query_lens[: self._rows].astype("<i4").tobytes(),
+            decode=self._decode[: self._rows].tobytes(),
+            tokens=self._inputs[: self._tokens].astype("<i4").tobytes(),
+            positions=self._positions[: self._tokens].astype("<i4").tobytes(),
+            ids=self._ids[:, : self._tokens].astype("<i2").tobytes(),
+            weights=self._weights[:, : self._tokens].astype("<f2").tobytes(),
+        )
+
+
 class Recorder:
     """Owns the newest file and a thread that writes it. `add` never waits; `close` writes what is left."""
 
@@ -76,27 +115,31 @@ class Recorder:
             self._open()
         except OSError as error:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
-        self._waiting: deque[StepRouting] = deque()
-        self._waiting_bytes = 0
-        self._block_bytes = min(BLOCK_BYTES, settings.file_bytes)
-        self._wake, self._closed = threading.Condition(), False
+        block_bytes = min(BLOCK_BYTES, settings.file_bytes)
+        self._room = max(1, block_bytes // (6 * header.layers * header.top_k + 25))  # tokens
+        self._most = WAITING_BYTES // block_bytes  # blocks
+        self._filling = Filling(header, self._room)
+        self._full: deque[Filling] = deque()
+        self._lock, self._closed = threading.Lock(), False
+        self._wake = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
     def add(self, step: StepRouting) -> None:
-        """Records one step; its arrays must not change any more. Any thread."""
-        size = _size(step)
-        with self._wake:
-            if self._closed or self._waiting_bytes + size > WAITING_BYTES:
+        """Records one step. Any thread."""
+        with self._lock:
+            if not self._filling.fits(step):
+                if len(self._full) >= self._most:
+                    self.dropped += 1
+                    return
+                if self._filling.requests:
+                    self._full.append(self._filling)
+                    self._wake.notify()
+                self._filling = Filling(self._header, max(self._room, len(step.tokens)))
+            if self._closed:
                 self.dropped += 1
                 return
-            self._waiting.append(step)
-            self._waiting_bytes += size
-            if self._block_is_full():
-                self._wake.notify()
-
-    def _block_is_full(self) -> bool:
-        return len(self._waiting) >= BLOCK_STEPS or self._waiting_bytes >= self._block_bytes
+            self._filling.add(step)
 
     def close(self) -> None:
         """Writes what is left and ends the thread."""
@@ -109,34 +152,32 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            while (steps := self._take()) is not None:
-                if steps:
-                    self._put(steps)
+            while (filled := self._take()) is not None:
+                if filled.requests:
+                    self._put(filled)
         except OSError as error:
             log.error(f"recording to {self._directory} stopped: {error}")
             with self._wake:
                 self._closed = True
-                self._waiting.clear()
+                self._full.clear()
         finally:
             if self._file is not None:
                 self._file.close()
 
-    def _put(self, steps: list[StepRouting]) -> None:
-        self._write(_pack(steps))
+    def _put(self, filled: Filling) -> None:
+        self._write(filled.block())
 
-    def _take(self) -> list[StepRouting] | None:
-        """The next block's steps; None when it is over."""
+    def _take(self) -> Filling | None:
+        """The next block, full or not; None when it is over."""
         with self._wake:
-            self._wake.wait_for(lambda: self._closed or self._block_is_full(), FLUSH_S)
-            if self._closed and not self._waiting:
-                return None
-            steps: list[StepRouting] = []
-            size = 0
-            while self._waiting and len(steps) < BLOCK_STEPS and size < self._block_bytes:
-                steps.append(self._waiting.popleft())
-                size += _size(steps[-1])
-            self._waiting_bytes -= size
-            return steps
+            self._wake.wait_for(lambda: self._closed or self._full, FLUSH_S)
+            if self._full:
+                return self._full.popleft()
+            filled = self._filling
+            if not filled.requests:
+                return None if self._closed else filled
+            self._filling = Filling(self._header, self._room)
+            return filled
 
     def _write(self, steps: Block) -> None:
         block = zlib.compress(self._encode(steps), 1)
@@ -210,23 +251,6 @@ def _decode(path: Path, data: bytes, kind: type[T]) -> T:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise StoreError(f"{path} is damaged: {error}") from error
-
-
-def _size(step: StepRouting) -> int:
-    return int(step.ids.nbytes) * 2 + 4096
-
-
-def _pack(steps: Sequence[StepRouting]) -> Block:
-    """All at once: whenever this thread holds the interpreter, the compute thread waits for it."""
-    return Block(
-        requests=tuple(step.requests for step in steps),
-        query_lens=np.concatenate([step.query_lens for step in steps]).astype("<i4").tobytes(),
-        decode=np.concatenate([step.decode for step in steps]).astype(np.bool_).tobytes(),
-        tokens=np.concatenate([step.tokens for step in steps]).astype("<i4").tobytes(),
-        positions=np.concatenate([step.positions for step in steps]).astype("<i4").tobytes(),
-        ids=np.concatenate([step.ids for step in steps], axis=1).astype("<i2").tobytes(),
-        weights=np.concatenate([step.weights for step in steps], axis=1).astype("<f2").tobytes(),
-    )
 
 
 def _unpack(path: Path, header: Header, block: Block) -> Iterator[StepRouting]:

@@ -34,7 +34,7 @@ from edgemoe import demo
 from edgemoe.config import DeviceSettings, EngineSettings, MemorySettings, ModelSettings, RecordSettings, Settings
 from edgemoe.experts.manifest import Manifest
 from edgemoe.pack import ensure_store
-from edgemoe.telemetry.recorder import Recorder
+from edgemoe.telemetry.recorder import Filling, Recorder
 from edgemoe.types import Emission, Request, Sampling, StepRouting
 from edgemoe.worker import assemble as worker
 from tools.bench.stats import interval
@@ -64,10 +64,10 @@ class Timed(Recorder):
         self.handed.append((began_s, time.perf_counter()))
         self.decoding.append(bool(step.decode.all()))
 
-    def _put(self, steps: list[StepRouting]) -> None:
+    def _put(self, filled: Filling) -> None:
         began_s = time.perf_counter()
-        super()._put(steps)
-        self.written.append(len(steps))
+        super()._put(filled)
+        self.written.append(len(filled.requests))
         self.worked.append((began_s, time.perf_counter()))
 
 
@@ -104,7 +104,7 @@ def overheads(recorder: Timed) -> list[float]:
             continue
         usual_s = float(steps_s[low:first].mean())
         extra_s = float(steps_s[first:past].sum()) - count * usual_s
-        found.append(extra_s / (usual_s * written) + float(handing_s[low:first].mean()) / usual_s)
+        found.append((extra_s + float(handing_s[max(0, first - written) : first].sum())) / (usual_s * written))
     return found
 
 
