@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -46,13 +47,13 @@ class Daemon:
         folder.mkdir(parents=True, exist_ok=True)
         self.box, self.folder = box, folder
         self.log = folder / "log"
-        socket = folder / "api.sock"
-        chosen = {"api.socket": str(socket), "log.format": "json", "log.level": "info", **settings}
+        self._socket = folder / "api.sock"
+        chosen = {"api.socket": str(self._socket), "log.format": "json", "log.level": "info", **settings}
         words = [word for key, value in chosen.items() for word in ("--set", f"{key}={_word(value)}")]
         config = folder / "empty.toml"
         config.write_text("")
         self._command = [sys.executable, "-m", "edgemoe", "serve", "--config", str(config), *words]
-        self._transport = httpx.HTTPTransport(uds=str(socket))
+        self._transport = httpx.HTTPTransport(uds=str(self._socket))
         self.http = httpx.Client(
             transport=self._transport, base_url="http://box", timeout=httpx.Timeout(120, connect=2)
         )
@@ -70,7 +71,7 @@ class Daemon:
             if self._child is not None and self._child.poll() is not None:
                 break
             with contextlib.suppress(httpx.TransportError):
-                if self.http.get("/health").status_code == 200:
+                if _listens(self._socket) and self.http.get("/health").status_code == 200:
                     return
             time.sleep(0.05)
         raise BedError(f"{self.box.name} did not become ready:\n{self.log.read_text()[-3000:]}")
@@ -264,3 +265,9 @@ class Cluster:
 
 def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _listens(path: Path) -> bool:
+    """Whether anybody accepts connections there; httpcore leaves its socket open where nobody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
