@@ -72,6 +72,12 @@ class Filling:
         self._ids = np.empty((header.layers, tokens, header.top_k), np.int16)
         self._weights = np.empty((header.layers, tokens, header.top_k), np.float32)
 
+    @property
+    def bytes(self) -> int:
+        """Of memory, full or not."""
+        columns = self._query_lens, self._decode, self._inputs, self._positions, self._ids, self._weights
+        return sum(column.nbytes for column in columns)
+
     def fits(self, step: StepRouting) -> bool:
         """Whether there is room for the step."""
         rows, tokens = self._rows + len(step.requests), self._tokens + len(step.tokens)
@@ -117,7 +123,6 @@ class Recorder:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
         block_bytes = min(BLOCK_BYTES, settings.file_bytes)
         self._room = max(1, block_bytes // (6 * header.layers * header.top_k + 25))  # tokens
-        self._most = WAITING_BYTES // block_bytes  # blocks
         self._filling = Filling(header, self._room)
         self._full: deque[Filling] = deque()
         self._lock, self._closed = threading.Lock(), False
@@ -128,18 +133,20 @@ class Recorder:
     def add(self, step: StepRouting) -> None:
         """Records one step. Any thread."""
         with self._lock:
-            if not self._filling.fits(step):
-                if len(self._full) >= self._most:
-                    self.dropped += 1
-                    return
-                if self._filling.requests:
-                    self._full.append(self._filling)
-                    self._wake.notify()
-                self._filling = Filling(self._header, max(self._room, len(step.tokens)))
-            if self._closed:
+            if self._closed or not (self._filling.fits(step) or self._begin_block(len(step.tokens))):
                 self.dropped += 1
                 return
             self._filling.add(step)
+
+    def _begin_block(self, tokens: int) -> bool:
+        """Hands the block over that is being filled, unless too much waits; the next one has room for `tokens`."""
+        if sum(filled.bytes for filled in (*self._full, self._filling)) > WAITING_BYTES:
+            return False
+        if self._filling.requests:
+            self._full.append(self._filling)
+            self._wake.notify()
+        self._filling = Filling(self._header, max(self._room, tokens))
+        return True
 
     def close(self) -> None:
         """Writes what is left and ends the thread."""
@@ -182,6 +189,8 @@ class Recorder:
     def _write(self, steps: Block) -> None:
         block = zlib.compress(self._encode(steps), 1)
         assert self._file is not None
+        if len(block) > self._settings.file_bytes:
+            self._make_room(len(block))
         if self._file.tell() + len(block) > self._settings.file_bytes and self._file.tell() > len(MAGIC) + 512:
             self._file.close()
             self._open()
@@ -190,7 +199,7 @@ class Recorder:
 
     def _open(self) -> None:
         """A new file, and room for it; names sort by age."""
-        self._make_room()
+        self._make_room(self._settings.file_bytes)
         name = f"{time.time_ns():020d}{SUFFIX}"
         descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb")
@@ -198,11 +207,12 @@ class Recorder:
         self._file.write(MAGIC + _LENGTH.pack(len(block)) + block)
         self._file.flush()
 
-    def _make_room(self) -> None:
-        """Deletes the oldest files until one more fits."""
+    def _make_room(self, more_bytes: int) -> None:
+        """Deletes the oldest files, but the open one, until so many bytes more fit."""
         files = sorted(self._directory.glob(f"*{SUFFIX}"))
         sizes = [file.stat().st_size for file in files]
-        while files and sum(sizes) + self._settings.file_bytes > self._settings.max_bytes:
+        kept = 0 if self._file is None or self._file.closed else 1
+        while len(files) > kept and sum(sizes) + more_bytes > self._settings.max_bytes:
             with contextlib.suppress(FileNotFoundError):
                 files[0].unlink()
             del files[0], sizes[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import struct
+import threading
 import zlib
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from edgemoe.config import RecordSettings
 from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
+from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, MAGIC, Header, Recorder, read_recording
 from edgemoe.types import StepRouting
 
@@ -70,6 +72,33 @@ def test_files_rotate_and_the_oldest_go(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in files) <= 200_000
     *_, last = read_recording(files[-1])[1]
     assert np.array_equal(last.ids, steps[-1].ids)
+
+
+def test_a_step_larger_than_a_file_takes_the_room_of_older_ones(tmp_path: Path) -> None:
+    record(tmp_path, [step(i, (False,), (60,)) for i in range(400)], file_bytes=20_000, max_bytes=100_000)
+    assert len(list(tmp_path.glob("*.routes"))) > 1
+    large = step(1, (False,), (16_000,))
+    record(tmp_path, [large], file_bytes=20_000, max_bytes=100_000)
+    (file,) = tmp_path.glob("*.routes")
+    assert file.stat().st_size > 100_000
+    (last,) = read_recording(file)[1]
+    assert np.array_equal(last.ids, large.ids)
+
+
+def test_no_more_than_the_bound_waits_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "WAITING_BYTES", 100_000)
+    go_on = threading.Event()
+    write = Recorder._write
+    monkeypatch.setattr(Recorder, "_write", lambda self, block: go_on.wait(20) and write(self, block))
+    recorder = Recorder(RecordSettings(dir=str(tmp_path), file_bytes=20_000), HEADER)
+    for number in range(400):
+        recorder.add(step(number, (False,), (60,)))
+    assert recorder.dropped > 100
+    assert sum(filled.bytes for filled in recorder._full) <= 100_000
+    go_on.set()
+    recorder.close()
+    kept = sum(len(list(read_recording(file)[1])) for file in tmp_path.glob("*.routes"))
+    assert kept == 400 - recorder.dropped
 
 
 def test_a_recording_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
