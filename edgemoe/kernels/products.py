@@ -19,6 +19,7 @@ TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at whi
 FEW_TOKENS = 128  # of one expert; up to here their number is rounded up to an eighth of this, then to a half
 SCRATCH_BYTES = 32 << 20  # of intermediate values of one call, if one expert alone needs no more
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
+Part = tuple[IntArray, IntArray, IntArray, FloatArray]  # slots, offsets, index and weights, as in `ExpertMath.add`
 Way = Callable[..., None]
 
 
@@ -66,9 +67,7 @@ class ExpertMath:
             by_products(slab, slots, offsets, index, weights, x, out)
             return
         tiles = tokens >= self.tiles_from and slab.hidden % 2 == slab.width % 2 == 0
-        for first, after in _pieces(offsets, slab):
-            start, end = offsets[first], offsets[after]
-            part = (slots[first:after], offsets[first : after + 1] - start, index[start:end], weights[start:end])
+        for part in _pieces(slab, slots, offsets, index, weights):
             job = (slab.address, slab.stride_bytes, *part, x.data_ptr())
             if tiles:
                 self._kernels.many_tokens(*job, out.data_ptr(), slab.hidden, slab.width)
@@ -89,18 +88,19 @@ class ExpertMath:
         return ExpertMath(kernels, self.tiles_from, self.products_from)
 
 
-def _pieces(offsets: IntArray, slab: ExpertSlab) -> list[tuple[int, int]]:
+def _pieces(slab: ExpertSlab, slots: IntArray, offsets: IntArray, index: IntArray, weights: FloatArray) -> list[Part]:
     """Runs of slots whose intermediate values fit, mostly one; a run has at least one slot."""
     most = max(1, SCRATCH_BYTES // (4 * (slab.hidden + slab.width)))  # pairs
-    slots = len(offsets) - 1
-    if offsets[-1] <= most:
-        return [(0, slots)]
-    cuts, first = [], 0
-    while first < slots:
-        after = max(first + 1, int(np.searchsorted(offsets, offsets[first] + most, side="right")) - 1)
-        cuts.append((first, after))
+    if len(index) <= most:
+        return [(slots, offsets, index, weights)]
+    parts, first = [], 0
+    while first < len(slots):
+        start = offsets[first]
+        after = max(first + 1, int(np.searchsorted(offsets, start + most, side="right")) - 1)
+        end = offsets[after]
+        parts.append((slots[first:after], offsets[first : after + 1] - start, index[start:end], weights[start:end]))
         first = after
-    return cuts
+    return parts
 
 
 def by_products(
