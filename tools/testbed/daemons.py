@@ -58,6 +58,8 @@ class Daemon:
             transport=self._transport, base_url="http://box", timeout=httpx.Timeout(120, connect=2)
         )
         self._child: subprocess.Popen[Any] | None = None
+        self._read = 0  # bytes of the log
+        self._events: list[tuple[int, dict[str, Any]]] = []  # with where in the log each begins
 
     def start(self) -> None:
         """Starts it; `wait_ready` waits."""
@@ -129,9 +131,15 @@ class Daemon:
     def events(self, since: int = 0) -> list[dict[str, Any]]:
         """What it logged, from that byte of the log on."""
         with self.log.open("rb") as file:
-            file.seek(since)
-            lines = file.read().split(b"\n")
-        return [json.loads(line) for line in lines if line.startswith(b"{")]
+            file.seek(self._read)
+            lines = file.read().splitlines(keepends=True)
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            if line.startswith(b"{"):
+                self._events.append((self._read, json.loads(line)))
+            self._read += len(line)
+        return [event for where, event in self._events if where >= since]
 
     def log_bytes(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
