@@ -278,7 +278,7 @@ class Cluster:
     def _tell_peers(self) -> None:
         if self._listening is None or not self.settings.share_experts:
             return
-        peers = Peers(peers=self.plane.members.engines())
+        peers = Peers(keys=self.plane.members.keys(), engines=self.plane.members.engines())
         if peers != self._peers and self._supervisor.tell(peers):
             self._peers = peers
 

@@ -77,7 +77,7 @@ class ClusterSide:
     def obey(self, message: Peers | Plan) -> None:
         """What the front says."""
         if isinstance(message, Peers):
-            self.plane.set_peers(message.peers)
+            self.plane.set_peers(message.keys, message.engines)
         else:
             self._adopt(message.plan)
 

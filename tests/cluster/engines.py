@@ -104,7 +104,6 @@ class EngineBox:
         return PeerEngine(
             node=self.node,
             boot=self.boot,
-            key=self.secret.public.decode(),
             calls=f"127.0.0.1:{ports.calls_port}",
             bulk=f"127.0.0.1:{ports.bulk_port}",
         )
@@ -166,9 +165,16 @@ def running(*boxes: EngineBox, know: bool = True) -> Iterator[None]:
             box.tiers.check_integrity(idle=True)
 
 
+def peers_of(*boxes: EngineBox) -> Peers:
+    """What a front tells its engine of these."""
+    keys = {box.node: box.secret.public.decode() for box in boxes}
+    return Peers(keys=keys, engines=tuple(box.engine_of for box in boxes))
+
+
 def meet(*boxes: EngineBox) -> None:
     for box in boxes:
-        box.obey(Peers(peers=tuple(other.engine_of for other in boxes if other is not box)))
+        others = [other for other in boxes if other is not box]
+        box.obey(peers_of(*others))
     wait_for(lambda: all(box.knows(*(other for other in boxes if other is not box)) for box in boxes))
 
 

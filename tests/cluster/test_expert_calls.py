@@ -12,7 +12,19 @@ import msgspec
 import numpy as np
 import pytest
 from checkpoints import tiny_checkpoint
-from engines import EXPERTS, LAYERS, EngineBox, adopt, meet, partial_store, plan_for, prompts, running, wait_for
+from engines import (
+    EXPERTS,
+    LAYERS,
+    EngineBox,
+    adopt,
+    meet,
+    partial_store,
+    peers_of,
+    plan_for,
+    prompts,
+    running,
+    wait_for,
+)
 
 from edgemoe.cluster.wire.messages import Peers, Plan
 from edgemoe.experts import remote
@@ -245,7 +257,7 @@ def test_a_box_that_is_cut_off_and_comes_back_costs_no_token(
             so_far = len(a.emitted)
             wait_for(lambda: len(a.emitted) > so_far + 4)  # noqa: B023
             for box in (a, b):
-                box.obey(Peers(peers=()))
+                box.obey(Peers())
             wait_for(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
             meet(a, b)
         assert [a.end(str(n)).finish for n in range(4)] == ["length"] * 4
@@ -335,7 +347,7 @@ def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list
     a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=0.5)
     with running(a, b):
         wait_for(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
-        b.obey(Peers(peers=()))
+        b.obey(Peers())
         a.submit(prompts()[0])
         assert a.end().error_code == "missing_expert"
         meet(a, b)
@@ -349,7 +361,7 @@ def test_boxes_with_other_weights_do_not_compute_for_each_other(store: Path, tmp
     b = EngineBox("b", tmp_path / "other store", TOTAL, tmp_path)
     with running(a, b, know=False):
         for box, other in ((a, b), (b, a)):
-            box.obey(Peers(peers=(other.engine_of,)))
+            box.obey(peers_of(other))
         for box, node in ((a, "b"), (b, "a")):
             wait_for(lambda: node in box.side.plane.calls.peers)  # noqa: B023
             peer = box.side.plane.calls.peers[node]

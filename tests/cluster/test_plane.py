@@ -99,6 +99,14 @@ async def test_an_engine_that_ends_withdraws_what_it_holds_but_not_its_box(three
     await until(lambda: {e.boot for e in three["a"].plane.members.engines()} == {"another", "engine-c"})
 
 
+async def test_the_engine_of_a_box_that_dies_is_called_no_more_and_its_key_stays_good(three: dict[str, Front]) -> None:
+    members = three["a"].plane.members
+    await three["c"].die()
+    await until(lambda: not members.is_alive("c"))
+    assert {engine.node for engine in members.engines()} == {"b"}
+    assert members.keys().keys() == {"b", "c"}
+
+
 async def test_another_model_is_refused_with_a_message_on_both_sides(three: dict[str, Front]) -> None:
     three["c"].has(card("engine-c", model="x" * 32))
     a, c = three["a"].plane, three["c"].plane

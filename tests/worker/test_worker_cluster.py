@@ -61,11 +61,10 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
         wire.close()
 
 
-def engine(node: str, key: Secret, ports: Listening) -> PeerEngine:
+def engine(node: str, ports: Listening) -> PeerEngine:
     return PeerEngine(
         node=node,
         boot="boot",
-        key=key.public.decode(),
         calls=f"127.0.0.1:{ports.calls_port}",
         bulk=f"127.0.0.1:{ports.bulk_port}",
     )
@@ -87,8 +86,8 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         a_ports, b_ports = [await box.hear(Listening, START_S) for box in (a, b)]
         for box in (a, b):
             await box.hear(Ready, START_S)
-        a.tell(Peers(peers=(engine("b", b_key, b_ports),)))
-        b.tell(Peers(peers=(engine("a", a_key, a_ports),)))
+        a.tell(Peers(keys={"b": b_key.public.decode()}, engines=(engine("b", b_ports),)))
+        b.tell(Peers(keys={"a": a_key.public.decode()}, engines=(engine("a", a_ports),)))
         assert (await a.hear(PeerSeen)).node == "b"
         b.tell(submit("r"))
         wanted = await b.tokens("r")

@@ -70,18 +70,21 @@ class Members:
         """For how long it has not been alive; 0 while it is."""
         return max(0.0, self._clock() - self._members[node].gone_s)
 
+    def keys(self) -> dict[str, str]:
+        """Public keys of those that may take part."""
+        return {member.peer.node: member.peer.key for member in self if not member.refused}
+
     def engines(self) -> tuple[PeerEngine, ...]:
-        """The engines that compute for others, wherever their front is to be reached."""
+        """The engines of the living that compute for others, wherever their front is to be reached."""
         found = []
         for member in self:
             engine = member.card.engine if member.card and not member.refused else None
-            if engine is not None and engine.shares:
+            if engine is not None and engine.shares and self.is_alive(member.peer.node):
                 host = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")[0]
                 found.append(
                     PeerEngine(
                         node=member.peer.node,
                         boot=engine.boot,
-                        key=member.peer.key,
                         calls=f"{host}:{engine.calls_port}",
                         bulk=f"{host}:{engine.bulk_port}",
                     )

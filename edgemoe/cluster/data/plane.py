@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from edgemoe.cluster.data.bulk import BulkServer, PeerStore, Shelf
 from edgemoe.cluster.data.calls import Calls, Holdings
@@ -47,29 +47,26 @@ class DataPlane:
         )
         self.calls = Calls(self._calls_lane, model, holdings, timeout_s)
         store.join(self._bulk_lane, lambda: self.calls.peers, timeout_s)
-        self._known: dict[str, PeerEngine] = {}
+        self._known: set[tuple[PeerEngine, str]] = set()  # with their keys
 
     def bind(self, host: str, calls_port: int = 0, bulk_port: int = 0) -> tuple[int, int]:
         """Listens; the two ports. Raises PeerRefused where an address cannot be had."""
         return self._calls_lane.bind(host, calls_port), self._bulk_lane.bind(host, bulk_port)
 
-    def set_peers(self, peers: Sequence[PeerEngine]) -> None:
-        """Connects to these engines, and drops all others."""
-        wanted = {peer.node: peer for peer in peers if peer.node != self._net.node}
-        for node in [node for node, peer in self._known.items() if wanted.get(node) != peer]:
-            del self._known[node]
-            self._net.allowed.revoke(node)
-            self._calls_lane.disconnect(node)
-            self._bulk_lane.disconnect(node)
-            self.calls.remove(node)
-        for node, peer in wanted.items():
-            if node not in self._known:
-                self._known[node] = peer
-                self._net.allowed.allow(node, peer.key)
-                self.calls.add(node, peer.boot)
-                self._calls_lane.connect(Peer(node, peer.calls, peer.key))
-                self._bulk_lane.connect(Peer(node, peer.bulk, peer.key))
-                log.info("peer", extra={"peer": node, "boot": peer.boot})
+    def set_peers(self, keys: Mapping[str, str], engines: Sequence[PeerEngine]) -> None:
+        """Lets these keys in, by their nodes, connects to these engines of theirs, and drops all others."""
+        self._net.allowed.replace(keys)
+        wanted = {(engine, keys[engine.node]) for engine in engines if engine.node != self._net.node}
+        for engine, _ in self._known - wanted:
+            self._calls_lane.disconnect(engine.node)
+            self._bulk_lane.disconnect(engine.node)
+            self.calls.remove(engine.node)
+        for engine, key in wanted - self._known:
+            self.calls.add(engine.node, engine.boot)
+            self._calls_lane.connect(Peer(engine.node, engine.calls, key))
+            self._bulk_lane.connect(Peer(engine.node, engine.bulk, key))
+            log.info("peer", extra={"peer": engine.node, "boot": engine.boot})
+        self._known = wanted
 
     async def run(self) -> None:
         """Serves and asks until cancelled."""

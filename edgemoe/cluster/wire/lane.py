@@ -123,7 +123,8 @@ class Lane(Generic[M]):
         socket.set(zmq.CURVE_SERVERKEY, peer.key.encode())
         socket.set(zmq.IMMEDIATE, 1)
         socket.set(zmq.RECONNECT_IVL, 100)
-        socket.set(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.set(zmq.CONNECT_TIMEOUT, 1000)  # a lost SYN is sent again after a second, not after 1, 3, 7, 15
         link = self._links[peer.node] = _Link[M](peer.node, f"tcp://{peer.address}", socket, self._credits_bytes)
         socket.connect(link.address)
         if self._group is not None:
@@ -310,7 +311,7 @@ class Lane(Generic[M]):
         socket.set(zmq.SNDHWM, HWM_MESSAGES)
         socket.set(zmq.RCVHWM, HWM_MESSAGES)
         socket.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES + 1)
-        socket.set(zmq.HANDSHAKE_IVL, 5000)
+        socket.set(zmq.HANDSHAKE_IVL, 3000)
         socket.set(zmq.CURVE_SECRETKEY, self._net.secret.secret)
         socket.set(zmq.CURVE_PUBLICKEY, self._net.secret.public)
         if kind == zmq.DEALER:

@@ -73,19 +73,22 @@ class Reload(Message, frozen=True):
 
 
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Another box's engine: its public key, and where its lanes listen ("host:port")."""
+    """Another box's engine, and where its lanes listen ("host:port")."""
 
     node: Name
     boot: Name
-    key: Name
     calls: Name
     bulk: Name
 
 
 class Peers(Message, frozen=True):
-    """The complete list of engines to connect to; what is not in it is disconnected, and its key revoked."""
+    """Whose keys may speak (node -> public key), and the engines of those that live, to connect to.
 
-    peers: tuple[PeerEngine, ...] = ()
+    Both are complete: a key that is not in it is revoked, an engine that is not in it is disconnected.
+    """
+
+    keys: dict[Name, Name] = {}
+    engines: tuple[PeerEngine, ...] = ()
 
 
 class Plan(Message, frozen=True):

@@ -23,6 +23,10 @@ class AllowList:
 
     def __init__(self, keys: Mapping[str, str]) -> None:
         """`keys` maps node names to Z85 public keys."""
+        self.replace(keys)
+
+    def replace(self, keys: Mapping[str, str]) -> None:
+        """From now on these, and no others."""
         self._names = {key.encode(): name for name, key in keys.items()}
 
     def allow(self, node: str, key: str) -> None:
@@ -63,6 +67,6 @@ class Authenticator:
             if self._allowed.name_of(key) is not None:
                 return [b"1.0", request_id, b"200", b"OK", key, b""]
             if self.refused & (self.refused + 1) == 0:  # 0, 1, 3, 7, ...: a flood does not fill the log
-                log.warning("a connection was refused: its key is not listed, or not yet known", extra={"key": key.decode()})
+                log.warning("a connection with an unlisted key was refused", extra={"key": key.decode()})
         self.refused += 1
         return [b"1.0", request_id, b"400", b"unknown key", b"", b""]
