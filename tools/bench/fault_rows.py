@@ -40,10 +40,12 @@ class Trial:
     def others(self, than: Daemon) -> list[Daemon]:
         return [daemon for daemon in self.cluster if daemon is not than]
 
-    def requests(self, fronts: Sequence[Daemon], fault: Callable[[], None]) -> list[Record]:
-        """One request at each front, first undisturbed, then with `fault` after a few tokens of theirs."""
+    def requests(self, fronts: Sequence[Daemon], fault: Callable[[], None] | None) -> list[Record]:
+        """One request at each front, first undisturbed, then with `fault`, if any, after a few tokens of theirs."""
         prompts = self.pick(len(fronts))
         calm = self._ask(fronts, prompts, lambda: None)
+        if fault is None:
+            return [self._record(*row) for row in zip(fronts, prompts, calm, calm, strict=True)]
         whole_s = min((answer.took_s for answer in calm if answer.took_s), default=0.1)
         wait_s = self.rng.uniform(0.2, 0.8) * whole_s
 
@@ -222,7 +224,7 @@ def restart_all(trial: Trial) -> Record:
     while time.time() - at_s < 15 and min(d.epoch() for d in trial.cluster) <= max(before.values()):
         time.sleep(0.1)
     after = {daemon.box.name: daemon.epoch() for daemon in trial.cluster}
-    found = trial.requests(list(trial.cluster), lambda: None)
+    found = trial.requests(list(trial.cluster), None)
     back = sum(after[name] < before[name] for name in NODES)
     return {"before": before, "after": after, "regressions": back, "requests": found}
 
