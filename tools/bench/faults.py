@@ -35,6 +35,7 @@ from tools.testbed.model import float32_demo, part_of
 
 EXPERTS = 192  # of the demo model
 PROMPT_TOKENS, PROMPTS = 12, 16
+POLICY = "ewma"  # every box has its homes in memory: what else would be worth keeping costs each start seconds to learn
 # --- running ----------------------------------------------------------------------------------------------------
 
 
@@ -48,6 +49,7 @@ def common(store: Path, experts: int) -> dict[str, object]:
         "memory.kv_bytes": "8MiB",
         "memory.headroom_bytes": 0,
         "device.0.kind": "cpu",
+        "cache.policy": POLICY,
         "engine.threads": 1,
         "engine.max_sequences": 8,
         "engine.prefix_cache": False,
@@ -104,7 +106,7 @@ def run_row(name: str, trials: Sequence[int], log: Path, work: Path, ends: float
                 return
             trial = Trial(made, answers, random.Random(f"{name} {number}"))
             began_s = time.monotonic()
-            record = {"row": name, "trial": number, "led": made.leader(), **kind.run(trial)}
+            record = {"row": name, "trial": number, "policy": POLICY, "led": made.leader(), **kind.run(trial)}
             record["load"] = round(os.getloadavg()[0], 1)
             record["trial_s"] = round(time.monotonic() - began_s, 2)
             with log.open("a") as file:
