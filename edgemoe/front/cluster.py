@@ -18,7 +18,7 @@ from edgemoe.api.backend import State
 from edgemoe.cluster.control.coord import wait_event
 from edgemoe.cluster.control.listing import read_join
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.wire.control_messages import Announce, Beat, ControlMessage, EngineCard, Taken, Tokens
+from edgemoe.cluster.wire.control_messages import Announce, Beat, ControlMessage, EngineCard, Forward, Taken, Tokens
 from edgemoe.cluster.wire.keys import Peer, load_peers, load_secret
 from edgemoe.cluster.wire.messages import (
     Cancel,
@@ -228,6 +228,8 @@ class Cluster:
         """What another front has for our engine, or its engine for us. Raises PeerError, WireError."""
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
+        if isinstance(question.message, Forward) and question.message.model != self.plane.model:
+            raise PeerRefused(f"another model is served here: {self.plane.model[:12]}")
         if isinstance(question.message, Tokens):
             match decode_from_engine(question.tensors[0]):
                 case Emissions(items=items):
@@ -318,7 +320,10 @@ async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
         if (now := _stamp(settings)) != read_at:
             read_at = now
             try:
-                plane.list(listed(settings))
+                peers = listed(settings)
+                if not peers:  # a file that is just being written
+                    raise ConfigError(f"{settings.peers_file}: lists nobody; stop the daemon to take its box out")
+                plane.list(peers)
                 log.info("list of peers read again", extra={"file": settings.peers_file})
             except ConfigError as error:
                 log.error("the list of peers is left as it was", extra={"why": str(error)})

@@ -61,12 +61,8 @@ class Places:
 
     def elsewhere(self) -> dict[str, str]:
         """Engines of other boxes that take requests: place -> node."""
-        members = self._plane.members
-        return {
-            f"{member.peer.node}:{member.beat.engine}": member.peer.node
-            for member in members
-            if member.beat.engine and not member.refused and members.is_alive(member.peer.node)
-        }
+        serving = self._plane.members.serving(self._plane.model)
+        return {f"{node}:{boot}": node for boot, node in serving.items()}
 
     def submit(self, message: Submit) -> str:
         """Hands a request to the engine of choice, and names that; "" where there is none."""
@@ -110,7 +106,8 @@ class Places:
 
     async def _forward(self, place: str, node: str, message: Submit) -> None:
         try:
-            await self._plane.lane.ask(node, Forward(), [encode(message)], timeout_s=ASK_S, epoch=self._plane.epoch)
+            asked = Forward(self._plane.model)
+            await self._plane.lane.ask(node, asked, [encode(message)], timeout_s=ASK_S, epoch=self._plane.epoch)
         except EdgemoeError as error:
             log.info("a request was turned away", extra={"peer": node, "why": str(error)})
             self._avoid[place] = time.monotonic() + AVOID_S
@@ -118,6 +115,6 @@ class Places:
 
     async def _recall(self, node: str, message: Cancel) -> None:
         try:
-            await self._plane.lane.ask(node, Forward(), [encode(message)], timeout_s=ASK_S)
+            await self._plane.lane.ask(node, Forward(self._plane.model), [encode(message)], timeout_s=ASK_S)
         except PeerError as error:
             log.debug("a request was not recalled", extra={"peer": node, "why": str(error)})

@@ -32,8 +32,11 @@ async def witness(settings: ClusterSettings) -> None:
     following = asyncio.ensure_future(follow_list(settings, plane))
     running = asyncio.ensure_future(plane.run())
     stopping = asyncio.ensure_future(told.wait())
-    await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([running, following, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    if following.done():
+        running.cancel()
+        await following  # it does not end but by an error
     following.cancel()
     if not running.done():
         await plane.leave()

@@ -328,7 +328,11 @@ def test_a_secret_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
     [
         ('[[peer]]\nnode = "A"\naddress = "h:1"\nkey = "KEY"', "node name"),
         ('[[peer]]\nnode = "a"\naddress = "h"\nkey = "KEY"', "HOST:PORT"),
+        ('[[peer]]\nnode = "a"\naddress = "192.0.2.7 :1"\nkey = "KEY"', "HOST:PORT"),
+        ('[[peer]]\nnode = "a"\naddress = "host/:1"\nkey = "KEY"', "HOST:PORT"),
+        ('[[peer]]\nnode = "a"\naddress = "::1:1"\nkey = "KEY"', "for IPv6"),
         ('[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "short"', "no public key"),
+        (f'[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "{"#" * 40}"', "no public key"),
         (
             '[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "KEY"\n[[peer]]\nnode = "b"\naddress = "h:2"\nkey = "KEY"',
             "twice",
@@ -342,3 +346,12 @@ def test_a_wrong_list_of_peers_says_what_is_wrong(tmp_path: Path, text: str, wro
     path.write_text(text.replace("KEY", secret().public.decode()))
     with pytest.raises(ConfigError, match=wrong):
         keys.load_peers(path)
+
+
+async def test_an_address_that_cannot_be_used_costs_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = pair()
+    async with running(a, b):
+        a.lane.connect(keys.Peer("c", "no host:1", b.key.public.decode()))
+        await connected(a, b)
+        assert not a.lane.is_up("c")
+    assert "a box cannot be reached" in caplog.text

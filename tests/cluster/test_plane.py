@@ -12,7 +12,7 @@ from etcd_process import etcd_cluster, free_ports
 from planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
 
 from edgemoe.cluster.control import leading
-from edgemoe.cluster.wire.control_messages import Beat, GetPlan
+from edgemoe.cluster.wire.control_messages import Announce, Beat, GetPlan
 from edgemoe.cluster.wire.keys import Peer, generate
 from edgemoe.errors import ConfigError, PeerError, PeerRefused
 
@@ -113,6 +113,35 @@ async def test_another_model_is_refused_with_a_message_on_both_sides(three: dict
     await until(lambda: "serve the same packed store" in a.members["c"].refused)
     await until(lambda: "serve the same packed store" in c.members["a"].refused)
     assert {engine.node for engine in a.members.engines()} == {"b"}
+
+
+async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_down(three: dict[str, Front]) -> None:
+    for node, front in three.items():
+        front.plane.load = lambda boot=f"engine-{node}": Beat(engine=boot, slots=1, capacity=1)  # type: ignore[misc]
+    a = three["a"].plane
+    await until(lambda: a.members.serving(a.model) == {"engine-b": "b", "engine-c": "c"})
+    three["c"].has(card("engine-c", model="x" * 32))
+    await until(lambda: bool(a.members["c"].refused))
+    three["a"].has(None)
+    three["c"].has(card("engine-c", room=5, model="x" * 32))
+    await until(
+        lambda: (c := a.members["c"].card) is not None and c.engine is not None and c.engine.budget_experts == 5
+    )
+    assert a.members["c"].refused
+    assert a.members.serving(a.model) == {"engine-b": "b"}
+    three["b"].plane.load = lambda: Beat(engine="restarted", slots=1, capacity=1)
+    await until(lambda: a.members["b"].beat.engine == "restarted")
+    assert not a.members.serving(a.model)  # until it has said what that engine serves
+
+
+async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(three: dict[str, Front]) -> None:
+    a = three["a"].plane
+    d = Peer("d", "", secret().public.decode(), voter=False)
+    a.list({**three["a"].peers, "d": d})
+    member = a.members["d"]
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        a._meet(member, Announce(release="1", role="box", address="no host:1"))
+    assert member.card is None
 
 
 async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front]) -> None:

@@ -26,7 +26,9 @@ from edgemoe.cluster.wire.messages import (
     Cancel,
     Emissions,
     Failed,
+    Holds,
     Limits,
+    Listening,
     Loading,
     Ready,
     Reload,
@@ -56,7 +58,7 @@ class Scripted:
     def __init__(self, boot: Boot) -> None:
         settings = msgspec.convert(boot.settings, Settings)
         self.tokenizer = Tokenizer.from_file(str(Path(settings.model.path) / "tokenizer.json"))
-        self.boot, self.name = boot, settings.model.name
+        self.boot, self.name, self.helps = boot, settings.model.name, bool(settings.cluster.node)
         self.running: dict[str, Running] = {}
         self.end = EngineEnd(boot.address, boot.boot_id)
 
@@ -79,6 +81,10 @@ class Scripted:
             expert_bytes=1,
         )
         limits = Limits(context_tokens=CONTEXT, kv_tokens=1 << 20, max_sequences=64, max_queue=256)
+        if self.helps:
+            none = bytes(2)
+            self.end.post(Listening(calls_port=1, bulk_port=1, model=info))
+            self.end.post(Holds(disk=none, ram=none, budget_experts=0))
         self.end.post(Ready(boot_id=self.boot.boot_id, model=info, limits=limits))
         stepping = asyncio.ensure_future(self.step_for_ever())
         async for message in self.end.messages():

@@ -7,7 +7,6 @@ stands there. The box that joins lists one box, and takes all others from that o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -47,13 +46,13 @@ def read_join(text: str) -> Peer:
             "printed it: nothing is said to a box whose key is not known"
         )
     peer = Peer(parts[0], parts[1], parts[2])
-    check_peer(peer, Path("cluster.join"))
+    check_peer(peer, "cluster.join")
     return peer
 
 
 def _is_sound(peer: Peer) -> bool:
     try:
-        check_peer(peer, Path())
+        check_peer(peer, "")
     except ConfigError:
         return False
     return True

@@ -70,6 +70,16 @@ class Members:
         """For how long it has not been alive; 0 while it is."""
         return max(0.0, self._clock() - self._members[node].gone_s)
 
+    def serving(self, model: str) -> dict[str, str]:
+        """Engines of others that take requests for that model, by digest: boot -> node."""
+        found = {}
+        for member in self:
+            engine = member.card.engine if member.card and not member.refused else None
+            takes = engine is not None and engine.model == model and engine.boot == member.beat.engine
+            if takes and self.is_alive(member.peer.node):
+                found[member.beat.engine] = member.peer.node
+        return found
+
     def keys(self) -> dict[str, str]:
         """Public keys of those that may take part."""
         return {member.peer.node: member.peer.key for member in self if not member.refused}

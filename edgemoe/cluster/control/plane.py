@@ -39,7 +39,7 @@ from edgemoe.cluster.wire.control_messages import (
     Tokens,
     Welcome,
 )
-from edgemoe.cluster.wire.keys import Peer, Secret
+from edgemoe.cluster.wire.keys import Peer, Secret, check_peer
 from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Net, Question
 from edgemoe.cluster.wire.zap import AllowList
@@ -66,6 +66,7 @@ class ControlPlane:
         self.plans = PlanKeeper(directory / "plan")
         self.members = Members(time.monotonic)
         self.announce = announce
+        self.model = announce.engine.model if announce.engine else ""  # digest; of the last engine, where there is none
         self.load: Callable[[], Beat] = Beat  # how busy this box is; a beat's other fields are filled in here
         self.leader = ""  # whom this box obeys
         self._serial = 1  # of the announcement
@@ -121,6 +122,7 @@ class ControlPlane:
         """From now on the box is this."""
         if announce != self.announce:
             self.announce = announce
+            self.model = announce.engine.model if announce.engine else self.model
             self._serial += 1
             self._news.set()
 
@@ -218,20 +220,23 @@ class ControlPlane:
         self.leader = node
 
     def _meet(self, member: Member, card: Announce) -> None:
-        """Takes note of what a box says of itself. Raises PeerRefused for one that serves another model."""
-        ours, theirs = self.announce.engine, card.engine
+        """Takes note of what a box says of itself.
+
+        Raises PeerRefused for one that serves another model, ConfigError for an address that cannot be one.
+        """
+        theirs = card.engine.model if card.engine else ""
         was_card, was = member.card, member.refused
-        member.card = card
-        member.refused = ""
         if not member.peer.address and card.address != (was_card.address if was_card else ""):
             with_address = msgspec.structs.replace(member.peer, address=card.address)
+            check_peer(with_address, f"what {member.peer.node} says of itself")
             self.lane.connect(with_address)
+        member.card, member.refused = card, ""
         if card.listed != (was_card.listed if was_card else ()) or not member.peer.address:
             self._let_in()
-        if ours is not None and theirs is not None and ours.model != theirs.model:
+        if self.model and theirs and self.model != theirs:
             member.refused = (
-                f"{member.peer.node} (release {card.release}) serves model {theirs.model[:12]}, {self.node} (release "
-                f"{self.announce.release}) {ours.model[:12]}; serve the same packed store on both"
+                f"{member.peer.node} (release {card.release}) serves model {theirs[:12]}, {self.node} (release "
+                f"{self.announce.release}) {self.model[:12]}; serve the same packed store on both"
             )
             if was != member.refused:
                 log.error("a box cannot take part", extra={"peer": member.peer.node, "why": member.refused})

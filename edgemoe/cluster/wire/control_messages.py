@@ -88,7 +88,9 @@ class PlanIs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
-    """The message's tensor is a frame for an engine: a Submit or a Cancel."""
+    """The message's tensor is a frame for an engine that serves this model: a Submit or a Cancel."""
+
+    model: Text  # digest
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

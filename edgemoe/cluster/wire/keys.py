@@ -13,16 +13,18 @@ from __future__ import annotations
 import os
 import re
 import stat
+import struct
 import tomllib
 from pathlib import Path
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
 from edgemoe.errors import ConfigError
 
 NODE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[0-9A-Za-z_.-]{1,15})?\]")
 MAX_PEERS = 256
 
 
@@ -74,7 +76,7 @@ def load_secret(path: Path) -> Secret:
         raise ConfigError(f"{path}: the key cannot be read: {error.strerror}; make one with edgemoe keygen") from error
     if stat.S_IMODE(info.st_mode) & 0o077 and not _is_credential(path):
         raise ConfigError(f"{path}: others can read this secret key; chmod 600 it")
-    if not Z85.fullmatch(text.decode("ascii", "replace")):
+    if not _is_key(text.decode("ascii", "replace")):
         raise ConfigError(f"{path}: holds no secret key; make one with edgemoe keygen")
     return Secret(text, zmq.curve_public(text))
 
@@ -96,16 +98,24 @@ def load_peers(path: Path) -> dict[str, Peer]:
     return {peer.node: peer for peer in peers}
 
 
-def check_peer(peer: Peer, where: Path) -> None:
+def check_peer(peer: Peer, where: Path | str) -> None:
     """Raises ConfigError for a name, address or key that cannot be one."""
     host, _, port = peer.address.rpartition(":")
     if not NODE_NAME.fullmatch(peer.node):
         raise ConfigError(f"{where}: node name {peer.node!r}: use lower-case letters, digits and dashes, at most 63")
     said_later = not peer.address and not peer.voter
-    if not said_later and not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(f"{where}: address {peer.address!r} of {peer.node}: write HOST:PORT")
-    if not Z85.fullmatch(peer.key):
+    if not said_later and not (HOST.fullmatch(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+        raise ConfigError(f"{where}: address {peer.address!r} of {peer.node}: write HOST:PORT, or [HOST]:PORT for IPv6")
+    if not _is_key(peer.key):
         raise ConfigError(f"{where}: the key of {peer.node} is no public key; edgemoe keygen prints it")
+
+
+def _is_key(text: str) -> bool:
+    """Whether it is 32 bytes in Z85."""
+    try:
+        return len(text) == 40 and len(z85.decode(text)) == 32
+    except (KeyError, ValueError, struct.error):
+        return False
 
 
 def _is_credential(path: Path) -> bool:

@@ -120,13 +120,16 @@ class Lane(Generic[M]):
         """Connects to `peer` and keeps reconnecting; replaces an earlier connection to that node."""
         self.disconnect(peer.node)
         socket = self._socket(zmq.DEALER)
-        socket.set(zmq.CURVE_SERVERKEY, peer.key.encode())
         socket.set(zmq.IMMEDIATE, 1)
         socket.set(zmq.RECONNECT_IVL, 100)
         socket.set(zmq.RECONNECT_IVL_MAX, 1000)
         socket.set(zmq.CONNECT_TIMEOUT, 1000)  # a lost SYN is sent again after a second, not after 1, 3, 7, 15
         link = self._links[peer.node] = _Link[M](peer.node, f"tcp://{peer.address}", socket, self._credits_bytes)
-        socket.connect(link.address)
+        try:
+            socket.set(zmq.CURVE_SERVERKEY, peer.key.encode())
+            socket.connect(link.address)
+        except zmq.ZMQError as error:  # one address that is no good keeps nobody else out
+            log.error("a box cannot be reached", extra={"peer": peer.node, "address": peer.address, "why": str(error)})
         if self._group is not None:
             self._start(link, self._group)
 
