@@ -21,9 +21,10 @@ from edgemoe.types import pack_bits
 
 LAYERS, EXPERTS = 2, 6
 ALL = pack_bits(np.ones((LAYERS, EXPERTS), np.bool_))
+NONE = bytes(len(ALL))
 
 
-def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL) -> EngineCard:
+def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram: bytes = NONE) -> EngineCard:
     return EngineCard(
         boot=boot,
         calls_port=1,
@@ -34,7 +35,7 @@ def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL) -> 
         expert_bytes=100,
         budget_experts=room,
         disk=disk,
-        ram=bytes(len(ALL)),
+        ram=ram,
         shares=True,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from boxes import Box, running, secret, until
@@ -15,6 +16,7 @@ from edgemoe.cluster.control import leading
 from edgemoe.cluster.wire.control_messages import Announce, Beat, GetPlan
 from edgemoe.cluster.wire.keys import Peer, generate
 from edgemoe.errors import ConfigError, PeerError, PeerRefused
+from edgemoe.types import pack_bits
 
 ABC = ("a", "b", "c")
 # PySyncObj leaves the file open that it has read its journal's place from
@@ -147,6 +149,28 @@ async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(th
 async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front]) -> None:
     with pytest.raises(PeerRefused, match="is not here"):
         await three["a"].plane.lane.ask("b", GetPlan("0" * 64), timeout_s=2)
+
+
+async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    thirds = {node: np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) % 3 == n for n, node in enumerate(ABC)}
+    async with fronts(tmp_path, absent_s=1.0, replicas=2) as found:
+        for node, front in found.items():
+            front.has(card(f"engine-{node}", 12, disk=pack_bits(thirds[node])))
+        await planned(list(found.values()), ABC)
+        for node, front in found.items():
+            ram = pack_bits(front.plane.plans.plan.homes_of(node))  # type: ignore[union-attr]
+            front.has(card(f"engine-{node}", 12, disk=pack_bits(thirds[node]), ram=ram))
+        rest = [found["a"], found["b"]]
+        await until(lambda: all(any(f.plane.members["c"].card.engine.ram) for f in rest))  # type: ignore[union-attr]
+        await found["c"].die()
+        await planned(rest, ("a", "b"))
+        plan = rest[0].plane.plans.plan
+        assert plan is not None
+        assert plan.homes_of("a").all()
+        assert plan.homes_of("b").all()
 
 
 async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

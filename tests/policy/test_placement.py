@@ -65,6 +65,22 @@ def test_an_expert_on_no_disk_is_named() -> None:
         uniform(NODES, dict.fromkeys(NODES, 20), disk, 2, 9)
 
 
+def test_an_expert_that_is_only_in_memory_stays_there_and_is_copied_from_there() -> None:
+    disk = everywhere(2, 9)
+    ram = {node: np.zeros((2, 9), bool) for node in NODES}
+    for held in disk.values():
+        held[:, 4:6] = False
+    ram["b"][:, 4] = ram["c"][:, 5] = True
+    homes = uniform(NODES, dict.fromkeys(NODES, 9), disk, 2, 9, 1, in_ram=ram)
+    assert homes["b"][:, 4].all()
+    assert homes["c"][:, 5].all()
+    assert sum(held.sum() for held in homes.values()) == 18
+    twice = uniform(NODES, dict.fromkeys(NODES, 14), disk, 2, 9, 2, in_ram=ram)
+    assert twice["b"][:, 4].all()
+    assert twice["c"][:, 5].all()
+    assert (sum(held.astype(int) for held in twice.values()) == 2).all()
+
+
 def test_a_plan_says_where_each_expert_is_at_home() -> None:
     homes = uniform(NODES, dict.fromkeys(NODES, 9), everywhere(3, 7), 3, 7)
     plan = PlacementPlan(1, 2, "d" * 32, 3, 7, NODES, tuple(pack_bits(homes[node]) for node in NODES))

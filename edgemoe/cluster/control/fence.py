@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from edgemoe.errors import ServiceError, StaleEpoch
+from edgemoe.errors import CoordUnavailable, ServiceError, StaleEpoch
 
 
 class EpochFence:
@@ -20,11 +20,17 @@ class EpochFence:
         return self._highest
 
     def admit(self, epoch: int) -> None:
-        """Remembers `epoch` before anything is done in its name. Raises StaleEpoch where a higher one was seen."""
+        """Remembers `epoch` before anything is done in its name.
+
+        Raises StaleEpoch where a higher one was seen, CoordUnavailable where it cannot be kept; nothing is done then.
+        """
         if epoch < self._highest:
             raise StaleEpoch(f"a command of epoch {epoch} is not obeyed: epoch {self._highest} has been seen")
         if epoch > self._highest:
-            self._write(epoch)
+            try:
+                self._write(epoch)
+            except OSError as error:
+                raise CoordUnavailable(f"{self._path}: epoch {epoch} cannot be kept: {error.strerror}") from error
             self._highest = epoch
 
     def _read(self) -> int:

@@ -21,7 +21,7 @@ from edgemoe.cluster.control.planning import Box, Shape, make_plan, why_anew
 from edgemoe.cluster.control.plans import PlanKeeper
 from edgemoe.cluster.wire.control_messages import Announce, EngineCard
 from edgemoe.config import ClusterSettings
-from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible, StaleEpoch
+from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible
 from edgemoe.types import BoolArray, PlacementPlan, unpack_bits
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,8 @@ class Leader:
     async def _take_over(self, epoch: int) -> None:
         try:
             self._cluster.fence.admit(epoch)
-        except StaleEpoch:  # the agreement has lost its journal: on to an epoch that nobody has seen
+        except CoordError as error:  # one whose epoch is not the highest, or cannot be kept, does not lead
+            log.warning("leadership is given back", extra={"epoch": epoch, "why": str(error)})
             await self._store.resign(epoch)
             return
         log.info("leading", extra={"epoch": epoch})
@@ -188,21 +189,24 @@ class Leader:
             if card is not None and (card.role == "witness" or (engine is not None and not engine.shares)):
                 continue
             absent_s = members.absent_s(node) if node in members else 0.0
-            disk = _disk(engine, shape) if engine is not None else None
+            disk, ram = _has(engine, shape) if engine is not None else (None, None)
             if disk is not None:
                 self._bare.pop(node, None)
             else:  # nothing to go by: as good as away
                 now = time.monotonic()
                 absent_s = max(absent_s, now - self._bare.setdefault(node, now), 1e-3)
             room = engine.budget_experts if engine is not None else 0
-            boxes.append(Box(node, room, disk, absent_s, leaving=card is not None and card.leaving))
+            leaving = card is not None and card.leaving
+            boxes.append(Box(node, room, disk, ram, absent_s, leaving))
         return boxes
 
 
-def _disk(engine: EngineCard, shape: Shape) -> BoolArray | None:
+def _has(engine: EngineCard, shape: Shape) -> tuple[BoolArray | None, BoolArray | None]:
+    """Experts [L, E] on the engine's disk and in its memory; None where it serves another model."""
     if engine.model != shape.digest:
-        return None
+        return None, None
     try:
-        return unpack_bits(engine.disk, shape.layers, shape.experts)
+        disk, ram = (unpack_bits(bits, shape.layers, shape.experts) for bits in (engine.disk, engine.ram))
+        return disk, ram
     except ValueError:
-        return None
+        return None, None

@@ -44,7 +44,7 @@ from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Net, Question
 from edgemoe.cluster.wire.zap import AllowList
 from edgemoe.config import ClusterSettings
-from edgemoe.errors import PeerError, PeerRefused, StaleEpoch
+from edgemoe.errors import CoordError, PeerError, PeerRefused, StaleEpoch
 from edgemoe.types import PlacementPlan
 
 log = logging.getLogger(__name__)
@@ -209,10 +209,10 @@ class ControlPlane:
             return
         try:
             self.fence.admit(beat.leading)
-        except StaleEpoch as error:
-            self.stale += 1
+        except CoordError as error:
+            self.stale += isinstance(error, StaleEpoch)
             if before.leading != beat.leading:
-                log.warning("a deposed leader is not obeyed", extra={"peer": node, "why": str(error)})
+                log.warning("a leader is not obeyed", extra={"peer": node, "why": str(error)})
             self.leader = "" if self.leader == node else self.leader
             return
         if self.leader != node:

@@ -12,11 +12,12 @@ from edgemoe.types import BoolArray, PlacementPlan, pack_bits
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Box:
-    """A box as a home of experts. Without `disk` nothing is known of it yet."""
+    """A box as a home of experts, and which it has. Without `disk` nothing is known of it yet."""
 
     node: str
     room: int = 0  # experts
     disk: BoolArray | None = None  # [L, E]
+    ram: BoolArray | None = None
     absent_s: float = 0.0
     leaving: bool = False
 
@@ -68,6 +69,7 @@ def make_plan(shape: Shape, boxes: Sequence[Box], replicas: int, epoch: int, ver
         shape.layers,
         shape.experts,
         replicas,
+        in_ram={box.node: box.ram for box in there if box.ram is not None},
         expert_bytes=shape.expert_bytes,
     )
     nodes = tuple(box.node for box in there)

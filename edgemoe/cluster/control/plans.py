@@ -34,14 +34,17 @@ class PlanKeeper:
         self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())
 
     def adopt(self, plan: PlacementPlan) -> None:
-        """Goes by this plan from now on."""
+        """Goes by this plan from now on, also where it cannot be kept on disk."""
         self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())
         temporary = self._path.with_name(self._path.name + ".new")
-        with temporary.open("wb") as file:
-            file.write(msgspec.msgpack.encode(plan))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._path)
+        try:
+            with temporary.open("wb") as file:
+                file.write(msgspec.msgpack.encode(plan))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path)
+        except OSError as error:
+            log.error("the plan is forgotten at the next start", extra={"file": str(self._path), "why": error.strerror})
 
     def bytes_of(self, digest: str) -> bytes:
         """The plan of that digest, to be sent. Raises PeerRefused where it is another's."""
