@@ -33,6 +33,7 @@ CALL_S = 0.01  # that a part takes on the link, there and back,
 CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
 AGAIN_S = 0.2  # between looks for another way where there was none
+PATIENCE_CALLS = 2  # time-outs of calls that a layer-step goes on asking peers; local work does not count
 READ_BYTES_PER_S, COPY_BYTES_PER_S = 1e9, 8e9  # assumed until measured
 FIRST_UNIT_S = 1e-4
 RECENT = 0.1
@@ -70,7 +71,8 @@ class Remote:
         self, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None, local: Local
     ) -> torch.Tensor | None:
         """The peers' part of the layer's sum, [T, H] float32; the rest goes through `local`. Raises MissingExpert."""
-        return LayerStep(self, layer, hidden, scan, local).run(group)
+        end_s = time.monotonic() + PATIENCE_CALLS * self.peers.timeout_s
+        return LayerStep(self, layer, hidden, scan, local, end_s).run(group)
 
     def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:
         """Which experts [n] are not worth reading ahead: they would have to come from a peer, or a peer has them."""
@@ -104,10 +106,11 @@ class LayerStep:
     hidden: torch.Tensor
     scan: BoolArray | None  # [n] of the whole group
     local: Local
+    end_s: float  # until when peers are asked; then what is missing is computed here, or raises MissingExpert
     out: FloatArray | None = None  # [T, H]
     answers: SimpleQueue[RemoteCall] = field(default_factory=SimpleQueue)
     jobs: dict[RemoteCall, Job] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)  # by peer, why it was of no help
     scanned: BoolArray | None = None  # [E]
     host: torch.Tensor | None = None
 
@@ -135,8 +138,10 @@ class LayerStep:
 
     def _offers(self, group: Group, tried: Tried) -> list[Offer]:
         """What peers would take for the group's experts; their disks are taken to be no faster than ours."""
-        read_s, offers = self.remote.read_s(), self.remote.peers.offers(self.layer, group.experts)
         now_s = time.monotonic()
+        if now_s >= self.end_s:
+            return []
+        read_s, offers = self.remote.read_s(), self.remote.peers.offers(self.layer, group.experts)
         return [
             offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, read_s), 0.0))
             for offer in offers
@@ -170,7 +175,7 @@ class LayerStep:
         alone = load.sum(axis=2) + (load > 0) @ opening
         nowhere = np.flatnonzero(~np.isfinite(alone).any(axis=1))
         if len(nowhere):
-            why = "; ".join(self.reasons) or "it is not on the disk, and no box that can be reached has it"
+            why = "; ".join(self.reasons.values()) or "it is not on the disk, and no box that can be reached has it"
             raise MissingExpert(layer, int(wanted[nowhere[0]]), why)
         way[missing] = resolve(Ways(load, alone, opening, busy)).way - 1
         return way
@@ -202,19 +207,15 @@ class LayerStep:
         self.jobs[self.remote.peers.call(node, work, self.answers)] = job
 
     def _wait(self) -> None:
-        """Returns when a call has ended, or another way was found for one that is late."""
+        """Returns when a call has ended, or other ways were looked for: for calls that are late, at the end for all."""
         began_s = time.monotonic()
         pending = [job for job in self.jobs.values() if not job.done]
-        end_s = began_s + 2 * self.remote.peers.timeout_s
         try:
-            call = self.answers.get(timeout=max(0.0, min(end_s, *(job.late_s for job in pending)) - began_s))
+            call = self.answers.get(timeout=max(0.0, min(self.end_s, *(job.late_s for job in pending)) - began_s))
         except Empty:
             self.remote.stall_s += time.monotonic() - began_s
-            if time.monotonic() >= end_s:
-                expert = int(pending[0].group.experts[0])
-                raise MissingExpert(self.layer, expert, "the peers that were asked do not answer") from None
             for job in pending:
-                if not job.done and job.late_s <= time.monotonic():
+                if not job.done and min(job.late_s, self.end_s) <= time.monotonic():
                     self._hedge(job)
         else:
             self.remote.stall_s += time.monotonic() - began_s
@@ -230,7 +231,7 @@ class LayerStep:
             self.remote.experts += len(job.group.experts)
             self._add(job.rows, call.result)
             return
-        self.reasons.append(str(call.error))
+        self.reasons[call.node] = str(call.error)
         job.tried[call.node] = again_s = time.monotonic() + AGAIN_S
         if job.live:  # the other one may hang
             job.late_s = min(job.late_s, again_s)
@@ -242,8 +243,10 @@ class LayerStep:
     def _hedge(self, job: Job) -> None:
         """Asks another peer that has all in memory, or gives the late call up for ways without it.
 
-        Where there is neither it looks again later.
+        Where there is neither it looks again later, or raises MissingExpert at the end.
         """
+        for node in (node for node, again_s in job.tried.items() if again_s == np.inf):
+            self.reasons.setdefault(node, f"{node} has not answered")
         job.late_s = time.monotonic() + AGAIN_S
         offers = self._offers(job.group, job.tried)
         whole = [offer for offer in offers if not offer.wait_s.any()]
@@ -255,6 +258,8 @@ class LayerStep:
         try:
             self._choose(job.group, offers, job.tried)
         except MissingExpert:
+            if time.monotonic() >= self.end_s:
+                raise
             return
         self.remote.hedged += 1
         job.done = True
@@ -277,8 +282,9 @@ class LayerStep:
     def _compute(self, group: Group) -> None:
         began_s = time.perf_counter()
         waited_s = self.local(group, None if self.scanned is None else self.scanned[group.experts])
-        units = float(work_units(group.offsets).sum())
-        self.remote.observe(units, max(0.0, time.perf_counter() - began_s - waited_s))
+        took_s = time.perf_counter() - began_s
+        self.end_s += took_s
+        self.remote.observe(float(work_units(group.offsets).sum()), max(0.0, took_s - waited_s))
 
 
 def _within(group: Group, rows: IntArray) -> Group:
