@@ -17,7 +17,7 @@ from boxes import running as boxes_running
 from etcd_process import etcd_cluster
 from fake_link import FakeNet
 
-from edgemoe.cluster.control.coord import CoordStore, PlanRef, Single
+from edgemoe.cluster.control.coord import CoordState, CoordStore, PlanRef, Single
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.etcd import EtcdStore
 from edgemoe.cluster.control.link import LaneLink
@@ -73,12 +73,12 @@ async def running(stores: list[CoordStore]) -> AsyncIterator[list[CoordStore]]:
             await store.close()
 
 
-async def claim(store: CoordStore, node: str, within_s: float = 15.0) -> int:
+async def claim(store: CoordStore, node: str, within_s: float = 15.0, above: int = 0) -> int:
     """Claims as soon as the engine lets it."""
     ends = time.monotonic() + within_s
     while True:
         try:
-            return await store.claim(node)
+            return await store.claim(node, above)
         except (CoordUnavailable, StaleEpoch):
             if time.monotonic() > ends:
                 raise
@@ -99,7 +99,7 @@ class TestContract:
         await until(stores[2], lambda: stores[2].view().leader == "a")
         assert {s.view().epoch for s in stores} == {epoch}
         with pytest.raises(StaleEpoch, match="a leads already"):
-            await stores[1].claim("b")
+            await stores[1].claim("b", 0)
 
     async def test_epochs_rise_and_a_deposed_leader_changes_nothing(self, stores: list[CoordStore]) -> None:
         first = await claim(stores[0], "a")
@@ -109,8 +109,6 @@ class TestContract:
         assert second > first
         with pytest.raises(StaleEpoch):
             await stores[0].commit_plan(first, PlanRef(2, "two"))
-        with pytest.raises(StaleEpoch):
-            await stores[0].set_member(first, "x", "record")
         with pytest.raises(StaleEpoch):
             await stores[0].renew(first)
         await stores[1].commit_plan(second, PlanRef(2, "other"))
@@ -127,14 +125,14 @@ class TestContract:
                 await stores[0].commit_plan(epoch, wrong)
         assert stores[0].view().plan == PlanRef(1, "one")
 
-    async def test_members_come_and_go_and_records_are_bounded(self, stores: list[CoordStore]) -> None:
-        epoch = await claim(stores[0], "a")
-        await stores[0].set_member(epoch, "a", "here")
-        await stores[0].set_member(epoch, "b", "there")
-        await stores[0].set_member(epoch, "a", None)
-        await until(stores[1], lambda: stores[1].view().members == {"b": "there"})
-        with pytest.raises(ValueError, match="5000 characters"):
-            await stores[0].set_member(epoch, "b", "x" * 5000)
+    async def test_an_agreement_that_begins_anew_goes_on_above_what_boxes_have_seen(
+        self, stores: list[CoordStore]
+    ) -> None:
+        first = await claim(stores[0], "a", above=1000)
+        assert first == 1001
+        await stores[0].commit_plan(first, PlanRef(1, "one"))
+        await stores[0].resign(first)
+        assert await claim(stores[1], "b") == 1002
 
     async def test_a_lease_that_is_not_renewed_lapses_and_another_takes_over(self, stores: list[CoordStore]) -> None:
         first = await claim(stores[0], "a")
@@ -181,13 +179,24 @@ async def leader(elections: list[Election], among: set[int], within_s: float = 2
 async def test_a_single_box_always_leads_and_goes_on_from_the_epoch_that_it_kept() -> None:
     kept: list[int] = []
     store = Single(epoch=7, on_epoch=kept.append)
-    epoch = await store.claim("me")
+    epoch = await store.claim("me", 0)
     assert epoch == 8
     assert kept == [8]
     await store.commit_plan(epoch, PlanRef(1, "one"))
     assert store.view().plan == PlanRef(1, "one")
     with pytest.raises(StaleEpoch):
         await store.commit_plan(7, PlanRef(2, "two"))
+
+
+def test_a_claim_that_does_not_know_of_the_last_renewal_fails() -> None:
+    state = CoordState()
+    assert state.claim("a", 1, 0, 0) == 1
+    assert state.renew(1)
+    assert state.claim("b", 2, 1, 0) == 0  # its view ends before the renewal
+    assert (state.epoch, state.leader) == (1, "a")
+    assert state.claim("b", 2, 1, 1) == 2
+    assert state.claim("b", 2, 1, 1) == 2  # sent again
+    assert not state.renew(1)
 
 
 async def test_an_isolated_raft_leader_steps_down_before_the_others_elect_and_catches_up_after(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -194,6 +196,45 @@ async def test_a_fixed_leader_that_restarts_leads_in_a_later_epoch(tmp_path: Pat
         await found["a"].start()
         await until(lambda: found["b"].plane.leader == "a")
         assert found["b"].plane.epoch == epoch + 1
+
+
+async def test_a_fixed_leader_that_lost_its_state_leads_above_what_the_others_have_seen(tmp_path: Path) -> None:
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        await led(list(found.values()))
+        found["b"].plane.fence.admit(found["b"].plane.epoch + 40)
+        seen = found["b"].plane.epoch
+        await found["a"].die()
+        shutil.rmtree(tmp_path / "a")
+        await found["a"].start()
+        await until(lambda: found["b"].plane.leader == "a" and found["b"].plane.epoch > seen, 15)
+        assert found["a"].plane.leading == found["b"].plane.epoch == seen + 1
+
+
+async def test_a_plan_older_than_what_is_held_is_not_gone_by(three: dict[str, Front]) -> None:
+    a = three["a"].plane
+    plan = a.plans.plan
+    assert plan is not None
+    newer = msgspec.structs.replace(plan, version=plan.version + 1)
+    a.plans.adopt(newer)
+    with pytest.raises(PeerRefused, match="older than the one held"):
+        a.adopt(plan, a.epoch)
+    assert a.plans.plan == newer
+
+
+async def test_a_new_leader_that_was_behind_does_not_have_all_go_back_to_its_plan(three: dict[str, Front]) -> None:
+    first = await led(list(three.values()))
+    agreed = three[first].plane.plans.plan
+    assert agreed is not None
+    await three[first].die()
+    behind = msgspec.structs.replace(agreed, nodes=tuple(reversed(ABC)))
+    named: set[str] = set()
+    rest = [front for node, front in three.items() if node != first]
+    for front in rest:
+        front.plane.plans.adopt(behind)
+        front.plane.on_beat = lambda _, beat: named.add(beat.plan_digest) if beat.leading else None
+    await until(lambda: all(front.plane.leader not in ("", first) for front in rest), 15)
+    await until(lambda: any(named - {""}), 15)
+    assert behind.digest() not in named
 
 
 async def test_a_wrong_key_gets_nothing_through(three: dict[str, Front]) -> None:

@@ -1,25 +1,22 @@
-"""What boxes must agree on, a few kilobytes of it: leader and epoch, members, the plan's version and digest.
+"""What boxes must agree on, a few bytes of it: leader and epoch, the plan's version and digest.
 
 `CoordStore` is the door; three engines stand behind it: `Single` (one box), `raft` (PySyncObj, embedded) and `etcd`
 (external). Leadership is an epoch that only rises; every change carries the epoch of the leader that makes it and is
 refused when a higher one exists. A leader holds a lease: it counts itself deposed when the last renewal that went
-well was sent longer ago than the lease, by its own clock, and nobody else may claim before that.
+well was sent longer ago than the lease, by its own clock, and nobody else may claim before that: a claim quotes the
+last renewal that the claimant knows of, and fails where there has been another.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from edgemoe.errors import PlanConflict, StaleEpoch
-
-MAX_RECORD_CHARS = 4096
-MAX_MEMBERS = 256
 
 
 class PlanRef(msgspec.Struct, frozen=True):
@@ -35,7 +32,6 @@ class View(msgspec.Struct, frozen=True):
     epoch: int = 0
     leader: str = ""
     plan: PlanRef | None = None
-    members: dict[str, str] = {}
 
 
 class CoordStore(Protocol):
@@ -55,8 +51,8 @@ class CoordStore(Protocol):
     async def changed(self, timeout_s: float) -> None:
         """Returns when the view may have changed, or after `timeout_s`."""
 
-    async def claim(self, node: str) -> int:
-        """Becomes leader and returns the new epoch. Raises StaleEpoch while another's lease lives."""
+    async def claim(self, node: str, above: int) -> int:
+        """Becomes leader; the new epoch, higher than `above`. Raises StaleEpoch while another's lease lives."""
 
     async def renew(self, epoch: int) -> None:
         """Extends the lease of `epoch`. Raises StaleEpoch once deposed."""
@@ -66,9 +62,6 @@ class CoordStore(Protocol):
 
     async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
         """Makes `plan` the plan. Raises StaleEpoch, or PlanConflict unless its version follows the present one."""
-
-    async def set_member(self, epoch: int, node: str, record: str | None) -> None:
-        """Enters, replaces or (None) removes a member. Raises StaleEpoch."""
 
 
 @dataclass(slots=True)
@@ -81,16 +74,18 @@ class CoordState:
     epoch: int = 0
     leader: str = ""
     plan: PlanRef | None = None
-    members: dict[str, str] = field(default_factory=dict)
+    renewals: int = 0  # of leases, all told
 
-    def claim(self, node: str, expect_epoch: int) -> int:
-        """The new epoch, or 0 where `expect_epoch` is no longer the present one."""
-        if self.epoch == expect_epoch:
-            self.epoch, self.leader = expect_epoch + 1, node
-        return self.epoch if self.epoch == expect_epoch + 1 and self.leader == node else 0
+    def claim(self, node: str, epoch: int, expect_epoch: int, expect_renewals: int) -> int:
+        """`epoch`, or 0 where the epoch or the last renewal is no longer the expected one."""
+        if (self.epoch, self.renewals) == (expect_epoch, expect_renewals) and epoch > expect_epoch:
+            self.epoch, self.leader = epoch, node
+        return self.epoch if (self.epoch, self.leader) == (epoch, node) else 0
 
     def renew(self, epoch: int) -> bool:
-        return epoch == self.epoch and self.leader != ""
+        held = self._holds(epoch)
+        self.renewals += held
+        return held
 
     def resign(self, epoch: int) -> bool:
         if epoch == self.epoch:
@@ -99,7 +94,7 @@ class CoordState:
 
     def commit_plan(self, epoch: int, version: int, digest: str) -> str:
         """ "ok", "stale" or "conflict"."""
-        if not self.renew(epoch):
+        if not self._holds(epoch):
             return "stale"
         plan = PlanRef(version, digest)
         if plan != self.plan and version != (self.plan.version if self.plan else 0) + 1:
@@ -107,26 +102,11 @@ class CoordState:
         self.plan = plan
         return "ok"
 
-    def set_member(self, epoch: int, node: str, record: str) -> bool:
-        """`record` "" removes."""
-        if not self.renew(epoch):
-            return False
-        if record:
-            self.members[node] = record
-        else:
-            self.members.pop(node, None)
-        return True
-
     def view(self, lease_lives: bool) -> View:
-        return View(self.epoch, self.leader if lease_lives else "", self.plan, dict(self.members))
+        return View(self.epoch, self.leader if lease_lives else "", self.plan)
 
-
-def check_record(node: str, record: str | None, members: Mapping[str, str]) -> None:
-    """Raises ValueError for a record that the agreement is not made to hold."""
-    if record is not None and not 0 < len(record) <= MAX_RECORD_CHARS:
-        raise ValueError(f"the record of member {node} has {len(record)} characters; 1 to {MAX_RECORD_CHARS} fit")
-    if record is not None and node not in members and len(members) >= MAX_MEMBERS:
-        raise ValueError(f"member {node} would be number {MAX_MEMBERS + 1}; {MAX_MEMBERS} fit")
+    def _holds(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.leader != ""
 
 
 def plan_outcome(outcome: str, epoch: int, plan: PlanRef, present: PlanRef | None) -> None:
@@ -159,10 +139,11 @@ class Single:
     async def changed(self, timeout_s: float) -> None:
         await wait_event(self._event, timeout_s)
 
-    async def claim(self, node: str) -> int:
-        if self._state.leader not in ("", node):
-            raise StaleEpoch(f"{self._state.leader} leads already, in epoch {self._state.epoch}")
-        epoch = self._state.claim(node, self._state.epoch)
+    async def claim(self, node: str, above: int) -> int:
+        state = self._state
+        if state.leader not in ("", node):
+            raise StaleEpoch(f"{state.leader} leads already, in epoch {state.epoch}")
+        epoch = state.claim(node, max(state.epoch, above) + 1, state.epoch, state.renewals)
         self._on_epoch(epoch)
         self._event.set()
         return epoch
@@ -177,12 +158,6 @@ class Single:
 
     async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
         plan_outcome(self._state.commit_plan(epoch, plan.version, plan.digest), epoch, plan, self._state.plan)
-        self._event.set()
-
-    async def set_member(self, epoch: int, node: str, record: str | None) -> None:
-        check_record(node, record, MappingProxyType(self._state.members))
-        if not self._state.set_member(epoch, node, record or ""):
-            raise StaleEpoch(f"member {node} was not changed: epoch {epoch} is over")
         self._event.set()
 
 

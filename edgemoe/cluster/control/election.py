@@ -18,8 +18,16 @@ RENEWALS = 4  # per lease
 class Election:
     """Runs for leader as `node` for as long as `run` runs. `epoch` answers whether it leads now."""
 
-    def __init__(self, store: CoordStore, node: str, clock: Callable[[], float], rng: random.Random) -> None:
-        self._store, self._node, self._clock, self._rng = store, node, clock, rng
+    def __init__(
+        self,
+        store: CoordStore,
+        node: str,
+        clock: Callable[[], float],
+        rng: random.Random,
+        above: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`above` is the highest epoch that is known of: the ones claimed here are higher."""
+        self._store, self._node, self._clock, self._rng, self._above = store, node, clock, rng, above
         self._epoch = 0
         self._until = float("-inf")
 
@@ -46,7 +54,7 @@ class Election:
             return
         sent = self._clock()
         try:
-            self._hold(await self._store.claim(self._node), sent)
+            self._hold(await self._store.claim(self._node, self._above()), sent)
         except (StaleEpoch, CoordUnavailable) as error:
             log.debug("claim refused", extra={"why": str(error)})
             await asyncio.sleep(self._store.lease_s / 10)

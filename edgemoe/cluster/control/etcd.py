@@ -1,7 +1,7 @@
 """The agreement kept by an external etcd, through its JSON gateway, for clusters that have outgrown the embedded one.
 
-The leader is the key `leader`, held by a lease; the epoch is that key's create_revision, which only rises. Every
-change is one transaction that compares it. Renewals are lease keep-alives.
+The leader is the key `leader`, held by a lease; `epoch` is a key of its own, which stays. Every change is one
+transaction that compares both. Renewals are lease keep-alives.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from edgemoe.cluster.control.coord import MAX_MEMBERS, PlanRef, View, check_record, wait_event
+from edgemoe.cluster.control.coord import PlanRef, View, wait_event
 from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 
 log = logging.getLogger(__name__)
-MAX_ANSWER_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 1 << 20
+MAX_KEYS = 16  # of ours: there are three
 
 
 class EtcdStore:
@@ -41,7 +42,7 @@ class EtcdStore:
         self._client = httpx.AsyncClient(verify=tls or True, timeout=self.lease_s / 3)
         self._event = asyncio.Event()
         self._view = View()
-        self._plan_revision = 0
+        self._revisions: dict[str, int] = {}  # in which each key was last changed
         self._lease = 0
         self._watcher: asyncio.Task[None] | None = None
 
@@ -62,23 +63,29 @@ class EtcdStore:
     async def changed(self, timeout_s: float) -> None:
         await wait_event(self._event, timeout_s)
 
-    async def claim(self, node: str) -> int:
+    async def claim(self, node: str, above: int) -> int:
         await self._refresh()
-        if self._view.leader == node and self._lease:
-            return self._view.epoch
-        if self._view.leader:
-            raise StaleEpoch(f"{self._view.leader} leads already, in epoch {self._view.epoch}")
+        view = self._view
+        if view.leader == node and self._lease:  # a claim whose outcome was unknown
+            await self.renew(view.epoch)
+            if view.epoch > above:
+                return view.epoch
+        if view.leader:
+            raise StaleEpoch(f"{view.leader} leads already, in epoch {view.epoch}")
+        epoch = max(view.epoch, above) + 1
         lease = int((await self._post("lease/grant", {"TTL": str(int(self.lease_s))}))["ID"])
         self._lease = lease
-        put = {"requestPut": {"key": self._key("leader"), "value": _encode(node), "lease": str(lease)}}
+        leads = {"requestPut": {"key": self._key("leader"), "value": _encode(node), "lease": str(lease)}}
+        rises = {"requestPut": {"key": self._key("epoch"), "value": _encode(str(epoch))}}
         absent = {"key": self._key("leader"), "target": "CREATE", "result": "EQUAL", "createRevision": "0"}
-        answer = await self._post("kv/txn", {"compare": [absent], "success": [put]})
+        compare = [absent, self._unchanged("epoch")]
+        answer = await self._post("kv/txn", {"compare": compare, "success": [leads, rises]})
         if not answer.get("succeeded"):
             self._lease = 0
             await self._post("lease/revoke", {"ID": str(lease)})
-            raise StaleEpoch(f"another box claimed an epoch after {self._view.epoch} first")
+            raise StaleEpoch(f"another box claimed an epoch after {view.epoch} first")
         await self._refresh()
-        return int(answer["header"]["revision"])
+        return epoch
 
     async def renew(self, epoch: int) -> None:
         if not self._lease:
@@ -101,46 +108,33 @@ class EtcdStore:
             return
         if plan.version != (present.version if present else 0) + 1:
             raise PlanConflict(f"plan {plan.version} does not follow the present plan {present and present.version}")
-        key = self._key("plan")
-        same = {"key": key, "target": "MOD", "result": "EQUAL", "modRevision": str(self._plan_revision)}
-        put = {"requestPut": {"key": key, "value": _encode(msgspec.json.encode(plan).decode())}}
-        await self._as_leader(epoch, f"plan {plan.version}", put, [same])
-
-    async def set_member(self, epoch: int, node: str, record: str | None) -> None:
-        check_record(node, record, self._view.members)
-        key = self._key(f"members/{node}")
-        if record is None:
-            await self._as_leader(epoch, f"member {node}", {"requestDeleteRange": {"key": key}})
-        else:
-            await self._as_leader(epoch, f"member {node}", {"requestPut": {"key": key, "value": _encode(record)}})
-
-    async def _as_leader(self, epoch: int, what: str, change: dict[str, Any], more: Sequence[Any] = ()) -> None:
-        """One change that happens only while `epoch` holds and `more` compares true."""
-        leads = {"key": self._key("leader"), "target": "CREATE", "result": "EQUAL", "createRevision": str(epoch)}
-        answer = await self._post("kv/txn", {"compare": [leads, *more], "success": [change]})
+        leads = {"key": self._key("leader"), "target": "CREATE", "result": "GREATER", "createRevision": "0"}
+        holds = {"key": self._key("epoch"), "target": "VALUE", "result": "EQUAL", "value": _encode(str(epoch))}
+        put = {"requestPut": {"key": self._key("plan"), "value": _encode(msgspec.json.encode(plan).decode())}}
+        compare = [leads, holds, self._unchanged("plan")]
+        answer = await self._post("kv/txn", {"compare": compare, "success": [put]})
         await self._refresh()
         if answer.get("succeeded"):
             return
         if self._view.epoch == epoch and self._view.leader:
-            raise PlanConflict(f"{what} was changed by another in between")
-        raise StaleEpoch(f"{what} was not changed: epoch {epoch} is over")
+            raise PlanConflict(f"another plan than {plan.version} was committed in between")
+        raise StaleEpoch(f"plan {plan.version} was not committed: epoch {epoch} is over")
+
+    def _unchanged(self, name: str) -> dict[str, Any]:
+        """That the key is as it was when last read, or absent as it was."""
+        revision = str(self._revisions.get(name, 0))
+        return {"key": self._key(name), "target": "MOD", "result": "EQUAL", "modRevision": revision}
 
     async def _refresh(self) -> int:
         """Reads everything anew. Returns the revision that it is true for."""
         end = self._prefix[:-1] + chr(ord(self._prefix[-1]) + 1)
-        asked = {"key": _encode(self._prefix), "rangeEnd": _encode(end), "limit": str(MAX_MEMBERS + 16)}
+        asked = {"key": _encode(self._prefix), "rangeEnd": _encode(end), "limit": str(MAX_KEYS)}
         answer = await self._post("kv/range", asked)
-        epoch, leader, plan, members = self._view.epoch, "", None, {}
-        self._plan_revision = 0
-        for pair in answer.get("kvs", []):
-            name, value = _decode(pair["key"]).removeprefix(self._prefix), _decode(pair.get("value", ""))
-            if name == "leader":
-                epoch, leader = int(pair["create_revision"]), value
-            elif name == "plan":
-                plan, self._plan_revision = _plan(value), int(pair["mod_revision"])
-            elif name.startswith("members/"):
-                members[name.removeprefix("members/")] = value
-        self._view = View(epoch, leader, plan, members)
+        pairs = {_decode(pair["key"]).removeprefix(self._prefix): pair for pair in answer.get("kvs", [])}
+        values = {name: _decode(pair.get("value", "")) for name, pair in pairs.items()}
+        self._revisions = {name: int(pair["mod_revision"]) for name, pair in pairs.items()}
+        epoch = values.get("epoch", "")
+        self._view = View(int(epoch) if epoch.isdecimal() else 0, values.get("leader", ""), _plan(values.get("plan")))
         self._event.set()
         return int(answer["header"]["revision"])
 
@@ -177,12 +171,14 @@ class EtcdStore:
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One call, tried once on every endpoint. A call whose outcome is unknown is not repeated elsewhere."""
         failure: Exception | None = None
-        for _ in self._endpoints:
+        renewed = path == "auth/authenticate"  # its own refusal is final
+        for _ in range(len(self._endpoints) + (not renewed)):
             try:
                 response = await self._client.post(
                     f"{self._endpoints[0]}/v3/{path}", json=body, headers=self._headers()
                 )
-                if response.status_code == 401 and self._user:
+                if response.status_code == 401 and self._user and not renewed:
+                    renewed = True
                     await self._authenticate()
                     continue
                 return _answer(response, path)
@@ -220,9 +216,9 @@ def _answer(response: httpx.Response, path: str) -> dict[str, Any]:
     return answer
 
 
-def _plan(value: str) -> PlanRef | None:
+def _plan(value: str | None) -> PlanRef | None:
     try:
-        return msgspec.json.decode(value, type=PlanRef)
+        return None if value is None else msgspec.json.decode(value, type=PlanRef)
     except msgspec.DecodeError:
         log.warning("the plan in etcd cannot be read; another program wrote below our prefix")
         return None

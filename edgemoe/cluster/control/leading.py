@@ -54,11 +54,13 @@ class Leader:
 
     def __init__(self, settings: ClusterSettings, store: CoordStore, cluster: Cluster, *, electable: bool) -> None:
         self.trouble = ""  # why there is no new plan
+        self.settled = False  # it goes by the plan that is agreed, and may name it
         self._settings, self._store, self._cluster = settings, store, cluster
         self._epoch = 0  # in which this box has taken over
         self._election: Election | None = None
         if electable:
-            self._election = Election(store, settings.node, time.monotonic, random.Random())
+            fence = cluster.fence
+            self._election = Election(store, settings.node, time.monotonic, random.Random(), lambda: fence.highest)
         self._electing: asyncio.Task[None] | None = None
         self._joined = False  # the agreement
         self._due = ("", 0.0)  # why a new plan is due, and since when
@@ -106,7 +108,10 @@ class Leader:
             try:
                 if self._joined and self._store.view().epoch > cluster.fence.highest:
                     cluster.fence.admit(self._store.view().epoch)
-                if epoch and epoch != self._epoch:
+                if epoch and epoch < cluster.fence.highest:
+                    log.warning("leadership is given back", extra={"epoch": epoch, "seen": cluster.fence.highest})
+                    await self._store.resign(epoch)
+                elif epoch and epoch != self._epoch:
                     await self._take_over(epoch)
                 elif not epoch and self._epoch:
                     log.info("no longer leading", extra={"epoch": self._epoch})
@@ -120,13 +125,13 @@ class Leader:
     async def _take_over(self, epoch: int) -> None:
         try:
             self._cluster.fence.admit(epoch)
-        except CoordError as error:  # one whose epoch is not the highest, or cannot be kept, does not lead
+        except CoordError as error:  # without remembering its epoch nobody leads
             log.warning("leadership is given back", extra={"epoch": epoch, "why": str(error)})
             await self._store.resign(epoch)
             return
         log.info("leading", extra={"epoch": epoch})
         self._epoch, self._cluster.leader = epoch, self._cluster.node
-        self._due = ("", 0.0)
+        self._due, self.settled = ("", 0.0), False
         self._bare.clear()
         self._cluster.beat()
 
@@ -138,7 +143,9 @@ class Leader:
         held = (
             plans.plan if plans.ref is not None and agreed is not None and plans.ref.digest == agreed.digest else None
         )
-        if agreed is not None and held is None and (found := await self._look_for(agreed)) is not None:
+        self.settled = held is not None
+        found = await self._look_for(agreed) if agreed is not None and held is None else None
+        if found is not None and not plans.is_newer_than(found):
             self._cluster.adopt(found, epoch)
             return
         if (shape := self._shape()) is None:
@@ -159,7 +166,7 @@ class Leader:
             self.trouble = str(error)
             return
         await self._store.commit_plan(epoch, PlanRef(version, plan.digest()))
-        self.trouble = ""
+        self.trouble, self.settled = "", True
         log.info("new plan", extra={"because": why, "version": version})
         self._cluster.adopt(plan, epoch)
         self._cluster.beat()

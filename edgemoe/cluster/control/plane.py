@@ -204,6 +204,9 @@ class ControlPlane:
             self.on_change()
         if member.gone_s != float("inf"):
             self._watch()
+        if beat.seen > self.fence.highest and not member.refused:
+            with contextlib.suppress(CoordError):
+                self.fence.admit(beat.seen)
         if not beat.leading or member.refused:
             self.leader = "" if self.leader == node else self.leader
             return
@@ -278,10 +281,12 @@ class ControlPlane:
 
     def beat(self) -> None:
         """Tells everybody how this box is."""
-        ref, leading = self.plans.ref, self.leading
+        leading = self.leading
+        ref = self.plans.ref if self._leader is None or not leading or self._leader.settled else None
         beat = msgspec.structs.replace(
             self.load(),
             leading=leading,
+            seen=self.fence.highest,
             plan_version=ref.version if ref else 0,
             plan_digest=ref.digest if ref else "",
         )
@@ -337,12 +342,17 @@ class ControlPlane:
         return read_plan(answer.tensors[0], digest)
 
     def adopt(self, plan: PlacementPlan, epoch: int) -> None:
-        """Goes by the plan of a leader of this epoch. Raises PeerRefused for a plan of a later epoch or one deposed."""
+        """Goes by the plan of a leader of this epoch.
+
+        Raises PeerRefused for a plan of a later epoch, one of a deposed leader, and one older than what is held.
+        """
         if not plan.epoch <= epoch or epoch < self.fence.highest:
             raise PeerRefused(
                 f"plan {plan.version} of epoch {plan.epoch} came in epoch {epoch}; the highest seen is "
                 f"{self.fence.highest}"
             )
+        if self.plans.is_newer_than(plan):
+            raise PeerRefused(f"plan {plan.version} of epoch {plan.epoch} is older than the one held")
         self.plans.adopt(plan)
         log.info("plan", extra={"version": plan.version, "epoch": plan.epoch, "nodes": ",".join(plan.nodes)})
         self.on_plan(plan)

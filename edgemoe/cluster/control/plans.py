@@ -33,6 +33,11 @@ class PlanKeeper:
             return
         self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())
 
+    def is_newer_than(self, plan: PlacementPlan) -> bool:
+        """Whether a later plan for the same model is held already."""
+        held = self.plan
+        return held is not None and held.model == plan.model and (held.epoch, held.version) > (plan.epoch, plan.version)
+
     def adopt(self, plan: PlacementPlan) -> None:
         """Goes by this plan from now on, also where it cannot be kept on disk."""
         self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())

@@ -26,7 +26,7 @@ from pysyncobj.node import Node
 from pysyncobj.poller import POLL_EVENT_TYPE
 from pysyncobj.transport import Transport
 
-from edgemoe.cluster.control.coord import CoordState, PlanRef, View, check_record, plan_outcome, wait_event
+from edgemoe.cluster.control.coord import CoordState, PlanRef, View, plan_outcome, wait_event
 from edgemoe.errors import CoordUnavailable, StaleEpoch
 
 log = logging.getLogger(__name__)
@@ -141,9 +141,9 @@ class _Replica(SyncObj):  # type: ignore[misc]
         )
 
     @replicated  # type: ignore[untyped-decorator]
-    def claim(self, node: str, expect_epoch: int) -> Any:
-        epoch = self.state.claim(node, expect_epoch)
-        return self._applied(epoch, renewed=bool(epoch))
+    def claim(self, node: str, epoch: int, expect_epoch: int, expect_renewals: int) -> Any:
+        claimed = self.state.claim(node, epoch, expect_epoch, expect_renewals)
+        return self._applied(claimed, renewed=bool(claimed))
 
     @replicated  # type: ignore[untyped-decorator]
     def renew(self, epoch: int) -> Any:
@@ -157,10 +157,6 @@ class _Replica(SyncObj):  # type: ignore[misc]
     @replicated  # type: ignore[untyped-decorator]
     def commit_plan(self, epoch: int, version: int, digest: str) -> Any:
         return self._applied(self.state.commit_plan(epoch, version, digest))
-
-    @replicated  # type: ignore[untyped-decorator]
-    def set_member(self, epoch: int, node: str, record: str) -> Any:
-        return self._applied(self.state.set_member(epoch, node, record))
 
     def _applied(self, answer: Any, renewed: bool = False) -> Any:
         if renewed:
@@ -213,11 +209,12 @@ class RaftStore:
     async def changed(self, timeout_s: float) -> None:
         await wait_event(self._event, timeout_s)
 
-    async def claim(self, node: str) -> int:
-        view, replica = self.view(), self._joined()
+    async def claim(self, node: str, above: int) -> int:
+        replica = self._joined()
+        renewals, view = replica.state.renewals, self.view()
         if view.leader and view.leader != node:
             raise StaleEpoch(f"{view.leader} leads already, in epoch {view.epoch}")
-        epoch = await self._call(replica.claim, node, view.epoch)
+        epoch = await self._call(replica.claim, node, max(view.epoch, above) + 1, view.epoch, renewals)
         if not epoch:
             raise StaleEpoch(f"another box claimed an epoch after {view.epoch} first")
         return int(epoch)
@@ -232,11 +229,6 @@ class RaftStore:
     async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
         outcome = await self._call(self._joined().commit_plan, epoch, plan.version, plan.digest)
         plan_outcome(outcome, epoch, plan, self.view().plan)
-
-    async def set_member(self, epoch: int, node: str, record: str | None) -> None:
-        check_record(node, record, self._joined().state.members)
-        if not await self._call(self._joined().set_member, epoch, node, record or ""):
-            raise StaleEpoch(f"member {node} was not changed: epoch {epoch} is over")
 
     def _joined(self) -> _Replica:
         assert self._replica is not None, "start() first"

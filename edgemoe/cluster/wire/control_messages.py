@@ -36,6 +36,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """A sign of life. `leading` is the epoch in which the box leads, 0 if it does not."""
 
     leading: Count = 0
+    seen: Count = 0  # the highest epoch that the box knows of
     plan_version: Count = 0  # what the box goes by; as of the leader, what all are to go by
     plan_digest: Text = ""
     engine: Text = ""  # boot of the engine that takes requests; "" while none does
