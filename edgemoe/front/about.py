@@ -24,8 +24,8 @@ def state_of(members: Members, member: Member) -> State:
     return "leaving" if member.card is not None and member.card.leaving else "here"
 
 
-def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen]) -> dict[str, Any]:
-    """`seen` are the links between our engine and others', by node."""
+def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -> dict[str, Any]:
+    """`seen` are the links between our engine and others', by node; `requests` those that our engine has."""
     plan = plane.plans.plan
     return {
         "node": plane.node,
@@ -35,7 +35,7 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen]) -> dict[str, Any
         "plan": None if plan is None else {"version": plan.version, "epoch": plan.epoch, "digest": plan.digest()},
         "trouble": plane.trouble,
         "members": [
-            _box(plane.node, "here", plane.announce, plan) | {"requests": plane.load().requests},
+            _box(plane.node, "here", plane.announce, plan) | {"requests": requests},
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.members),
         ],
     }
@@ -62,6 +62,7 @@ def _box(node: str, state: State, card: Announce | None, plan: PlacementPlan | N
         "release": card.release if card is not None else "",
         "address": card.address if card is not None else "",
         "devices": list(card.devices) if card is not None else [],
+        "ram_bytes": card.ram_bytes if card is not None else 0,
         "engine": engine.boot if engine is not None else "",
         "model": engine.model if engine is not None else "",
         "homes": int(plan.homes_of(node).sum()) if plan is not None else 0,

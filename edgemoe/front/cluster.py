@@ -42,6 +42,7 @@ from edgemoe.front.guests import Guests
 from edgemoe.front.places import Places
 from edgemoe.policy.route import Load
 from edgemoe.telemetry import metrics
+from edgemoe.telemetry.probes import look
 from edgemoe.types import Emission, PlacementPlan
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class Cluster:
                 role="box",
                 address=address_of(settings),
                 devices=tuple(device.kind for device in whole.device),
+                ram_bytes=look().ram_total_bytes,
             ),
         )
         self.guests = Guests(self.plane.lane, supervisor.send, self.plane.spawn)
@@ -222,7 +224,8 @@ class Cluster:
 
     def describe(self) -> dict[str, Any]:
         """Members, leader, epoch and plan, for /health."""
-        return about.describe(self.plane, self.seen)
+        load = self._own_load()
+        return about.describe(self.plane, self.seen, load.requests if load is not None else 0)
 
     def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """What another front has for our engine, or its engine for us. Raises PeerError, WireError."""

@@ -56,12 +56,14 @@ class Guests:
         return sum(len(host.attempts) for host in self._hosts.values())
 
     def submit(self, node: str, boot: str, message: Submit) -> None:
-        """Runs a request of that front. Raises PeerBusy where our engine takes none."""
+        """Runs a request of that front, unless a later attempt of it is here. Raises PeerBusy where none can be run."""
         host = self._hosts.get(node)
         if host is None or host.boot != boot:
             self.forget(node)
             host = self._hosts[node] = Host(node, boot)
         request = message.request
+        if host.attempts.get(request.id, 0) > message.attempt:
+            return
         renamed = msgspec.structs.replace(
             request, id=f"{node}/{boot}/{request.id}", user=f"{node}/{request.user}" if request.user else ""
         )

@@ -16,8 +16,10 @@ from planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
 
 from edgemoe.cluster.control import leading
 from edgemoe.cluster.wire.control_messages import Announce, Beat, GetPlan
+from edgemoe.cluster.wire.envelope import MAGIC, VERSION, seal
 from edgemoe.cluster.wire.keys import Peer, generate
 from edgemoe.errors import ConfigError, PeerError, PeerRefused
+from edgemoe.front import about
 from edgemoe.types import pack_bits
 
 ABC = ("a", "b", "c")
@@ -117,6 +119,19 @@ async def test_another_model_is_refused_with_a_message_on_both_sides(three: dict
     await until(lambda: "serve the same packed store" in a.members["c"].refused)
     await until(lambda: "serve the same packed store" in c.members["a"].refused)
     assert {engine.node for engine in a.members.engines()} == {"b"}
+
+
+async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_speaks_ours(
+    three: dict[str, Front],
+) -> None:
+    a, b = three["a"].plane, three["b"].plane
+    head = bytearray(seal(Beat())[0])
+    head[len(MAGIC)] = VERSION + 1
+    await a.lane._links["b"].socket.send_multipart([bytes(head)])
+    await until(lambda: f"version {VERSION + 1}" in b.members["a"].refused)
+    assert about.state_of(b.members, b.members["a"]) == "refused"
+    three["a"].has(card("engine-a", room=5))
+    await until(lambda: not b.members["a"].refused)
 
 
 async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_down(three: dict[str, Front]) -> None:

@@ -21,9 +21,12 @@ from front_kit import free_ports, http_client, openai_client, running, settings_
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.wire.control_messages import EngineCard
 from edgemoe.cluster.wire.keys import generate
+from edgemoe.cluster.wire.messages import Submit
 from edgemoe.config import ClusterSettings, Settings
 from edgemoe.daemon import Front
 from edgemoe.front import supervisor as supervisor_module
+from edgemoe.front.guests import Guests
+from edgemoe.types import Request, Sampling
 
 DAEMON = Path(__file__).parents[1] / "fakes" / "daemon_process.py"
 TOKENS = 200
@@ -200,3 +203,13 @@ async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Set
         assert not leaving.done()
         has(b_plane, 0b1111)
         await leaving
+
+
+async def test_an_attempt_that_was_overtaken_on_the_way_is_not_run() -> None:
+    sent: list[Submit] = []
+    guests = Guests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
+    request = Request(id="r", prompt=(1,), sampling=Sampling(), seed=1)
+    for attempt in (2, 1):
+        guests.submit("b", "boot", Submit(request=request, attempt=attempt, remaining_ms=1000.0))
+    assert [message.attempt for message in sent] == [2]
+    assert len(guests) == guests.served == 1

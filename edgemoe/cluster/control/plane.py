@@ -84,7 +84,7 @@ class ControlPlane:
         self._leader: Leader | None = None
         if (store := make_store(settings, peers, self.fence, self._link)) is not None:
             self._leader = Leader(settings, store, self, electable=announce.role == "box")
-        self.lane.on_up, self.lane.on_down = self._up, self._down
+        self.lane.on_up, self.lane.on_down, self.lane.on_foreign = self._up, self._down, self._refuse
         self._let_in()
 
     # --- what the front calls ---------------------------------------------------------------------------------
@@ -257,6 +257,12 @@ class ControlPlane:
         self.members[node].up = False
         self._link.down(node)
         self._watch()
+
+    def _refuse(self, node: str, why: str) -> None:
+        """That box's words cannot be read."""
+        if node in self.members and self.members[node].refused != why:
+            self.members[node].refused = why
+            self._changed()
 
     def _watch(self) -> None:
         """Takes note of who has come and gone."""

@@ -81,6 +81,7 @@ class Lane(Generic[M]):
         self.rejected = 0  # messages dropped because they could not be read or came from nobody
         self.on_up: Callable[[str], None] = lambda _node: None
         self.on_down: Callable[[str], None] = lambda _node: None
+        self.on_foreign: Callable[[str, str], None] = lambda _node, _why: None  # one speaks another version
         self._net, self._decoder, self._serve = net, decoder, serve
         self._credits_bytes, self._heartbeat_s = credits_bytes, heartbeat_s
         self._links: dict[str, _Link[M]] = {}
@@ -255,6 +256,7 @@ class Lane(Generic[M]):
                 envelope, message, tensors = self._read([frame.buffer for frame in frames])
             except WireVersionError as error:
                 self._reject(peer, error)
+                self.on_foreign(peer, str(error))
                 self._send_back(bytes(identity.buffer), seal(Failure("refused", str(error)), answer=True))
                 continue  # what was sent back cannot be read there either, and is told there by its version
             except WireError as error:
