@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edgemoe.cluster.data import pace
+from edgemoe.cluster.data.calls import Calls
 from edgemoe.cluster.data.messages import Call, Model, Result
 from edgemoe.cluster.data.peer import PeerState
 from edgemoe.cluster.data.server import QUEUE_CALLS, ExpertServer
 from edgemoe.cluster.wire.envelope import Envelope
-from edgemoe.cluster.wire.net import Question
+from edgemoe.cluster.wire.net import Answer, Question
 from edgemoe.errors import PeerBusy, PeerRefused
-from edgemoe.types import ExpertWork
+from edgemoe.types import ExpertWork, Offer, RemoteCall
 
 MODEL = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
 
@@ -115,10 +119,10 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     host = Gate()
     server = ExpertServer(MODEL, host)
     server.start()
-    server._unit_s = 1.0
+    server._pace.measure(5.0, time.monotonic())
     with pytest.raises(PeerBusy, match="in time"):
         await server.serve(question(work(), within_s=1.5))
-    server._unit_s = 1e-9
+    server._pace.mean_s = 1e-9
     under_way = asyncio.create_task(server.serve(question(work())))
     await asyncio.to_thread(host.started.wait, 10)
     late = asyncio.create_task(server.serve(question(work(), within_s=0.5)))
@@ -133,6 +137,32 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     await asyncio.gather(under_way, *rest)
     assert server.shed == 3
     assert server._pending == server._bytes == 0
+    await asyncio.to_thread(server.close)
+
+
+async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = Gate()
+    server = ExpertServer(MODEL, host)
+    server.start()
+
+    def slow(asked: ExpertWork) -> Any:
+        time.sleep(0.05)
+        return asked.hidden.data.cast("B")
+
+    host.compute_at_once = slow  # type: ignore[assignment]
+    await server.serve(question(work()))
+    with pytest.raises(PeerBusy, match="in time"):
+        await server.serve(question(work(rows=10_000), within_s=10))
+    monkeypatch.setattr(pace, "FADE_S", 1e-3)  # much later
+    big = asyncio.create_task(server.serve(question(work(rows=10_000), within_s=10)))
+    await asyncio.to_thread(host.started.wait, 10)
+    server._pace.measure(0.02, time.monotonic())
+    with pytest.raises(PeerBusy, match="in time"):  # while something is computed, nothing fades
+        await server.serve(question(work(rows=10_000), within_s=10))
+    host.open.set()
+    assert isinstance((await big).message, Result)
     await asyncio.to_thread(server.close)
 
 
@@ -167,3 +197,73 @@ def test_round_trip_and_rate_are_told_apart() -> None:
     for _ in range(8):
         peer.measure_way(1000, 0.002)
     assert peer.latency_s < 0.02
+
+
+def test_a_rate_that_looked_low_once_is_mended_by_a_few_probes() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.s_per_byte = 100 / 62.5e6
+    for _ in range(5):
+        peer.measure_way(1_000_000, peer.latency_s + 0.016)
+    assert 1 / peer.s_per_byte > 62.5e6 / 3
+
+
+def offer_of(peer: PeerState, now_s: float) -> Offer:
+    offer = peer.offer(1, np.array([1, 2]), 16, 1000, now_s)
+    assert offer is not None
+    return offer
+
+
+def test_a_peer_that_looked_slow_once_is_worth_a_trial_after_a_while() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.ram[:] = True
+    fresh = offer_of(peer, 100.0).unit_s
+    for now_s in (100.0, 400.0):
+        peer.answered_s = now_s
+        peer.measure_work(2.0, 4.0)
+        slow = offer_of(peer, now_s + 1).unit_s
+        assert slow > 100 * fresh
+        assert offer_of(peer, now_s + 20).unit_s < slow / 3
+        assert offer_of(peer, now_s + 200).unit_s < 1.1 * fresh
+    peer.answered_s = 600.0
+    peer.measure_work(2.0, 2 * fresh)
+    assert offer_of(peer, 600.0).unit_s < 1.1 * fresh
+
+
+def test_a_peer_that_is_fast_stays_fast_while_it_is_not_asked() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.ram[:] = True
+    for peer.answered_s in range(100, 130):
+        peer.measure_work(1.0, 1e-5)
+    assert offer_of(peer, 1000.0).unit_s == offer_of(peer, 130.0).unit_s < 2e-5
+
+
+class SlowReader:
+    """The lane to a peer that says of each call that it took two seconds."""
+
+    on_up = on_down = staticmethod(lambda _node: None)
+
+    def is_up(self, node: str) -> bool:
+        return False
+
+    async def ask(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float) -> Answer[Any]:
+        return Answer(Result(2.0), [memoryview(tensors[0])])
+
+
+async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow() -> None:
+    nothing = np.zeros((2, 8), np.bool_)
+    calls = Calls(SlowReader(), MODEL, lambda: (nothing, nothing), 5.0)  # type: ignore[arg-type]
+    calls.add("b", "boot")
+    peer, answers = calls.peers["b"], SimpleQueue[RemoteCall]()
+    peer.disk[:] = True
+    peer.ram[1, 1] = True
+    before = offer_of(peer, time.monotonic())
+    running = asyncio.create_task(calls.run())
+    await asyncio.sleep(0)
+    calls.call("b", work(), answers)  # experts 2 and 5, which are on its disk
+    assert (await asyncio.to_thread(answers.get, timeout=10)).error is None
+    after = offer_of(peer, time.monotonic())
+    assert after.unit_s == before.unit_s
+    assert before.wait_s[1] < 1e-5
+    assert after.wait_s.tolist() == [0.0, pytest.approx(0.2, rel=0.3)]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

@@ -140,11 +140,12 @@ class Calls:
             work.close()
 
     async def _ask(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
-        peer, number, served_s = self.peers.get(call.node), next(self._numbers), 0.0
+        peer, number, served_s, absent = self.peers.get(call.node), next(self._numbers), 0.0, 0
         try:
             if peer is None:
                 raise PeerUnavailable(f"{call.node} is no member any more")
             peer.under_way[number] = call
+            absent = peer.absent(call.work)  # now: what it reads for the call, it has in memory then
             body, tensors = self._model.call(call.work)
             answer = await self._lane.ask(call.node, body, tensors, timeout_s=self.timeout_s)
             sums = answer.tensors[0] if answer.tensors else memoryview(b"")
@@ -166,9 +167,9 @@ class Calls:
             if peer is not None:
                 peer.under_way.pop(number, None)
         if peer is not None and call.result is not None:
-            self._measure(peer, call, served_s)
+            self._measure(peer, call, served_s, absent)
 
-    def _measure(self, peer: PeerState, call: RemoteCall, served_s: float) -> None:
+    def _measure(self, peer: PeerState, call: RemoteCall, served_s: float, absent: int) -> None:
         now_s, before_s, size = time.monotonic(), peer.answered_s, call.work.hidden.nbytes
         took_s = now_s - call.asked_s
         way_s = max(0.0, took_s - served_s)
@@ -182,7 +183,11 @@ class Calls:
             served_s = min(served_s, now_s - before_s)
             if size > SMALL_BYTES:
                 peer.measure_flow(size, min(way_s / 2, now_s - before_s))
-        peer.measure_work(float(work_units(call.work.offsets).sum()), served_s)
+        units = float(work_units(call.work.offsets).sum())
+        if absent:
+            peer.measure_reads(absent * self._model.expert_bytes, units, served_s)
+        else:
+            peer.measure_work(units, served_s)
 
     def _note_failure(self, peer: PeerState, call: RemoteCall, error: EdgemoeError) -> None:
         took_s = time.monotonic() - call.asked_s

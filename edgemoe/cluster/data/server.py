@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from edgemoe.cluster.data.messages import CallMessage, Model, Result
+from edgemoe.cluster.data.pace import Pace
 from edgemoe.cluster.wire.net import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
 from edgemoe.types import ExpertWork, work_units
@@ -28,7 +29,6 @@ QUEUE_BYTES = 256 << 20
 TOGETHER_ROWS = 512  # of calls computed at once
 FIRST_UNIT_S = 5e-5
 AT_ONCE_S = 4e-4  # work that is expected to take no longer is done on the loop
-RECENT = 0.2
 
 
 class Host(Protocol):
@@ -62,7 +62,7 @@ class ExpertServer:
         self._loop = asyncio.get_running_loop()
         self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
         self._units = 0.0
-        self._unit_s = FIRST_UNIT_S
+        self._pace = Pace(FIRST_UNIT_S)
         self._closed = False
         self._inbox: SimpleQueue[Job | None] = SimpleQueue()
         self._waiting: deque[Job] = deque()  # touched on the thread only
@@ -86,7 +86,7 @@ class ExpertServer:
         if why := self._host.refuses(work):
             raise PeerRefused(why)
         units = float(work_units(work.offsets).sum())
-        small = not self._pending and units * self._unit_s < AT_ONCE_S
+        small = not self._pending and units * self._pace.mean_s < AT_ONCE_S
         if small and (sums := self._compute_at_once(work, units)) is not None:
             return Answer(Result(time.monotonic() - began_s), [sums])
         job = Job(work, units, question.deadline, self._loop.create_future())
@@ -117,13 +117,17 @@ class ExpertServer:
         return sums
 
     def _account(self, units: float, took_s: float) -> None:
-        self._unit_s += RECENT * (took_s / units - self._unit_s)
+        self._pace.measure(took_s / units, time.monotonic())
         self.batches += 1
         self.busy_s += took_s
 
     def _admit(self, job: Job) -> None:
-        """Raises PeerBusy for a call that would wait for longer than its caller."""
-        late = (self._units + job.units) * self._unit_s > job.deadline - self._loop.time()
+        """Raises PeerBusy for a call that would wait for longer than its caller.
+
+        Where nothing is computed, nothing measures: the pace fades, so that big calls are not sent away for ever.
+        """
+        unit_s = self._pace.mean_s if self._pending else self._pace.at(time.monotonic())
+        late = (self._units + job.units) * unit_s > job.deadline - self._loop.time()
         if late or self._pending >= QUEUE_CALLS or self._bytes > QUEUE_BYTES:
             self.shed += 1
             raise PeerBusy(f"{self._pending} calls wait here; this one would not be computed in time")
