@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.cluster.data import pace
+from edgemoe.cluster.data import bulk, pace
+from edgemoe.cluster.data.bulk import PeerStore
 from edgemoe.cluster.data.calls import Calls
-from edgemoe.cluster.data.messages import Call, Model, Result
+from edgemoe.cluster.data.messages import CHUNK_BYTES, Call, Chunk, Fetch, Model, Result
 from edgemoe.cluster.data.peer import PeerState
 from edgemoe.cluster.data.server import QUEUE_CALLS, ExpertServer
 from edgemoe.cluster.wire.envelope import Envelope
 from edgemoe.cluster.wire.net import Answer, Question
-from edgemoe.errors import PeerBusy, PeerRefused
+from edgemoe.errors import MissingExpert, PeerBusy, PeerRefused
 from edgemoe.types import ExpertWork, Offer, RemoteCall
 
 MODEL = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
@@ -126,6 +127,7 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     under_way = asyncio.create_task(server.serve(question(work())))
     await asyncio.to_thread(host.started.wait, 10)
     late = asyncio.create_task(server.serve(question(work(), within_s=0.5)))
+    await asyncio.sleep(0)  # it is let in before the others are made, which may take longer than it has
     rest = [asyncio.create_task(server.serve(question(work()))) for _ in range(QUEUE_CALLS - 2)]
     await asyncio.sleep(0.02)
     with pytest.raises(PeerBusy):
@@ -267,3 +269,63 @@ async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow
     assert after.wait_s.tolist() == [0.0, pytest.approx(0.2, rel=0.3)]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+class BulkLane:
+    """The lane to peers each of which takes so long for a chunk of an expert of sevens."""
+
+    def __init__(self, **chunk_s: float) -> None:
+        self.chunk_s = chunk_s
+        self.answered = dict.fromkeys(chunk_s, 0)
+
+    async def ask(self, node: str, fetch: Fetch, *, timeout_s: float) -> Answer[Any]:
+        await asyncio.sleep(self.chunk_s[node])
+        self.answered[node] += 1
+        return Answer(Chunk("7" * 32), [memoryview(b"\7" * fetch.bytes)])
+
+
+class EmptyShelf:
+    """A box that has no expert itself."""
+
+    def checksum(self, layer: int, expert: int) -> None:
+        return None
+
+    def learn(self, layer: int, expert: int, checksum: str) -> None:
+        pass
+
+    def has(self, layer: int, expert: int) -> bool:
+        return False
+
+
+def store_of(lane: BulkLane, chunks: int, timeout_s: float) -> PeerStore:
+    """Experts of so many chunks come from the lane's peers, the first one first; their links seem fast."""
+    peers = {node: PeerState(node, "boot", 1, 1) for node in lane.chunk_s}
+    for peer in peers.values():
+        peer.ready, peer.s_per_byte = True, 1e-12
+        peer.ram[:] = True
+    store = PeerStore(None, EmptyShelf(), lambda _: "7" * 32, chunks * CHUNK_BYTES)  # type: ignore[arg-type]
+    store.join(lane, lambda: peers, timeout_s)  # type: ignore[arg-type]
+    return store
+
+
+async def test_a_source_that_crawls_is_left_for_another_however_many_chunks_an_expert_has() -> None:
+    lane, chunks = BulkLane(b=0.15, c=0.0), 16
+    into = memoryview(bytearray(chunks * CHUNK_BYTES))
+    await store_of(lane, chunks, timeout_s=5.0).read(0, 0, into)
+    assert 0 < lane.answered["b"] < chunks
+    assert lane.answered["c"] == chunks
+    assert bytes(into) == b"\7" * len(into)
+
+
+async def test_the_only_source_may_take_longer_than_a_time_out_for_all_of_an_expert() -> None:
+    lane, chunks = BulkLane(b=0.1), 32
+    await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
+    assert lane.answered["b"] == chunks
+
+
+async def test_the_only_source_is_given_up_where_it_crawls_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "LEAST_BYTES_PER_S", 1e12)
+    lane, chunks = BulkLane(b=0.2), 64
+    with pytest.raises(MissingExpert, match="b did not"):
+        await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
+    assert 0 < lane.answered["b"] < chunks

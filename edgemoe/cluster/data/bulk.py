@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Chunk, Fetch
-from edgemoe.cluster.data.peer import PeerState
+from edgemoe.cluster.data.peer import READ_BYTES_PER_S, PeerState
 from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Question
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts under way
 LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch that takes so many times what was expected is tried elsewhere
+LEAST_BYTES_PER_S = 5e6  # of a fetch; whoever is slower without having been measured so is given up in the end, too
 
 Checksum = Callable[[memoryview], str]
 
@@ -105,13 +106,14 @@ class PeerStore:
             usual = [max(LATE_S, LATE_FACTOR * self._expected_s(peer)) for peer in sources]
             patient = len(sources) <= 1 or patience * min(usual) >= self._timeout_s
             for peer, late_s in zip(sources, usual, strict=True):
-                timeout_s = self._timeout_s if patient else min(self._timeout_s, patience * late_s)
+                whole_s = self._timeout_s + max(late_s, self._size / LEAST_BYTES_PER_S)
+                within_s = whole_s if patient else min(whole_s, patience * late_s)
                 try:
-                    await self._fetch_from(peer.node, layer, expert, into[: self._size], timeout_s)
+                    await self._fetch_from(peer.node, layer, expert, into[: self._size], within_s)
                 except (PeerError, CorruptExpert) as error:
                     reasons.append(str(error))
                     if isinstance(error, PeerUnavailable):
-                        peer.failed(timeout_s)
+                        peer.failed(min(self._timeout_s, within_s))
                     continue
                 self.fetched += 1
                 return None
@@ -128,11 +130,12 @@ class PeerStore:
         return having
 
     def _expected_s(self, peer: PeerState) -> float:
-        """That a fetch takes beside those that may be under way."""
-        return peer.latency_s + FETCHES * self._size * peer.s_per_byte
+        """That a fetch takes beside those that may be under way, the peer's reads included."""
+        return peer.latency_s + FETCHES * self._size * (peer.s_per_byte + 1 / READ_BYTES_PER_S)
 
-    async def _fetch_from(self, node: str, layer: int, expert: int, into: memoryview, timeout_s: float) -> None:
-        window, sums = asyncio.Semaphore(WINDOW), set[str]()
+    async def _fetch_from(self, node: str, layer: int, expert: int, into: memoryview, within_s: float) -> None:
+        """All of it within so long; a chunk that takes a whole time-out ends it earlier."""
+        window, sums, timeout_s = asyncio.Semaphore(WINDOW), set[str](), min(self._timeout_s, within_s)
 
         async def chunk(start: int) -> None:
             size = min(CHUNK_BYTES, self._size - start)
@@ -146,11 +149,13 @@ class PeerStore:
 
         failure: PeerError | None = None
         try:
-            async with asyncio.TaskGroup() as group:  # nothing writes into `into` once it is left
+            async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:  # left, nothing writes into `into`
                 for start in range(0, self._size, CHUNK_BYTES):
                     group.create_task(chunk(start))
         except* PeerError as errors:
             failure = _first(errors)
+        except* TimeoutError:
+            failure = PeerUnavailable(f"{node} did not bring the expert within {within_s:.3g} s")
         if failure is not None:
             raise failure
         self._verify(node, layer, expert, into, sums)
