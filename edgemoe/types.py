@@ -71,6 +71,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # None: none; 0: of the chosen token; n: also the n likeliest
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens but the first
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; never delivered
     max_tokens: int = 16
     min_tokens: int = 0
@@ -92,6 +93,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     user: str = ""  # for fairness: peer uid, or the request's `user`
 
 
+TokenLogprob = tuple[float, tuple[tuple[int, float], ...]]  # a token's, and the likeliest tokens there with theirs
+
+
 class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
     """What one step adds to one request: a token, an end, or both.
 
@@ -110,6 +114,7 @@ class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ar
     error_code: str = ""
     retry_after_s: float = 0.0  # with error_code "queue_full"
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied; on the first emission only
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token and on; on the first emission only
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from edgemoe.api.detokenize import Detokenizer, Vocabulary
 from edgemoe.api.parse import Marks, Parser, Pieces, ToolCall
 from edgemoe.api.stops import Stops
-from edgemoe.types import Emission
+from edgemoe.types import Emission, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class Delta:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Emission] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the second token and on
     finish: str = ""
 
     def add(self, other: Delta | Pieces) -> None:
@@ -29,6 +30,7 @@ class Delta:
         self.calls += other.calls
         if isinstance(other, Delta):
             self.logprobs += other.logprobs
+            self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
             self.finish = self.finish or other.finish
 
     def __bool__(self) -> bool:
@@ -57,6 +59,7 @@ class Choice:
         """
         if emission.index == 0:
             self.cached_tokens = emission.cached_tokens
+            self._delta.prompt_logprobs = emission.prompt_logprobs
         if emission.token is not None:
             self._token(emission, emission.token)
         if emission.finish and not self.finish:

@@ -9,7 +9,7 @@ from edgemoe.api.grammar import response_grammar
 from edgemoe.api.job import Job, Prompt, requests
 from edgemoe.api.sampling import Span, check_ids, room, sampling
 from edgemoe.api.schema import Completion, stop_strings
-from edgemoe.api.sse import DONE, FINGERPRINT, error_body, event, text_logprobs
+from edgemoe.api.sse import DONE, FINGERPRINT, Told, error_body, event, text_logprobs
 from edgemoe.api.text import TextModel
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types import Json
@@ -20,8 +20,6 @@ MAX_PROMPTS = 1024
 
 def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str) -> Job:
     """The job that `body` asks for; choice p*n + c is choice c of prompt p. Raises InvalidRequest."""
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("logprobs of the prompt are not computed: ask for echo or logprobs", param="logprobs")
     tokens = prompts(body.prompt, text, span.vocab)
     grammar = response_grammar(body.response_format)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -35,6 +33,7 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
                 wanted_tokens=wanted,
                 vocab=span.vocab,
                 logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
                 grammar=grammar,
             ),
         )
@@ -81,6 +80,7 @@ class CompletionFormat:
             text.vocabulary.text(request.prompt, skip_special=True) if body.echo else "" for request in job.requests
         ]
         self._offsets = [0] * len(job.choices)
+        self._tells_prompt = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
 
     def events(self, deltas: list[Delta]) -> Iterable[bytes]:
         for delta in deltas:
@@ -115,10 +115,15 @@ class CompletionFormat:
         return event(head | {"usage": usage} if self._usage else head)
 
     def _choice(self, delta: Delta, echo: str) -> Json:
-        logprobs = None
-        if delta.logprobs:
-            at = delta.choice
-            logprobs, self._offsets[at] = text_logprobs(delta.logprobs, self._vocabulary, self._offsets[at])
+        logprobs, at = None, delta.choice
+        told: list[Told] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
+        if self._tells_prompt[at]:
+            self._tells_prompt[at] = False
+            first, *rest = self._job.requests[at].prompt
+            of_rest = zip(rest, delta.prompt_logprobs, strict=True)
+            told = [(first, None, ()), *((token, *likely) for token, likely in of_rest), *told]
+        if told:
+            logprobs, self._offsets[at] = text_logprobs(told, self._vocabulary, self._offsets[at])
         return {
             "index": delta.choice,
             "text": echo + delta.text,

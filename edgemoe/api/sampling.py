@@ -27,6 +27,7 @@ def sampling(
     wanted_tokens: int | None,
     vocab: int,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     grammar: str | None = None,
 ) -> Sampling:
     """`body` with defaults filled in. At most `wanted_tokens` (None: all of `room_tokens`). Raises InvalidRequest."""
@@ -47,6 +48,7 @@ def sampling(
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=dict(body.logit_bias or {}),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop_token_ids=tuple(dict.fromkeys([*eos, *(body.stop_token_ids or ())])),
         max_tokens=max_tokens,
         min_tokens=min_tokens,

@@ -17,6 +17,7 @@ from edgemoe.types import Emission, Json
 DONE = b"data: [DONE]\n\n"
 LEAST = -9999.0  # stands for minus infinity, which JSON lacks
 FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
+Told = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, how likely it was, and the likeliest ones
 _encode = msgspec.json.Encoder().encode
 
 
@@ -56,22 +57,21 @@ def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
     }
 
 
-def text_logprobs(emissions: Iterable[Emission], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
-    """The `logprobs` of a completion whose next token starts at `offset`; and where the one after starts."""
-    offsets = []
-    emissions = list(emissions)
-    for emission in emissions:
+def text_logprobs(told: Iterable[Told], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
+    """The `logprobs` of a completion's tokens, of which the next starts at `offset`; and where the one after starts."""
+    offsets, told = [], list(told)
+    for token, _, _ in told:
         offsets.append(offset)
-        offset += len(vocabulary.text([emission.token or 0]))
+        offset += len(vocabulary.text([token], skip_special=True))
     body = {
-        "tokens": [vocabulary.name(emission.token or 0) for emission in emissions],
-        "token_logprobs": [max(emission.logprob or 0.0, LEAST) for emission in emissions],
-        "top_logprobs": [_top(emission, vocabulary) for emission in emissions],
+        "tokens": [vocabulary.name(token) for token, _, _ in told],
+        "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _ in told],
+        "top_logprobs": [None if logprob is None else _top(top, vocabulary) for _, logprob, top in told],
         "text_offset": offsets,
     }
     return body, offset
 
 
-def _top(emission: Emission, vocabulary: Vocabulary) -> dict[str, float]:
+def _top(top: Iterable[tuple[int, float]], vocabulary: Vocabulary) -> dict[str, float]:
     """The likeliest tokens by name; where two have the same, the likelier one counts."""
-    return {vocabulary.name(token): max(logprob, LEAST) for token, logprob in reversed(emission.top)}
+    return {vocabulary.name(token): max(logprob, LEAST) for token, logprob in reversed(tuple(top))}

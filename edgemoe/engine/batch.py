@@ -27,16 +27,20 @@ def describe(works: Sequence[Work]) -> StepMeta:
 
 
 def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> Batch:
-    """Logits are wanted of each sequence's last token, if the step computes it."""
-    ends = np.cumsum(meta.query_lens) - 1
-    wanted = ends[[i for i, work in enumerate(works) if completes(work)]]
+    """Logits are wanted of each sequence's last token, if the step computes it; before it, of `places_to_tell`."""
+    wanted: list[int] = []
+    for work, start in zip(works, np.cumsum(meta.query_lens) - meta.query_lens, strict=True):
+        first = int(start) - work.seq.computed
+        wanted += [first + place for place in work.seq.places_to_tell(work.tokens)]
+        if completes(work):
+            wanted.append(int(start) + work.tokens - 1)
     return Batch(
         tokens=torch.from_numpy(meta.tokens).to(device),
         positions=torch.from_numpy(meta.positions).to(device),
         query_lens=[count for _, count in works],
         context_lens=[seq.computed + count for seq, count in works],
         block_tables=[seq.blocks for seq, _ in works],
-        logit_rows=torch.from_numpy(wanted).to(device),
+        logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
         decode=bool(meta.decode.all()),
     )
 

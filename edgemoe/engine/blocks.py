@@ -52,7 +52,12 @@ class BlockManager:
         return len(self._free)
 
     def known(self, seq: Sequence) -> int:
-        """Leading blocks of `seq` that the prefix cache has, leaving at least one token to compute."""
+        """Leading blocks of `seq` that the prefix cache has, leaving at least one token to compute.
+
+        None where the logits of the prompt's tokens are wanted, which no cache has.
+        """
+        if seq.tells_prompt:
+            return 0
         keys = self.keys(seq, (len(seq.tokens) - 1) // BLOCK_TOKENS)
         return bisect_left(keys, True, key=lambda key: key not in self._known)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from edgemoe.engine.batch import completes
 from edgemoe.engine.request import Bounds, check_request
 from edgemoe.engine.runner import Runner
-from edgemoe.engine.sampler import Sampled, sample
+from edgemoe.engine.sampler import Sampled, sample, tell_prompt
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import (
@@ -35,6 +35,8 @@ from edgemoe.errors import (
 from edgemoe.types import Emission, Request
 
 if TYPE_CHECKING:
+    import torch
+
     from edgemoe.engine.grammar import Grammars, Matcher
 
 Emit = Callable[[list[Emission]], None]
@@ -198,8 +200,16 @@ class StepLoop:
 
     def _put(self, seq: Sequence, *, index: int, **fields: Any) -> None:
         cached_tokens = seq.cached_tokens or 0 if index == seq.first_index else 0
-        request, attempt = seq.request.id, seq.attempt
-        self._out.append(Emission(request=request, attempt=attempt, index=index, cached_tokens=cached_tokens, **fields))
+        self._out.append(
+            Emission(
+                request=seq.request.id,
+                attempt=seq.attempt,
+                index=index,
+                cached_tokens=cached_tokens,
+                prompt_logprobs=() if index else tuple(seq.told),
+                **fields,
+            )
+        )
         if fields["finish"]:
             self.finished[fields["finish"]] += 1
 
@@ -215,6 +225,7 @@ class StepLoop:
 
     def _run(self, works: list[Work]) -> None:
         done = [work.seq for work in works if completes(work)]
+        telling = [(work.seq, work.seq.places_to_tell(work.tokens), completes(work)) for work in works]
         try:
             logits = self._runner.run(works)
         except StoreError as error:
@@ -222,8 +233,21 @@ class StepLoop:
             return
         for work in works:
             work.seq.lacks = None
+        if len(logits) > len(done):
+            logits = self._tell_prompts(logits, telling)
         for seq, sampled in zip(done, sample(logits, done) if done else (), strict=True):
             self._deliver(seq, sampled)
+
+    @staticmethod
+    def _tell_prompts(logits: torch.Tensor, telling: list[tuple[Sequence, range, bool]]) -> torch.Tensor:
+        """Notes what rows say of prompts; the rows of the sequences whose last token was computed."""
+        row, last = 0, []
+        for seq, places, completed in telling:
+            if places:
+                tell_prompt(seq, logits[row : row + len(places)], places)
+            row += len(places) + completed
+            last += [row - 1] * completed
+        return logits[last]
 
     def _isolate(self, works: list[Work], error: StoreError) -> None:
         """Some sequence of the step needs an expert that cannot be had: runs each alone to see which."""

@@ -55,6 +55,7 @@ def _check_sampling(sampling: Sampling) -> None:
         "presence_penalty": (sampling.presence_penalty, -math.inf, math.inf),
         "frequency_penalty": (sampling.frequency_penalty, -math.inf, math.inf),
         "logprobs": (sampling.logprobs or 0, 0, math.inf),
+        "prompt_logprobs": (sampling.prompt_logprobs or 0, 0, math.inf),
         "max_tokens": (sampling.max_tokens, 0, math.inf),
     }
     for param, (value, low, high) in limits.items():

@@ -67,7 +67,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work]) -> torch.Tensor:
-        """Logits [R, V] of the works that `completes`, in order. Raises MissingExpert, CorruptExpert."""
+        """Logits [R, V] of the rows that `make_batch` wants. Raises MissingExpert, CorruptExpert."""
         meta = describe(works)
         batch = make_batch(works, meta, self._device)
         started_s = self.started_s = self._clock()

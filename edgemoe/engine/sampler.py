@@ -18,7 +18,7 @@ import torch
 from edgemoe.engine.choose import RUN, gather, largest, pick, richest, runs, top
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
-from edgemoe.types import Request
+from edgemoe.types import Request, TokenLogprob
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
@@ -60,9 +60,23 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | Invalid
 
 
 def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
-    values, tokens = top(runs(logprobs[None]), min(count, len(logprobs)))
-    best = zip(tokens[0].tolist(), values[0].tolist(), strict=True)
-    return Sampled(token, float(logprobs[token]), tuple(best))
+    ((logprob, best),) = _likeliest(logprobs[None], [token], count)
+    return Sampled(token, logprob, best)
+
+
+@torch.inference_mode()
+def tell_prompt(seq: Sequence, logits: torch.Tensor, places: range) -> None:
+    """Notes how likely the prompt's tokens after these places were, by the places' logits [n, V]."""
+    following = [seq.tokens[place + 1] for place in places]
+    seq.told += _likeliest(torch.log_softmax(logits, dim=-1), following, seq.sampling.prompt_logprobs or 0)
+
+
+def _likeliest(logprobs: torch.Tensor, chosen: Rows[int], count: int) -> list[TokenLogprob]:
+    """Of each row [n, V], the log probability of the chosen token and the `count` likeliest tokens with theirs."""
+    values, tokens = top(runs(logprobs), min(count, logprobs.shape[1]))
+    of_chosen = logprobs[torch.arange(len(logprobs)), list(chosen)].tolist()
+    best = [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
+    return list(zip(of_chosen, best, strict=True))
 
 
 # --- what a request adds to or forbids in its logits

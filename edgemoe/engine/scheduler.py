@@ -29,6 +29,7 @@ from edgemoe.policy import sjf
 from edgemoe.types import BLOCK_TOKENS
 
 AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
+PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large
 PATIENCE_S = 2.0  # a user with nothing running waits at most this long before another's surplus is paused
 
 
@@ -134,10 +135,12 @@ class Scheduler:
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
 
     def _chunks(self, now_s: float, budget: int) -> list[Work]:
-        works = []
+        works, rows = [], PROMPT_ROWS
         for waiter in self._in_order([Waiter(seq, seq.uncomputed) for seq in self._prefilling()], now_s):
-            tokens = min(budget, waiter.tokens)
+            tells = waiter.seq.tells_prompt
+            tokens = min(budget, waiter.tokens, rows if tells else waiter.tokens)
             budget -= tokens
+            rows -= tokens * tells
             if tokens:
                 works.append(Work(waiter.seq, tokens))
         return works

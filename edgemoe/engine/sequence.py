@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgemoe.errors import StoreError
-from edgemoe.types import BLOCK_TOKENS, Request, Sampling
+from edgemoe.types import BLOCK_TOKENS, Request, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
@@ -29,6 +29,7 @@ class Sequence:
         self.deadline_s = deadline_s
         self.computed = 0
         self.blocks: list[int] = []  # the block table
+        self.told: list[TokenLogprob] = []  # log probabilities of the prompt's second token and on, as far as they go
         self.keys: list[bytes] = []  # of the full blocks, as far as they have been worked out
         self.cached_tokens: int | None = None  # supplied by the prefix cache at the first admission
         self.started = False  # has been admitted once
@@ -41,6 +42,18 @@ class Sequence:
     @property
     def sampling(self) -> Sampling:
         return self.request.sampling
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether log probabilities of its prompt are still to be found."""
+        wanted = self.request.sampling.prompt_logprobs is not None and not self.first_index
+        return wanted and len(self.told) < self.prompt_tokens - 1
+
+    def places_to_tell(self, tokens: int) -> range:
+        """Those of the next `tokens` whose logits say how likely the prompt's next token is."""
+        if not self.tells_prompt:
+            return range(0)
+        return range(max(self.computed, len(self.told)), min(self.computed + tokens, self.prompt_tokens - 1))
 
     @property
     def user(self) -> str:

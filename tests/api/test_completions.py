@@ -34,6 +34,27 @@ async def test_echo_gives_the_prompt_back_once(client: openai.AsyncOpenAI) -> No
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "SAY{ok}ENDok"
 
 
+async def test_echo_with_logprobs_tells_them_of_the_prompt_too(client: openai.AsyncOpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ["SAY{ok}END", [65]], "echo": True, "logprobs": 1}
+    answer = await client.completions.create(**asked, max_tokens=3)
+    for choice in answer.choices:
+        logprobs = choice.logprobs
+        assert logprobs is not None
+        pairs = zip(logprobs.text_offset or (), logprobs.tokens or (), strict=True)
+        assert all(choice.text[at : at + len(token)] == token for at, token in pairs)
+        assert "".join(logprobs.tokens or ()) == choice.text
+        likely, top = logprobs.token_logprobs or [], logprobs.top_logprobs or []
+        assert likely[0] is top[0] is None  # nothing comes before the first token
+        assert len(likely) == len(top) == len(logprobs.tokens or ())
+    of_prompt = (await client.completions.create(**asked | {"prompt": [65, 66, 67]}, max_tokens=1)).choices[0].logprobs
+    assert of_prompt is not None
+    assert of_prompt.token_logprobs == [None, -1.0, -2.0, -0.5]
+    stream = await client.completions.create(**asked | {"prompt": "SAY{ok}END"}, stream=True)
+    told = [chunk.choices[0].logprobs async for chunk in stream]
+    pieces = [token for one in told if one is not None for token in one.tokens or ()]
+    assert "".join(pieces) == "SAY{ok}ENDok"
+
+
 async def test_sixteen_tokens_unless_more_are_asked_for(client: openai.AsyncOpenAI) -> None:
     answer = await client.completions.create(model="tiny", prompt="go")
     assert answer.usage is not None

@@ -55,7 +55,6 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
     (TEXT, {"prompt": "x", "repetition_penalty": 1.2}, "repetition_penalty"),
-    (TEXT, {"prompt": "x", "echo": True, "logprobs": 1}, "logprobs"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
     ("/detokenize", {"tokens": [99999]}, "tokens"),

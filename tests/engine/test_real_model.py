@@ -152,3 +152,28 @@ def test_a_prompt_that_the_prefix_cache_has_gives_the_same_tokens(model: Model, 
         drive.run()
         assert drive.tokens(f"r{attempt}") == alone[3]
     assert drive.engine.scheduler.prefix_tokens["hit"] == 64
+
+
+@pytest.mark.parametrize("settings", [{}, {"blocks": 7, "output_reserve": 0.0, "preemption": "recompute"}])
+def test_log_probabilities_of_prompts_are_those_of_transformers(model: Model, settings: dict[str, Any]) -> None:
+    """In chunks, in company, paused, and with the whole prompt in the prefix cache."""
+    drive, oracle = Drive(model=model, **settings), tiny_model("qwen3_moe")
+    for turn in (1, 2):
+        for n, length in enumerate(LENGTHS):
+            wanted = {"prompt_logprobs": n} if n % 3 < 2 else {}
+            drive.submit(prompt(length, n, 96), f"r{n} {turn}", seed=n, max_tokens=16, **wanted)
+            drive.step()
+        drive.run()
+        for n, length in enumerate(LENGTHS):
+            first, *others = [one for one in drive.emitted if one.request == f"r{n} {turn}"]
+            assert not any(one.prompt_logprobs for one in others)
+            if n % 3 == 2:
+                assert not first.prompt_logprobs
+                continue
+            tokens = prompt(length, n, 96)
+            with torch.inference_mode():
+                expected = oracle(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)
+            assert len(first.prompt_logprobs) == length - 1
+            for place, (logprob, top) in enumerate(first.prompt_logprobs):
+                assert logprob == pytest.approx(float(expected[place, tokens[place + 1]]), abs=1e-4)
+                assert [token for token, _ in top] == expected[place].topk(n).indices.tolist()

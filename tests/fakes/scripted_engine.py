@@ -38,7 +38,7 @@ from edgemoe.cluster.wire.messages import (
     Submit,
 )
 from edgemoe.config import Settings
-from edgemoe.types import Emission, ModelInfo
+from edgemoe.types import Emission, ModelInfo, TokenLogprob
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
@@ -132,7 +132,13 @@ class Scripted:
         token = self.token(one, index)
         wanted = request.sampling.logprobs
         top = tuple((token + at, -0.5 - at) for at in range(wanted or 0))
-        return [Emission(**fields, token=token, logprob=-0.5 if wanted is not None else None, top=top)]
+        told = () if index or request.sampling.prompt_logprobs is None else self.told(request.prompt)
+        logprob = -0.5 if wanted is not None else None
+        return [Emission(**fields, token=token, logprob=logprob, top=top, prompt_logprobs=told)]
+
+    @staticmethod
+    def told(prompt: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+        return tuple((-1.0 - at, ((token, -0.25),)) for at, token in enumerate(prompt[1:]))
 
     def token(self, one: Running, index: int) -> int:
         if one.said is not None:
