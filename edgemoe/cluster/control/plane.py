@@ -44,7 +44,7 @@ from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Net, Question
 from edgemoe.cluster.wire.zap import AllowList
 from edgemoe.config import ClusterSettings
-from edgemoe.errors import CoordError, PeerError, PeerRefused, StaleEpoch
+from edgemoe.errors import ConfigError, CoordError, PeerError, PeerRefused, StaleEpoch
 from edgemoe.types import PlacementPlan
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,13 @@ class ControlPlane:
         self.lane: Lane[ControlMessage] = Lane(self._net, "control", CONTROL, self._serve, heartbeat_s=0.5)
         self._link = LaneLink(self.lane, [name for name in peers if name != settings.node])
         self._leader: Leader | None = None
-        if (store := make_store(settings, peers, self.fence, self._link)) is not None:
+        try:
+            store = make_store(settings, peers, self.fence, self._link)
+        except ConfigError:
+            self.lane.close()
+            self._net.close()
+            raise
+        if store is not None:
             self._leader = Leader(settings, store, self, electable=announce.role == "box")
         self.lane.on_up, self.lane.on_down, self.lane.on_foreign = self._up, self._down, self._refuse
         self._let_in()

@@ -112,10 +112,14 @@ class Lane(Generic[M]):
                 await self._answer_questions(self._group)
         finally:
             self._group = None
-            for link in self._links.values():
-                link.close()
-            self._links.clear()
-            self._router.close(linger=0)
+            self.close()
+
+    def close(self) -> None:
+        """Closes every socket; `run` does so itself."""
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._router.close(linger=0)
 
     def connect(self, peer: Peer) -> None:
         """Connects to `peer` and keeps reconnecting; replaces an earlier connection to that node."""
