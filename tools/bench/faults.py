@@ -133,7 +133,8 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         right = sum(request["right"] for request in complete)
         wrong = sum(not request["prefix"] for request in asked)
         added = [request["took_s"] - request["calm_s"] for request in complete]
-        late = " / ".join(f"{np.quantile(added, q):.2f}" for q in (0.5, 0.99, 1.0)) + " s" if added else ""
+        disturbed = added and name != "restart-all"
+        late = " / ".join(f"{np.quantile(added, q):.2f}" for q in (0.5, 0.99, 1.0)) + " s" if disturbed else ""
         deposed = [row for row in rows if row.get("led", row["hit"]) == row["hit"]] if name != "restart-all" else []
         epochs = [row["new_epoch_s"] for row in deposed if row.get("new_epoch_s") is not None]
         new = f"{np.median(epochs):.2f} / {max(epochs):.2f} s" if epochs else ""
