@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.cluster.data import bulk, pace
+from edgemoe import pace
+from edgemoe.cluster.data import bulk
 from edgemoe.cluster.data.bulk import PeerStore
 from edgemoe.cluster.data.calls import Calls
 from edgemoe.cluster.data.messages import CHUNK_BYTES, Call, Chunk, Fetch, Model, Result

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.cluster.data.pace import RECENT, Pace
+from edgemoe.pace import RECENT, Pace
 from edgemoe.types import BoolArray, ExpertWork, IntArray, Offer, RemoteCall
 
 SMALL_BYTES = 16 << 10  # messages up to here measure the round trip, larger ones the rate

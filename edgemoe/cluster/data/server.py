@@ -18,9 +18,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from edgemoe.cluster.data.messages import CallMessage, Model, Result
-from edgemoe.cluster.data.pace import Pace
 from edgemoe.cluster.wire.net import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
+from edgemoe.pace import Pace
 from edgemoe.types import ExpertWork, work_units
 
 log = logging.getLogger(__name__)
