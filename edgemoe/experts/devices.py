@@ -11,7 +11,9 @@ import torch
 
 from edgemoe.errors import ConfigError
 from edgemoe.experts.arena import ExpertShape, HostArena
+from edgemoe.experts.beside import Beside
 from edgemoe.experts.compute import Compute, HostCompute
+from edgemoe.experts.costs import Costs
 from edgemoe.experts.links import EmulatedLink, Link
 from edgemoe.experts.mover import Mover
 from edgemoe.experts.pool import Pool
@@ -69,11 +71,12 @@ class Tiers:
         lock_ram: bool = False,
         deadline_s: float = 60.0,
         on_disk: BoolArray | None = None,
+        cpu_helps: bool = True,
     ) -> None:
         """`policies` for VRAM and RAM may be one object; `kernels` serve what the CPU computes.
 
-        `on_disk` [L, E] marks what the store can read without help, where that is not everything. Raises CapacityError
-        for a budget that does not hold one expert.
+        `on_disk` [L, E] marks what the store can read without help, where that is not everything. `cpu_helps`: computes
+        from RAM what devices lack, where that is sooner. Raises CapacityError for a budget that holds no expert.
         """
         ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
         self.shape, self.ram, self.ram_bytes = shape, ram, ram.size_bytes
@@ -86,8 +89,8 @@ class Tiers:
             Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices
         ]
         ram_pool = Pool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
-        computes = [device.compute for device in self.devices] or [HostCompute(_matrices(ram, shape), math)]
-        self._computes = computes
+        host = HostCompute(_matrices(ram, shape), math)
+        self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=containment)
         self.mover = Mover(self.residency, store, ram, [device.link for device in self.devices])
         self.experts = TieredExperts(
@@ -95,6 +98,7 @@ class Tiers:
             self.residency,
             self.mover,
             computes,
+            Beside(self.residency, host, Costs(self.residency, self.mover, shape.stride_bytes, cpu_helps=cpu_helps)),
             prefetch=prefetch,
             keep_hints=keep_hints,
             deadline_s=deadline_s,
@@ -102,14 +106,19 @@ class Tiers:
 
     def join(self, peers: Peers) -> None:
         """From here on peers help with what is missing here."""
-        self.experts.remote = remote = Remote(self.shape, self.residency, self.mover, peers, self.on_disk)
+        self.experts.remote = remote = Remote(
+            self.shape, self.residency, self.experts.beside.costs, peers, self.on_disk
+        )
         self.mover.elsewhere = remote.elsewhere
 
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
         """The same experts for one more thread, which brings its own kernels."""
         math = self._math.twin(kernels)
         computes = [compute.twin(math) for compute in self._computes]
-        return TieredExperts(self.shape, self.residency, self.mover, computes, prefetch=False, deadline_s=deadline_s)
+        beside = self.experts.beside.twin(math, Costs(self.residency, self.mover, self.shape.stride_bytes))
+        return TieredExperts(
+            self.shape, self.residency, self.mover, computes, beside, prefetch=False, deadline_s=deadline_s
+        )
 
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""

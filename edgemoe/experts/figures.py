@@ -22,6 +22,7 @@ def figures(tiers: Tiers) -> dict[str, float]:
             values[named(metrics.STALL_SECONDS, tier=name)] = tiers.experts.stall_s[tier]
     values |= _arena(Tier.RAM, (residency.ram,), "nvme", stride_bytes)
     if residency.devices:
+        values[metrics.CPU_EXPERTS] = tiers.experts.beside.experts
         values |= _arena(Tier.VRAM, residency.devices, "ram", stride_bytes)
     links = {"nvme": tiers.mover.stats} | {str(i): link.stats for i, link in enumerate(tiers.mover.links)}
     for link, stats in links.items():

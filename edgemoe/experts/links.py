@@ -13,6 +13,7 @@ from edgemoe.experts.arena import HostArena
 from edgemoe.experts.pool import Load
 
 Clock = Callable[[], float]
+RECENT = 32  # transfers whose single rates are remembered
 
 
 class LinkStats:
@@ -32,6 +33,7 @@ class LinkStats:
         self._busy_share = 0.0  # at _busy_at_s
         self._busy_at_s = self._mark_s
         self._sums = [0.0] * 5  # decayed n, bytes, seconds, bytes^2, bytes * seconds
+        self._rates: deque[float] = deque(maxlen=RECENT)  # bytes/s
 
     def begin(self) -> None:
         """A transfer was handed to the link."""
@@ -53,6 +55,7 @@ class LinkStats:
 
     def observe(self, size_bytes: int, seconds: float) -> None:
         """One transfer of known duration that ends now."""
+        self._rates.append(size_bytes / max(seconds, 1e-9))
         new = (1.0, size_bytes, seconds, size_bytes * size_bytes, size_bytes * seconds)
         self._sums = [self.decay * old + x for old, x in zip(self._sums, new, strict=True)]
         now = self._clock()
@@ -64,6 +67,15 @@ class LinkStats:
     def bytes_per_s(self) -> float:
         """Bytes over busy time; 0 before the first transfer."""
         return self._sums[1] / self._sums[2] if self._sums[2] > 0 else 0.0
+
+    @property
+    def unhindered_bytes_per_s(self) -> float:
+        """What a quarter of the last transfers exceeded; 0 before the first.
+
+        Most of what a transfer beside computing takes longer than this, whoever saw its end was waiting to be run.
+        """
+        rates = sorted(self._rates)
+        return rates[-(len(rates) // 4) - 1] if rates else 0.0
 
     @property
     def seconds(self) -> float:

@@ -1,9 +1,9 @@
 """One layer-step with the help of peers: every missing expert goes the way that has the layer finished soonest.
 
 Here are the device's hits, what RAM or the disk have, and what can be fetched; each peer is a channel more. Peers are
-asked first, one message each, then what is ours is computed while they work. A call that fails, or takes several
-times what was expected of it, is resolved another way; of two that run, the first answer counts. An answer is added
-whole or not at all. Source: the design page, section 5.
+asked first, one message each, then what is ours is computed while they work, the way that is then the best here. A call
+that fails, or takes several times what was expected of it, is resolved another way; of two that run, the first answer
+counts. An answer is added whole or not at all. Source: the design page, section 5.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import torch
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.compute import Group
-from edgemoe.experts.mover import Mover
+from edgemoe.experts.costs import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, Costs
 from edgemoe.experts.pool import BoolArray
 from edgemoe.experts.residency import Residency
 from edgemoe.policy.resolve import Ways, resolve
 from edgemoe.types import ExpertWork, FloatArray, IntArray, Offer, Peers, RemoteCall, Tier, work_units
 
 HERE = -1
-COMPUTE, LINK, DISK, BULK, FIRST_PEER = range(5)  # channels
 # Calls on many rows are cut, so that both ways of the link and the peer work side by side: what the last part still
 # needs when all are sent is time in which the link lies idle.
 CALL_S = 0.01  # that a part takes on the link, there and back,
@@ -34,12 +33,9 @@ CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
 AGAIN_S = 0.2  # between looks for another way where there was none
 PATIENCE_CALLS = 2  # time-outs of calls that a layer-step goes on asking peers; local work does not count
-READ_BYTES_PER_S, COPY_BYTES_PER_S = 1e9, 8e9  # assumed until measured
-FIRST_UNIT_S = 1e-4
-RECENT = 0.1
 
 Tried = dict[str, float]  # peers that were asked -> when they may be asked again
-Local = Callable[[Group, BoolArray | None], float]  # computes a group here; the seconds of it that it waited
+Local = Callable[[Group, BoolArray | None], None]  # computes a group here
 
 
 @dataclass(slots=True)
@@ -58,11 +54,10 @@ class Remote:
     """What the layer-steps of one engine share: costs, counts, peers."""
 
     def __init__(
-        self, shape: ExpertShape, residency: Residency, mover: Mover, peers: Peers, on_disk: BoolArray
+        self, shape: ExpertShape, residency: Residency, costs: Costs, peers: Peers, on_disk: BoolArray
     ) -> None:
-        """`on_disk` [L, E]: what the store can read itself."""
-        self.shape, self.residency, self.mover, self.peers, self.on_disk = shape, residency, mover, peers, on_disk
-        self.unit_s = FIRST_UNIT_S  # here
+        """`costs`: of this box; `on_disk` [L, E]: what the store can read itself."""
+        self.shape, self.residency, self.costs, self.peers, self.on_disk = shape, residency, costs, peers, on_disk
         self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
         self.experts = 0  # computed by peers
         self.stall_s = 0.0  # waiting for answers
@@ -80,21 +75,6 @@ class Remote:
         for offer in self.peers.offers(layer, experts):
             away |= offer.wait_s <= 0
         return away
-
-    def observe(self, units: float, seconds: float) -> None:
-        """Computing here took so long."""
-        self.unit_s += RECENT * (seconds / units - self.unit_s)
-
-    def read_s(self) -> float:
-        """One expert from the disk."""
-        return _transfer_s(self.mover.stats.bytes_per_s or READ_BYTES_PER_S, self.shape.stride_bytes)
-
-    def copy_s(self) -> float:
-        """One expert from RAM to a device; 0 where RAM is the top tier."""
-        if not self.mover.links:
-            return 0.0
-        rates = [link.stats.bytes_per_s or COPY_BYTES_PER_S for link in self.mover.links]
-        return _transfer_s(min(rates), self.shape.stride_bytes)
 
 
 @dataclass(slots=True)
@@ -141,7 +121,7 @@ class LayerStep:
         now_s = time.monotonic()
         if now_s >= self.end_s:
             return []
-        read_s, offers = self.remote.read_s(), self.remote.peers.offers(self.layer, group.experts)
+        read_s, offers = self.remote.costs.read_s(), self.remote.peers.offers(self.layer, group.experts)
         return [
             offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, read_s), 0.0))
             for offer in offers
@@ -159,25 +139,24 @@ class LayerStep:
         if not len(missing) or not (offers or away.any()):
             return way
         units, counts = work_units(group.offsets), np.diff(group.offsets)[missing]
-        load = np.zeros((len(missing), 1 + len(offers), FIRST_PEER + len(offers)))
-        load[:, 0, COMPUTE] = remote.unit_s * units[missing]
-        load[:, 0, LINK] = remote.copy_s()
-        load[:, 0, DISK] = np.where((tier == Tier.NVME) & ~away, remote.read_s(), 0.0)
+        load = remote.costs.load(layer, wanted, tier, units[missing], len(offers))
         if away.any():
-            load[:, 0, BULK] = np.where(away, remote.peers.fetch_s(layer, wanted, without), 0.0)
+            load[away, TOP, DISK] = 0.0
+            load[away, TOP, BULK] = remote.peers.fetch_s(layer, wanted[away], without)
         rows = counts * _share(len(self.hidden), counts.sum() / (1 + len(offers)))
-        opening = np.zeros(load.shape[2])
+        opening, first = np.zeros(load.shape[2]), load.shape[2] - len(offers)
         for i, offer in enumerate(offers):
-            load[:, 1 + i, FIRST_PEER + i] = offer.row_s * rows + offer.unit_s * units[missing] + offer.wait_s[missing]
-            opening[FIRST_PEER + i] = offer.open_s
+            its_s = offer.row_s * rows + offer.unit_s * units[missing] + offer.wait_s[missing]
+            load[:, FIRST_ELSEWHERE + i, first + i] = its_s
+            opening[first + i] = offer.open_s
         busy = np.zeros_like(opening)
-        busy[COMPUTE] = remote.unit_s * (units.sum() - units[missing].sum())
+        busy[COMPUTE] = remote.costs.unit_s * (units.sum() - units[missing].sum())
         alone = load.sum(axis=2) + (load > 0) @ opening
         nowhere = np.flatnonzero(~np.isfinite(alone).any(axis=1))
         if len(nowhere):
             why = "; ".join(self.reasons.values()) or "it is not on the disk, and no box that can be reached has it"
             raise MissingExpert(layer, int(wanted[nowhere[0]]), why)
-        way[missing] = resolve(Ways(load, alone, opening, busy)).way - 1
+        way[missing] = np.maximum(resolve(Ways(load, alone, opening, busy)).way - FIRST_ELSEWHERE, HERE)
         return way
 
     # --- peers --------------------------------------------------------------------------------------------------
@@ -281,10 +260,8 @@ class LayerStep:
 
     def _compute(self, group: Group) -> None:
         began_s = time.perf_counter()
-        waited_s = self.local(group, None if self.scanned is None else self.scanned[group.experts])
-        took_s = time.perf_counter() - began_s
-        self.end_s += took_s
-        self.remote.observe(float(work_units(group.offsets).sum()), max(0.0, took_s - waited_s))
+        self.local(group, None if self.scanned is None else self.scanned[group.experts])
+        self.end_s += time.perf_counter() - began_s
 
 
 def _within(group: Group, rows: IntArray) -> Group:
@@ -306,7 +283,3 @@ def _share(tokens: int, calls: float) -> float:
     if tokens == 1 or calls <= 1:
         return 1.0 / max(1.0, calls)
     return float(tokens * (1 - (1 - 1 / tokens) ** calls) / calls)
-
-
-def _transfer_s(bytes_per_s: float, size_bytes: int) -> float:
-    return size_bytes / bytes_per_s

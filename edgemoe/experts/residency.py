@@ -32,17 +32,18 @@ class Horizon(enum.IntEnum):
     NEAR = 0  # the layers that come next
     SCAN = 1  # the next layer of a prefill
     HOME = 2  # what the boxes agreed to keep here
-    FAR = 3  # everything later: the controller's
-    FILL = 4  # anything, into slots that are free
+    USED = 3  # what the CPU has just computed in a device's stead
+    FAR = 4  # everything later: the controller's
+    FILL = 5  # anything, into slots that are free
 
     @property
     def flags(self) -> int:
         """Flags of the slot that the expert is moved to."""
-        return (UNUSED, UNUSED | TRANSIENT, 0, UNUSED, TRANSIENT)[self]
+        return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]
 
     def worth(self, score: float) -> float:
         """What a move may take the place of: that which ranks lower."""
-        return (score, SCAN_WORTH, ALWAYS, score, -ALWAYS)[self]
+        return (score, SCAN_WORTH, ALWAYS, ALWAYS, score, -ALWAYS)[self]
 
 
 class Claim(NamedTuple):
@@ -136,6 +137,18 @@ class Residency:
         """The running layer-step has computed these: they need no protection any more."""
         self._victims.done(layer, experts)
 
+    def hold_all(self, layer: int, experts: IntArray, scan: BoolArray | None) -> IntArray:
+        """`acquire` for the CPU beside devices: slots of RAM, pinned until `let_go`; NONE where an expert is gone.
+
+        `scan` [n] as in `begin_here`.
+        """
+        with self._lock:
+            slots: IntArray = self.ram.where[layer].take(experts)
+            there = slots >= 0
+            self.ram.hold(slots[there], None if scan is None else scan[there])
+            self.served[Tier.RAM] += int(np.count_nonzero(there))
+            return slots
+
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
         """Waits until a load has ended, or slots were let go of, since the claim; false after `timeout_s`."""
         with self._changed:
@@ -180,10 +193,10 @@ class Residency:
             self._tell(load)
             return load.then
 
-    def let_go(self, source: int) -> None:
-        """A copy no longer reads from this slot of RAM."""
+    def let_go(self, slots: int | IntArray) -> None:
+        """Nobody reads any more from this slot of RAM, or these distinct ones: a copy, or what held them."""
         with self._lock:
-            self.ram.pins[source] -= 1
+            self.ram.pins[slots] -= 1
             self._version += 1
             self._changed.notify_all()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.experts.arena import ExpertShape
+from edgemoe.experts.beside import Beside
 from edgemoe.experts.compute import Compute, Group
 from edgemoe.experts.gap import Gap
 from edgemoe.experts.lookahead import LookAhead
@@ -21,7 +22,7 @@ from edgemoe.experts.remote import Remote
 from edgemoe.experts.residency import Horizon, Residency
 from edgemoe.experts.victims import ALWAYS
 from edgemoe.experts.waves import Part, Waves
-from edgemoe.types import ExpertId, FloatArray, IntArray, Move, StepRouting, Tier
+from edgemoe.types import ExpertId, FloatArray, IntArray, Move, StepRouting, Tier, work_units
 
 NOBODY: IntArray = np.empty(0, np.int64)
 CERTAIN = (1.0, ALWAYS)  # chance and worth
@@ -100,6 +101,7 @@ class TieredExperts:
         residency: Residency,
         mover: Mover,
         computes: Sequence[Compute],
+        beside: Beside,
         *,
         prefetch: bool = True,
         keep_hints: bool = False,
@@ -112,7 +114,7 @@ class TieredExperts:
         self._gap = mover.gap if prefetch else Gap(shape.layers)
         self._ahead = LookAhead(shape.layers, shape.top_k)
         self._policy = residency.tops[0].policy
-        self._computes = tuple(computes)
+        self._computes, self.beside = tuple(computes), beside
         self._prefetch, self._keep_hints, self._deadline_s = prefetch, keep_hints, deadline_s
         self._step: Observations | None = None
         self._next_layer = 0  # the one whose experts are computed next
@@ -148,6 +150,7 @@ class TieredExperts:
         """Weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         for compute in self._computes:
             compute.begin(hidden)
+        self.beside.begin(hidden)
         helped: torch.Tensor | None = None
         if not self._all_there(layer, group, scan):
             if self.remote is None:
@@ -157,6 +160,8 @@ class TieredExperts:
         first, *others = (compute.end() for compute in self._computes)
         for other in others:
             first += other.to(first.device)
+        if (spared := self.beside.end()) is not None:
+            first += spared.to(first.device)
         if helped is not None:
             first += helped
         return first
@@ -211,17 +216,40 @@ class TieredExperts:
             if self._step is not None:
                 self._step.stall_s += remote.stall_s - waited_s
 
-    def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> float:
-        """Computes a layer-step some of whose experts are missing, or that several devices share; seconds waited."""
-        parts = [part for device in range(len(self._computes)) if (part := self._part(device, layer, group, scan))]
-        waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s, lambda: self._begin_gap(layer))
+    def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> None:
+        """Computes a layer-step some of whose experts are missing, or that several devices share."""
+        calls, beside, used = len(group.tokens), self.beside, NOBODY
         try:
-            waves.run(lambda: self._stream_next(layer, scan, len(group.tokens)))
+            if (spared := beside.claim(layer, group, scan)) is not None:
+                used = group.experts[spared if scan is None else spared & ~scan]
+                group, scan = group.only(~spared), None if scan is None else scan[~spared]
+            parts = [part for device in range(len(self._computes)) if (part := self._part(device, layer, group, scan))]
+            waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s, lambda: self._begin_gap(layer))
+            units = float(work_units(group.offsets).sum())
+            self._run(waves, lambda: self._stream_next(layer, scan, calls), lambda: self._spare(layer, used), units)
         finally:
+            beside.drop()
+
+    def _spare(self, layer: int, used: IntArray) -> None:
+        """The CPU's part; what decode uses of it is copied up behind what is demanded, for the next time."""
+        self.beside.compute()
+        if len(used):  # not before: the copying would get in the CPU's way
+            wishes = (Move(ExpertId(layer, expert), Tier.RAM, Tier.VRAM, ALWAYS) for expert in used.tolist())
+            self.mover.prefetch(wishes, Horizon.USED)
+
+    def _run(self, waves: Waves, all_claimed: Callable[[], None], meanwhile: Callable[[], None], units: float) -> None:
+        """Computes so many units of work in waves, and what the CPU takes on meanwhile."""
+        began_s, other_s = time.perf_counter(), self.beside.took_s
+        try:
+            waves.run(all_claimed, meanwhile)
+        finally:
+            waited_s = sum(waves.stall_s)
             self.stall_s = [old + new for old, new in zip(self.stall_s, waves.stall_s, strict=True)]
             if self._step is not None:
-                self._step.stall_s += sum(waves.stall_s)
-        return sum(waves.stall_s)
+                self._step.stall_s += waited_s
+        if units:
+            other_s = self.beside.took_s - other_s + waited_s
+            self.beside.costs.observe(units, max(0.0, time.perf_counter() - began_s - other_s))
 
     def _part(self, device: int, layer: int, group: Group, scan: BoolArray | None) -> Part | None:
         slots = self.residency.tops[device].slots

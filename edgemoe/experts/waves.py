@@ -72,12 +72,13 @@ class Waves:
         self.stall_s = [0.0, 0.0, 0.0]  # by the tier that was waited for
         self._version = 0
 
-    def run(self, all_claimed: Callable[[], object]) -> None:
+    def run(self, all_claimed: Callable[[], object], meanwhile: Callable[[], object]) -> None:
         """Returns when all is computed; calls `all_claimed` once, when the last load has been begun.
 
+        Calls `meanwhile` once, when loads have been begun and the devices have their first work.
         Raises what a load failed with, and MissingExpert at the deadline. Leaves no slot pinned.
         """
-        claimed = False
+        claimed = begun = False
         try:
             while True:
                 for part in self._parts:
@@ -89,6 +90,9 @@ class Waves:
                 if last:
                     self._all_there()
                 computed = [self._compute(part) for part in self._parts]
+                if not begun:
+                    begun = True
+                    meanwhile()
                 if last:
                     return
                 if not (self._left and any(computed)):  # else there is room again

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 TIER_HITS = "edgemoe_tier_hits_total"  # {tier}: expert calls by the fastest tier that had the expert when asked
 TIER_MISSES = "edgemoe_tier_misses_total"  # {tier}: expert calls that the tier did not have
+CPU_EXPERTS = "edgemoe_cpu_experts_total"  # of layer-steps, computed from RAM because the device had not got them
 BYTES_MOVED = "edgemoe_bytes_moved_total"  # {from,to}: expert bytes moved between tiers
 PREFETCHES = "edgemoe_prefetches_total"  # {from,to}: moves that no step was waiting for
 PREFETCH_WASTED = "edgemoe_prefetch_wasted_bytes_total"  # {tier}: moved into it unasked, and dropped unused

@@ -101,7 +101,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         store = opened.enter_context(ExpertStore(directory, manifest))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
         kernels = None
-        if device.type == "cpu":
+        if device.type == "cpu" or not budgets.all_fit:  # the CPU computes what a GPU lacks
             say("kernels")
             kernels = Kernels(budgets.threads, spec.dtype == "bfloat16", kernel_dir(settings))
             opened.callback(kernels.close)

@@ -65,29 +65,34 @@ def running(tiers: Tiers) -> Iterator[None]:
     tiers.check_integrity(idle=True)
 
 
-@pytest.fixture(scope="module", params=["resident", "half in RAM, a quarter on a device", "two slots"])
+@pytest.fixture(
+    scope="module",
+    params=["resident", "half in RAM, a quarter on a device", "all in RAM, a quarter behind a slow link", "two slots"],
+)
 def model(
     request: pytest.FixtureRequest, checkpoint: Path, kernels: Kernels, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
     """18 experts, in budgets from ample to the smallest."""
-    ram, devices = {"r": (18, ()), "h": (9, (4,)), "t": (2, ())}[request.param[0]]
+    ram, devices = {"r": (18, ()), "h": (9, (4,)), "a": (18, (4,)), "t": (2, ())}[request.param[0]]
     directory = tmp_path_factory.mktemp("store")
     manifest = pack(checkpoint, directory)
     spec = spec_from_config(manifest.spec_config)
     shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=False)
-    policy = LRU(spec.layers, spec.experts)
+    policy, slow = LRU(spec.layers, spec.experts), request.param[0] == "a"
+    link_bytes_per_s = shape.stride_bytes / 5e-3 if slow else 1e12
     with ExpertStore(directory, manifest) as store:
         tiers = Tiers(
             shape,
             store,
             ram * shape.stride_bytes,
-            [DeviceBudget("emulated", slots * shape.stride_bytes, 1e12) for slots in devices],
+            [DeviceBudget("emulated", slots * shape.stride_bytes, link_bytes_per_s) for slots in devices],
             {Tier.RAM: policy, Tier.VRAM: policy},
             kernels,
         )
         with running(tiers):
             decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels)
             yield Model(decoder, tiers.experts, spec, partial(KVCache, spec))
+            assert tiers.experts.beside.experts or not slow, "the CPU computed nothing from RAM"
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from edgemoe.errors import MissingExpert, PeerUnavailable
 from edgemoe.experts import remote
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.compute import Group
+from edgemoe.experts.costs import Costs
 from edgemoe.experts.remote import Remote
 from edgemoe.types import BoolArray, ExpertWork, FloatArray, IntArray, Offer, RemoteCall, Tier
 
@@ -66,11 +67,10 @@ class Here:
         self._clock, self._takes_s = clock, takes_s
         self.experts: list[int] = []
 
-    def __call__(self, group: Group, scan: BoolArray | None) -> float:
+    def __call__(self, group: Group, scan: BoolArray | None) -> None:
         self.experts += group.experts.tolist()
         if self._clock is not None:
             self._clock.now_s += self._takes_s
-        return 0.0
 
 
 @pytest.fixture
@@ -80,13 +80,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def of_ones(call: RemoteCall) -> bool:
+    """Every expert's output is 1."""
+    call.result = memoryview(np.full(SHAPE.hidden, len(call.work.experts), np.float32)).cast("B")
+    return True
+
+
 def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 1e9) -> torch.Tensor | None:
     """A layer-step of one token that needs these experts, none of which is in memory here."""
     residency: Any = SimpleNamespace(devices=[], tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
     mover: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
     on_disk = np.arange(SHAPE.experts)[None] == OURS
     ids, weights = np.array([experts]), np.ones((1, len(experts)), np.float32)
-    box = Remote(SHAPE, residency, mover, peers, on_disk)
+    box = Remote(SHAPE, residency, Costs(residency, mover, SHAPE.stride_bytes), peers, on_disk)
     return box.run(0, torch.zeros(1, SHAPE.hidden), Group.of(ids, weights), None, here)
 
 
@@ -134,3 +140,24 @@ def test_calls_that_are_never_answered_end_in_an_error_that_names_the_expert_and
     peers = FakePeers(lambda _: False, 0.3, [AWAY])
     with pytest.raises(MissingExpert, match=r"expert 3 of layer 0 .*b has not answered; c has not answered"):
         step(peers, Here(), AWAY)
+
+
+def test_a_peer_and_the_cpu_work_side_by_side_where_the_link_is_slow() -> None:
+    tiers, device_of = np.full(4, Tier.RAM), np.zeros((1, 4), np.int64)
+    residency: Any = SimpleNamespace(devices=[0], tiers_of=lambda _, experts: tiers[experts], device_of=device_of)
+    rate = SHAPE.stride_bytes / 1.0
+    link = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=rate, unhindered_bytes_per_s=rate), idle=lambda: True)
+    mover: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=1e9), links=[link])
+    costs = Costs(residency, mover, SHAPE.stride_bytes, clock=lambda: 0.0)
+    group = Group.of(np.arange(4)[None], np.ones((1, 4), np.float32))
+    for cpu_s, ours in ((1.5e-3, 2), (1.0, 0)):
+        costs.cpu.mean_s = cpu_s
+        peers, here = FakePeers(of_ones, 1.0, range(4), "b"), Here()
+        box = Remote(SHAPE, residency, costs, peers, np.ones((1, 4), np.bool_))
+        out = box.run(0, torch.zeros(1, SHAPE.hidden), group, None, here)
+        assert len(here.experts) == ours
+        assert peers.asked == ["b"]
+        assert out is not None
+        torch.testing.assert_close(out, torch.full((1, SHAPE.hidden), 4.0 - ours))
+        chosen = costs.for_cpu(0, group.only(np.isin(np.arange(4), here.experts))) if ours else None
+        assert chosen is None or chosen.all()

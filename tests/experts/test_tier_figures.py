@@ -25,6 +25,7 @@ def test_figures_add_up() -> None:
     vram = select(values, metrics.TIER_HITS, tier="vram")
     assert select(values, metrics.TIER_MISSES, tier="vram") == calls - vram
     assert select(values, metrics.TIER_MISSES, tier="ram") == select(values, metrics.TIER_HITS, tier="nvme")
+    assert select(values, metrics.CPU_EXPERTS) <= select(values, metrics.TIER_HITS, tier="ram")
     assert select(values, metrics.BYTES_MOVED, to="ram") == len(store.reads) * SMALL.stride_bytes
     assert select(values, metrics.TIER_SLOTS, tier="ram") == 8
     assert select(values, metrics.TIER_BYTES, tier="vram") == 4 * SMALL.stride_bytes

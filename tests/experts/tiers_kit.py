@@ -113,6 +113,7 @@ def small_tiers(
     device_slots: tuple[int, ...] = (),
     kernels: Kernels | None = None,
     shape: ExpertShape = SMALL,
+    link_bytes_per_s: float = 1e12,
     **options: object,
 ) -> Tiers:
     """Tiers with so many slots in RAM and in each emulated device."""
@@ -121,7 +122,7 @@ def small_tiers(
         shape,
         store,
         ram_slots * shape.stride_bytes,
-        [Emulated(slots * shape.stride_bytes) for slots in device_slots],
+        [Emulated(slots * shape.stride_bytes, link_bytes_per_s) for slots in device_slots],
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         **options,  # type: ignore[arg-type]

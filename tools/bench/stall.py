@@ -167,7 +167,9 @@ class Runner:
         total = spec.layers * spec.experts * shape.stride_bytes
         device = Emulated(int(total * args.share), link * shape.stride_bytes / args.expert_bytes)
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
-        self.tiers = Tiers(shape, model.store, total, [device], policies, model.kernels, prefetch=contender.prefetch)
+        self.tiers = Tiers(
+            shape, model.store, total, [device], policies, model.kernels, prefetch=contender.prefetch, cpu_helps=False
+        )
         if not contender.gate:
             self.tiers.experts.lookahead = 0
         if self.controller and contender.plans:
