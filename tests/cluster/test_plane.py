@@ -20,7 +20,7 @@ from edgemoe.cluster.wire.envelope import MAGIC, VERSION, seal
 from edgemoe.cluster.wire.keys import Peer, generate
 from edgemoe.errors import ConfigError, PeerError, PeerRefused
 from edgemoe.front import about
-from edgemoe.types import pack_bits
+from edgemoe.types import PlacementPlan, pack_bits
 
 ABC = ("a", "b", "c")
 # PySyncObj leaves the file open that it has read its journal's place from
@@ -240,16 +240,21 @@ async def test_a_new_leader_that_was_behind_does_not_have_all_go_back_to_its_pla
     first = await led(list(three.values()))
     agreed = three[first].plane.plans.plan
     assert agreed is not None
-    await three[first].die()
     behind = msgspec.structs.replace(agreed, nodes=tuple(reversed(ABC)))
     named: set[str] = set()
     rest = [front for node, front in three.items() if node != first]
     for front in rest:
+        front.plane.fetch = nothing  # type: ignore[method-assign]
         front.plane.plans.adopt(behind)
-        front.plane.on_beat = lambda _, beat: named.add(beat.plan_digest) if beat.leading else None
+        front.plane.on_beat = lambda node, beat: named.add(beat.plan_digest) if beat.leading and node != first else None
+    await three[first].die()
     await until(lambda: all(front.plane.leader not in ("", first) for front in rest), 15)
     await until(lambda: any(named - {""}), 15)
     assert behind.digest() not in named
+
+
+async def nothing(node: str, digest: str) -> PlacementPlan:
+    raise PeerRefused(f"{node} does not answer")
 
 
 async def test_a_wrong_key_gets_nothing_through(three: dict[str, Front]) -> None:
