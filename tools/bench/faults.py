@@ -49,7 +49,6 @@ def common(store: Path, experts: int) -> dict[str, object]:
         "memory.kv_bytes": "8MiB",
         "memory.headroom_bytes": 0,
         "device.0.kind": "cpu",
-        "cache.policy": POLICY,
         "engine.threads": 1,
         "engine.max_sequences": 8,
         "engine.prefix_cache": False,
@@ -83,7 +82,8 @@ def cluster(folder: Path, store: Path, kind: Kind) -> Iterator[Cluster]:
         node: {"model.path": part_of(store, folder / f"store-{node}", lambda _, e, n=n: (e - n) % 3 < kind.replicas)}  # type: ignore[misc]
         for n, node in enumerate(NODES)
     }
-    settings = common(store, EXPERTS * kind.replicas // 3) | {"cluster.replicas": kind.replicas}
+    settings = common(store, EXPERTS * kind.replicas // 3)
+    settings |= {"cluster.replicas": kind.replicas, "cache.policy": POLICY}
     if kind.spread:
         settings["cluster.route"] = "spread"
     with (
