@@ -44,7 +44,7 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
         memory=MemorySettings(ram_bytes=slots * EXPERT_BYTES, kv_bytes=1 << 20),
         engine=EngineSettings(threads=1, max_sequences=4),
         log=LogSettings(level="error"),
-        cluster=ClusterSettings(node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=10),
+        cluster=ClusterSettings(node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=3),
     )
     boot = Boot(boot_id=secrets.token_hex(8), address=wire.address, settings=msgspec.to_builtins(settings))
     command = (sys.executable, "-m", "edgemoe.worker")
