@@ -224,8 +224,8 @@ class StepLoop:
             self._run([work])
 
     def _run(self, works: list[Work]) -> None:
-        done = [work.seq for work in works if completes(work)]
         telling = [(work.seq, work.seq.places_to_tell(work.tokens), completes(work)) for work in works]
+        done = [seq for seq, _, completed in telling if completed]
         try:
             logits = self._runner.run(works)
         except StoreError as error:
