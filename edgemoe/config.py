@@ -14,13 +14,14 @@ from msgspec import Meta
 
 from edgemoe.errors import ConfigError
 
-Bytes = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
-Rate = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-NodeName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,62})?$")]
+Text = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]*\Z")]  # a path, an address, a name
+NodeName = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9-]{0,62})?\Z")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,9 +29,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelSettings(Section, frozen=True, kw_only=True):
-    path: str = ""  # a packed store or a Hugging Face checkpoint directory; "" is the demo model
-    name: str = ""  # what clients call it; "" is the directory's name
-    store_dir: str = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
+    path: Text = ""  # a packed store or a Hugging Face checkpoint directory; "" is the demo model
+    name: Text = ""  # what clients call it; "" is the directory's name
+    store_dir: Text = ""  # where packed stores lie; "" is $XDG_CACHE_HOME/edgemoe, or the service's state directory
 
 
 class MemorySettings(Section, frozen=True, kw_only=True):
@@ -41,7 +42,9 @@ class MemorySettings(Section, frozen=True, kw_only=True):
 
 
 class DeviceSettings(Section, frozen=True, kw_only=True):
-    kind: Annotated[str, Meta(pattern=r"^(auto|cpu|emulated|cuda:\d+)$")] = "auto"  # auto | cuda:N | cpu | emulated
+    kind: Annotated[str, Meta(pattern=r"^(auto|cpu|emulated|cuda:[0-9]{1,3})\Z")] = (
+        "auto"  # auto | cuda:N | cpu | emulated
+    )
     expert_bytes: Bytes = 0  # slab for experts; 0: what is free minus headroom (cuda); required for emulated
     link_bytes_per_s: Rate = 0.0  # emulated only: speed of the RAM -> device link
 
@@ -66,16 +69,18 @@ class CacheSettings(Section, frozen=True, kw_only=True):
     containment: bool = True  # what is in VRAM is in RAM too
     prefetch: bool = True
     hysteresis: Share = 0.1
-    state_file: str = ""  # learned state kept across restarts; "" is beside the store
-    scoutgate: str = ""  # folder of an exported ScoutGate; "" forecasts without one
+    state_file: Text = ""  # learned state kept across restarts; "" is beside the store
+    scoutgate: Text = ""  # folder of an exported ScoutGate; "" forecasts without one
 
 
 class ApiSettings(Section, frozen=True, kw_only=True):
-    socket: str = ""  # "" is $XDG_RUNTIME_DIR/edgemoe.sock, or /run/edgemoe/edgemoe.sock as a service
-    socket_group: str = ""  # group that may use the socket; "" leaves the process's own
-    tcp: str = ""  # HOST:PORT of an optional TCP listener; needs api_key_file
-    api_key_file: str = ""
+    socket: Text = ""  # "" is $XDG_RUNTIME_DIR/edgemoe.sock, or /run/edgemoe/edgemoe.sock as a service
+    socket_group: Text = ""  # group that may use the socket; "" leaves the process's own
+    tcp: Text = ""  # HOST:PORT of an optional TCP listener; needs api_key_file
+    api_key_file: Text = ""
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20
+    cors_origins: tuple[str, ...] = ()  # of pages that may call the TCP listener from a browser; "*" is any
+    max_connections: Count = 1024  # at once; at most half of the files that the process may open
     request_timeout_s: Seconds = 600.0
 
 
@@ -85,13 +90,13 @@ class LogSettings(Section, frozen=True, kw_only=True):
 
 
 class RecordSettings(Section, frozen=True, kw_only=True):
-    dir: str = ""  # "" records nothing
+    dir: Text = ""  # "" records nothing
     max_bytes: Bytes = 1 << 30  # oldest files go first
     file_bytes: Bytes = 64 << 20
 
 
 class ServiceSettings(Section, frozen=True, kw_only=True):
-    runtime_dir: str = ""  # 0700, holds the ipc sockets; "" is beside the API socket
+    runtime_dir: Text = ""  # 0700, holds the ipc sockets; "" is beside the API socket
     drain_s: Seconds = 30.0  # SIGTERM: how long running requests may take to finish
     max_restarts: Natural = 5  # engine crashes within restart_window_s before giving up
     restart_window_s: Seconds = 300.0
@@ -99,29 +104,29 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
     node: NodeName = ""  # this box's name among the boxes; "" is a box on its own
-    key_file: str = ""  # its secret key
-    listen: str = ""  # HOST:PORT of the control lane; the engine's lanes are on the same host
-    address: str = ""  # HOST:PORT where the others reach it; "": as listen, where that names a host
-    peers_file: str = ""  # the list of boxes: node, address and public key of each
-    join: str = ""  # NODE,HOST:PORT,KEY of a box of a cluster to join, instead of a list
-    state_dir: str = ""  # epoch, last plan, the agreement's journal; "" is beside the stores
+    key_file: Text = ""  # its secret key
+    listen: Text = ""  # HOST:PORT of the control lane; the engine's lanes are on the same host
+    address: Text = ""  # HOST:PORT where the others reach it; "": as listen, where that names a host
+    peers_file: Text = ""  # the list of boxes: node, address and public key of each
+    join: Text = ""  # NODE,HOST:PORT,KEY of a box of a cluster to join, instead of a list
+    state_dir: Text = ""  # epoch, last plan, the agreement's journal; "" is beside the stores
     coordination: Literal["single", "raft", "etcd"] = "single"
     leader: NodeName = ""  # single: the node that leads, for ever; "" is this one
     lease_s: Annotated[float, Meta(ge=0.3, le=60)] = 1.5  # without a sign of life for so long, a leader is deposed
-    etcd: str = ""  # URLs, separated by commas
-    etcd_prefix: str = "/edgemoe/"
-    etcd_user: str = ""
-    etcd_password_file: str = ""
-    etcd_ca: str = ""  # PEM files: whom to trust, and who we are
-    etcd_cert: str = ""
-    etcd_key: str = ""
+    etcd: Text = ""  # URLs, separated by commas
+    etcd_prefix: Text = "/edgemoe/"
+    etcd_user: Text = ""
+    etcd_password_file: Text = ""
+    etcd_ca: Text = ""  # PEM files: whom to trust, and who we are
+    etcd_cert: Text = ""
+    etcd_key: Text = ""
     replicas: Count = 2  # boxes that keep each expert in memory, as far as there is room
     absent_s: Seconds = 30.0  # a box that has been gone for so long loses its homes to others
     share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
     route: Literal["local", "spread"] = "local"  # requests: to this box while it has room, or to the least loaded
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for expert calls; 0: any free one
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for experts themselves
-    call_timeout_s: Annotated[float, Meta(gt=0)] = 5.0  # after which a call to another box has failed
+    call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed
 
 
 class Settings(Section, frozen=True, kw_only=True):

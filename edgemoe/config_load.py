@@ -24,6 +24,9 @@ from edgemoe.errors import ConfigError
 from edgemoe.units import parse_rate, parse_size
 
 FILE_NAME = "edgemoe.toml"
+MAX_FILE_BYTES = 1 << 20
+NOT_TOML = (ValueError, RecursionError)  # what tomllib raises: for an endless number and endless nesting too
+SHOWN_CHARS = 120  # of a key or a value in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +91,18 @@ def fill_paths(settings: Settings, env: Mapping[str, str]) -> Settings:
     socket = Path(settings.api.socket or default_socket(env)).absolute()
     state = env.get("STATE_DIRECTORY", "").partition(":")[0] or _cache(env)
     stores = Path(settings.model.store_dir or Path(state) / "stores").absolute()
-    runtime = Path(settings.service.runtime_dir or socket.with_suffix(".run")).absolute()
+    runtime = Path(settings.service.runtime_dir or beside(socket)).absolute()
     settings = _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime))
     cluster = settings.cluster
     if cluster.node and not cluster.state_dir:
         cluster = msgspec.structs.replace(cluster, state_dir=str(stores.with_name("cluster") / cluster.node))
         settings = msgspec.structs.replace(settings, cluster=cluster)
     return settings
+
+
+def beside(socket: Path) -> Path:
+    """The runtime directory of a daemon that listens at `socket`, where the settings name none."""
+    return socket.with_suffix(".run")
 
 
 def default_socket(env: Mapping[str, str]) -> Path:
@@ -124,11 +132,16 @@ def _replaced(settings: Settings, *, socket: str, stores: str, runtime: str) -> 
 
 def _file_values(file: Path) -> Iterator[tuple[str, Value]]:
     try:
-        text = file.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
+        with file.open("rb") as opened:
+            data = opened.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the settings in {file}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} is too large for a file of settings, which has {MAX_FILE_BYTES} bytes at most")
+    try:
+        tables = tomllib.loads(text)
+    except NOT_TOML as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
     lines = dict(_key_lines(text))
     for key, value in _flat_tables(tables):
@@ -167,7 +180,7 @@ def _set_values(sets: Iterable[str]) -> Iterator[tuple[str, Value]]:
             raise ConfigError(f"--set {text}: write --set section.key=value")
         try:
             value = tomllib.loads(f"value = {word}")["value"]
-        except tomllib.TOMLDecodeError:
+        except NOT_TOML:
             value = word
         key = key.strip()
         if _holds_text(key) and not isinstance(value, str):
@@ -186,16 +199,27 @@ def _checked(values: Iterable[tuple[str, Value]]) -> dict[str, Value]:
 def _convert(key: str, stated: Value) -> Any:
     expected = _type_of(key)
     if expected is None:
-        raise ConfigError(f"{stated.origin}: unknown setting {key!r}{_nearest(key)}")
+        raise ConfigError(f"{stated.origin}: unknown setting {_shown(key)}{nearest(key)}")
     value = stated.value
     try:
         if isinstance(value, str) and (parse := _unit_parser(key)):
             value = parse(value)
         return msgspec.convert(value, expected)
-    except (ConfigError, msgspec.ValidationError) as error:
+    except (ConfigError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
         choices = get_args(expected) if get_origin(expected) is Literal else ()
         hint = f"; one of {', '.join(choices)}" if choices else ""
-        raise ConfigError(f"{stated.origin}: {key} = {stated.value!r}: {error}{hint}") from None
+        raise ConfigError(
+            f"{stated.origin}: {key} = {_shown(stated.value)}: {str(error)[-SHOWN_CHARS:]}{hint}"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    """As much of a value as an error should quote."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number with more digits than Python writes
+        text = f"an endless {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def _unit_parser(key: str) -> Callable[[str], float] | None:
@@ -212,7 +236,7 @@ def _type_of(key: str) -> Any:
     section, _, name = key.partition(".")
     if section == "device":
         index, _, name = name.partition(".")
-        section = section if index.isdigit() else ""
+        section = section if re.fullmatch("[0-9]{1,4}", index) else ""
     struct = _sections().get(section)
     fields = msgspec.structs.fields(struct) if struct else ()
     return next((field.type for field in fields if field.name == name), None)
@@ -223,11 +247,12 @@ def _holds_text(key: str) -> bool:
     return get_origin(expected) is Literal or str in (expected, *get_args(expected)[:1])
 
 
-def _nearest(key: str) -> str:
+def nearest(key: str) -> str:
+    """The end of a sentence about an unknown key: which one may be meant."""
     known = [
         f"{section}.{field.name}" for section, struct in _sections().items() for field in msgspec.structs.fields(struct)
     ]
-    plain = re.sub(r"^device\.\d+", "device", key)
+    plain = re.sub(r"^device\.\d+", "device", key[:SHOWN_CHARS])
     leaf = plain.rpartition(".")[2]
     same_leaf = [name for name in known if name.endswith(f".{leaf}")]
     close = same_leaf or difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
@@ -245,4 +270,7 @@ def _build(stated: Mapping[str, Value]) -> Settings:
     if numbers != list(range(len(numbers))):
         raise ConfigError(f"device.{numbers[-1]} is set, but not every device before it; devices are counted from 0")
     devices = [groups.pop(f"device.{number}") for number in numbers]
-    return msgspec.convert(groups | ({"device": devices} if devices else {}), Settings)
+    try:
+        return msgspec.convert(groups | ({"device": devices} if devices else {}), Settings)
+    except msgspec.ValidationError as error:  # of all together: too many devices
+        raise ConfigError(f"these settings cannot be: {error}") from error

@@ -26,9 +26,13 @@ from edgemoe.api.metrics import Metrics
 from edgemoe.api.text import TextModel
 from edgemoe.cluster.wire.ipc import FrontEnd, private_directory
 from edgemoe.config import Settings
+from edgemoe.config_load import beside
 from edgemoe.errors import EdgemoeError, RequestError
+from edgemoe.experts.manifest import MANIFEST, Manifest
+from edgemoe.experts.verify import verify_copies
 from edgemoe.front.cluster import Cluster
-from edgemoe.front.listen import Server, api_keys, sole_owner, tcp_socket, unix_socket
+from edgemoe.front.connections import Server
+from edgemoe.front.listen import api_keys, sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
@@ -63,8 +67,9 @@ class Front:
         self, settings: Settings, command: Sequence[str] = WORKER, env: Mapping[str, str] = os.environ
     ) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = Metrics(settings.model.name)
         self.supervisor: Supervisor | None = None
+        self.api: Api | None = None
         self.cluster: Cluster | None = None  # where the settings name a node
         self.integrity_errors = 0
         self._command = command
@@ -73,6 +78,7 @@ class Front:
         self._stops = 0
         self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
         self._hung_up = asyncio.Event()
+        self._door: Path | None = None  # the Unix socket, where it is ours
 
     def stop(self) -> None:
         """Drains and then stops; called a second time, stops at once."""
@@ -92,21 +98,21 @@ class Front:
         settings = self.settings
         runtime = private_directory(Path(settings.service.runtime_dir))
         with contextlib.ExitStack() as held:
-            held.enter_context(sole_owner(runtime))
+            held.enter_context(sole_owner(runtime, _elsewhere(settings)))
             keys = api_keys(Path(settings.api.api_key_file)) if settings.api.tcp else ()
-            text = await asyncio.to_thread(TextModel, Path(settings.model.path))
+            text = await asyncio.to_thread(_text_model, Path(settings.model.path))
             _give_back_memory()
             wire = FrontEnd(runtime)
             held.callback(wire.close)
             self.supervisor = supervisor = Supervisor(settings, wire, self._command)
-            api = Api(settings.api, supervisor, text, self.metrics, keys)
+            self.api = api = Api(settings.api, supervisor, text, self.metrics, keys)
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_figures(supervisor)
             if settings.cluster.node:
                 self.cluster = supervisor.cluster = Cluster(supervisor)
                 self.cluster.listen()
             sockets = self._sockets(held)
-            await self._serve(supervisor, Server(build(api), sockets))
+            await self._serve(supervisor, Server(build(api), sockets, settings.api.max_connections))
 
     async def _serve(self, supervisor: Supervisor, server: Server) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -124,6 +130,7 @@ class Front:
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
             await _either(self._wind_down(supervisor), self._stopped[1].wait())
             supervisor.stop()
+            self._close_door()
             server.should_exit = True
             if self.cluster is not None:
                 await self.cluster.leave()
@@ -170,6 +177,12 @@ class Front:
             self.integrity_errors += 1
             log.error("the front contradicts itself", extra={"error": str(error)})
 
+    def _close_door(self) -> None:
+        """Takes our own Unix socket away, so that nobody connects who would not be answered."""
+        if self._door is not None:
+            self._door.unlink(missing_ok=True)
+            self._door = None
+
     def _sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:
         """The service manager's listening sockets, or our own; and the TCP one."""
         api = self.settings.api
@@ -177,7 +190,8 @@ class Front:
         if not sockets:
             path = Path(api.socket)
             sockets.append(unix_socket(path, api.socket_group))
-            held.callback(path.unlink, missing_ok=True)
+            self._door = path
+            held.callback(self._close_door)
         if api.tcp:
             sockets.append(tcp_socket(api.tcp))
         for one in sockets:
@@ -186,12 +200,14 @@ class Front:
         return sockets
 
     def _show_figures(self, supervisor: Supervisor) -> None:
-        book, gauge = supervisor.book, self.metrics.gauge
+        book, gauge, counter = supervisor.book, self.metrics.gauge, self.metrics.counter
         gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(book))
-        gauge("edgemoe_engine_starts", "Engines started", lambda: supervisor.starts)
-        gauge("edgemoe_replayed_requests", "Choices submitted again after an engine's end", lambda: book.replayed)
-        gauge("edgemoe_stale_emissions", "Emissions of an attempt that is over", lambda: book.stale)
-        gauge("edgemoe_integrity_errors", "Contradictions found in the front", lambda: self.integrity_errors)
+        counter("edgemoe_engine_starts_total", "Engines started", lambda: supervisor.starts)
+        counter(
+            "edgemoe_replayed_requests_total", "Choices submitted again after an engine's end", lambda: book.replayed
+        )
+        counter("edgemoe_stale_emissions_total", "Emissions of an attempt that is over", lambda: book.stale)
+        counter("edgemoe_integrity_errors_total", "Contradictions found in the front", lambda: self.integrity_errors)
 
 
 async def _either(*waits: Coroutine[Any, Any, object]) -> None:
@@ -209,6 +225,21 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to show: ours if there is one among them."""
     leaves = [error for error in group.exceptions if not isinstance(error, BaseExceptionGroup)]
     return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0] if leaves else group)
+
+
+def _elsewhere(settings: Settings) -> str:
+    """What to do where another daemon runs already, by the setting that both have the same."""
+    socket_path = Path(settings.api.socket)
+    if Path(settings.service.runtime_dir) == beside(socket_path):
+        return f"it serves {socket_path}: use that one, stop it, or give this one another with --socket (api.socket)"
+    return "stop it, or set service.runtime_dir to another directory"
+
+
+def _text_model(directory: Path) -> TextModel:
+    """Tokenizer and chat template, as the store's manifest has them. Raises CheckpointError, StoreError."""
+    if (directory / MANIFEST).is_file():  # without one the engine says what is wrong
+        verify_copies(directory, Manifest.read(directory))
+    return TextModel(directory)
 
 
 def _give_back_memory() -> None:

@@ -6,6 +6,7 @@
     |   `-- UnsupportedModel    an architecture, or a variant of one, that the decoder does not have
     |-- StoreError              a packed store that cannot be used
     |   |-- StoreVersionError   written by another version of the format
+    |   |-- StoreInUse          another process packs, serves or removes it
     |   |-- CorruptExpert       bytes on disk (or from a peer) that differ from the manifest
     |   `-- MissingExpert       an expert that is nowhere to be had
     |-- CapacityError           a memory budget too small for what it must hold
@@ -16,16 +17,20 @@
     |   |-- QueueFull           429: carries retry_after_s
     |   |-- ReloadRefused       409: what was to be loaded again cannot be used
     |   |-- DeadlineExceeded    504
+    |   |-- EngineCrashed       500: engines ended while they worked on it; not to be tried again
     |   `-- EngineUnavailable   503: no engine, and none coming back in time
     |-- WireError               a message between processes that cannot be sent or read
-    |   `-- WireVersionError    sent by another version of the protocol
+    |   |-- WireVersionError    sent by another version of the protocol
+    |   `-- UnknownMessage      a message that this release does not have
     |-- PeerError               something asked of another box did not come about
     |   |-- PeerUnavailable     not connected, or no answer in time
     |   |-- PeerBusy            it has too much to do to answer in time
     |   `-- PeerRefused         it will not: another version, model or epoch, or an error of its own
+    |       `-- PeerOutdated    it runs a release that does not know what is asked
     |-- CoordError              the boxes' agreement on leader, members and plan
     |   |-- CoordUnavailable    it cannot be reached; the outcome of a change is unknown
     |   |-- StaleEpoch          the epoch that a command or change was made in is over
+    |   |-- EpochLeap           an epoch so far above all known ones that it can only be damage
     |   `-- PlanConflict        another plan was committed in between
     `-- ServiceError            the daemon, its socket or its unit files
 
@@ -57,6 +62,10 @@ class StoreError(EdgemoeError):
 
 class StoreVersionError(StoreError):
     """The store was written by another version of the format."""
+
+
+class StoreInUse(StoreError):
+    """Another process packs, serves or removes the store."""
 
 
 class CorruptExpert(StoreError):
@@ -100,6 +109,7 @@ class RequestError(EdgemoeError):
     status = 500
     kind = "server_error"
     code: str | None = None
+    again = True  # whether the same request may fare better another time
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -150,12 +160,23 @@ class DeadlineExceeded(RequestError):
     code = "deadline_exceeded"
 
 
+class EngineCrashed(RequestError):
+    """Engines ended, one after the other, while they worked on this request; the next one would, too."""
+
+    code = "engine_crashed"
+    again = False
+
+
 class EngineUnavailable(RequestError):
     """There is no engine to serve the request, and none is coming back in time."""
 
     status = 503
     kind = "server_error"
     code = "engine_unavailable"
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after_s: float = 2.0) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
 
 
 class WireError(EdgemoeError):
@@ -164,6 +185,10 @@ class WireError(EdgemoeError):
 
 class WireVersionError(WireError):
     """The other side speaks another version of the protocol."""
+
+
+class UnknownMessage(WireError):
+    """A message that this release does not have."""
 
 
 class PeerError(EdgemoeError):
@@ -182,6 +207,10 @@ class PeerRefused(PeerError):
     """The box will not do it: another version, model or epoch, or an error of its own."""
 
 
+class PeerOutdated(PeerRefused):
+    """The box runs a release that does not know what is asked."""
+
+
 class CoordError(EdgemoeError):
     """The boxes' agreement on leader, members and plan."""
 
@@ -192,6 +221,10 @@ class CoordUnavailable(CoordError):
 
 class StaleEpoch(CoordError):
     """The epoch that a command or change was made in is over."""
+
+
+class EpochLeap(CoordError):
+    """An epoch is so far above all known ones that it can only be damage; it is not taken over."""
 
 
 class PlanConflict(CoordError):

@@ -14,11 +14,12 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from edgemoe.errors import CheckpointError, StoreError
-from edgemoe.experts.files import checksum, lock_store, padded, page_memory
-from edgemoe.experts.manifest import MANIFEST, CopyEntry, Manifest, verify_weights
+from edgemoe.experts.files import lock_store, padded, page_memory
+from edgemoe.experts.manifest import MANIFEST, Manifest
 from edgemoe.experts.store import ExpertStore
-from edgemoe.model.spec import spec_from_config
+from edgemoe.experts.verify import verify_copy, verify_weights
 from edgemoe.pack import JOURNAL, Progress, silent
+from edgemoe.pack.fits import spec_of
 
 P = ParamSpec("P")
 
@@ -69,7 +70,8 @@ def resolve(name: str, store_dir: str | Path) -> Path:
 def table(store_dir: str | Path) -> Table:
     """The stores in `store_dir`, one row each."""
     found = Table(title=f"Packed models in {store_dir}")
-    for heading in ("store", "family", "layers", "experts", "precision"):
+    found.add_column("store", overflow="fold")  # a name is what `verify` and `remove` take
+    for heading in ("family", "layers", "experts", "precision"):
         found.add_column(heading)
     found.add_column("size", justify="right")
     found.add_column("state", overflow="fold")
@@ -83,7 +85,7 @@ def _describe(path: Path) -> tuple[str, ...]:
         return "", "", "", "", "", "unfinished: pack it again to go on"
     try:
         manifest = Manifest.load(path)
-        spec = spec_from_config(manifest.spec_config)
+        spec = spec_of(manifest)
     except (StoreError, CheckpointError) as error:
         return "", "", "", "", "", str(error)
     present, total = sum(len(layer.experts) for layer in manifest.layers), spec.layers * spec.experts
@@ -119,7 +121,7 @@ def _verified(store: Path, manifest: Manifest, opened: ExpertStore) -> Iterator[
             yield padded(entry.bytes), _fault(opened.read_into, layer, entry.expert, room)
     yield manifest.dense.bytes, _fault(verify_weights, store, manifest.dense)
     for copy in manifest.files:
-        yield copy.bytes, _fault(_verify_copy, store, copy)
+        yield copy.bytes, _fault(verify_copy, store, copy)
 
 
 def _fault(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> StoreError | None:
@@ -128,16 +130,6 @@ def _fault(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Store
     except StoreError as fault:
         return fault
     return None
-
-
-def _verify_copy(store: Path, entry: CopyEntry) -> None:
-    path = store / entry.file
-    try:
-        found = checksum(path.read_bytes())
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-    if found != entry.xxh3_128:
-        raise StoreError(f"{path} is damaged: its checksum is wrong; pack the checkpoint again")
 
 
 def remove(store: str | Path) -> None:

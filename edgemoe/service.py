@@ -21,6 +21,7 @@ UNITS = ("edgemoe.service", "edgemoe.socket")
 LEARNING = ("edgemoe-scoutgate.service", "edgemoe-scoutgate.timer")  # in place for who enables the timer
 _SYSTEM = Path("/etc/systemd/system")
 _HIDDEN_BY_UNIT = ("/home", "/root", "/run/user")  # ProtectHome=tmpfs
+_PRIVATE_TO_UNIT = ("/tmp", "/var/tmp")  # PrivateTmp; and what lies there is removed some day
 _COMMAND_TIMEOUT_S = 90.0
 
 
@@ -69,7 +70,7 @@ def planned_files(options: Options) -> list[File]:
         File(Path("/etc/tmpfiles.d/edgemoe.conf"), _read(folder / "tmpfiles.conf")),
         File(options.config, _read(folder / "edgemoe.toml"), keep=True),
     ]
-    if binds := _binds(model):
+    if binds := _binds(options, model):
         text = "# What the service needs from under /home or /root, which it does not see otherwise.\n[Service]\n"
         text += "".join(f"BindReadOnlyPaths={_escaped(bind)}\n" for bind in binds)
         files += [File(_SYSTEM / f"{unit}.d/paths.conf", text) for unit in (UNITS[0], LEARNING[0])]
@@ -187,16 +188,27 @@ def _existing(path: str, option: str) -> Path:
     return found
 
 
-def _binds(model: Path | None) -> list[Path]:
-    """Directories that the service reads and that ProtectHome hides: Python, this package, the model.
+def _binds(options: Options, model: Path | None) -> list[Path]:
+    """What the service reads and ProtectHome hides: Python, this package, the settings, the model.
 
-    A model in Hugging Face's cache is links into a directory of blobs, which is needed too.
+    A model in Hugging Face's cache is links into a directory of blobs, which is needed too. Raises ServiceError for
+    what lies among temporary files.
     """
-    needed = [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[1]]
+    needed = dict.fromkeys(_installation(), "this installation of edgemoe") | {options.config: "--config"}
     if model:
-        needed += [model, *sorted({file.resolve().parent for file in model.iterdir()} - {model})]
-    hidden = [path for path in needed if any(path.is_relative_to(place) for place in _HIDDEN_BY_UNIT)]
-    return list(dict.fromkeys(hidden))
+        parts = [model, *sorted({file.resolve().parent for file in model.iterdir()} - {model})]
+        needed |= dict.fromkeys(parts, "the model")
+    for path, what in needed.items():
+        if any(path.resolve().is_relative_to(place) for place in _PRIVATE_TO_UNIT):
+            raise ServiceError(
+                f"{what} lies in {path}, which a service does not see and which is emptied some day; "
+                "move it, to /opt or /srv for example, and install the service from there"
+            )
+    return [path for path in needed if any(path.is_relative_to(place) for place in _HIDDEN_BY_UNIT)]
+
+
+def _installation() -> list[Path]:
+    return [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[1]]
 
 
 # --- commands --------------------------------------------------------------------------------------------------

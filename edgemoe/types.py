@@ -1,4 +1,4 @@
-"""The nouns that several rooms share, and the protocols between them. Imports nothing of ours, and no torch.
+"""The nouns that several rooms share, and the protocols between them. Imports their bounds, and no torch.
 
 Conventions: L layers, E experts per layer, T tokens of one step, k experts per token, H hidden width,
 I expert width, V vocabulary. Sizes carry their unit in the name (`_bytes`, `_s`, `_ms`, `_tokens`).
@@ -11,11 +11,40 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
+
+from edgemoe.bounds import (
+    MAX_NODES,
+    Attempt,
+    Bias,
+    Bitmap,
+    Bytes,
+    Count,
+    Grammar,
+    Label,
+    Logprob,
+    LongText,
+    Name,
+    Penalty,
+    Repetition,
+    Seconds,
+    Seed,
+    Share,
+    Small,
+    StopTokens,
+    Temperature,
+    Text,
+    TokenCount,
+    TokenId,
+    Tokens,
+    Told,
+    Word,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -61,21 +90,25 @@ class Move(NamedTuple):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 are off.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    logprobs: int | None = None  # None: none; 0: of the chosen token; n: also the n likeliest
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens but the first
-    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included; never delivered
-    max_tokens: int = 16
-    min_tokens: int = 0
-    grammar: str | None = None  # a serialised llguidance grammar, already checked by the front
+    The engine holds requests to these bounds too.
+    """
+
+    temperature: Temperature = 1.0
+    top_p: Share = 1.0  # the likeliest token is always kept
+    top_k: TokenCount = 0
+    min_p: Share = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Repetition = 1.0  # of the prompt's and the output's tokens
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1 << 16)] = {}
+    logprobs: Told | None = None  # None: none; 0: of the chosen token; n: also the n likeliest
+    prompt_logprobs: Told | None = None  # the same of the prompt's tokens but the first
+    stop_token_ids: StopTokens = ()  # end-of-sequence ids included; never delivered
+    max_tokens: TokenCount = 16
+    min_tokens: TokenCount = 0
+    grammar: Grammar | None = None  # a serialised llguidance grammar, already checked by the front
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,15 +118,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     numbers are a hash of seed, choice and position), so that any engine can replay it after any crash.
     """
 
-    id: str  # unique per front and choice
-    prompt: tuple[int, ...]  # token ids
+    id: Name  # unique per front and choice
+    prompt: Tokens  # token ids
     sampling: Sampling
-    seed: int  # 64 bit; the front draws one where the app gave none
-    choice: int = 0
-    user: str = ""  # for fairness: peer uid, or the request's `user`
+    seed: Seed  # 64 bit; the front draws one where the app gave none
+    choice: Small = 0
+    user: Label = ""  # for fairness: peer uid, or the request's `user`
 
 
-TokenLogprob = tuple[float, tuple[tuple[int, float], ...]]  # a token's, and the likeliest tokens there with theirs
+Likeliest = Annotated[tuple[tuple[TokenId, Logprob], ...], Meta(max_length=1 << 16)]
+TokenLogprob = tuple[Logprob, Likeliest]  # a token's, and the likeliest tokens there with theirs
+PromptLogprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=1 << 22)]
 
 
 class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
@@ -103,33 +138,33 @@ class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ar
     `finish` is "", "stop", "length" or "error"; with "error" the message and code say why.
     """
 
-    request: str
-    attempt: int
-    index: int
-    token: int | None = None
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    finish: str = ""
-    error: str = ""
-    error_code: str = ""
-    retry_after_s: float = 0.0  # with error_code "queue_full"
-    cached_tokens: int = 0  # prompt tokens that the prefix cache supplied; on the first emission only
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's second token and on; on the first emission only
+    request: Name
+    attempt: Attempt
+    index: TokenCount
+    token: TokenId | None = None
+    logprob: Logprob | None = None
+    top: Likeliest = ()
+    finish: Word = ""
+    error: LongText = ""
+    error_code: Word = ""
+    retry_after_s: Seconds = 0.0  # with error_code "queue_full"
+    cached_tokens: TokenCount = 0  # prompt tokens that the prefix cache supplied; on the first emission only
+    prompt_logprobs: PromptLogprobs = ()  # of the prompt's second token and on; on the first emission only
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the front needs to know of the served model."""
 
-    id: str
-    family: str
-    digest: str
-    context_tokens: int
-    vocab: int
-    layers: int
-    experts: int
-    top_k: int
-    dtype: str
-    expert_bytes: int
+    id: LongText
+    family: Text
+    digest: Text
+    context_tokens: Count
+    vocab: TokenCount
+    layers: Small
+    experts: Small
+    top_k: Small
+    dtype: Word
+    expert_bytes: Bytes
 
 
 # --- the step, as the decoder sees it -------------------------------------------------------------------
@@ -220,20 +255,25 @@ class Store(Protocol):
 # --- several boxes: who keeps which expert, and who computes it for whom ----------------------------------
 
 
+def digest_of(data: bytes | memoryview) -> str:
+    """Names what a plan was written as."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
 class PlacementPlan(msgspec.Struct, frozen=True):
     """Where every expert is at home: a home keeps it in memory for all. Named by epoch, version and digest."""
 
-    epoch: int
-    version: int
-    model: str  # digest
-    layers: int
-    experts: int
-    nodes: tuple[str, ...]
-    homes: tuple[bytes, ...]  # per node a bitmap of L * E bits, as `pack_bits` makes it
+    epoch: Count
+    version: Count
+    model: Text  # digest
+    layers: Small
+    experts: Small
+    nodes: Annotated[tuple[Text, ...], Meta(max_length=MAX_NODES)]
+    homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)]  # per node, of L * E bits, see `pack_bits`
 
     def digest(self) -> str:
-        """Names the plan's content."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32).hexdigest()
+        """Names the plan as this release writes it; one that was received goes by the bytes that came."""
+        return digest_of(msgspec.msgpack.encode(self))
 
     def homes_of(self, node: str) -> BoolArray:
         """Experts [L, E] that are at home at the node; none where the plan does not name it."""

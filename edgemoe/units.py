@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from edgemoe.errors import ConfigError
@@ -35,7 +36,8 @@ def _parse(text: str) -> float | None:
     match = _NUMBER.fullmatch(text)
     if match is None or match[2] not in _UNITS:
         return None
-    return float(match[1]) * _UNITS[match[2]]
+    value = float(match[1]) * _UNITS[match[2]]
+    return value if math.isfinite(value) else None
 
 
 def format_size(size_bytes: float) -> str:

@@ -1,15 +1,21 @@
-"""Tiny random checkpoints as transformers writes them, for tests that read real files.
+"""Tiny random checkpoints as transformers writes them, and parts of stores, for tests that read real files.
 
 `from checkpoints import tiny_checkpoint` works in every test folder: pytest puts `tests/` on the path.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
+
+from edgemoe.experts.manifest import Manifest
+from edgemoe.types import BoolArray
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -58,4 +64,17 @@ def tiny_checkpoint(
     model = tiny_model(family, dtype, seed=seed, **overrides)
     shard_size = "40KB" if sharded else "10GB"
     model.save_pretrained(directory, max_shard_size=shard_size, save_original_format=not stacked)
+    return directory
+
+
+def partial_store(store: Path, directory: Path, present: BoolArray) -> Path:
+    """The same store, but only the `present` experts [L, E] are listed in it."""
+    shutil.copytree(store, directory, copy_function=os.link)
+    (directory / "manifest.json").unlink()
+    manifest = Manifest.load(store)
+    layers = tuple(
+        msgspec.structs.replace(layer, experts=tuple(e for e in layer.experts if present[n, e.expert]))
+        for n, layer in enumerate(manifest.layers)
+    )
+    msgspec.structs.replace(manifest, layers=layers).save(directory)
     return directory

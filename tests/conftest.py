@@ -1,11 +1,50 @@
-"""Fixtures that several test folders share."""
+"""Fixtures and settings that all test folders share."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import io
 import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+from power import Disk
 
 from edgemoe.kernels.env import WORKER_ENV
 
 SPINS = {"GOMP_SPINCOUNT": "2000"}  # tests multiply small matrices, often on a busy box
 for _name, _value in {**WORKER_ENV, **SPINS}.items():  # before anything loads torch
     os.environ.setdefault(_name, _value)
+
+# The same examples in every run, and no clock: what a busy box does to an example's time is no failure.
+hypothesis.settings.register_profile("gate", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("gate")
+
+TIMEOUTS_S = {"slow": 3600, "gpu": 300}  # of tests with these marks that state none themselves
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not item.get_closest_marker("timeout"):
+            longest_s = max((s for mark, s in TIMEOUTS_S.items() if item.get_closest_marker(mark)), default=None)
+            if longest_s:
+                item.add_marker(pytest.mark.timeout(longest_s))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Where a test timed out, says what its tasks were waiting for: the traceback ends in the loop's select."""
+    report = yield
+    if call.excinfo is not None and "Timeout" in str(call.excinfo.value):
+        for task in (one for one in gc.get_objects() if issubclass(type(one), asyncio.Task) and not one.done()):
+            task.print_stack(file=(text := io.StringIO()))
+            report.sections.append((task.get_name(), text.getvalue()))
+    return report
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """What is written from here on, and what a power loss would leave of it."""
+    return Disk(monkeypatch)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import httpx
 import openai
 from kept import STORES
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from waiting import until
 
 from edgemoe.config import ApiSettings, EngineSettings, ModelSettings, ServiceSettings, Settings
 from edgemoe.daemon import Front
@@ -50,8 +51,8 @@ TEMPLATE = """\
 """
 
 
-def byte_level_tokenizer() -> Tokenizer:
-    """Byte-level BPE like Qwen's: every byte, a few merges, special tokens and marks."""
+def byte_level_tokenizer(special_marks: bool = False) -> Tokenizer:
+    """Byte-level BPE like Qwen's: every byte, a few merges, special tokens and marks, which may be special too."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,7 +60,8 @@ def byte_level_tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKS])
+    add = tokenizer.add_special_tokens if special_marks else tokenizer.add_tokens
+    add([AddedToken(text, special=special_marks, normalized=False) for text in MARKS])
     return tokenizer
 
 
@@ -113,13 +115,6 @@ async def running(settings: Settings, command: tuple[str, ...] = SCRIPTED) -> As
 
 def ready(front: Front) -> bool:
     return front.supervisor is not None and front.supervisor.state == "ready"
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Waits for something that happens in its own time."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def free_ports(count: int) -> list[int]:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
+import contextlib
 import logging
-import re
-import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edgemoe.api import chat, completions, http, responses, tokens
+import edgemoe
+from edgemoe.api import anthropic, chat, completions, http, responses, tokens
+from edgemoe.api.anthropic_format import MessageFormat
 from edgemoe.api.backend import Backend
+from edgemoe.api.bodies import Bodies
+from edgemoe.api.doorway import Doorway
 from edgemoe.api.job import Format, Job, run
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
 from edgemoe.api.responses_format import ResponseFormat
@@ -31,12 +33,11 @@ from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize, convert, 
 from edgemoe.api.text import TextModel
 from edgemoe.config import ApiSettings
 from edgemoe.errors import EdgemoeError, InvalidRequest, ModelNotFound, RequestError
-from edgemoe.types import ModelInfo
+from edgemoe.types import Json, ModelInfo
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 PREPARE_THREADS = 2  # render and tokenize beside the event loop, which has streams to serve
 
 
@@ -50,10 +51,23 @@ class Api:
     metrics: Metrics = field(default_factory=Metrics)
     keys: Sequence[bytes] = ()  # asked of clients that come by TCP
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
+    free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
+    bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.settings.max_body_bytes)
 
     async def in_thread(self, work: Callable[..., R], *args: Any) -> R:
-        """`work(*args)`, without stalling the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
+        """`work(*args)`, without stalling the event loop. What waits for a thread waits here, and can be cancelled."""
+        await self.free_threads.acquire()
+        loop, future = asyncio.get_running_loop(), self.threads.submit(work, *args)
+
+        def free(_: Future[R]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon has ended meanwhile
+                loop.call_soon_threadsafe(self.free_threads.release)
+
+        future.add_done_callback(free)
+        return await asyncio.wrap_future(future)
 
 
 def build(api: Api) -> Starlette:
@@ -64,20 +78,39 @@ def build(api: Api) -> Starlette:
         Route("/v1/chat/completions", _generating(_prepare_chat), methods=["POST"]),
         Route("/v1/completions", _generating(_prepare_completion), methods=["POST"]),
         Route("/v1/responses", _generating(_prepare_response), methods=["POST"]),
+        Route("/v1/messages", _generating(_prepare_message), methods=["POST"]),
+        Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
         Route("/v1/embeddings", _no_embeddings, methods=["POST"]),
         Route("/tokenize", _tokenize, methods=["POST"]),
         Route("/detokenize", _detokenize, methods=["POST"]),
         Route("/reload", _reload, methods=["POST"]),
+        Route("/version", _version),
+        Route("/tokenizer_info", _tokenizer_info),
         Route("/health", _health),
         Route("/metrics", _metrics),
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Doorway, api=api)],
+        middleware=[*_cors(api.settings.cors_origins), Middleware(Doorway, keys=api.keys, metrics=api.metrics)],
         exception_handlers={HTTPException: http.http_error, EdgemoeError: _edgemoe_error},
     )
     app.state.api = api
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """What lets pages of these origins call us from a browser."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    ]
 
 
 # --- generating -----------------------------------------------------------------------------------------------
@@ -91,15 +124,18 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 
     async def endpoint(request: Request) -> ASGIApp:
         api: Api = request.app.state.api
-        body = await http.read_body(request, api.settings.max_body_bytes)
         uid = getattr(request.state, "peer_uid", None)
         user = f"uid:{uid}" if uid is not None else "tcp"
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            with api.bodies.open() as body:
+                raw = await api.bodies.read(body, request)
+                async with http.while_connected(receive):
+                    info, context_tokens = await api.backend.model()
+                    span = Span(context_tokens, info.vocab)
+                    job, form, stream = await api.in_thread(prepare, api, raw, info, span, user)
+                del raw
             async with http.while_connected(receive):
-                info, context_tokens = await api.backend.model()
-                span = Span(context_tokens, info.vocab)
-                job, form, stream = await api.in_thread(prepare, api, body, info, span, user)
                 deltas = run(job, api.backend, api.metrics, api.settings.request_timeout_s)
                 await http.reply(send, job, form, deltas, stream)
 
@@ -122,9 +158,20 @@ def _prepare_completion(api: Api, raw: bytes, info: ModelInfo, span: Span, user:
 
 def _prepare_response(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
     body = convert(decode(raw), responses.Create)
-    plain = responses.as_chat(body)
-    job = chat.prepare(plain, api.text, span, _served(body.model, info), _user(user, body.user), prefix="resp")
+    plain, origin = responses.as_chat(body)
+    with origin.named():
+        job = chat.prepare(plain, api.text, span, _served(body.model, info), _user(user, body.user), prefix="resp")
     return job, ResponseFormat(job, body), bool(body.stream)
+
+
+def _prepare_message(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
+    body = convert(decode(raw), anthropic.Create)
+    if body.max_tokens is None:
+        raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
+    plain, origin = anthropic.as_chat(body)
+    with origin.named():
+        job = chat.prepare(plain, api.text, span, _served(body.model, info), _user(user, plain.user), prefix="msg")
+    return job, MessageFormat(job), bool(body.stream)
 
 
 def _served(name: str | None, info: ModelInfo) -> str:
@@ -165,22 +212,44 @@ async def _detokenize(request: Request) -> Response:
     return await _quick(request, Detokenize, tokens.detokenize)
 
 
+async def _count_tokens(request: Request) -> Response:
+    return await _quick(request, anthropic.Create, _count)
+
+
+def _count(body: anthropic.Create, text: TextModel, span: Span) -> Json:
+    plain, origin = anthropic.as_chat(body)
+    with origin.named():
+        return {"input_tokens": len(chat.prompt_of(plain, text))}
+
+
 async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, Span], Any]) -> Response:
     api: Api = request.app.state.api
-    raw = await http.read_body(request, api.settings.max_body_bytes)
-    info, context_tokens = await api.backend.model()
 
-    def in_thread() -> Any:
+    def in_thread(raw: bytes) -> Any:
         body = convert(decode(raw), kind)
         _served(getattr(body, "model", None), info)
         return work(body, api.text, Span(context_tokens, info.vocab))
 
-    return JSONResponse(await api.in_thread(in_thread))
+    with api.bodies.open() as body:
+        raw = await api.bodies.read(body, request)
+        info, context_tokens = await api.backend.model()
+        return JSONResponse(await api.in_thread(in_thread, raw))
+
+
+async def _version(request: Request) -> Response:
+    return JSONResponse({"version": edgemoe.__version__})
+
+
+async def _tokenizer_info(request: Request) -> Response:
+    api: Api = request.app.state.api
+    return JSONResponse(api.text.about())
 
 
 async def _health(request: Request) -> Response:
-    backend = request.app.state.api.backend
-    return JSONResponse(backend.describe(), 200 if backend.state == "ready" else 503)
+    api: Api = request.app.state.api
+    state = api.backend.state
+    about = api.backend.describe() if request.state.known else {"status": state}
+    return JSONResponse(about, 200 if state == "ready" else 503)
 
 
 async def _reload(request: Request) -> Response:
@@ -196,58 +265,6 @@ async def _metrics(request: Request) -> Response:
 
 def _edgemoe_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestError):
-        return http.error_response(error)
+        return http.error_response(error, request.url.path)
     log.error("a request failed", exc_info=error, extra={"path": request.url.path})
-    return http.error_response(RequestError(str(error)))
-
-
-class Doorway:
-    """What happens to every request: an id, the key where one is needed, and a count of how it ended."""
-
-    def __init__(self, app: ASGIApp, api: Api) -> None:
-        self._app = app
-        self._api = api
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        name = given if REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        status = 499  # the client hung up before it was told anything
-
-        async def numbered(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = name
-            await send(message)
-
-        try:
-            if refusal := self._refusal(scope, headers):
-                await refusal(scope, receive, numbered)
-            else:
-                await self._app(scope, receive, numbered)
-        except http.ClientGone:
-            log.debug("a client hung up", extra={"request": name})
-        except Exception as error:
-            log.error("a request failed unexpectedly", exc_info=error, extra={"request": name})
-            if status != 499:
-                raise  # part of the answer is out: only closing the connection can tell
-            await http.error_response(RequestError("an internal error; the log has more"))(scope, receive, numbered)
-        finally:
-            route = scope.get("route")
-            self._api.metrics.answered(getattr(route, "path", "other"), status)
-
-    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        if scope.get("state", {}).get("peer_uid") is not None or not self._api.keys:
-            return None
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode() if scheme.lower() == "bearer" else b""
-        if any([hmac.compare_digest(given, known) for known in self._api.keys]):  # noqa: C419 (every key, always)
-            return None
-        error = InvalidRequest("this listener needs `Authorization: Bearer KEY`", code="invalid_api_key")
-        error.status, error.kind = 401, http.KINDS[401]
-        response = http.error_response(error)
-        response.headers["www-authenticate"] = "Bearer"
-        return response
+    return http.error_response(RequestError(str(error)), request.url.path)

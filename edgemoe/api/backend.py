@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from edgemoe.types import Emission, ModelInfo, Request
 
-State = Literal["loading", "ready", "draining", "failed"]
+State = Literal["loading", "ready", "draining", "failed", "stalled"]
 
 
 class Ticket(Protocol):

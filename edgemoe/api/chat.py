@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgemoe.api.choice import Choice, Delta
-from edgemoe.api.grammar import Form, response_grammar, tool_grammar
+from edgemoe.api.grammar import Form, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.job import Job, Prompt, requests
 from edgemoe.api.messages import for_template, tools_for_template
 from edgemoe.api.parse import END_THINK, THINK, Marks
@@ -23,7 +23,7 @@ def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, pref
     """The job that `body` asks for: its prompt rendered and tokenized, its grammar checked. Raises InvalidRequest."""
     tools, calls = _tools(body)
     prompt_text = render(body, tools, text)
-    marks = _marks(prompt_text, text, calls)
+    marks = _marks(prompt_text, text, calls, tools)
     prompt = text.encode(prompt_text, add_special_tokens=False)
     settings = sampling(
         body,
@@ -44,6 +44,11 @@ def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, pref
     )
 
 
+def prompt_of(body: Chat, text: TextModel) -> list[int]:
+    """The tokens of the prompt. Raises InvalidRequest."""
+    return text.encode(render(body, _tools(body)[0], text), add_special_tokens=False)
+
+
 def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
     """The prompt as text. Raises InvalidRequest."""
     if text.template is None:
@@ -55,15 +60,37 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
             extra.setdefault("enable_thinking", False)
-    return text.template.render(for_template(body.messages), tools_for_template(tools), extra=extra)
+    messages, shown = for_template(body.messages), tools_for_template(tools)
+    if body.continue_final_message:
+        return _continued(
+            body, text.template.render(messages, shown, add_generation_prompt=False, extra=extra), messages
+        )
+    begin = body.add_generation_prompt is not False
+    return text.template.render(messages, shown, add_generation_prompt=begin, extra=extra)
 
 
-def _marks(prompt: str, text: TextModel, calls: int) -> Marks:
+def _continued(body: Chat, rendered: str, messages: list[Json]) -> str:
+    """The prompt up to the end of the last message's text, which the answer goes on with."""
+    if body.add_generation_prompt:
+        message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+        raise InvalidRequest(message, param="continue_final_message")
+    last: str = messages[-1]["content"]
+    begin, found, _ = rendered.rpartition(last.strip()) if last.strip() else ("", "", "")
+    if not found:
+        message = "continue_final_message: the last message has no text to go on with, or the template leaves it out"
+        raise InvalidRequest(message, param="continue_final_message")
+    rest = rendered[len(begin) + len(found) :]
+    space = last[len(last.rstrip()) :]
+    return begin + found + (space if rest.startswith(space) else "")
+
+
+def _marks(prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks:
     """Templates open <think> for the model, or close it at once, or leave it to the model."""
     thinks = text.template is not None and text.template.thinks
     tail = prompt[-64:].rstrip()
     thinking = thinks and tail.endswith(THINK)
-    return Marks(think=thinks and not tail.endswith(END_THINK), thinking=thinking, calls=calls)
+    functions = frozenset(tool.function.name for tool in tools)
+    return Marks(think=thinks and not tail.endswith(END_THINK), thinking=thinking, calls=calls, functions=functions)
 
 
 def _tools(body: Chat) -> tuple[list[Tool], int]:
@@ -87,7 +114,10 @@ def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> st
     form = Form(text.vocabulary.added, marks.think, marks.thinking)
     if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
         return tool_grammar(tools, marks.calls > 1, form)
-    return response_grammar(body.response_format, form)
+    plain = body.response_format is None or body.response_format.type == "text"
+    return (
+        free_grammar(tools, marks.calls > 1, form) if tools and plain else response_grammar(body.response_format, form)
+    )
 
 
 def _logprobs(body: Chat) -> int | None:
@@ -112,11 +142,13 @@ class ChatFormat:
                 self._begun.add(delta.choice)
                 yield self._chunk([self._choice(delta.choice, {"role": "assistant", "content": ""}, None, None)])
             logprobs = chat_logprobs(delta, self._vocabulary)
-            yield self._chunk([self._choice(delta.choice, self._delta(delta), logprobs, delta.finish or None)])
+            last = self._job.finished and delta is deltas[-1]
+            choice = self._choice(delta.choice, self._delta(delta), logprobs, delta.finish or None)
+            yield self._chunk([choice], last=last)
 
     def end(self) -> Iterable[bytes]:
         if self._usage:
-            yield self._chunk([], self._job.usage())
+            yield self._chunk([], self._job.usage(), last=True)
         yield DONE
 
     def error(self, error: RequestError) -> Iterable[bytes]:
@@ -135,6 +167,7 @@ class ChatFormat:
                 for delta in choices
             ],
             "usage": self._job.usage(),
+            "timings": self._job.timings(),
         }
 
     def _head(self, kind: str) -> Json:
@@ -147,8 +180,9 @@ class ChatFormat:
             "system_fingerprint": FINGERPRINT,
         }
 
-    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
+    def _chunk(self, choices: list[Json], usage: Json | None = None, last: bool = False) -> bytes:
         head = self._head("chat.completion.chunk") | {"choices": choices}
+        head |= {"timings": self._job.timings()} if last else {}
         return event(head | {"usage": usage} if self._usage else head)
 
     def _choice(self, index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
@@ -159,7 +193,7 @@ class ChatFormat:
         if delta.text:
             body["content"] = delta.text
         if delta.reasoning:
-            body["reasoning_content"] = delta.reasoning
+            body["reasoning_content"] = body["reasoning"] = delta.reasoning
         if delta.calls:
             first = self._calls[delta.choice]
             self._calls[delta.choice] += len(delta.calls)
@@ -174,7 +208,7 @@ def _message(delta: Delta) -> Json:
         "refusal": None,
     }
     if delta.reasoning:
-        message["reasoning_content"] = delta.reasoning
+        message["reasoning_content"] = message["reasoning"] = delta.reasoning
     if delta.calls:
         message["tool_calls"] = [call_body(call) for call in delta.calls]
     return message

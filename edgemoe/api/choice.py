@@ -40,17 +40,32 @@ class Delta:
 class Choice:
     """The state of one choice in the front: all of it follows from the tokens taken."""
 
-    def __init__(self, index: int, vocabulary: Vocabulary, stops: Iterable[str] = (), marks: Marks | None = None):
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        stops: Iterable[str] = (),
+        marks: Marks | None = None,
+        prompt_only: bool = False,
+    ):
+        """`prompt_only`: no token is wanted, but what is said of the prompt, which comes with the first one."""
         self.index = index
+        self._prompt_only = prompt_only
         self.tokens = 0
         self.reasoning_tokens = 0
         self.cached_tokens = 0
         self.finish = ""
-        self._detokenizer = Detokenizer(vocabulary)
+        marks = marks or Marks()
+        self._detokenizer = Detokenizer(vocabulary, shown=marks.names)
         self._stops = Stops(tuple(stops))
-        self._parser = Parser(marks or Marks())
+        self._parser = Parser(marks, vocabulary.special)
         self._called = False
         self._delta = Delta(index)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, or none."""
+        return self._stops.matched
 
     def take(self, emission: Emission) -> bool:
         """Adds one emission; none may follow once `finish` is set.
@@ -60,11 +75,11 @@ class Choice:
         if emission.index == 0:
             self.cached_tokens = emission.cached_tokens
             self._delta.prompt_logprobs = emission.prompt_logprobs
-        if emission.token is not None:
+        if emission.token is not None and not self._prompt_only:
             self._token(emission, emission.token)
         if emission.finish and not self.finish:
             rest = "" if self._stops.stopped else self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
-            self._end(emission.finish, rest)
+            self._end("length" if self._prompt_only else emission.finish, rest)
         return bool(self.finish) and not emission.finish
 
     def delta(self) -> Delta:

@@ -23,6 +23,10 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
     tokens = prompts(body.prompt, text, span.vocab)
     grammar = response_grammar(body.response_format)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if not wanted and not body.echo:
+        raise InvalidRequest(
+            "max_tokens: 0 is for echo, which shows the prompt", param="max_tokens", code="invalid_value"
+        )
     ready = [
         Prompt(
             tuple(prompt),
@@ -30,7 +34,7 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
                 body,
                 text,
                 room_tokens=room(prompt, span, "prompt"),
-                wanted_tokens=wanted,
+                wanted_tokens=max(1, wanted),
                 vocab=span.vocab,
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
@@ -44,7 +48,10 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
         prefix="cmpl",
         model=model,
         requests=requests(ready, n, body.seed, user),
-        choices=[Choice(at, text.vocabulary, stop_strings(body.stop)) for at in range(n * len(tokens))],
+        choices=[
+            Choice(at, text.vocabulary, stop_strings(body.stop), prompt_only=not wanted)
+            for at in range(n * len(tokens))
+        ],
         prompt_tokens=sum(map(len, tokens)),
     )
 
@@ -85,11 +92,11 @@ class CompletionFormat:
     def events(self, deltas: list[Delta]) -> Iterable[bytes]:
         for delta in deltas:
             echo, self._echoes[delta.choice] = self._echoes[delta.choice], ""
-            yield self._chunk([self._choice(delta, echo)])
+            yield self._chunk([self._choice(delta, echo)], last=self._job.finished and delta is deltas[-1])
 
     def end(self) -> Iterable[bytes]:
         if self._usage:
-            yield self._chunk([], self._job.usage())
+            yield self._chunk([], self._job.usage(), last=True)
         yield DONE
 
     def error(self, error: RequestError) -> Iterable[bytes]:
@@ -98,7 +105,7 @@ class CompletionFormat:
 
     def whole(self, choices: list[Delta]) -> Json:
         done = [self._choice(delta, self._echoes[delta.choice]) for delta in choices]
-        return self._head() | {"choices": done, "usage": self._job.usage()}
+        return self._head() | {"choices": done, "usage": self._job.usage(), "timings": self._job.timings()}
 
     def _head(self) -> Json:
         job = self._job
@@ -110,8 +117,9 @@ class CompletionFormat:
             "system_fingerprint": FINGERPRINT,
         }
 
-    def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
+    def _chunk(self, choices: list[Json], usage: Json | None = None, last: bool = False) -> bytes:
         head = self._head() | {"choices": choices}
+        head |= {"timings": self._job.timings()} if last else {}
         return event(head | {"usage": usage} if self._usage else head)
 
     def _choice(self, delta: Delta, echo: str) -> Json:

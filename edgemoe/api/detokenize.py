@@ -26,13 +26,14 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class Vocabulary:
-    """The bytes of every token; `added` are the names of the added ones, `special` the ids that no text shows."""
+    """The bytes of every token; `added` are the names of added ones; `special` those that no text shows, with ids."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-        self.special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        self.special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.added = frozenset(self._added.values())
+        self._special_ids = frozenset(self.special.values())
         self._alphabet = byte_alphabet() if tokenizer.token_to_id("\u0120") is not None else None
         self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
 
@@ -57,22 +58,27 @@ class Vocabulary:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def is_special(self, token: int) -> bool:
+        """Whether no text shows this token."""
+        return token in self._special_ids
+
     def text(self, tokens: Iterable[int], skip_special: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
-        kept = (token for token in tokens if not (skip_special and token in self.special))
+        kept = (token for token in tokens if not (skip_special and token in self._special_ids))
         return b"".join(map(self.bytes_of, kept)).decode(errors="replace")
 
 
 class Detokenizer:
-    """One text under way. Special tokens are left out."""
+    """One text under way. Special tokens are left out, but for those whose names are `shown`."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, shown: Iterable[str] = ()) -> None:
         self._vocabulary = vocabulary
+        self._shown = frozenset(vocabulary.special.get(name, -1) for name in shown)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
         """The characters that this token completes."""
-        if token in self._vocabulary.special:
+        if self._vocabulary.is_special(token) and token not in self._shown:
             return ""
         return self._decoder.decode(self._vocabulary.bytes_of(token))
 

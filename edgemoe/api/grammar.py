@@ -8,20 +8,26 @@ name is in angle brackets for a special one, which no string or regex of a gramm
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from edgemoe.api.parse import CALL, END_CALL, END_THINK, THINK
 from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
+from edgemoe.types import Json
 
 MAX_GRAMMAR_BYTES = 1 << 20
-GUIDANCE = {"whitespace_pattern": r"[ \n\t]{0,40}"}  # white space without end is how small models get stuck
+COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+AS_IN_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # tojson's, for calls
+TEXT = "plain: PLAIN\nPLAIN: /(.|\\n)*/"
+BYTES = LLTokenizer("byte")
+FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # is enough to see whether anything matches
 THOUGHT = r"/(.|\n)*/"
 LAYOUT = r"layout: /[ \n]{0,4}/"
 
@@ -67,6 +73,7 @@ def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str |
             if asked is None or not asked.regex:
                 raise InvalidRequest("a format of type regex needs a `regex`", param="response_format.regex")
             body = f"/{regex_to_lark(asked.regex)}/"
+            _matchable(body, "response_format.regex")
         case other:
             raise InvalidRequest(
                 f"response_format {other!r} is unknown; use text, json_object, json_schema or regex",
@@ -77,21 +84,38 @@ def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str |
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str:
     """The grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
-    calls = [_call_schema(tool) for tool in tools]
-    call = " | ".join(f"call_{at}" for at in range(len(calls)))
+    rules = _call_rules([_call_schema(tool) for tool in tools], several, form)
+    return _checked(form.around(f"body: calls\n{rules}"), "tools")
+
+
+def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str | None:
+    """Free text that may end in calls to any of `tools`, whose names, and as far as possible arguments, are kept to.
+
+    None where the tokenizer lacks the marks as tokens, as nothing then tells a call from text.
+    """
+    if CALL not in form.tokens or END_CALL not in form.tokens:
+        return None
+    for schemas in ([_call_schema(tool) for tool in tools], [_call_schema(tool, strict=False) for tool in tools]):
+        with contextlib.suppress(InvalidRequest):
+            return _checked(form.around(f"body: plain calls?\n{TEXT}\n{_call_rules(schemas, several, form)}"), "tools")
+    return None
+
+
+def _call_rules(schemas: Sequence[Json], several: bool, form: Form) -> str:
     begin, end = form.mark(CALL), form.mark(END_CALL)
-    rules = [f'call_{at}: {begin} "\\n" {json_rule(schema)} "\\n" {end}' for at, schema in enumerate(calls)]
-    body = 'call ("\\n" call){0,31}' if several else "call"
-    return _checked(form.around("\n".join([f"body: {body}", f"call: {call}", *rules])), "tools")
+    calls = " | ".join(f"call_{at}" for at in range(len(schemas)))
+    rules = [
+        f'call_{at}: {begin} "\\n" {json_rule(schema, AS_IN_TEMPLATES)} "\\n" {end}'
+        for at, schema in enumerate(schemas)
+    ]
+    return "\n".join(['calls: call ("\\n" call){0,31}' if several else "calls: call", f"call: {calls}", *rules])
 
 
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    parameters = tool.function.parameters or {"type": "object"}
-    shared: dict[str, Any] = {
-        key: parameters[key] for key in ("$defs", "definitions") if key in parameters
-    }  # "#/$defs/..." is
+def _call_schema(tool: Tool, strict: bool = True) -> Json:
+    parameters: Json = (strict and tool.function.parameters) or {"type": "object"}
+    shared: Json = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     return {
-        **shared,  # relative to the whole schema
+        **shared,  # "#/$defs/..." is relative to the whole schema
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
         "required": ["name", "arguments"],
@@ -99,10 +123,9 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
     }
 
 
-def json_rule(schema: Any) -> str:
+def json_rule(schema: Any, spacing: Json = COMPACT) -> str:
     """The Lark term for a JSON value of this schema."""
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": GUIDANCE}
+    schema = {**schema, "x-guidance": spacing} if isinstance(schema, dict) else schema
     return f"%json {msgspec.json.encode(schema).decode()}"
 
 
@@ -114,3 +137,15 @@ def _checked(lark: str, param: str) -> str:
         reason = re.sub(r"^\d+\(\d+\): ", "", error.splitlines()[0])
         raise InvalidRequest(f"{param} cannot be honoured: {reason}", param=param, code="invalid_grammar")
     return grammar
+
+
+def _matchable(term: str, param: str) -> None:
+    """Raises InvalidRequest where `term` is well formed and nothing at all matches it."""
+    grammar = str(LLMatcher.grammar_from_lark(f"start: {term}"))
+    if LLMatcher.validate_grammar(grammar):
+        return  # which has a message of its own
+    matcher = LLMatcher(BYTES, grammar, log_level=0, limits=FUEL)
+    if not matcher.is_error():
+        matcher.compute_logit_bias()
+    if matcher.is_error() and "NoExtension" in matcher.get_error():
+        raise InvalidRequest(f"{param}: no text matches this", param=param, code="invalid_grammar")

@@ -1,4 +1,4 @@
-"""Reading bodies, noticing that a client has hung up, and sending answers: the parts that know ASGI."""
+"""Noticing that a client has hung up, and sending answers: the parts that know ASGI."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
+from edgemoe.api import anthropic
 from edgemoe.api.choice import Delta
 from edgemoe.api.job import Format, Job, collect
 from edgemoe.api.sse import error_body
 from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.types import Json
 
 log = logging.getLogger(__name__)
 
-BODY_S = 60.0  # time that a client may take to send a body
 SEND_S = 60.0  # time that a client may leave a piece of its answer unread
 RETRY_AFTER_S = 2.0  # told with every 503
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -28,26 +29,6 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 class ClientGone(Exception):
     """The client hung up, or stopped reading: there is nobody to answer."""
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises HTTPException (413, 408) before more than `max_bytes` are held, and ClientGone."""
-    too_long = HTTPException(413, f"the body is longer than {max_bytes} bytes (api.max_body_bytes)")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
-        raise too_long
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise too_long
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not arrive within {BODY_S:.0f} s") from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    return bytes(body)
 
 
 @asynccontextmanager
@@ -104,12 +85,18 @@ async def _send(send: Send, body: bytes, more: bool = True) -> None:
         raise ClientGone from None
 
 
-def error_response(error: RequestError) -> Response:
-    """The answer to a request that failed before anything was sent."""
+def error_response(error: RequestError, path: str) -> Response:
+    """The answer to a request that failed before anything was sent, in the form that clients of `path` expect."""
     headers = {}
     if (wait_s := getattr(error, "retry_after_s", RETRY_AFTER_S if error.status == 503 else None)) is not None:
         headers["retry-after"] = str(max(1, round(wait_s)))
-    return JSONResponse(error_body(error), error.status, headers)
+    if not error.again:
+        headers["x-should-retry"] = "false"  # clients of OpenAI's and Anthropic's go by it
+    return JSONResponse(_body(error, path), error.status, headers)
+
+
+def _body(error: RequestError, path: str) -> Json:
+    return anthropic.error_body(error) if path.startswith("/v1/messages") else error_body(error)
 
 
 def http_error(request: Request, error: Exception) -> Response:
@@ -121,8 +108,8 @@ def http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         detail = f"{request.method} is not allowed for {request.url.path}"
     refusal = InvalidRequest(detail, code=f"http_{error.status_code}")
-    refusal.kind = KINDS.get(error.status_code, refusal.kind)
+    refusal.status, refusal.kind = error.status_code, KINDS.get(error.status_code, refusal.kind)
     headers = dict(error.headers or {})
     if error.status_code in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not going to be read
-    return JSONResponse(error_body(refusal), error.status_code, headers)
+    return JSONResponse(_body(refusal, request.url.path), error.status_code, headers)

@@ -55,6 +55,7 @@ class Job:
     prompt_tokens: int
     id: str = field(default="")
     created: int = field(default_factory=lambda: int(time.time()))
+    clock: Clock | None = None  # once it runs
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.prefix}-{secrets.token_hex(12)}"
@@ -69,6 +70,15 @@ class Job:
             "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens(), self.prompt_tokens)},
             "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
         }
+
+    def timings(self) -> Json:
+        """llama.cpp's timings object for what has been generated so far."""
+        return self.clock.timings(self.prompt_tokens, self.cached_tokens()) if self.clock is not None else {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish for choice in self.choices)
 
     def cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache supplied, each prompt counted once."""
@@ -100,7 +110,7 @@ async def run(job: Job, backend: Backend, metrics: Metrics, timeout_s: float) ->
     """The deltas of all choices as they come. Raises RequestError."""
     choices = {request.id: choice for request, choice in zip(job.requests, job.choices, strict=True)}
     with backend.open(job.requests, timeout_s) as ticket:
-        clock = Clock(metrics)
+        clock = job.clock = Clock(metrics)
         metrics.prompt_tokens.inc(job.prompt_tokens)
         async for emissions in ticket:
             touched: dict[str, Choice] = {}

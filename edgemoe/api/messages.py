@@ -31,7 +31,9 @@ def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
 def _message(message: Message, where: str) -> Json:
     role = "system" if message.role == "developer" else message.role
     value: Json = {"role": role, "content": _text(message.content, where)}
-    for field in ("name", "reasoning_content", "tool_call_id"):
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        value["reasoning_content"] = reasoning
+    for field in ("name", "tool_call_id"):
         if (given := getattr(message, field)) is not None:
             value[field] = given
     if message.tool_calls:

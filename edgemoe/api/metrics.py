@@ -1,47 +1,80 @@
-"""The front's own figures, and the engine's beside them, in Prometheus' text format."""
+"""The front's own figures, and the engine's beside them, in Prometheus' text format.
+
+Names are those of vLLM's metrics, with edgemoe_ for their prefix, wherever it has the figure; all carry `model_name`.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 
-from edgemoe.types import Emission
+from edgemoe.types import Emission, Json
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 180, 600)
 TPOT_S = (0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+MODEL = "model_name"
 
 
 class Metrics:
     """Counts and histograms of one front. Each has its own registry, so that a process may hold several."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, model: str = "", now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
+        self.model = model
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter("edgemoe_requests", "HTTP requests", ["path", "status"], registry=registry)
-        self.ttft = Histogram("edgemoe_ttft_seconds", "Time to first token", buckets=TTFT_S, registry=registry)
-        self.tpot = Histogram(
-            "edgemoe_tpot_seconds", "Time per output token after the first", buckets=TPOT_S, registry=registry
-        )
-        self.e2e = Histogram("edgemoe_request_seconds", "Time of one choice", buckets=TTFT_S, registry=registry)
-        self.tokens = Counter("edgemoe_generated_tokens", "Tokens delivered", registry=registry)
-        self.prompt_tokens = Counter("edgemoe_prompt_tokens", "Prompt tokens accepted", registry=registry)
+
+        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"edgemoe_{name}_seconds", help_text, [MODEL], buckets=buckets, registry=registry).labels(
+                model
+            )
+
+        def counter(name: str, help_text: str) -> Counter:
+            return Counter(f"edgemoe_{name}", help_text, [MODEL], registry=registry).labels(model)
+
+        labels = ["path", "status", MODEL]
+        self._requests = Counter("edgemoe_http_requests", "HTTP requests", labels, registry=registry)
+        self.ttft = histogram("time_to_first_token", "From acceptance to a choice's first token", TTFT_S)
+        self.tpot = histogram("request_time_per_output_token", "Mean of one choice, after its first token", TPOT_S)
+        self.e2e = histogram("e2e_request_latency", "From acceptance to the end of a choice", TTFT_S)
+        self.tokens = counter("generation_tokens", "Tokens delivered")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens accepted")
 
     def answered(self, path: str, status: int) -> None:
         """Counts one HTTP request; `path` is a route, never what a client made up."""
-        self._requests.labels(path, str(status)).inc()
+        self._requests.labels(path, str(status), self.model).inc()
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Shows `value()` as `name` from now on."""
-        Gauge(name, help_text, registry=self._registry).set_function(value)
+        Gauge(name, help_text, [MODEL], registry=self._registry).labels(self.model).set_function(value)
+
+    def counter(self, name: str, help_text: str, value: Callable[[], float]) -> None:
+        """Shows `value()`, which only ever grows, as `name`, whose ending is _total, from now on."""
+        self._registry.register(Counted(name, help_text, self.model, value))
 
     def render(self, engine: Mapping[str, float]) -> bytes:
         """The page for /metrics."""
-        return generate_latest(self._registry) + render_values(engine).encode()
+        return generate_latest(self._registry) + render_values(engine, self.model).encode()
+
+
+class Counted(Collector):
+    """A counter that somebody else keeps."""
+
+    def __init__(self, name: str, help_text: str, model: str, value: Callable[[], float]) -> None:
+        self._about = (name, help_text, model)
+        self._value = value
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        name, help_text, model = self._about
+        family = CounterMetricFamily(name, help_text, labels=[MODEL])
+        family.add_metric([model], self._value())
+        yield family
 
 
 class Clock:
@@ -49,7 +82,7 @@ class Clock:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._start = metrics.now()
+        self._start = self._last = metrics.now()
         self._first: dict[str, float] = {}
         self._tokens: dict[str, int] = {}
 
@@ -57,6 +90,7 @@ class Clock:
         """Notes one emission of a choice, its last one if `ended`."""
         now, name, metrics = self._metrics.now(), emission.request, self._metrics
         if emission.token is not None:
+            self._last = now
             self._tokens[name] = self._tokens.get(name, 0) + 1
             metrics.tokens.inc()
             if name not in self._first:
@@ -67,12 +101,33 @@ class Clock:
             if (tokens := self._tokens.get(name, 0)) > 1:
                 metrics.tpot.observe((now - self._first[name]) / (tokens - 1))
 
+    def timings(self, prompt_tokens: int, cached_tokens: int) -> Json:
+        """llama.cpp's `timings`, over all choices: the prompt's until the first token, waiting included; the rest's."""
+        first = min(self._first.values(), default=self._last)
+        prompt_ms, predicted_ms = 1e3 * (first - self._start), 1e3 * (self._last - first)
+        prompt_n, predicted_n = prompt_tokens - cached_tokens, sum(self._tokens.values())
+        return {
+            "cache_n": cached_tokens,
+            "prompt_n": prompt_n,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / max(1, prompt_n),
+            "prompt_per_second": 1e3 * prompt_n / max(prompt_ms, 1e-3),
+            "predicted_n": predicted_n,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": predicted_ms / max(1, predicted_n),
+            "predicted_per_second": 1e3 * predicted_n / max(predicted_ms, 1e-3),
+        }
 
-def render_values(values: Mapping[str, float]) -> str:
+
+def render_values(values: Mapping[str, float], model: str = "") -> str:
     """Final metric names (labels included) and numbers, grouped by family and typed by their suffix."""
+    escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    label = f'{MODEL}="{escaped}"'
     families: dict[str, list[str]] = {}
     for name, value in sorted(values.items()):
-        families.setdefault(name.partition("{")[0], []).append(f"{name} {value!r}")
+        family, _, inside = name.partition("{")
+        labels = ",".join(filter(None, (inside.removesuffix("}"), label)))
+        families.setdefault(family, []).append(f"{family}{{{labels}}} {value!r}")
     lines = []
     for family, samples in families.items():
         kind = "counter" if family.endswith("_total") else "gauge"

@@ -2,12 +2,14 @@
 
 The families' chat templates agree on the marks: <think> ... </think> around reasoning, and <tool_call> around one
 JSON object with `name` and `arguments` (Hermes, Qwen3). A text that may still become a mark is held back; a tool
-call that is no valid JSON is passed on as text, as is one that is never closed.
+call that is no valid JSON, or to a function that was not offered, is passed on as text, as is one that is never closed.
+Marks that are special tokens of the tokenizer are no text: where they mark nothing, they are left out.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,12 +46,21 @@ class Marks:
     think: bool = False
     thinking: bool = False  # the prompt has opened <think> already
     calls: int = 0  # tool calls taken at most
+    functions: frozenset[str] | None = None  # names that a call may have; None: any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The marks themselves."""
+        return ((THINK, END_THINK) if self.think or self.thinking else ()) + ((CALL, END_CALL) if self.calls else ())
 
 
 class Parser:
     """The state machine: in "text", "think" or "call"."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Marks, special: Container[str] = ()) -> None:
+        """`special` are names of special tokens, which no answer shows."""
+        self._special = tuple(name for name in marks.names if name in special)
+        self._functions = marks.functions
         self._state: Literal["text", "think", "call"] = "think" if marks.thinking else "text"
         self._may_think = marks.think and not marks.thinking
         self._trim = marks.think or marks.calls > 0  # white space around reasoning and calls is layout
@@ -82,7 +93,7 @@ class Parser:
         if self._state == "think":
             pieces.reasoning = rest.rstrip()
         else:
-            pieces.text = f"{CALL}{rest}" if self._state == "call" else self._answer(rest)
+            pieces.text = self._shown(f"{CALL}{rest}") if self._state == "call" else self._answer(rest)
         return pieces
 
     def _step(self, pieces: Pieces) -> bool:
@@ -91,7 +102,7 @@ class Parser:
             return self._take_call(pieces)
         if self._may_think and not THINK.startswith(self._rest.lstrip()[: len(THINK)]):
             self._may_think = False  # reasoning comes first or not at all
-        marks = self._marks()
+        marks = (*self._marks(), *self._special)
         at, mark = min(((at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0), default=(-1, ""))
         if not mark:
             self._emit(pieces, self._rest_after(len(self._rest) - self._uncertain(marks)))
@@ -118,6 +129,8 @@ class Parser:
         return head
 
     def _enter(self, mark: str) -> None:
+        if mark not in self._marks():
+            return  # a special token out of place
         self._state = {THINK: "think", END_THINK: "text", CALL: "call"}[mark]  # type: ignore[assignment]
         self._may_think = False
         self._at_start = True
@@ -138,14 +151,19 @@ class Parser:
         if not mark:
             return False
         call = tool_call(inside)
-        if call is None:
-            pieces.text += f"{CALL}{inside}{END_CALL}"
+        if call is None or (self._functions is not None and call.name not in self._functions):
+            pieces.text += self._shown(f"{CALL}{inside}{END_CALL}")
         else:
             pieces.calls.append(call)
             self._called = True
             self._calls_left -= 1
         self._state, self._rest, self._at_start = "text", rest, True
         return True
+
+    def _shown(self, text: str) -> str:
+        for name in self._special:
+            text = text.replace(name, "")
+        return text
 
 
 def tool_call(text: str) -> ToolCall | None:

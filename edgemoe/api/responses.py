@@ -12,11 +12,18 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.api import schema
+from edgemoe.api.origin import Origin
 from edgemoe.api.schema import Chat, convert
 from edgemoe.errors import InvalidRequest
 from edgemoe.types import Json
 
 NEEDS_STORE = ("previous_response_id", "conversation", "prompt")
+FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,16 +59,18 @@ class Create(schema.Body, frozen=True, kw_only=True):
     prompt: dict[str, Any] | None = None
 
 
-def as_chat(body: Create) -> Chat:
-    """The chat request that says the same. Raises InvalidRequest."""
+def as_chat(body: Create) -> tuple[Chat, Origin]:
+    """The chat request that says the same, and where its parts stood. Raises InvalidRequest."""
     for field in NEEDS_STORE:
         if getattr(body, field) is not None:
             raise InvalidRequest(f"{field}: nothing is stored here; send the whole input", param=field)
     if body.background:
         raise InvalidRequest("background: nothing is stored here; ask for a stream", param="background")
-    messages = _messages(body.input)
+    origin = Origin(FIELDS)
+    messages = _messages(body.input, origin)
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
+        origin.messages.insert(0, "instructions")
     common = {field: getattr(body, field) for field in schema.Body.__struct_fields__}
     chat = {
         **common,
@@ -75,14 +84,17 @@ def as_chat(body: Create) -> Chat:
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
-    return convert(chat, Chat)
+    with origin.named():
+        return convert(chat, Chat), origin
 
 
-def _messages(given: str | list[dict[str, Any]]) -> list[Json]:
+def _messages(given: str | list[dict[str, Any]], origin: Origin) -> list[Json]:
     if isinstance(given, str):
+        origin.messages.append("input")
         return [{"role": "user", "content": given}]
     messages: list[Json] = []
     for at, item in enumerate(given):
+        origin.messages += [f"input[{at - 1}]"] * (len(messages) - len(origin.messages))
         match item.get("type", "message"):
             case "message":
                 messages.append({"role": item.get("role"), "content": item.get("content")})
@@ -98,6 +110,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[Json]:
                 pass  # what was thought in earlier turns is not shown to the model again
             case other:
                 raise InvalidRequest(f"input[{at}]: a {other!r} item cannot be read here", param=f"input[{at}].type")
+    origin.messages += [f"input[{len(given) - 1}]"] * (len(messages) - len(origin.messages))
     return messages
 
 

@@ -46,6 +46,7 @@ def sampling(
         min_p=float(_or(body.min_p, defaults.get("min_p", 0.0))),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=float(_or(body.repetition_penalty, defaults.get("repetition_penalty", 1.0))),
         logit_bias=dict(body.logit_bias or {}),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -62,7 +63,8 @@ def room(prompt: Sequence[int], span: Span, param: str) -> int:
         raise InvalidRequest(f"{param}: the prompt is empty", param=param)
     if len(prompt) >= span.context_tokens:
         raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens; this model takes {span.context_tokens} with its answer: shorten it",
+            f"This model's maximum context length is {span.context_tokens} tokens, prompt and answer together, "
+            f"and the prompt has {len(prompt)}: shorten it",
             param=param,
             code="context_length_exceeded",
         )

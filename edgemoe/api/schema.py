@@ -8,11 +8,12 @@ it cannot honour is refused where its value would change the answer (REFUSED); t
 from __future__ import annotations
 
 import threading
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from edgemoe.bounds import Repetition
 from edgemoe.errors import InvalidRequest
 
 B = TypeVar("B", bound="Body")
@@ -25,6 +26,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 StopText = Annotated[str, Meta(max_length=1024)]
 Label = Annotated[str, Meta(max_length=512)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 # field -> values that change nothing; any other is refused. OpenAI's own, then those of other servers.
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -35,10 +37,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),
     "web_search_options": (),
-    "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "continue_final_message": (False,),
     "dry_multiplier": (0,),
     "grammar": ("",),
     "guided_choice": (),
@@ -50,7 +50,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "prompt_logprobs": (0,),
     "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
     "tfs_z": (1,),
@@ -72,6 +71,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
     logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
     max_tokens: Limit | None = None
     min_tokens: Tokens | None = None
@@ -140,10 +140,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    role: Label
+    role: Role
     content: str | list[Part] | None = None
     name: Label | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, by its other name
     tool_calls: list[Called] | None = None
     tool_call_id: str | None = None
 
@@ -161,6 +162,8 @@ class Chat(Body, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -168,6 +171,7 @@ class Completion(Body, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    max_tokens: Tokens | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -228,9 +232,16 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
         reason, _, path = str(error).partition(" - at ")
         path = path.removeprefix("`key` in ").strip("`").removeprefix("$").lstrip(".") or _missing(reason)
         where = f"{path}: " if path else ""
-        raise InvalidRequest(f"{where}{reason}", param=path or None, code="invalid_type") from None
+        raise InvalidRequest(f"{where}{reason}", param=path or None, code=_code(reason)) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def _code(reason: str) -> str:
+    """The stable word for what msgspec says."""
+    if "missing required field" in reason:
+        return "missing_required_parameter"
+    return "invalid_type" if ", got `" in reason else "invalid_value"
 
 
 def _missing(reason: str) -> str:

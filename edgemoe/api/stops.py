@@ -20,18 +20,24 @@ class Stops:
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.strings = strings
-        self.stopped = False
+        self.matched = ""  # the stop string that has ended the text
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return bool(self.matched)
 
     def feed(self, text: str) -> str:
         """What of `text`, and of what was held back, is certain to be wanted."""
         if not self.strings or self.stopped:
             return "" if self.stopped else text
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self.strings if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self.strings if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            _, at, self.matched = min(found)
+            self._held = ""
+            return text[:at]
         keep = held_back(text, self.strings)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -34,6 +34,7 @@ class ChatTemplate:
             raise CheckpointError(f"the model's chat template cannot be read: {error}") from error
         self._tokens = dict(tokens)
         text = "".join(sources.values())
+        self.source = sources["default"]
         self.thinks = "<think>" in text
         self.takes_tools = "tools" in text
 

@@ -14,13 +14,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from edgemoe.api.detokenize import Vocabulary
+from edgemoe.api.schema import Body, convert
 from edgemoe.api.template import ChatTemplate, special_tokens
-from edgemoe.errors import CheckpointError
+from edgemoe.errors import CheckpointError, InvalidRequest
 from edgemoe.types import Json
 
 log = logging.getLogger(__name__)
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class TextModel:
@@ -33,15 +34,24 @@ class TextModel:
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
         self.vocabulary = Vocabulary(self._tokenizer)
         self.template = ChatTemplate.load(directory, tokenizer_config)
+        self._config = tokenizer_config
         self.eos = self._eos(tokenizer_config, generation, read_json(directory / "config.json"))
-        self.defaults = {key: generation[key] for key in SAMPLING_DEFAULTS if generation.get(key) is not None}
-        if generation.get("repetition_penalty") not in (None, 1, 1.0):
-            log.warning("generation_config.json asks for a repetition_penalty, which is not supported: left out")
+        self.defaults = _defaults(generation)
 
     @property
     def vocab_tokens(self) -> int:
         """One past the highest token id."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def about(self) -> Json:
+        """For clients that want to know the tokenizer: its configuration, with the chat template in use."""
+        return {
+            **self._config,
+            "tokenizer_class": self._config.get("tokenizer_class", "PreTrainedTokenizerFast"),
+            "vocab_size": self.vocab_tokens,
+            "eos_token_ids": self.eos,
+            "chat_template": self.template.source if self.template is not None else None,
+        }
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids. Lets other threads run meanwhile, which `Tokenizer.encode` does not."""
@@ -55,6 +65,21 @@ class TextModel:
         own = special_tokens(tokenizer_config).get("eos_token")
         own_id = None if own is None else self._tokenizer.token_to_id(own)
         return tuple(dict.fromkeys([*listed, *([] if own_id is None else [own_id])]))
+
+
+def _defaults(generation: Json) -> dict[str, float]:
+    """The sampling that a model's files ask for, within the bounds that hold for clients, too."""
+    defaults: dict[str, float] = {}
+    for key in SAMPLING_DEFAULTS:
+        try:
+            value = getattr(convert({key: generation.get(key)}, Body), key)
+        except InvalidRequest as error:
+            log.warning(
+                "generation_config.json has a value that cannot be honoured: left out", extra={"why": str(error)}
+            )
+        else:
+            defaults |= {} if value is None else {key: value}
+    return defaults
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from edgemoe.errors import ServiceError
@@ -21,7 +22,8 @@ def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float],
     """One moment of the cluster; rates are those between two looks at the figures. Raises ServiceError without one."""
     if (cluster := health.get("cluster")) is None:
         raise ServiceError("this daemon is a box on its own: cluster.node is not set")
-    return Group(_heading(cluster), _table(cluster, before, after, seconds), _calls(before, after, seconds))
+    links = _links_table(cluster, before, after, seconds)
+    return Group(_heading(cluster), _boxes_table(cluster), "", links, "", _calls(before, after, seconds))
 
 
 def _heading(cluster: Json) -> str:
@@ -30,32 +32,51 @@ def _heading(cluster: Json) -> str:
     placed = f"plan {plan['version']} of epoch {plan['epoch']}, {plan['digest'][:12]}" if plan else "no plan yet"
     lines = [f"{leader} in epoch {cluster['epoch']}; {placed}"]
     if cluster["trouble"]:
-        lines.append(f"[yellow]No new plan: {cluster['trouble']}[/]")
-    lines += [f"[red]{member['why']}[/]" for member in cluster["members"] if member.get("why")]
+        lines.append(f"[yellow]No new plan: {escape(cluster['trouble'])}[/]")
+    lines += [f"[red]{escape(member['why'])}[/]" for member in cluster["members"] if member.get("why")]
     return "\n".join(lines) + "\n"
 
 
-def _table(cluster: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("Box", "State", "Homes", "In RAM", "On disk", "Requests", "Round trip", "Link", "Calls/s", "Each"):
-        table.add_column(column, justify="left" if column in ("Box", "State") else "right")
+def _boxes_table(cluster: Json) -> Table:
+    table = _columns("Box", "State", "Homes", "In RAM", "On disk", "Requests")
     for member in cluster["members"]:
         node = member["node"]
-        calls = select(after, metrics.REMOTE_CALLS, peer=node) - select(before, metrics.REMOTE_CALLS, peer=node)
-        spent_s = select(after, metrics.REMOTE_SECONDS, peer=node) - select(before, metrics.REMOTE_SECONDS, peer=node)
-        here = node == cluster["node"]
         table.add_row(
-            f"{node} (this box)" if here else node,
+            f"{node} (this box)" if node == cluster["node"] else node,
             _state(member),
             f"{member['homes']}",
             f"{member['in_ram']}" if member["engine"] else "",
             f"{member['on_disk']}" if member["engine"] else "",
             f"{member['requests']}",
+        )
+    return table
+
+
+def _links_table(cluster: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
+    """What this box has to do with each of the others."""
+    table = _columns("Link to", "Round trip", "Speed", "Calls/s", "Each")
+    for member in cluster["members"]:
+        node = member["node"]
+        if node == cluster["node"]:
+            continue
+        calls = select(after, metrics.REMOTE_CALLS, peer=node) - select(before, metrics.REMOTE_CALLS, peer=node)
+        spent_s = select(after, metrics.REMOTE_SECONDS, peer=node) - select(before, metrics.REMOTE_SECONDS, peer=node)
+        table.add_row(
+            node,
             _milliseconds(member.get("latency_s")),
             format_rate(member["bytes_per_s"]) if member.get("bytes_per_s") else "",
-            "" if here else f"{calls / seconds:,.1f}",
+            f"{calls / seconds:,.1f}",
             _milliseconds(spent_s / calls) if calls else "",
         )
+    return table
+
+
+def _columns(first: str, *others: str) -> Table:
+    """Headings in one line on any terminal of 80 columns; a long name is folded."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(first, overflow="fold")
+    for column in others:
+        table.add_column(column, justify="left" if column == "State" else "right", no_wrap=True)
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pwd
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,10 +100,7 @@ class Client:
             try:
                 knocking.connect(str(self._socket))
             except PermissionError as error:
-                raise ServiceError(
-                    f"you may not use {self._socket}; join its group: sudo usermod --append --groups "
-                    f"{_group(self._socket)} $USER, then log in again"
-                ) from error
+                raise ServiceError(f"you may not use {self._socket}; {_way_in(self._socket)}") from error
             except OSError as error:
                 raise ServiceError(
                     f"no daemon answers at {self._socket}; start one with `edgemoe serve` or "
@@ -128,8 +126,16 @@ def _refusal(response: httpx.Response) -> EdgemoeError:
     return EdgemoeError(f"{message} (HTTP {response.status_code})")
 
 
-def _group(path: Path) -> str:
+def _way_in(path: Path) -> str:
+    """What to do about a socket that one may not use. Joining root's group, or somebody's own, is no advice."""
     try:
-        return path.group()
+        found, owner, group = path.stat(), path.owner(), path.group()
+        private = path != SERVICE_SOCKET and found.st_gid == pwd.getpwuid(found.st_uid).pw_gid
     except (OSError, KeyError):
-        return "edgemoe"
+        return "its directory is private; start a daemon of your own with `edgemoe serve`"
+    if private or found.st_gid == 0:
+        return (
+            f"it belongs to {owner}'s daemon, which is for {owner} alone (api.socket_group says who else may use it); "
+            "start one of your own with `edgemoe serve`"
+        )
+    return f"join its group: sudo usermod --append --groups {group} $USER, then log in again"

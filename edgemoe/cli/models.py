@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from edgemoe import models
+from edgemoe.cli.output import console
 from edgemoe.config_load import load
 from edgemoe.errors import ConfigError
 
@@ -31,7 +32,7 @@ def _list(store_dir: Path, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps([str(path) for path in models.find_stores(store_dir)]))
     else:
-        Console().print(models.table(store_dir))
+        console().print(models.table(store_dir))
     return 0
 
 

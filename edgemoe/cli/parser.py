@@ -77,6 +77,7 @@ Example:
 _CONFIG = """\
 Examples:
   edgemoe config                          every setting in force and where it comes from
+  edgemoe config api.socket               one of them, for scripts
   edgemoe config --set cache.policy=lfu --changed
   edgemoe config --example > edgemoe.toml
 Settings are read from /etc/edgemoe/edgemoe.toml, then ~/.config/edgemoe/edgemoe.toml, then --set.
@@ -223,6 +224,7 @@ def _reload(commands: Any) -> None:
 
 def _config(commands: Any) -> None:
     parser = _command(commands, "config", "edgemoe.cli.settings:run", "show the settings in force", _CONFIG)
+    parser.add_argument("key", metavar="KEY", nargs="?", help="print the value of this one alone")
     parser.add_argument("--changed", action="store_true", help="only what differs from the defaults")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--example", action="store_true", help="print the commented example file instead")

@@ -8,31 +8,39 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgemoe.config_load import flatten, load
+from edgemoe.config_load import flatten, load, nearest
+from edgemoe.errors import ConfigError
 from edgemoe.service import templates
 from edgemoe.units import format_rate, format_size
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings; with --example the commented file that ships."""
+    """Prints the settings, or one; with --example the commented file that ships. Raises ConfigError."""
     if args.example:
         print((templates() / "edgemoe.toml").read_text(encoding="utf-8"), end="")
         return 0
     loaded = load(Path(args.config) if args.config else None, args.set)
-    values = {
-        key: value
-        for key, value in flatten(loaded.settings).items()
-        if not args.changed or loaded.origins[key] != "default"
-    }
+    everything = flatten(loaded.settings)
+    if args.key:
+        print(_one(everything, args.key))
+        return 0
+    values = {key: value for key, value in everything.items() if not args.changed or loaded.origins[key] != "default"}
     if args.json:
         rows = {key: {"value": value, "origin": loaded.origins[key]} for key, value in values.items()}
         print(json.dumps(rows, indent=2))
     else:
-        print("\n".join(_toml(values, loaded.origins)))
+        print("\n".join(as_toml(values, loaded.origins)))
     return 0
 
 
-def _toml(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+def _one(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        raise ConfigError(f"unknown setting {key!r}{nearest(key)}")
+    return values[key] if isinstance(values[key], str) else json.dumps(values[key])
+
+
+def as_toml(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
+    """Lines of a file of settings that means the same, each with its origin as a comment."""
     section = ""
     width = max((len(_assignment(key, value)) for key, value in values.items()), default=0)
     for key, value in values.items():

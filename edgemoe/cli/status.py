@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from edgemoe.cli.boxes import boxes
 from edgemoe.cli.client import Client, socket_of
+from edgemoe.cli.output import console
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import select
 from edgemoe.types import Json
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             _watch(client, socket, picture)
         snapshot = take(client, socket)
         if not args.json:
-            Console().print(picture(client, socket))
+            console().print(picture(client, socket))
     if args.json:
         print(json.dumps(asdict(snapshot), indent=2))
     return 0 if snapshot.health.get("status") == "ready" else 1
@@ -72,7 +73,14 @@ def _cluster(client: Client, socket: Path) -> RenderableType:
 
 
 def _watch(client: Client, socket: Path, picture: Callable[[Client, Path], RenderableType]) -> None:
-    with Live(picture(client, socket), screen=True, auto_refresh=False) as live:
+    """Redraws the picture on a terminal; elsewhere prints one after the other."""
+    out = console()
+    if not out.is_terminal:
+        while True:
+            out.print(picture(client, socket))
+            out.file.flush()
+            time.sleep(WATCH_S)
+    with Live(picture(client, socket), console=out, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(WATCH_S)
             live.update(picture(client, socket), refresh=True)
@@ -127,11 +135,11 @@ def _request_table(figures: Mapping[str, float]) -> Table:
         "Requests": f"{select(figures, metrics.REQUESTS_RUNNING):.0f} running, "
         f"{select(figures, metrics.QUEUE_DEPTH):.0f} waiting",
         "KV cache": f"{used / blocks:.0%} of {blocks:.0f} blocks" if blocks else "",
-        "Tokens": f"{select(figures, 'edgemoe_generated_tokens_total'):,.0f} generated, "
+        "Tokens": f"{select(figures, 'edgemoe_generation_tokens_total'):,.0f} generated, "
         f"{select(figures, 'edgemoe_prompt_tokens_total'):,.0f} of prompts, "
         f"{select(figures, metrics.PREFIX_HIT_TOKENS):,.0f} from the prefix cache",
-        "First token": _mean(figures, "edgemoe_ttft_seconds"),
-        "Next tokens": _mean(figures, "edgemoe_tpot_seconds"),
+        "First token": _mean(figures, "edgemoe_time_to_first_token_seconds"),
+        "Next tokens": _mean(figures, "edgemoe_request_time_per_output_token_seconds"),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():

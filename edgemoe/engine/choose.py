@@ -19,9 +19,9 @@ def runs(rows: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
     return rows.view(len(rows), -1, RUN)
 
 
-def largest(rows: torch.Tensor) -> torch.Tensor:
-    """Index of the largest of each row [R, n, 64], the first of equals: [R]."""
-    run = rows.amax(dim=-1).argmax(dim=-1)
+def largest(rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+    """Index of the largest of each row [R, n, 64], the first of equals: [R]; `peaks` [R, n] are the runs' largest."""
+    run = peaks.argmax(dim=-1)
     return run * RUN + _of(rows, run).argmax(dim=-1)
 
 

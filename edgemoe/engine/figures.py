@@ -15,6 +15,7 @@ def figures(loop: StepLoop, scheduler: Scheduler, runner: Runner, blocks: BlockM
     values: dict[str, float] = {
         metrics.QUEUE_DEPTH: len(scheduler.waiting),
         metrics.REQUESTS_RUNNING: len(scheduler.running),
+        metrics.REQUESTS_BLAMED: loop.steps.blamed,
         metrics.KV_BLOCKS: blocks.count,
         metrics.KV_BLOCKS_REFERENCED: blocks.count - blocks.free,
         metrics.PREFIX_HIT_TOKENS: scheduler.prefix_tokens["hit"],

@@ -41,7 +41,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be followed: {self._matcher.get_error()}", code="invalid_grammar")
+            raise InvalidRequest(f"the grammar cannot be followed: {_reason(self._matcher)}", code="invalid_grammar")
 
 
 class Grammars:
@@ -64,9 +64,14 @@ class Grammars:
         if compiled is None:
             compiled = LLMatcher(self._tokenizer, grammar, log_level=0)
             if compiled.is_error():
-                raise InvalidRequest(f"the grammar is not valid: {compiled.get_error()}", code="invalid_grammar")
+                raise InvalidRequest(f"the grammar is not valid: {_reason(compiled)}", code="invalid_grammar")
             self._compiled[grammar] = compiled
         self._compiled.move_to_end(grammar)
         while len(self._compiled) > CACHED:
             self._compiled.popitem(last=False)
         return compiled
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What is wrong, without the parser's state that follows it."""
+    return str(matcher.get_error()).partition("\n")[0]

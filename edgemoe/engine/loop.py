@@ -1,9 +1,9 @@
 """The step loop, on the compute thread: what arrives is queued, a step is computed, what it yields leaves at once.
 
-A request that fails, fails alone: an expert that is nowhere to be had costs only those whose tokens need it. Where
-other boxes may come back with it, these wait for a while, tried again one by one; a step that failed has left nothing
-behind. Whatever else goes wrong inside a step ends the loop, for then the state is in doubt; the front starts another
-engine and submits its requests again with the tokens that they have.
+A request that fails, fails alone: whatever it makes a step raise costs nobody else anything (see `step`), and an
+expert that is nowhere to be had only those whose tokens need it. Where other boxes may come back with it, these wait
+for a while, tried again one by one. What goes wrong otherwise ends the loop, for then the state is in doubt; the front
+starts another engine and submits its requests again with the tokens that they have.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from edgemoe.engine.batch import completes
 from edgemoe.engine.request import Bounds, check_request
 from edgemoe.engine.runner import Runner
-from edgemoe.engine.sampler import Sampled, sample, tell_prompt
+from edgemoe.engine.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence
+from edgemoe.engine.step import BROKEN, Steps
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,
     EngineUnavailable,
-    InvalidRequest,
     MissingExpert,
     QueueFull,
     RequestError,
@@ -35,12 +35,11 @@ from edgemoe.errors import (
 from edgemoe.types import Emission, Request
 
 if TYPE_CHECKING:
-    import torch
-
     from edgemoe.engine.grammar import Grammars, Matcher
 
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step
+LONGEST_WAIT_S = 3600.0  # without a look at the deadlines
 RETRY_S = 0.05  # between attempts at a step when nobody's experts can be had
 
 
@@ -60,7 +59,8 @@ class StepLoop:
         """`emit` gets what each step yields, on the compute thread. For `patience_s` a request may lack an expert."""
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._patience_s = patience_s
-        self._scheduler, self._runner, self._bounds = scheduler, runner, bounds
+        self.steps = Steps(runner)
+        self._scheduler, self._bounds = scheduler, bounds
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._requests: dict[str, Sequence] = {}
@@ -111,7 +111,7 @@ class StepLoop:
     def _wait(self) -> None:
         now_s, requests = self._clock(), self._requests.values()
         ends = [now_s + RETRY_S if seq.lacks else seq.deadline_s for seq in requests]
-        timeout_s = max(0.0, min(ends) - now_s) if ends else None
+        timeout_s = min(LONGEST_WAIT_S, max(0.0, min(ends) - now_s)) if ends else None
         if not self._stopped:
             try:
                 message = self._inbox.get(timeout=timeout_s)
@@ -136,13 +136,13 @@ class StepLoop:
             return
         if older is not None:
             self._forget(older)
-        try:
+        with self._costs(seq):
             check_request(seq.request, seq.tokens[seq.prompt_tokens :], self._bounds)
             if self._draining:
                 raise EngineUnavailable("the engine is shutting down")
-        except RequestError as error:
-            self._put_end(seq, "error", error)
-            return
+            self._queue(seq)
+
+    def _queue(self, seq: Sequence) -> None:
         if finish := self._finish_of(seq):
             self._put_end(seq, finish)
             return
@@ -161,13 +161,11 @@ class StepLoop:
     def _compiled(self, seq: Sequence, compiling: Future[Matcher]) -> None:
         if self._requests.get(seq.request.id) is not seq or compiling.cancelled():
             return
-        error = compiling.exception()
-        if error is not None:
-            self._end(seq, "error", InvalidRequest(str(error), code="invalid_grammar"))
-        elif compiling.result().finished:
-            self._end(seq, "stop")
-        else:
-            seq.matcher, seq.ready = compiling.result(), True
+        with self._costs(seq):
+            seq.matcher = compiling.result()
+            seq.ready = True
+            if seq.matcher.finished:
+                self._end(seq, "stop")
 
     def _refuse(self, seq: Sequence) -> None:
         error = QueueFull("the queue is full; try again later", retry_after_s=self._scheduler.retry_after_s())
@@ -187,6 +185,19 @@ class StepLoop:
     def _end(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
         self._forget(seq)
         self._put_end(seq, finish, error)
+
+    @contextmanager
+    def _costs(self, seq: Sequence) -> Iterator[None]:
+        """Ends `seq` alone with what is raised within."""
+        try:
+            yield
+        except BROKEN:
+            raise
+        except Exception as raised:
+            error = self.steps.blame(seq, raised)
+            if self._requests.get(seq.request.id) is seq:
+                self._forget(seq)
+            self._put_end(seq, "error", error)
 
     def _put_end(self, seq: Sequence, finish: str, error: EdgemoeError | None = None) -> None:
         self._put(
@@ -224,38 +235,19 @@ class StepLoop:
             self._run([work])
 
     def _run(self, works: list[Work]) -> None:
-        telling = [(work.seq, work.seq.places_to_tell(work.tokens), completes(work)) for work in works]
-        done = [seq for seq, _, completed in telling if completed]
-        try:
-            logits = self._runner.run(works)
-        except StoreError as error:
-            self._isolate(works, error)
-            return
-        for work in works:
-            work.seq.lacks = None
-        if len(logits) > len(done):
-            logits = self._tell_prompts(logits, telling)
-        for seq, sampled in zip(done, sample(logits, done) if done else (), strict=True):
-            self._deliver(seq, sampled)
-
-    @staticmethod
-    def _tell_prompts(logits: torch.Tensor, telling: list[tuple[Sequence, range, bool]]) -> torch.Tensor:
-        """Notes what rows say of prompts; the rows of the sequences whose last token was computed."""
-        row, last = 0, []
-        for seq, places, completed in telling:
-            if places:
-                tell_prompt(seq, logits[row : row + len(places)], places)
-            row += len(places) + completed
-            last += [row - 1] * completed
-        return logits[last]
-
-    def _isolate(self, works: list[Work], error: StoreError) -> None:
-        """Some sequence of the step needs an expert that cannot be had: runs each alone to see which."""
-        if len(works) == 1:
-            self._lack(works[0].seq, error)
-            return
-        for work in works:
-            self._run([work])
+        blamed = self.steps.blamed
+        for seq, sampled in self.steps.run(works):
+            if isinstance(sampled, StoreError):
+                self._lack(seq, sampled)
+                continue
+            seq.lacks = None
+            if isinstance(sampled, Sampled):
+                with self._costs(seq):
+                    self._deliver(seq, sampled)
+            elif sampled is not None:
+                self._end(seq, "error", sampled)
+        if self.steps.blamed > blamed:
+            self.check_integrity()
 
     def _lack(self, seq: Sequence, error: StoreError) -> None:
         """Has the request tried again, unless it has lacked an expert for too long or a damaged one is at fault."""
@@ -265,34 +257,30 @@ class StepLoop:
         if not isinstance(error, MissingExpert) or now_s - seq.lacks_since_s >= self._patience_s:
             self._end(seq, "error", error)
 
-    def _deliver(self, seq: Sequence, sampled: Sampled | InvalidRequest) -> None:
-        if isinstance(sampled, InvalidRequest):
-            self._end(seq, "error", sampled)
-        elif sampled.token in seq.sampling.stop_token_ids:
+    def _deliver(self, seq: Sequence, sampled: Sampled) -> None:
+        """Adds the token, or ends `seq`. All that may raise, as the grammar may, comes before anything is changed."""
+        stopped = sampled.token in seq.sampling.stop_token_ids
+        if seq.matcher is not None and not stopped:
+            seq.matcher.accept(sampled.token)
+        complete = seq.matcher is not None and seq.matcher.finished
+        if stopped:
             self._scheduler.users.finish(seq.user, seq.emitted)
             self._end(seq, "stop")
         else:
-            self._append(seq, sampled)
+            self._append(seq, sampled, complete)
 
-    def _append(self, seq: Sequence, sampled: Sampled) -> None:
-        if seq.matcher is not None:
-            try:
-                seq.matcher.accept(sampled.token)
-            except InvalidRequest as error:  # the grammar has become too intricate to follow
-                self._end(seq, "error", error)
-                return
-        index, finish = seq.emitted, ""
+    def _append(self, seq: Sequence, sampled: Sampled, complete: bool) -> None:
+        index = seq.emitted
         seq.tokens.append(sampled.token)
         self._scheduler.users.serve(seq.user, 0, 1)
-        if finish := self._finish_of(seq):
+        finish = "stop" if complete else self._finish_of(seq)
+        if finish:
             self._scheduler.users.finish(seq.user, seq.emitted)
             self._forget(seq)
         self._put(seq, index=index, token=sampled.token, logprob=sampled.logprob, top=sampled.top, finish=finish)
 
     def _finish_of(self, seq: Sequence) -> str:
-        """Why `seq` is over after its last token; "" while it is not."""
-        if seq.matcher is not None and seq.matcher.finished:
-            return "stop"
+        """Why `seq` is over after its last token by its length; "" while it is not."""
         if seq.emitted >= seq.sampling.max_tokens or len(seq.tokens) >= self._bounds.context_tokens:
             return "length"
         return ""

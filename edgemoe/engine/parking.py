@@ -37,7 +37,7 @@ class Parking:
     def __init__(self, kv: Copyable, blocks: BlockManager, block_bytes: int, budget_bytes: int) -> None:
         self._kv = kv
         self._blocks = blocks
-        self._room = budget_bytes // block_bytes
+        self._budget = self._room = budget_bytes // block_bytes  # blocks
 
     def park(self, seq: Sequence) -> bool:
         """Copies what `seq` has computed; false where there is no room for it."""
@@ -67,8 +67,8 @@ class Parking:
             self._room += len(seq.parked.rows)
             seq.parked = None
 
-    def check_integrity(self, waiting: Iterable[Sequence], budget_blocks: int | None = None) -> None:
+    def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Asserts that exactly the waiting sequences account for the room taken."""
         parked = sum(len(seq.parked.rows) for seq in waiting if seq.parked)
         assert self._room >= 0
-        assert budget_blocks is None or parked + self._room == budget_blocks
+        assert parked + self._room == self._budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,16 @@ class StepExperts(Experts, Protocol):
         """What the step's gates chose."""
 
 
+class Computed(NamedTuple):
+    """A step's forward pass; until it is booked it has not happened."""
+
+    works: Sequence[Work]
+    meta: StepMeta
+    logits: torch.Tensor  # float32 [R, V], of the rows that `make_batch` wants
+    routing: StepRouting
+    step_s: float
+
+
 class Runner:
     """Runs steps and counts what they do."""
 
@@ -66,8 +76,8 @@ class Runner:
         return 0.0 if started_s is None else self._clock() - started_s
 
     @torch.inference_mode()
-    def run(self, works: Sequence[Work]) -> torch.Tensor:
-        """Logits [R, V] of the rows that `make_batch` wants. Raises MissingExpert, CorruptExpert."""
+    def compute(self, works: Sequence[Work]) -> Computed:
+        """The works' forward pass. Raises MissingExpert, CorruptExpert."""
         meta = describe(works)
         batch = make_batch(works, meta, self._device)
         started_s = self.started_s = self._clock()
@@ -78,11 +88,11 @@ class Runner:
             logits = self._decoder.forward(batch, self._kv, self._experts)
         finally:
             self.started_s = None
-        self._book(works, meta, self._clock() - started_s)
-        return logits
+        return Computed(works, meta, logits, self._experts.end_step(), self._clock() - started_s)
 
-    def _book(self, works: Sequence[Work], meta: StepMeta, step_s: float) -> None:
-        routing = self._experts.end_step()
+    def book(self, step: Computed) -> None:
+        """Keeps the step's keys and values, counts it, and shows what its gates chose."""
+        works, meta, _, routing, step_s = step
         self._blocks.observe(token_blocks(works), routing.ids)
         for seq, tokens in works:
             self._blocks.advance(seq, tokens)

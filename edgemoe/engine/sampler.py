@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,14 @@ import torch
 
 from edgemoe.engine.choose import RUN, gather, largest, pick, richest, runs, top
 from edgemoe.engine.sequence import Sequence
-from edgemoe.errors import InvalidRequest
+from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types import Request, TokenLogprob
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
+LEAST_LOGPROB = -9999.0  # said of what cannot be
 CANDIDATES = 256  # likeliest tokens that are looked at first where top_p alone cuts off the tail
 
 Uints = npt.NDArray[np.uint64]
@@ -38,25 +39,37 @@ class Sampled(NamedTuple):
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | InvalidRequest]:
-    """One token for each row of `logits` [R, V], which is overwritten; an error where a grammar has a dead end."""
+def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | RequestError]:
+    """One token for each row of `logits` [R, V], which is overwritten; an error where there is none to choose."""
     told = [row for row, seq in enumerate(rows) if seq.sampling.logprobs is not None]
     logprobs = torch.log_softmax(logits[told], dim=-1) if told else None
     failed = adjust(logits, rows)
+    peaks = runs(logits).amax(dim=-1)  # [R, n]
+    best = peaks.amax(dim=-1)  # NaN where there is one in the row
+    for row in (~best.isfinite()).nonzero()[:, 0].tolist():
+        failed.setdefault(row, _nothing_to_choose(float(best[row])))
+        logits[row], peaks[row], best[row] = 0.0, 0.0, 0.0
     warm = [row for row, seq in enumerate(rows) if seq.sampling.temperature >= GREEDY_BELOW]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     if len(warm) < len(rows):
-        tokens[:] = largest(runs(logits))
+        tokens[:] = largest(runs(logits), peaks)
     if warm:
         hot = _select(logits, warm)
+        hot -= best[warm, None]
         tokens[warm] = _draw(hot, [rows[row].request for row in warm], [rows[row].emitted for row in warm])
     drawn = tokens.tolist()
-    chosen: list[Sampled | InvalidRequest] = [failed.get(row) or Sampled(token) for row, token in enumerate(drawn)]
+    chosen: list[Sampled | RequestError] = [failed.get(row) or Sampled(token) for row, token in enumerate(drawn)]
     if logprobs is not None:
         for row, log in zip(told, logprobs, strict=True):
             if row not in failed:
                 chosen[row] = _tell(drawn[row], log, rows[row].sampling.logprobs or 0)
     return chosen
+
+
+def _nothing_to_choose(best: float) -> RequestError:
+    if best == -math.inf:
+        return InvalidRequest("no token may come next: all are forbidden; allow some", code="invalid_request")
+    return RequestError(f"the model's scores for the next token are not numbers ({best})", code="not_a_number")
 
 
 def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
@@ -65,28 +78,35 @@ def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
 
 
 @torch.inference_mode()
-def tell_prompt(seq: Sequence, logits: torch.Tensor, places: range) -> None:
-    """Notes how likely the prompt's tokens after these places were, by the places' logits [n, V]."""
+def tell_prompt(seq: Sequence, logits: torch.Tensor, places: range) -> list[TokenLogprob]:
+    """How likely the prompt's tokens after these places were, by the places' logits [n, V]."""
     following = [seq.tokens[place + 1] for place in places]
-    seq.told += _likeliest(torch.log_softmax(logits, dim=-1), following, seq.sampling.prompt_logprobs or 0)
+    return _likeliest(torch.log_softmax(logits, dim=-1), following, seq.sampling.prompt_logprobs or 0)
 
 
 def _likeliest(logprobs: torch.Tensor, chosen: Rows[int], count: int) -> list[TokenLogprob]:
     """Of each row [n, V], the log probability of the chosen token and the `count` likeliest tokens with theirs."""
     values, tokens = top(runs(logprobs), min(count, logprobs.shape[1]))
-    of_chosen = logprobs[torch.arange(len(logprobs)), list(chosen)].tolist()
-    best = [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), values.tolist(), strict=True)]
+    of_chosen = _finite(logprobs[torch.arange(len(logprobs)), list(chosen)])
+    best = [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), _finite(values), strict=True)]
     return list(zip(of_chosen, best, strict=True))
+
+
+def _finite(logprobs: torch.Tensor) -> list[Any]:
+    """As lists; what is forbidden is very unlikely, for messages and JSON have no infinity."""
+    return logprobs.nan_to_num(nan=LEAST_LOGPROB).clamp(min=LEAST_LOGPROB).tolist()
 
 
 # --- what a request adds to or forbids in its logits
 
 
-def adjust(logits: torch.Tensor, rows: Rows[Sequence]) -> dict[int, InvalidRequest]:
+def adjust(logits: torch.Tensor, rows: Rows[Sequence]) -> dict[int, RequestError]:
     """Applies penalties, biases, minimum lengths and grammars to `logits` [R, V] in place; errors by row."""
-    failed: dict[int, InvalidRequest] = {}
+    failed: dict[int, RequestError] = {}
     for row, seq in enumerate(rows):
         chosen = seq.sampling
+        if chosen.repetition_penalty != 1.0:
+            _penalise_repetition(logits[row], seq)
         if chosen.presence_penalty or chosen.frequency_penalty:
             _penalise(logits[row], seq)
         if chosen.logit_bias:
@@ -100,6 +120,14 @@ def adjust(logits: torch.Tensor, rows: Rows[Sequence]) -> dict[int, InvalidReque
         elif seq.emitted < chosen.min_tokens:  # where there is a grammar, it decides when to stop
             logits[row, list(chosen.stop_token_ids)] = -torch.inf
     return failed
+
+
+def _penalise_repetition(logits: torch.Tensor, seq: Sequence) -> None:
+    """Divides the scores above 0 of tokens of prompt and output, and multiplies those below: Keskar et al. (2019)."""
+    seen = np.union1d(seq.prompt_vocabulary, np.array(seq.tokens[seq.prompt_tokens :], np.int64))
+    tokens, penalty = torch.from_numpy(seen).to(logits.device), seq.sampling.repetition_penalty
+    scores = logits[tokens]
+    logits[tokens] = torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
 def _penalise(logits: torch.Tensor, seq: Sequence) -> None:
@@ -119,9 +147,11 @@ def _forbid(logits: torch.Tensor, matcher: Matcher) -> None:
 
 
 def _draw(logits: torch.Tensor, requests: Rows[Request], positions: Rows[int]) -> torch.Tensor:
-    """A token for each row [R, V], which is overwritten, by its temperature, top_k, top_p and min_p."""
+    """A token for each row [R, V], which is overwritten, by its temperature, top_k, top_p and min_p.
+
+    The likeliest token's logit is 0.
+    """
     chosen = [request.sampling for request in requests]
-    logits -= runs(logits).amax(dim=-1).amax(dim=-1, keepdim=True)
     logits.div_(_column([s.temperature for s in chosen], logits)).exp_()
     weights = runs(logits, fill=0.0)  # of the likeliest token: 1
     point = torch.from_numpy(uniform(requests, positions)).to(logits.device)[:, None]
@@ -167,6 +197,7 @@ def _pick_among(
     mass = values.cumsum(dim=-1)
     total = torch.where(top_k <= width, mass[:, -1:], weights.sum(dim=(1, 2))[:, None])  # top_p is of what top_k leaves
     kept = ((mass - values < top_p * total) | (top_p >= 1.0)) & (values >= min_p * values[:, :1]) & (values > 0)
+    kept[:, 0] = True  # of a top_p of 0, or too small for a float, the likeliest is left
     least = torch.where(kept, values, torch.inf).amin(dim=-1).float()[:, None, None]
     token = pick(candidates * (candidates >= least), point)
     known = (width >= top_k) | ~kept[:, -1:] | (width == weights[0].numel())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edgemoe.errors import StoreError
-from edgemoe.types import BLOCK_TOKENS, Request, Sampling, TokenLogprob
+from edgemoe.types import BLOCK_TOKENS, IntArray, Request, Sampling, TokenLogprob
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
@@ -42,6 +45,11 @@ class Sequence:
     @property
     def sampling(self) -> Sampling:
         return self.request.sampling
+
+    @cached_property
+    def prompt_vocabulary(self) -> IntArray:
+        """The distinct tokens of the prompt [n], rising."""
+        return np.unique(np.array(self.request.prompt, np.int64))
 
     @property
     def tells_prompt(self) -> bool:

@@ -42,10 +42,26 @@ class Group(NamedTuple):
         offsets = np.concatenate(([0], np.cumsum(counts[chosen])))
         return type(self)(self.experts[chosen], offsets, self.calls[kept], self.tokens[kept], self.weights[kept])
 
+    def within(self, rows: IntArray) -> Self:
+        """The calls of some tokens, sorted, between which no other token of the group lies."""
+        kept = np.flatnonzero((self.tokens >= rows[0]) & (self.tokens <= rows[-1]))
+        ends = np.searchsorted(kept, self.offsets)
+        used = np.flatnonzero(np.diff(ends))
+        offsets = np.append(ends[used], len(kept))
+        return type(self)(self.experts[used], offsets, self.calls[kept], self.tokens[kept], self.weights[kept])
+
 
 @functools.cache
 def _of_one_token(k: int) -> tuple[IntArray, IntArray, IntArray]:
     return np.arange(k + 1), np.arange(k), np.zeros(k, np.int64)
+
+
+class Spent(NamedTuple):
+    """What a device that works beside its caller has done, by its own clock."""
+
+    units: float = 0.0  # of work, see `work_units`
+    waited_s: float = 0.0  # for copies of experts
+    computed_s: float = 0.0
 
 
 class Compute(Protocol):
@@ -59,6 +75,9 @@ class Compute(Protocol):
 
     def end(self) -> torch.Tensor:
         """The sum, [T, H] float32."""
+
+    def spent(self) -> Spent:
+        """What work took that waited for copies and has ended since the last call; nothing where `add` ends it."""
 
     def twin(self, math: ExpertMath) -> Self:
         """Another one over the same slots, for another thread; `math` serves where the CPU computes."""
@@ -79,6 +98,9 @@ class HostCompute:
 
     def end(self) -> torch.Tensor:
         return self._out
+
+    def spent(self) -> Spent:
+        return Spent()
 
     def twin(self, math: ExpertMath) -> Self:
         return type(self)(self._slab, math)

@@ -45,12 +45,22 @@ class Costs:
     ) -> None:
         self._cpu_helps = cpu_helps
         self._residency, self._mover, self._stride_bytes, self._clock = residency, mover, stride_bytes, clock
-        self.unit_s = FIRST_UNIT_S  # of the compute thread, for a unit of work on the top tier
+        self.thread_unit_s = FIRST_UNIT_S  # of the compute thread, for a unit of work on the top tier
+        self.device_unit_s = 0.0  # of a device that works beside it, likewise
         self.cpu = Pace(stride_bytes / CPU_BYTES_PER_S)  # for one that the CPU does beside devices
 
     def observe(self, units: float, seconds: float) -> None:
         """Work on the top tier took the compute thread so long."""
-        self.unit_s += RECENT * (seconds / units - self.unit_s)
+        self.thread_unit_s += RECENT * (seconds / units - self.thread_unit_s)
+
+    def observe_device(self, units: float, seconds: float) -> None:
+        """Work that the compute thread launched took its device so long."""
+        self.device_unit_s += RECENT * (seconds / units - self.device_unit_s)
+
+    @property
+    def unit_s(self) -> float:
+        """A unit of work on the top tier: launching and computing overlap."""
+        return max(self.thread_unit_s, self.device_unit_s)
 
     def observe_cpu(self, units: float, seconds: float) -> None:
         """Work that the CPU did beside devices took so long."""
@@ -63,13 +73,15 @@ class Costs:
     def _copy_s(self, link: Link) -> float:
         return self._stride_bytes / (link.stats.unhindered_bytes_per_s or COPY_BYTES_PER_S)
 
-    def load(self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray, elsewhere: int = 0) -> CostArray:
+    def load(
+        self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray, more: tuple[int, int] = (0, 0)
+    ) -> CostArray:
         """What each expert [n], now in `tiers` [n], loads the channels [c] with, by way, [n, w, c]; see `Ways`.
 
-        Behind the ways of this box and its channels there are `elsewhere` more of each, of which each way is 0.
+        Behind the ways of this box and its channels there are so many `more` ways and channels, filled with 0.
         """
         links = self._mover.links
-        load = np.zeros((len(experts), FIRST_ELSEWHERE + elsewhere, FIRST_LINK + len(links) + elsewhere))
+        load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
         load[:, TOP, COMPUTE] = self.unit_s * units
         load[:, TOP, DISK] = np.where(tiers == Tier.NVME, self.read_s(), 0.0)
         load[:, CPU, COMPUTE] = np.inf

@@ -2,7 +2,8 @@
 
 A copy is issued at once on a stream of its own and counts as arrived: whatever computes from its slot first waits,
 on the GPU, for that copy's event and no other. A slot's next copy waits likewise for the last computation that
-read the old expert, and for the last copy into the slot. The host waits for neither.
+read the old expert, and for the last copy into the slot. The host waits for neither: how long copies and computations
+took, and how long these waited for those, is read off the GPU's own clock once they have ended.
 """
 
 from __future__ import annotations
@@ -11,31 +12,33 @@ import contextlib
 import copy
 import logging
 import threading
+from collections import deque
 from queue import SimpleQueue
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from edgemoe.errors import CapacityError
+from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.arena import ExpertShape, HostArena
-from edgemoe.experts.compute import Group
+from edgemoe.experts.compute import Group, Spent
+from edgemoe.experts.fused import Fused
 from edgemoe.experts.links import Dock, LinkStats
 from edgemoe.experts.pool import Load
-from edgemoe.kernels.products import ExpertMath, ExpertSlab, by_products
-from edgemoe.types import IntArray
+from edgemoe.kernels.products import ExpertMath
+from edgemoe.types import IntArray, work_units
 
 log = logging.getLogger(__name__)
 
 ROUSE, CLOSE = "rouse", "close"  # what the link's thread is told beside copies
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
-ROWS = (16, 32, 64)  # calls of one expert that one program takes on
 MARKS = 64  # computations remembered; of older ones the oldest remembered is waited for
 
 
 def open_cuda(kind: str, slots: int, shape: ExpertShape, ram: HostArena) -> tuple[CudaLink, CudaCompute]:
-    """Link and arithmetic of device `cuda:N`. Raises CapacityError where the slab does not fit."""
+    """Link and arithmetic of device `cuda:N`.
+
+    Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
+    """
     device = torch.device(kind)
     try:
         slab = torch.empty((slots, shape.stride_bytes), dtype=torch.uint8, device=device)
@@ -68,12 +71,19 @@ class Order:
     def copied(self, slot: int, copy: torch.cuda.Event) -> None:
         self._copies[slot] = copy
 
-    def before_compute(self, slots: list[int], stream: torch.cuda.Stream) -> None:
-        """What `stream` computes from the slots from here on waits for the copies into them."""
+    def before_compute(self, slots: list[int], stream: torch.cuda.Stream) -> torch.cuda.Event | None:
+        """What `stream` computes from the slots from here on waits for the copies into them.
+
+        Returns the moment from which it waits; None where there is nothing to wait for.
+        """
+        began = None
         if self._copies:
             for slot in slots:
-                if (copy := self._copies.pop(slot, None)) is not None:
+                if (copy := self._copies.get(slot)) is not None:
+                    began = began or _moment(stream)
                     stream.wait_event(copy)
+                    self._copies.pop(slot, None)  # not before: another thread that reads the slot need not wait then
+        return began
 
     def computed(self, slots: list[int], stream: torch.cuda.Stream) -> None:
         number = self._computed + 1
@@ -94,7 +104,8 @@ class CudaLink:
         self._streams = tuple(torch.cuda.Stream(slab.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._flying = 0
-        self._ends: SimpleQueue[tuple[Load, torch.cuda.Event] | str] = SimpleQueue()
+        self._last: torch.cuda.Event | None = None  # the end of the last copy that ended
+        self._ends: SimpleQueue[tuple[Load, torch.cuda.Event, torch.cuda.Event] | str] = SimpleQueue()
         self._thread = threading.Thread(target=self._reap, name="edgemoe-copies", daemon=True)
 
     def attach(self, dock: Dock) -> None:
@@ -103,12 +114,12 @@ class CudaLink:
 
     def copy(self, load: Load) -> None:
         try:
-            end = self._issue(load)
+            start, end = self._issue(load)
         except RuntimeError as error:
             self._dock.failed(load, error)
             return
         self._dock.arrived(load)
-        self._ends.put((load, end))
+        self._ends.put((load, start, end))
 
     def idle(self) -> bool:
         return not self._flying
@@ -121,17 +132,18 @@ class CudaLink:
         self._thread.join(timeout=10)
         _unpin(self._source)
 
-    def _issue(self, load: Load) -> torch.cuda.Event:
+    def _issue(self, load: Load) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """The copy's start and end."""
         stream = self._streams[load.demand]
         with self._lock, torch.cuda.stream(stream):
             self._order.before_copy(load.slot, stream)
+            start = _moment(stream)
             self._slab[load.slot].copy_(self._host[load.source], non_blocking=True)
-            end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            end.record(stream)
+            end = _moment(stream, blocking=True)
             self._order.copied(load.slot, end)
             self._flying += 1
             self.stats.begin()
-        return end
+        return start, end
 
     def _reap(self) -> None:
         while (flight := self._ends.get()) is not CLOSE:
@@ -140,108 +152,82 @@ class CudaLink:
             else:
                 self._end(*flight)
 
-    def _end(self, load: Load, end: torch.cuda.Event) -> None:
+    def _end(self, load: Load, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         try:
             end.synchronize()
+            seconds = self._charged_s(start, end)
         except RuntimeError:
             log.exception("a copy to the GPU failed")
+            seconds = None
         with self._lock:
             self._flying -= 1
-            self.stats.end(self._source.stride_bytes)
+            if seconds is None:
+                self.stats.abort()
+            else:
+                self.stats.end(self._source.stride_bytes, seconds)
         self._dock.released(load)
+
+    def _charged_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """The copy's own time: where copies overlap, each is charged what passed since the one before it ended."""
+        milliseconds = [start.elapsed_time(end)]
+        if self._last is not None:
+            milliseconds.append(self._last.elapsed_time(end))
+        self._last = end
+        return max(0.0, float(min(milliseconds))) / 1e3
 
 
 class CudaCompute:
-    """Experts computed where they lie in the slab, by one kernel for all of them, else by torch's products."""
+    """Experts computed where they lie in the slab, by two kernels for all of them."""
 
     def __init__(self, slab: torch.Tensor, shape: ExpertShape, order: Order) -> None:
-        self._shape, self._order = shape, order
-        self._slab = ExpertSlab(slab, shape.hidden, shape.width, shape.bf16)
-        self._fused = _fused(slab, shape)
+        """Compiles the kernels. Raises ConfigError where that cannot be done."""
+        self._shape, self._order, self._device = shape, order, slab.device
+        self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
+        try:
+            self._fused = Fused(slab, shape)
+        except Exception as error:  # no Triton, no C compiler, a GPU that is too old: whoever compiles says what
+            raise ConfigError(
+                f"the experts' kernels cannot be compiled for {slab.device}: {error!r}; install the Triton that this "
+                "torch asks for and a C compiler, or take the GPU out of `devices`"
+            ) from error
 
     def begin(self, hidden: torch.Tensor) -> None:
-        self._hidden = hidden.to(self._slab.device, non_blocking=True).contiguous()
-        rows = len(hidden) * self._shape.top_k if self._fused else len(hidden)
-        self._out = torch.zeros((rows, self._shape.hidden), dtype=torch.float32, device=self._slab.device)
+        self._hidden = hidden.to(self._device, non_blocking=True).contiguous()
+        rows = len(hidden) * self._shape.top_k
+        self._out = torch.zeros((rows, self._shape.hidden), dtype=torch.float32, device=self._device)
 
     def add(self, slots: IntArray, group: Group) -> None:
-        stream, read = torch.cuda.current_stream(self._slab.device), slots.tolist()
-        self._order.before_compute(read, stream)
-        if self._fused is None:
-            by_products(self._slab, slots, group.offsets, group.tokens, group.weights, self._hidden, self._out)
-        else:
-            self._fused.add(slots, group, self._hidden, self._out)
+        stream, read = torch.cuda.current_stream(self._device), slots.tolist()
+        began = self._order.before_compute(read, stream)
+        ready = began and _moment(stream)
+        self._fused.add(slots, group, self._hidden, self._out)
         self._order.computed(read, stream)
+        if began and ready:
+            self._timed.append((float(work_units(group.offsets).sum()), [began, ready, _moment(stream)]))
 
     def end(self) -> torch.Tensor:
-        if self._fused is None:
-            return self._out
         return self._out.view(len(self._hidden), self._shape.top_k, -1).sum(1)
 
+    def spent(self) -> Spent:
+        units = waited_s = computed_s = 0.0
+        while self._timed and self._timed[0][1][-1].query():  # type: ignore[no-untyped-call]
+            more, (began, ready, ended) = self._timed.popleft()
+            units += more
+            waited_s += began.elapsed_time(ready) / 1e3
+            computed_s += ready.elapsed_time(ended) / 1e3
+        return Spent(units, waited_s, computed_s)
+
     def twin(self, math: ExpertMath) -> Self:
-        return copy.copy(self)  # a thread's own hidden states and sums; all threads use the device's default stream
+        twin = copy.copy(self)  # with hidden states and sums of its own; all threads use the device's default stream
+        twin._timed = deque(maxlen=MARKS)
+        return twin
 
 
-class Fused:
-    """Two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
-
-    def __init__(self, slab: torch.Tensor, shape: ExpertShape) -> None:
-        """Compiles for all sizes of batches. Raises what Triton raises where it cannot."""
-        from edgemoe.kernels import gpu_experts
-
-        self._experts = gpu_experts.experts
-        self._slab = slab.view(torch.bfloat16 if shape.bf16 else torch.float32).view(-1)
-        self._sizes = (shape.top_k, shape.hidden, shape.width, shape.stride_bytes // shape.item_bytes)
-        hidden = torch.zeros((1, shape.hidden), dtype=self._slab.dtype, device=slab.device)
-        for calls in ROWS:
-            repeated = np.zeros(calls, np.int64)  # one token's one call, again and again
-            group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
-            self.add(repeated[:1], group, hidden, torch.zeros((shape.top_k, shape.hidden), device=slab.device))
-
-    def add(self, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the weighted outputs of the group's calls."""
-        rows = _rows(int(np.diff(group.offsets).max()))
-        blocks = blocks_of(slots, group.offsets, rows)
-        parts = [blocks.ravel(), group.calls.astype(np.int32), group.weights.view(np.int32)]
-        starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])  # 16-byte aligned, as Triton likes it
-        packed = np.zeros(starts[-1], np.int32)
-        for start, part in zip(starts, parts, strict=False):
-            packed[start : start + len(part)] = part
-        there = torch.from_numpy(packed).to(hidden.device, non_blocking=True)
-        on_gpu = [there[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
-        with torch.cuda.device(hidden.device):
-            self._experts(
-                hidden,
-                self._slab,
-                out,
-                on_gpu[0].view(-1, 3),
-                on_gpu[1],
-                on_gpu[2].view(torch.float32),
-                self._sizes,
-                rows,
-            )
-
-
-def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.int32]:
-    """The calls of each slot cut into blocks of at most `rows`: slot, first call, last call + 1, [B, 3]."""
-    counts = -(-np.diff(offsets) // rows)
-    expert = np.repeat(np.arange(len(slots)), counts)
-    within = np.arange(len(expert)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = offsets[expert] + within * rows
-    return np.stack([slots[expert], first, np.minimum(first + rows, offsets[expert + 1])], axis=1).astype(np.int32)
-
-
-def _rows(calls: int) -> int:
-    """Rows of a block where an expert has at most so many calls."""
-    return next((rows for rows in ROWS if calls <= rows), ROWS[-1])
-
-
-def _fused(slab: torch.Tensor, shape: ExpertShape) -> Fused | None:
-    try:
-        return Fused(slab, shape)
-    except Exception as error:  # no Triton, no C compiler, an unknown GPU: whatever it is, torch can do the work
-        log.warning("experts run without the fused GPU kernel", extra={"error": repr(error)})
-        return None
+def _moment(stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.Event:
+    """When the stream gets here."""
+    event = torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 def _pin(arena: HostArena) -> None:

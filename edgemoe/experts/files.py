@@ -10,19 +10,24 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Self
 
 import numpy as np
 import xxhash
 
-from edgemoe.errors import StoreError
+from edgemoe.errors import StoreError, StoreInUse
 
 ALIGN = 4096  # experts start and end at multiples of it, in the file as in an arena's slot
 BLOCK_BYTES = 4 << 20  # what one read takes and one digest covers
 LOCK = ".lock"
+LOCK_WAIT_S = 2.0
 
 Buffer = bytes | bytearray | memoryview
 
@@ -76,11 +81,11 @@ def checksum(data: Buffer) -> str:
 class PageFile:
     """A file open for reads that bypass the page cache, and for those that cannot."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+    def __init__(self, path: Path, *, direct: bool = True) -> None:
+        """Without `direct` every read goes through the page cache. Raises OSError."""
         self.path = path
         self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._direct = open_direct(path, os.O_RDONLY)
+        self._direct = open_direct(path, os.O_RDONLY) if direct else None
 
     def __enter__(self) -> Self:
         return self
@@ -132,15 +137,36 @@ def page_memory(size_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
-def range_checksum(file: PageFile, offset: int, size_bytes: int) -> str:
-    """The checksum of a run of a file. Raises OSError, and EOFError where the file is too short."""
-    whole = Checksum()
-    buffer = page_memory(BLOCK_BYTES)
-    for block in blocks(size_bytes):
-        size = block.stop - block.start
-        file.fill(buffer[: padded(size)], size, offset + block.start)
-        whole.update(buffer[:size])
-    return whole.hexdigest()
+def range_checksum(
+    file: PageFile, offset: int, size_bytes: int, *, threads: int = 1, tell: Callable[[float], None] | None = None
+) -> str:
+    """The checksum of a run of a file, read by so many threads; `tell` hears which share is done.
+
+    Raises OSError, and EOFError where the file is too short.
+    """
+    rooms: SimpleQueue[memoryview] = SimpleQueue()
+    for _ in range(threads):
+        rooms.put(page_memory(BLOCK_BYTES))
+
+    def digest(block: slice) -> bytes:
+        room, size = rooms.get(), block.stop - block.start
+        try:
+            file.fill(room[: padded(size)], size, offset + block.start)
+            return xxhash.xxh3_128_digest(room[:size])
+        finally:
+            rooms.put(room)
+
+    digests = []
+    ahead: deque[Future[bytes]] = deque()  # few, however long the run
+    with ThreadPoolExecutor(threads, "verifier") as pool:
+        for block in blocks(size_bytes):
+            if len(ahead) == 2 * threads:
+                digests.append(ahead.popleft().result())
+            ahead.append(pool.submit(digest, block))
+            if tell is not None:
+                tell(block.start / size_bytes)
+        digests += [done.result() for done in ahead]
+    return combine(digests)
 
 
 def header_bytes(file: PageFile) -> int:
@@ -188,14 +214,27 @@ def blocks(size_bytes: int) -> Iterator[slice]:
 
 @contextmanager
 def lock_store(store: Path, *, exclusive: bool) -> Iterator[None]:
-    """Holds the store against packing and removal; exclusively, against reading too. Raises StoreError."""
+    """Holds the store against packing and removal; exclusively, against reading too. Raises StoreInUse.
+
+    A reader waits for LOCK_WAIT_S: whoever looks whether there is anything to pack holds it for a moment.
+    """
     flags = os.O_RDWR | os.O_CREAT if exclusive else os.O_RDONLY
     fd = os.open(store / LOCK, flags | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(f"{store} is in use by another process, which packs or serves it") from error
+        ends = time.monotonic() + (0.0 if exclusive else LOCK_WAIT_S)
+        while not _locked(fd, exclusive):
+            if time.monotonic() >= ends:
+                raise StoreInUse(f"{store} is in use by another process, which packs or serves it")
+            time.sleep(0.02)
         yield
     finally:
         os.close(fd)
+
+
+def _locked(fd: int, exclusive: bool) -> bool:
+    """Takes the lock if it is free."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -129,8 +129,7 @@ class ExpertShelf:
         return self._learned.get(ExpertId(layer, expert))
 
     def learn(self, layer: int, expert: int, checksum: str) -> None:
-        if not self._manifest.present(layer, expert):
-            self._learned[ExpertId(layer, expert)] = checksum
+        self._learned[ExpertId(layer, expert)] = checksum
 
     async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
         """A part of an expert that is in memory or on the disk. Raises StoreError."""

@@ -41,11 +41,11 @@ class LinkStats:
             self._mark_s = self._clock()
         self._active += 1
 
-    def end(self, size_bytes: int) -> None:
-        """A transfer arrived."""
+    def end(self, size_bytes: int, seconds: float | None = None) -> None:
+        """A transfer arrived; `seconds` is what it is charged, where the link has a clock of its own."""
         now = self._clock()
         self._active -= 1
-        self.observe(size_bytes, now - self._mark_s)
+        self.observe(size_bytes, now - self._mark_s if seconds is None else seconds)
         self._mark_s = now
 
     def abort(self) -> None:

@@ -22,7 +22,8 @@ from edgemoe.experts.compute import Group
 from edgemoe.experts.costs import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, Costs
 from edgemoe.experts.pool import BoolArray
 from edgemoe.experts.residency import Residency
-from edgemoe.policy.resolve import Ways, resolve
+from edgemoe.policy.resolve import Costs as CostArray
+from edgemoe.policy.resolve import Ways, candidates, resolve
 from edgemoe.types import ExpertWork, FloatArray, IntArray, Offer, Peers, RemoteCall, Tier, work_units
 
 HERE = -1
@@ -33,6 +34,7 @@ CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
 AGAIN_S = 0.2  # between looks for another way where there was none
 PATIENCE_CALLS = 2  # time-outs of calls that a layer-step goes on asking peers; local work does not count
+NOWHERE = "it is not on the disk, and no box that can be reached has it"
 
 Tried = dict[str, float]  # peers that were asked -> when they may be asked again
 Local = Callable[[Group, BoolArray | None], None]  # computes a group here
@@ -139,24 +141,25 @@ class LayerStep:
         if not len(missing) or not (offers or away.any()):
             return way
         units, counts = work_units(group.offsets), np.diff(group.offsets)[missing]
-        load = remote.costs.load(layer, wanted, tier, units[missing], len(offers))
+        rows = counts * _share(len(self.hidden), counts.sum() / (1 + len(offers)))
+        its_s, open_s = _seconds(offers, missing, rows, units[missing].astype(np.float64))
+        near = candidates(its_s, open_s)  # [k, n]
+        asked, channel = np.unique(near, return_inverse=True)
+        load = remote.costs.load(layer, wanted, tier, units[missing], (len(near), len(asked)))
         if away.any():
             load[away, TOP, DISK] = 0.0
             load[away, TOP, BULK] = remote.peers.fetch_s(layer, wanted[away], without)
-        rows = counts * _share(len(self.hidden), counts.sum() / (1 + len(offers)))
-        opening, first = np.zeros(load.shape[2]), load.shape[2] - len(offers)
-        for i, offer in enumerate(offers):
-            its_s = offer.row_s * rows + offer.unit_s * units[missing] + offer.wait_s[missing]
-            load[:, FIRST_ELSEWHERE + i, first + i] = its_s
-            opening[first + i] = offer.open_s
-        busy = np.zeros_like(opening)
+        first, each = load.shape[2] - len(asked), np.arange(len(missing))
+        for k, channel_of in enumerate(channel.reshape(near.shape) + first):
+            load[each, FIRST_ELSEWHERE + k, channel_of] = its_s[near[k], each]
+        opening, busy = np.append(np.zeros(first), open_s[asked]), np.zeros(load.shape[2])
         busy[COMPUTE] = remote.costs.unit_s * (units.sum() - units[missing].sum())
         alone = load.sum(axis=2) + (load > 0) @ opening
         nowhere = np.flatnonzero(~np.isfinite(alone).any(axis=1))
         if len(nowhere):
-            why = "; ".join(self.reasons.values()) or "it is not on the disk, and no box that can be reached has it"
-            raise MissingExpert(layer, int(wanted[nowhere[0]]), why)
-        way[missing] = np.maximum(resolve(Ways(load, alone, opening, busy)).way - FIRST_ELSEWHERE, HERE)
+            raise MissingExpert(layer, int(wanted[nowhere[0]]), "; ".join(self.reasons.values()) or NOWHERE)
+        chosen = resolve(Ways(load, alone, opening, busy)).way - FIRST_ELSEWHERE
+        way[missing] = np.where(chosen < 0, HERE, near[np.maximum(chosen, 0), each]) if len(near) else HERE
         return way
 
     # --- peers --------------------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ class LayerStep:
         expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum()) + offer.unit_s * units
         late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
         for rows in np.array_split(tokens, parts):  # each is sent before the next one is put together
-            part = group if parts == 1 else _within(group, rows)
+            part = group if parts == 1 else group.within(rows)
             self._call(Job(part, rows, late_s, dict(tried)), offer.node)
 
     def _call(self, job: Job, node: str) -> None:
@@ -205,12 +208,11 @@ class LayerStep:
         job.live -= 1
         if job.done:
             return
-        if call.result is not None:
+        if call.result is not None and self._add(job.rows, call.result):
             job.done = True
             self.remote.experts += len(job.group.experts)
-            self._add(job.rows, call.result)
             return
-        self.reasons[call.node] = str(call.error)
+        self.reasons[call.node] = str(call.error or f"{call.node} answered with sums that are not finite")
         job.tried[call.node] = again_s = time.monotonic() + AGAIN_S
         if job.live:  # the other one may hang
             job.late_s = min(job.late_s, again_s)
@@ -244,17 +246,23 @@ class LayerStep:
         job.done = True
         self._assign(job.group, job.tried)
 
-    def _add(self, rows: IntArray, result: memoryview) -> None:
-        if self.out is None:
-            self.out = np.zeros(tuple(self.hidden.shape), np.float32)
+    def _add(self, rows: IntArray, result: memoryview) -> bool:
+        """Adds a call's sums; false, and nothing is added, where they are none."""
         sums: FloatArray
         if self.remote.shape.bf16:
             sums = np.left_shift(np.frombuffer(result, np.uint16), 16, dtype=np.uint32).view(np.float32)
         else:
             sums = np.frombuffer(result, np.float32)
+        sums = sums.reshape(len(rows), -1)
+        strange = ~np.isfinite(sums).all(axis=1)
+        if strange.any() and self.hidden[torch.from_numpy(rows[strange])].isfinite().all(dim=1).any():
+            return False  # of finite hidden states
+        if self.out is None:
+            self.out = np.zeros(tuple(self.hidden.shape), np.float32)
         first, last = int(rows[0]), int(rows[-1]) + 1
         together = last - first == len(rows)  # a slice is added to in place
-        self.out[slice(first, last) if together else rows] += sums.reshape(len(rows), -1)
+        self.out[slice(first, last) if together else rows] += sums
+        return True
 
     # --- here ---------------------------------------------------------------------------------------------------
 
@@ -264,18 +272,13 @@ class LayerStep:
         self.end_s += time.perf_counter() - began_s
 
 
-def _within(group: Group, rows: IntArray) -> Group:
-    """The group's calls of some tokens, sorted, between which no other token of the group lies."""
-    kept = np.flatnonzero((group.tokens >= rows[0]) & (group.tokens <= rows[-1]))
-    ends = np.searchsorted(kept, group.offsets)
-    used = np.flatnonzero(np.diff(ends))
-    return Group(
-        group.experts[used],
-        np.append(ends[used], len(kept)),
-        group.calls[kept],
-        group.tokens[kept],
-        group.weights[kept],
-    )
+def _seconds(
+    offers: Sequence[Offer], experts: IntArray, rows: CostArray, units: CostArray
+) -> tuple[CostArray, CostArray]:
+    """How long each peer takes for each of the experts [p, n], and for being asked at all [p]."""
+    wait_s = np.array([offer.wait_s[experts] for offer in offers]).reshape(len(offers), len(experts))
+    once = np.array([offer[1:4] for offer in offers], np.float64).reshape(-1, 3)  # open_s, row_s, unit_s
+    return once[:, 1:2] * rows + once[:, 2:] * units + wait_s, once[:, 0]
 
 
 def _share(tokens: int, calls: float) -> float:

@@ -218,6 +218,16 @@ class Residency:
         with self._lock:
             self._victims.keep(homes)
 
+    def forget_former_homes(self) -> None:
+        """Those of the plan before go like anything else from now on; until then they are the last to go."""
+        with self._lock:
+            self._victims.forget_former()
+
+    def homes_in_ram(self) -> BoolArray:
+        """Experts [L, E] that are at home here and in RAM: no other load takes their place."""
+        here = self.ram.where >= 0
+        return here & self._victims.homes.reshape(here.shape) if self._victims.homes is not None else here & False
+
     @property
     def home_slots(self) -> int:
         """Most experts that can be at home here: some slots stay free for what passes through."""

@@ -128,6 +128,7 @@ class TieredExperts:
 
     def end_step(self) -> StepRouting:
         """What the step's gates chose."""
+        self._note_spent()
         step, self._step = self._step, None
         assert step is not None, "end_step without begin_step"
         return step.routing()
@@ -247,9 +248,20 @@ class TieredExperts:
             self.stall_s = [old + new for old, new in zip(self.stall_s, waves.stall_s, strict=True)]
             if self._step is not None:
                 self._step.stall_s += waited_s
+        self._note_spent()
         if units:
             other_s = self.beside.took_s - other_s + waited_s
             self.beside.costs.observe(units, max(0.0, time.perf_counter() - began_s - other_s))
+
+    def _note_spent(self) -> None:
+        """What devices that work beside this thread have waited for and computed, as far as it is known by now."""
+        for compute in self._computes:
+            spent = compute.spent()
+            if spent.units:
+                self.beside.costs.observe_device(spent.units, spent.computed_s)
+                self.stall_s[Tier.RAM] += spent.waited_s
+                if self._step is not None:
+                    self._step.stall_s += spent.waited_s
 
     def _part(self, device: int, layer: int, group: Group, scan: BoolArray | None) -> Part | None:
         slots = self.residency.tops[device].slots

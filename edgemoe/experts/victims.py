@@ -16,6 +16,7 @@ from edgemoe.experts.pool import NONE, TRANSIENT, UNUSED, BoolArray, Pool
 from edgemoe.types import IntArray
 
 ALWAYS = np.inf  # worth of a demand: takes the place of anything that nobody needs now
+LAST = float(np.finfo(np.float32).max)  # a former home's: only a home takes its place
 SHORTLIST = 32  # victims that the wishes of one layer-step share
 TRANSIENT_KEY = -1e30  # a scan's leavings: below whatever a policy says
 
@@ -26,6 +27,7 @@ class Victims:
     def __init__(self, ram: Pool, devices: Sequence[Pool], *, containment: bool) -> None:
         self.clock = 0  # layer-steps begun
         self.homes: BoolArray | None = None  # [L * E] never dropped from RAM
+        self.former = np.zeros(ram.where.size, np.bool_)  # [L * E] homes of before, which others may not have yet
         self._ram, self._devices, self._containment = ram, devices, containment
         self._layer = 0  # that runs
         self._visited = np.full(ram.layers, NONE, np.int64)  # [L] clock of each layer's last visit
@@ -46,8 +48,16 @@ class Victims:
         self._needed[layer * self._ram.experts + experts] = NONE
 
     def keep(self, homes: BoolArray) -> None:
-        """These experts [L, E] are at home in RAM."""
+        """These experts [L, E] are at home in RAM; those that were stay longest of all others until `forget_former`."""
+        present = self._ram.where.ravel() >= 0
+        was = self.former if self.homes is None else self.former | self.homes
         self.homes = homes.ravel().copy()
+        self.former = was & present & ~self.homes
+        self._ram.shortlist_at = NONE
+
+    def forget_former(self) -> None:
+        """What was at home here before is worth no more than the policy says."""
+        self.former[:] = False
         self._ram.shortlist_at = NONE
 
     def take(self, pool: Pool, n: int) -> list[int]:
@@ -124,6 +134,8 @@ class Victims:
         keys[transient] = (TRANSIENT_KEY * (1.0 + distance / pool.layers))[transient]
         awaited = ((pool.flags[slots] & UNUSED) > 0) & (self._visited[layers] <= pool.born[slots])
         np.maximum(keys, pool.worth[slots], out=keys, where=awaited)
+        if pool is self._ram:
+            keys[self.former[owners]] = LAST
         keys[self._needed[owners] == self.clock] = ALWAYS
         return keys
 

@@ -26,13 +26,16 @@ def state_of(members: Members, member: Member) -> State:
 
 def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -> dict[str, Any]:
     """`seen` are the links between our engine and others', by node; `requests` those that our engine has."""
-    plan = plane.plans.plan
+    plan, ref, agreed = plane.plans.plan, plane.plans.ref, plane.agreed
+    digest = ref.digest if ref is not None else ""
     return {
         "node": plane.node,
         "leader": plane.leader,
         "epoch": plane.epoch,
         "stale_leaders": plane.stale,
-        "plan": None if plan is None else {"version": plan.version, "epoch": plan.epoch, "digest": plan.digest()},
+        "unentitled_beats": plane.unentitled,
+        "plan": None if plan is None else {"version": plan.version, "epoch": plan.epoch, "digest": digest},
+        "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
         "trouble": plane.trouble,
         "members": [
             _box(plane.node, "here", plane.announce, plan) | {"requests": requests},

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from edgemoe.cluster.wire.messages import Cancel, Submit
-from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
+from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
 from edgemoe.types import Emission, Request
 
 FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without a token in between
@@ -96,6 +96,7 @@ class Book:
         self.stale = 0  # emissions of an earlier attempt, or of none
         self.gaps = 0  # emissions that skipped an index
         self.replayed = 0
+        self.blamed = 0  # requests that were given up as what engines die of
         self._hand, self._recall = submit, cancel
         self._now = now
         self._live: dict[str, Live] = {}
@@ -107,6 +108,11 @@ class Book:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def capacity_per_user(self) -> int:
+        """How many of them one user gets while nobody else has any."""
+        return SHARE_OF_FREE * (self.capacity + 1) // (SHARE_OF_FREE + 1)
 
     # --- what the application calls ---
 
@@ -235,7 +241,8 @@ class Book:
         if live.fruitless >= FRUITLESS_ATTEMPTS:
             self._forget(live)
             reason = f"{FRUITLESS_ATTEMPTS} engines in a row ended while they worked on this request"
-            live.ticket.fail(EngineUnavailable(reason, code="engine_crashed"))
+            self.blamed += 1
+            live.ticket.fail(EngineCrashed(reason))
             return
         message = Submit(
             request=live.request,

@@ -18,7 +18,17 @@ from edgemoe.api.backend import State
 from edgemoe.cluster.control.coord import wait_event
 from edgemoe.cluster.control.listing import read_join
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.wire.control_messages import Announce, Beat, ControlMessage, EngineCard, Forward, Taken, Tokens
+from edgemoe.cluster.wire.control_messages import (
+    Announce,
+    Beat,
+    Check,
+    ControlMessage,
+    Dropped,
+    EngineCard,
+    Forward,
+    Taken,
+    Tokens,
+)
 from edgemoe.cluster.wire.keys import Peer, load_peers, load_secret
 from edgemoe.cluster.wire.messages import (
     Cancel,
@@ -125,6 +135,7 @@ class Cluster:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(follow_list(self.settings, self.plane))
+            group.create_task(self._places.check())
 
     async def hand_over(self) -> None:
         """Tells the others that this box is about to go, and waits until they have every expert that it has."""
@@ -218,6 +229,7 @@ class Cluster:
             metrics.CLUSTER_PLAN: plan.version if plan is not None else 0,
             metrics.CLUSTER_STALE: plane.stale,
             metrics.FORWARDED: self._places.forwarded,
+            metrics.FORGOTTEN: self._places.dropped,
             metrics.GUESTS: len(self.guests),
             metrics.GUESTS_SERVED: self.guests.served,
         } | {metrics.named(metrics.CLUSTER_BOXES, state=state): states.count(state) for state in about.STATES}
@@ -229,6 +241,10 @@ class Cluster:
 
     def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """What another front has for our engine, or its engine for us. Raises PeerError, WireError."""
+        if isinstance(question.message, Check):
+            if question.message.engine != self._supervisor.place:
+                raise PeerRefused("that engine is no more")
+            return Answer(Dropped(self.guests.missing(question.peer, question.boot, question.message.requests)))
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
         if isinstance(question.message, Forward) and question.message.model != self.plane.model:
@@ -305,7 +321,7 @@ def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
     path = Path(settings.peers_file)
     peers = load_peers(path)
     own = load_secret(Path(settings.key_file)).public.decode()
-    if settings.node in peers and peers[settings.node].key != own:
+    if settings.node in peers and own not in peers[settings.node].keys:
         raise ConfigError(f"{path}: {settings.node} is this box, but {settings.key_file} belongs to the key {own}")
     return peers
 

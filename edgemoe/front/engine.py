@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -22,11 +23,15 @@ from edgemoe.cluster.wire.messages import (
     Loading,
     PeerSeen,
     Ready,
+    Refused,
     Reloaded,
     Stats,
 )
+from edgemoe.cluster.wire.protocol import SPOKEN
 from edgemoe.config import Settings
 
+log = logging.getLogger(__name__)
+STALLED_S = 3.0  # without a message from an engine that is ready: six of its Stats are missing
 SILENCE_S = 20.0  # without a message from an engine that is ready
 LOADING_SILENCE_S = 300.0  # without one from an engine that is coming up
 STEP_S = 180.0  # that one step may take before its thread is taken to hang
@@ -49,7 +54,8 @@ class Engine:
     @classmethod
     async def start(cls, command: Sequence[str], settings: Settings, address: str) -> Engine:
         """Starts `command` in a process group of its own and hands it its Boot."""
-        boot = Boot(boot_id=secrets.token_hex(8), address=address, settings=msgspec.to_builtins(settings))
+        values = msgspec.to_builtins(settings)
+        boot = Boot(boot_id=secrets.token_hex(8), address=address, speaks=SPOKEN, settings=values)
         env = {key: value for key, value in os.environ.items() if not key.startswith(FRONTS_OWN)}
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, env=env, process_group=0)
@@ -70,6 +76,8 @@ class Engine:
                 self.stats = message
             case Failed():
                 self.failed = message
+            case Refused():
+                log.warning("the engine cannot read what was sent", extra={"what": message.what, "why": message.why})
             case Ready():
                 self.ready = message
                 return message
@@ -81,6 +89,11 @@ class Engine:
     def serving(self) -> bool:
         """Whether it takes requests: ready, and not known to have died."""
         return self.ready is not None and self.process.returncode is None
+
+    @property
+    def stalls(self) -> bool:
+        """Whether it has been silent for longer than one that works, and not for long enough to be taken to hang."""
+        return time.monotonic() - self.heard > STALLED_S
 
     def hangs(self) -> str:
         """Why the engine is taken to hang; empty while it is not."""

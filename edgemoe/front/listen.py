@@ -1,8 +1,4 @@
-"""Listening sockets, bound by us, and the HTTP server on them.
-
-uvicorn gets sockets that already listen: left to itself it makes a Unix socket 0666, takes the process's signals, and
-hides who is at the other end. Here the peer's uid (SO_PEERCRED) goes into each request's state.
-"""
+"""Listening sockets, bound by us: a server left to itself makes a Unix socket 0666."""
 
 from __future__ import annotations
 
@@ -12,21 +8,14 @@ import grp
 import os
 import socket
 import stat
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgemoe.errors import ServiceError
 
 BACKLOG = 1024
 SOCKET_MODE = 0o660
 PATH_BYTES = 107  # sun_path, less its terminator
-UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
 def unix_socket(path: Path, group: str = "") -> socket.socket:
@@ -80,13 +69,13 @@ def api_keys(file: Path) -> tuple[bytes, ...]:
 
 
 @contextlib.contextmanager
-def sole_owner(directory: Path) -> Iterator[None]:
-    """Holds the lock of a runtime directory. Raises ServiceError where another daemon does."""
+def sole_owner(directory: Path, remedy: str) -> Iterator[None]:
+    """Holds the lock of a runtime directory. Raises ServiceError, which ends on `remedy`, where another daemon does."""
     with (directory / "lock").open("wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ServiceError(f"{directory}: another daemon runs here; set service.runtime_dir") from None
+            raise ServiceError(f"{directory}: another daemon runs here; {remedy}") from None
         yield
 
 
@@ -113,44 +102,3 @@ def _group_id(name: str) -> int:
         return grp.getgrnam(name).gr_gid
     except KeyError:
         raise ServiceError(f"api.socket_group: there is no group {name!r} on this system") from None
-
-
-class PeerProtocol(H11Protocol):
-    """HTTP/1.1 that tells the application who has connected: `peer_uid` on a Unix socket, None by TCP."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        peer = transport.get_extra_info("socket")
-        uid = None
-        if peer.family == socket.AF_UNIX:
-            _, uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
-        self.app_state = {**self.app_state, "peer_uid": uid}
-
-
-class Server(uvicorn.Server):
-    """uvicorn on sockets of ours, with signals left to us."""
-
-    def __init__(self, app: ASGIApp, sockets: list[socket.socket]) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=PeerProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=75,  # longer than clients keep theirs, so that they are the ones who close
-                timeout_graceful_shutdown=2,
-            )
-        )
-        self._sockets = sockets
-
-    async def run_until_told(self) -> None:
-        """Serves until `should_exit` is set, then closes the sockets and what is idle."""
-        await self.serve(self._sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone."""
-        yield

@@ -38,7 +38,7 @@ from edgemoe.cluster.wire.messages import (
     ToEngine,
 )
 from edgemoe.config import Settings
-from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError, WireError
+from edgemoe.errors import EngineUnavailable, PeerOutdated, ReloadRefused, ServiceError, WireError
 from edgemoe.front.book import Book, Ticket
 from edgemoe.front.engine import STOP_S, Engine
 from edgemoe.types import Emission, ModelInfo, Request
@@ -86,13 +86,14 @@ class Supervisor:
     def __init__(self, settings: Settings, wire: FrontEnd, command: Sequence[str]) -> None:
         self.settings = settings
         self.book = Book(settings.engine.max_sequences + settings.engine.max_queue, self._submit, self._cancel)
-        self.state: State = "loading"
+        self._state: State = "loading"
         self.starts = 0
         self.why = ""  # what ended the last engine
         self._wire = wire
         self._command = command
         self._engine: Engine | None = None
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[float] = deque()  # that no request has been blamed for
+        self._blamed = 0  # requests, as of the last death
         self._served: tuple[ModelInfo, int] | None = None
         self.cluster: Neighbours | None = None
         self._stopping = False
@@ -107,6 +108,12 @@ class Supervisor:
         """The engine's metrics, as of its last Stats, and the cluster's."""
         values = self._engine.stats.values if self._engine else {}
         return values if self.cluster is None else {**values, **self.cluster.figures()}
+
+    @property
+    def state(self) -> State:
+        """How the server is: `stalled` where the engine is ready, and has been silent for longer than it ever is."""
+        stalls = self._engine is not None and self._engine.stalls
+        return "stalled" if self._state == "ready" and stalls else self._state
 
     async def model(self) -> tuple[ModelInfo, int]:
         """The model and the tokens that a request may span. Waits for the first engine. Raises EngineUnavailable."""
@@ -135,7 +142,11 @@ class Supervisor:
             "model": msgspec.to_builtins(served[0]) if served else None,
             "loading": {"phase": loading.phase, "fraction": loading.fraction} if loading else None,
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
-            "requests": {"live": len(self.book), "capacity": self.book.capacity},
+            "requests": {
+                "live": len(self.book),
+                "capacity": self.book.capacity,
+                "capacity_per_user": self.book.capacity_per_user,
+            },
         }
 
     async def reload(self) -> str:
@@ -229,29 +240,39 @@ class Supervisor:
         finally:
             ended.cancel()
             await engine.kill()  # whatever it left running
-            if self.state == "ready":
+            if self._state == "ready":
                 self._change("loading")
             self._engine_changed()
 
     async def _pause(self) -> None:
         """Waits before the next start: longer each time, and for the window to move on after too many deaths."""
         service, now = self.settings.service, time.monotonic()
+        if self.book.blamed != self._blamed:  # what came before is explained, and over
+            self._blamed = self.book.blamed
+            self._deaths.clear()
         self._deaths.append(now)
         while self._deaths and self._deaths[0] < now - service.restart_window_s:
             self._deaths.popleft()
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._deaths) - 1))
         if self._said_fatal() or len(self._deaths) > service.max_restarts:
-            self._give_up()
             delay_s = max(LONGEST_DELAY_S, self._deaths[0] + service.restart_window_s - now)
+            self._give_up(delay_s)
         until = now + delay_s
         while not self._stopping and time.monotonic() < until:
             self.book.expire()
+            if self.state == "failed" and self.book.closed is not None:
+                self.book.closed = self._keeps_failing(until - time.monotonic())
             await asyncio.sleep(min(TICK_S, max(0.0, until - time.monotonic())))
 
-    def _give_up(self) -> None:
+    def _keeps_failing(self, left_s: float) -> EngineUnavailable:
+        """What clients are told while there is no next start for so long."""
+        reason = f"the engine keeps failing ({self.why}) and is started again in {left_s:.0f} s; see the log"
+        return EngineUnavailable(reason, code="engine_failed", retry_after_s=left_s)
+
+    def _give_up(self, delay_s: float) -> None:
         if self._served is None:
             raise ServiceError(f"the engine cannot start: {self.why}")
-        error = EngineUnavailable(f"the engine keeps failing ({self.why}); see the log", code="engine_failed")
+        error = self._keeps_failing(delay_s)
         elsewhere = self.cluster is not None and self.cluster.places()
         if not elsewhere:
             self.book.fail_all(error)
@@ -290,7 +311,7 @@ class Supervisor:
             return False
         try:
             self._wire.send(self._engine.boot_id, message)
-        except WireError as error:
+        except (WireError, PeerOutdated) as error:
             log.warning("a message did not reach the engine", extra={"error": str(error)})
             return False
         return True
@@ -328,6 +349,6 @@ class Supervisor:
         return self._engine is not None and self._engine.failed is not None and self._engine.failed.fatal
 
     def _change(self, state: State) -> None:
-        self.state = state
+        self._state = state
         self._changed.set()
         self._changed.clear()

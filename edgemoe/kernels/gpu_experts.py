@@ -1,7 +1,8 @@
 """SwiGLU experts of one layer on a GPU, read where they lie in the slab: two launches for all experts together.
 
 Calls (token, expert) come sorted by expert and cut into blocks of one expert each, so that a weight is read once
-per block of tokens. Each call's output goes to a row of its own; who sums the rows decides the order.
+per block of tokens. Each call's output goes to a row of its own; who sums the rows decides the order. Parameters of
+what Triton compiles are not annotated: it would look the annotations up.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import triton.language as tl
 jit: Callable[[Any], Any] = triton.jit
 
 BLOCK_COLS = 32  # outputs of one program
-BLOCK_INNER = 128  # inputs of one step of its sum
+BLOCK_INNER_BYTES = 256  # inputs of one step of its sum; of twice as many, float32 outgrows a block's shared memory
+
+OPTIONS = {"enable_fp_fusion": True}  # whose default depends on the release of Triton
 
 
 @jit
-def gate_up(
-    x: Any,  # [T, H]
-    slab: Any,  # a slot every `stride` items: gate [I, H], up [I, H], down [H, I]
-    mid: Any,  # [m, I] out
-    blocks: Any,  # [B, 3] int32: slot, first call, last call + 1
-    calls: Any,  # [m] int32: token * k + j
+def gate_up(  # type: ignore[no-untyped-def]
+    x,  # [T, H]
+    slab,  # a slot every `stride` items: gate [I, H], up [I, H], down [H, I]
+    mid,  # [m, I] out
+    blocks,  # [B, 3] int32: slot, first call, last call + 1
+    calls,  # [m] int32: token * k + j
     k: tl.constexpr,
     hidden: tl.constexpr,
     width: tl.constexpr,
@@ -55,13 +58,13 @@ def gate_up(
 
 
 @jit
-def down(
-    mid: Any,  # [m, I]
-    slab: Any,
-    out: Any,  # [T * k, H] float32
-    shares: Any,  # [m] float32
-    blocks: Any,
-    calls: Any,
+def down(  # type: ignore[no-untyped-def]
+    mid,  # [m, I]
+    slab,
+    out,  # [T * k, H] float32
+    shares,  # [m] float32
+    blocks,
+    calls,
     hidden: tl.constexpr,
     width: tl.constexpr,
     stride: tl.constexpr,
@@ -90,6 +93,11 @@ def down(
     tl.store(at, total * share[:, None], mask=live[:, None] & (cols < hidden)[None, :])
 
 
+def block_shape(rows: int, item_bytes: int) -> dict[str, int]:
+    """What one program computes at a time, of so many calls."""
+    return {"ROWS": rows, "COLS": BLOCK_COLS, "INNER": BLOCK_INNER_BYTES // item_bytes}
+
+
 def experts(
     x: Any, slab: Any, out: Any, blocks: Any, calls: Any, shares: Any, sizes: tuple[int, int, int, int], rows: int
 ) -> None:
@@ -102,8 +110,8 @@ def experts(
 
     k, hidden, width, stride = sizes
     mid = torch.empty((len(calls), width), dtype=x.dtype, device=x.device)
-    shape = {"ROWS": rows, "COLS": BLOCK_COLS, "INNER": BLOCK_INNER}
+    shape = block_shape(rows, x.element_size())
     grid = (triton.cdiv(width, BLOCK_COLS), len(blocks))
-    gate_up[grid](x, slab, mid, blocks, calls, k, hidden, width, stride, **shape)
+    gate_up[grid](x, slab, mid, blocks, calls, k, hidden, width, stride, **shape, **OPTIONS)
     grid = (triton.cdiv(hidden, BLOCK_COLS), len(blocks))
-    down[grid](mid, slab, out, shares, blocks, calls, hidden, width, stride, **shape)
+    down[grid](mid, slab, out, shares, blocks, calls, hidden, width, stride, **shape, **OPTIONS)

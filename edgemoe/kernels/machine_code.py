@@ -7,11 +7,14 @@ it is used only where it belongs to this user and nobody else can write it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 types: Any = numba.types
 KEPT = 4  # files of other versions or types that may lie beside
 DIGEST_BYTES = 16
+COMPILE_S = 120.0  # that an engine waits for another one that compiles
 C_TYPES: dict[str, Any] = {"int64": ctypes.c_int64, "float32": ctypes.c_float}
 _linked: list[Any] = []  # whatever holds machine code that has addresses; never freed
 
@@ -81,11 +85,7 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> No
             code.place(code.symbol, code.address)
         return
     path = directory / f"{_fingerprint(codes, variant)}.o"
-    kept = _read(path)
-    if kept is None or set(kept[0]) != {code.name for code in codes}:
-        kept = _compile(codes)
-        _write(path, *kept)
-    symbols, machine_code = kept
+    symbols, machine_code = _kept(path, codes) or _compile_once(path, codes)
     rtsys.initialize(
         cpu_target.target_context
     )  # LLVM learns the addresses of Numba's helpers; one unknown, and all are 0
@@ -96,6 +96,36 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> No
     _linked.extend((engine, object_file, machine_code))
     for code in codes:
         code.place(symbols[code.name], engine.get_function_address(symbols[code.name]))
+
+
+def _kept(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes] | None:
+    """What an earlier process compiled of these; None where it is missing, damaged or not of all."""
+    kept = _read(path)
+    return kept if kept is not None and set(kept[0]) == {code.name for code in codes} else None
+
+
+def _compile_once(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
+    """Compiles and keeps them; engines that start together wait for the first, at most `COMPILE_S`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context((path.parent / "lock").open("wb"))
+        except OSError as error:
+            log.warning("kernels are compiled here and by others at once", extra={"why": str(error)})
+        else:
+            _take(lock.fileno(), time.monotonic() + COMPILE_S)
+        if (kept := _kept(path, codes)) is None:
+            kept = _compile(codes)
+            _write(path, *kept)
+        return kept
+
+
+def _take(lock: int, end_s: float) -> None:
+    """Locks the file, which whoever holds it lets go of when it ends; goes on without the lock after `end_s`."""
+    while time.monotonic() < end_s:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(0.1)
 
 
 def _is_private(directory: Path) -> bool:

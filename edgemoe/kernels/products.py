@@ -1,5 +1,5 @@
-"""Experts of one layer, by whichever way is the fastest: the CPU kernels, torch's products where these are better at
-many tokens per expert, and always on a GPU.
+"""Experts of one layer on the CPU, by whichever way is the fastest: the kernels, or torch's products where these are
+better at many tokens per expert.
 
 All read the experts in their slots; nothing is gathered. Only this file of the package needs torch.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.nn.functional import grouped_mm, silu
+from torch.nn.functional import silu
 
 from edgemoe.kernels.compute import FloatArray, IntArray, Kernels
 
@@ -34,7 +34,7 @@ class ExpertSlab:
         rows = slab[:, : 3 * width * hidden * item].view(dtype)  # [S, 3 * I * H]
         self.gate_up = rows[:, :split].view(len(slab), 2 * width, hidden)
         self.down = rows[:, split:].view(len(slab), hidden, width)
-        self.address, self.stride_bytes, self.device = slab.data_ptr(), slab.stride(0), slab.device
+        self.address, self.stride_bytes = slab.data_ptr(), slab.stride(0)
 
 
 class ExpertMath:
@@ -63,8 +63,8 @@ class ExpertMath:
         type, with routing weight `weights[p]`.
         """
         tokens = len(index) / max(len(slots), 1)
-        if self._kernels is None or slab.device.type != "cpu" or tokens >= self.products_from:
-            by_products(slab, slots, offsets, index, weights, x, out)
+        if self._kernels is None or tokens >= self.products_from:
+            one_by_one(slab, slots, offsets, index, weights, x, out)
             return
         tiles = tokens >= self.tiles_from and slab.hidden % 2 == slab.width % 2 == 0
         for part in _pieces(slab, slots, offsets, index, weights):
@@ -81,7 +81,7 @@ class ExpertMath:
         trial = _Trial(hidden, width, bf16)
         few, many = ExpertMath(self._kernels, np.inf).add, ExpertMath(self._kernels, 0.0).add
         self.tiles_from = trial.first_faster(many, few)
-        self.products_from = trial.first_faster(by_products, ExpertMath(self._kernels, self.tiles_from).add)
+        self.products_from = trial.first_faster(one_by_one, ExpertMath(self._kernels, self.tiles_from).add)
 
     def twin(self, kernels: Kernels | None) -> ExpertMath:
         """One for another thread, with kernels of its own."""
@@ -103,22 +103,6 @@ def _pieces(slab: ExpertSlab, slots: IntArray, offsets: IntArray, index: IntArra
     return parts
 
 
-def by_products(
-    slab: ExpertSlab,
-    slots: IntArray,
-    offsets: IntArray,
-    index: IntArray,
-    weights: FloatArray,
-    x: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """As `ExpertMath.add`."""
-    if x.device.type == "cpu":
-        one_by_one(slab, slots, offsets, index, weights, x, out)
-    else:
-        grouped(slab, slots, offsets, index, weights, x, out)
-
-
 def one_by_one(
     slab: ExpertSlab,
     slots: IntArray,
@@ -128,7 +112,7 @@ def one_by_one(
     x: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Each expert's own products, its weights on the left: on CPUs up to twice as fast as grouped products.
+    """As `ExpertMath.add`: each expert's own products, weights on the left, up to twice as fast as grouped products.
 
     Numbers of tokens are rounded up, for each shape that oneDNN has not met lately costs it a millisecond.
     """
@@ -145,30 +129,6 @@ def one_by_one(
         gate, up = torch.mm(slab.gate_up[slot], inputs[start:end].T).chunk(2)
         torch.mm(slab.down[slot], silu(gate).mul_(up), out=results[start:end].T)
     out.index_add_(0, rows, results[places].float().mul_(torch.from_numpy(weights)[:, None]))
-
-
-def grouped(
-    slab: ExpertSlab,
-    slots: IntArray,
-    offsets: IntArray,
-    index: IntArray,
-    weights: FloatArray,
-    x: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """One group per slot of the slab, empty where the slot is not asked for."""
-    order = np.argsort(slots, kind="stable")
-    counts = np.diff(offsets)[order]
-    starts = np.repeat(offsets[:-1][order] - np.cumsum(counts) + counts, counts)
-    pairs = starts + np.arange(len(index))  # the pairs in the order of slots
-    ends = np.zeros(len(slab.down), np.int32)
-    ends[slots] = np.diff(offsets)
-    groups = torch.from_numpy(np.cumsum(ends, dtype=np.int32)).to(x.device)
-    rows = torch.from_numpy(index[pairs]).to(x.device)
-    gate, up = grouped_mm(x[rows], slab.gate_up.transpose(1, 2), offs=groups).chunk(2, dim=-1)
-    result = grouped_mm(silu(gate) * up, slab.down.transpose(1, 2), offs=groups).float()
-    result *= torch.from_numpy(weights[pairs]).to(x.device)[:, None]
-    out.index_put_((rows,), result, accumulate=True)  # index_add_ adds in no certain order on a GPU
 
 
 class _Trial:

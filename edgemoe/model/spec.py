@@ -16,6 +16,18 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 N = TypeVar("N", int, float)
 Shape = tuple[int, ...]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+MAX_EXPERTS = 1 << 17  # of all layers together
+MOST = {  # of anything that is to come; what is larger is nonsense
+    "vocab": 1 << 24,
+    "hidden": 1 << 20,
+    "layers": 1 << 12,
+    "heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "expert_width": 1 << 22,
+    "experts": 1 << 16,
+    "context_tokens": 1 << 31,
+}
+LEAST_REAL, MOST_REAL = 1e-30, 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +301,11 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def _check_sizes(spec: ModelSpec) -> None:
+    for name, most in MOST.items():
+        if getattr(spec, name) > most:
+            raise CheckpointError(f"config.json: {name} = {getattr(spec, name)} is impossible; {most} is the most")
     for fault, what in (
+        (spec.layers * spec.experts > MAX_EXPERTS, f"more than {MAX_EXPERTS} experts are impossible"),
         (spec.heads % spec.kv_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
         (spec.head_dim % 2, "head_dim must be even"),
         (spec.hidden % 2 or spec.expert_width % 2, "hidden_size and the experts' width must be even"),
@@ -314,6 +330,6 @@ def _number(config: Mapping[str, Any], keys: tuple[str, ...], default: N | None,
     if value is None:
         raise CheckpointError(f"config.json lacks {' or '.join(keys)}")
     accepted = (int,) if kind is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value) or value <= 0:
-        raise CheckpointError(f"config.json: {key} must be a positive number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, accepted) or not LEAST_REAL <= value <= MOST_REAL:
+        raise CheckpointError(f"config.json: {key} must be a positive number, not {str(value)[:80]!r}")
     return kind(value)

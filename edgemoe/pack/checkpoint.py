@@ -22,7 +22,7 @@ from edgemoe.errors import CheckpointError
 from edgemoe.types import Json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-MAX_JSON_BYTES = 256 << 20
+MAX_JSON_BYTES = 64 << 20
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 COPIED_FILES = (
     CONFIG,

@@ -6,15 +6,17 @@ continued by packing again, and packing a finished store again verifies it and w
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from edgemoe.errors import StoreError, StoreVersionError
+from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.experts.files import LOCK, PageFile, checksum, lock_store, range_checksum, write_durably
 from edgemoe.experts.manifest import (
     DENSE,
@@ -33,6 +35,8 @@ from edgemoe.pack.writer import copy_file, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 JOURNAL = "packing.json"  # there while a store is unfinished; names the checkpoint that it is packed from
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+WAIT_S = 0.2  # between looks whether another process is done
 SPARE_BYTES = 16 << 20  # manifest, directories
 log = logging.getLogger(__name__)
 
@@ -52,13 +56,22 @@ def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = s
     checkpoint = Checkpoint.open(path)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
     store = Path(store_dir).expanduser() / f"{name}-v{VERSION}-{checkpoint.fingerprint[:12]}"
-    if not (store / MANIFEST).is_file():
-        pack(path, store, progress)
+    waiting = False
+    while not (store / MANIFEST).is_file():
+        try:
+            pack(path, store, progress, again=False)
+        except StoreInUse:  # by one who packs it, and whose death frees it
+            if not waiting:
+                log.info("waiting for another process that packs this model", extra={"store": str(store)})
+            waiting = True
+            time.sleep(WAIT_S)
     return store
 
 
-def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = silent) -> Manifest:
+def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = silent, *, again: bool = True) -> Manifest:
     """Writes the store of the checkpoint in `source_dir` to `dest_dir`, or finishes or repairs it.
+
+    Without `again` a store that is finished is left as it is.
 
     Raises CheckpointError or UnsupportedModel for the checkpoint; StoreError where `dest_dir` holds something else,
     is in use, or has too little room.
@@ -69,9 +82,14 @@ def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = sile
     try:
         dest.mkdir(parents=True, exist_ok=True)
         with lock_store(dest, exclusive=True):
+            if not again and (dest / MANIFEST).is_file():
+                return Manifest.load(dest)
             return _Packer(checkpoint, layout, dest, progress).run()
     except OSError as error:
-        raise StoreError(f"{error.filename or dest}: {error.strerror}; packing stopped, run it again") from error
+        remedy = "run it again"
+        if error.errno in NOT_WRITABLE:
+            remedy = "name a directory that can be written with model.store_dir"
+        raise StoreError(f"{error.filename or dest}: {error.strerror}; packing stopped, {remedy}") from error
 
 
 class _Packer:

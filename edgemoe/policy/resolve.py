@@ -7,7 +7,8 @@ link, the CPU, the disk, each peer. Results never depend on the way that was tak
     finish = max( max_c opening_c [c is used] + sum of what the chosen ways load c with,  max_i time way i takes alone )
 
 Unrelated machines with opening costs are NP-hard. Experts are placed one after the other, the longest first, and the
-best few partial assignments are kept.
+best few partial assignments are kept. Of many peers that could compute an expert a few are chosen beforehand, so that
+what there is to try does not grow with the cluster.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 Costs = npt.NDArray[np.float64]
 EVENNESS = 1e-3  # weight of the channels' quadratic mean: tells partial assignments apart that are equally late
 BEAM = 16  # partial assignments kept; in the tests' random cases already 8 find the optimum
+PEERS_EACH = 3  # that are considered for an expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +69,48 @@ def resolve(ways: Ways) -> Resolution:
     busy = np.zeros((1, channels)) if ways.busy is None else ways.busy[None].astype(np.float64)  # [b, c]
     waits = np.zeros(1)  # [b] the longest way alone, so far
     order = np.argsort(-np.where(possible, ways.alone, np.inf).min(axis=1), kind="stable")
+    loaded: npt.NDArray[np.bool_] = np.where(possible[:, :, None], ways.load, 0.0).max(axis=1) > 0  # [n, c]
     trail: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []  # per expert: [b] came from, [b] way
     finish = waits
     for i in order.tolist():
         choices = np.flatnonzero(possible[i])
-        more = busy[:, None] + ways.load[i, choices]  # [b, w, c]
+        own = np.flatnonzero(loaded[i])  # [u] channels that its ways load
+        more = busy[:, None, own] + ways.load[i, choices][:, own]  # [b, w, u]
+        times = more + ways.opening[own] * (more > 0)
+        others = busy + ways.opening * (busy > 0)  # [b, c]
+        others[:, own] = 0.0
         late = np.maximum(waits[:, None], ways.alone[i, choices])  # [b, w]
-        times = more + ways.opening * (more > 0)
-        finish = np.maximum(times.max(axis=2), late).ravel()
-        cost = finish + EVENNESS * np.sqrt(np.einsum("bwc,bwc->bw", times, times)).ravel()
+        finish = np.maximum(np.maximum(times.max(axis=2, initial=0.0), others.max(axis=1)[:, None]), late).ravel()
+        squares = np.einsum("bwu,bwu->bw", times, times) + np.einsum("bc,bc->b", others, others)[:, None]
+        cost = finish + EVENNESS * np.sqrt(squares).ravel()
         _, kept = np.unique(cost, return_index=True)  # equals are each other's mirror images
         kept = kept[:BEAM]
         source, choice = np.divmod(kept, len(choices))
-        busy, waits, finish = more[source, choice], late[source, choice], finish[kept]
+        busy, waits, finish = busy[source], late[source, choice], finish[kept]
+        busy[:, own] = more[source, choice]
         trail.append((source, choices[choice]))
     best = int(np.argmin(finish))
     return Resolution(_follow(trail, order, best), float(finish[best]))
+
+
+def candidates(its_s: Costs, open_s: Costs) -> npt.NDArray[np.int64]:
+    """The peers [k, n] that are considered for each expert, k at most PEERS_EACH: those that would have it soonest.
+
+    `its_s` [p, n]: how long a peer takes for an expert; inf: it cannot. `open_s` [p]: see `Ways`. The experts are gone
+    through as if each went to its soonest peer, so that many are not all left to the same few.
+    """
+    peers, n = its_s.shape
+    most = min(peers, PEERS_EACH)
+    if peers == most:
+        return np.repeat(np.arange(peers)[:, None], n, axis=1)
+    chosen, free_s = np.empty((most, n), np.int64), open_s.astype(np.float64)
+    for i in np.argsort(-its_s.min(axis=0), kind="stable").tolist():
+        done_s = free_s + its_s[:, i]
+        chosen[:, i] = some = np.argpartition(done_s, most - 1)[:most]
+        soonest = some[np.argmin(done_s[some])]
+        if np.isfinite(done_s[soonest]):
+            free_s[soonest] = done_s[soonest]
+    return chosen
 
 
 def _follow(

@@ -24,10 +24,11 @@ KV_BLOCKS = "edgemoe_kv_blocks"  # blocks of keys and values in all
 KV_BLOCKS_REFERENCED = "edgemoe_kv_blocks_referenced"  # held by requests; the prefix cache's spare ones not counted
 PREFIX_HIT_TOKENS = "edgemoe_prefix_hit_tokens_total"  # prompt tokens that the prefix cache supplied
 PREFIX_MISS_TOKENS = "edgemoe_prefix_miss_tokens_total"  # prompt tokens that it did not
-REQUESTS_RUNNING = "edgemoe_requests_running"
-QUEUE_DEPTH = "edgemoe_queue_depth"  # waiting requests
+REQUESTS_RUNNING = "edgemoe_num_requests_running"
+QUEUE_DEPTH = "edgemoe_num_requests_waiting"  # waiting requests
 PREEMPTIONS = "edgemoe_preemptions_total"  # {way}: park | recompute
 REQUESTS_FINISHED = "edgemoe_requests_finished_total"  # {reason}: stop | length | error | cancelled
+REQUESTS_BLAMED = "edgemoe_requests_blamed_total"  # that ended because a step with them alone raised
 STEPS = "edgemoe_steps_total"  # {phase}: prefill, where a prompt is in the step, or decode
 STEP_SECONDS = "edgemoe_step_seconds_total"  # {phase}
 STEP_TOKENS = "edgemoe_step_tokens_total"  # {phase}: tokens computed
@@ -69,9 +70,11 @@ CLUSTER_BOXES = "edgemoe_cluster_boxes"  # {state}: other boxes by state: here |
 CLUSTER_PLAN = "edgemoe_cluster_plan_version"  # of the plan that this box goes by
 CLUSTER_STALE = "edgemoe_cluster_stale_leaders_total"  # commands of a deposed leader, not obeyed
 FORWARDED = "edgemoe_forwarded_requests_total"  # requests handed to other boxes' engines
+FORGOTTEN = "edgemoe_forgotten_requests_total"  # of those, the ones that ran again because the other box had lost them
 GUESTS = "edgemoe_guest_requests"  # requests of other boxes on this box's engine
 GUESTS_SERVED = "edgemoe_guest_requests_total"
 
+_MODEL = re.compile(r',?model_name="(?:[^"\\]|\\.)*"')  # the same on the whole page
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 
 
@@ -82,8 +85,9 @@ def named(family: str, **labels: str) -> str:
 
 
 def parse(page: str) -> dict[str, float]:
-    """The figures on a /metrics page, by full name."""
-    matches = (_SAMPLE.match(line) for line in page.splitlines() if not line.startswith("#"))
+    """The figures on a daemon's /metrics page by full name, the name of its model left out."""
+    lines = (_MODEL.sub("", line, count=1).replace("{}", "", 1) for line in page.splitlines())
+    matches = (_SAMPLE.match(line) for line in lines if not line.startswith("#"))
     return {match[1] + (match[2] or ""): float(match[3]) for match in matches if match}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from llguidance import LLTokenizer
@@ -30,10 +30,12 @@ from edgemoe.experts.manifest import DENSE, Manifest
 from edgemoe.experts.scout import Scout, Served
 from edgemoe.experts.store import ExpertStore
 from edgemoe.experts.tiered import StepMeta
+from edgemoe.experts.verify import verify_copies, verify_dense
 from edgemoe.kernels.compute import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.spec import ModelSpec, spec_from_config
+from edgemoe.model.spec import ModelSpec
+from edgemoe.pack.fits import spec_of
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA, Paper
 from edgemoe.telemetry import probes
@@ -44,7 +46,6 @@ from scoutgate.embedding import load_embedding
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Say = Callable[[str], None]  # what is being done now, in a word
 PATIENCE_CALLS = 2  # time-outs of expert calls that a request waits for boxes with an expert that it lacks
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
@@ -55,6 +56,12 @@ POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "full" has a contr
     "ewma": lambda spec: EWMA(spec.layers, spec.experts, spec.top_k),
     "paper": lambda spec: Paper(spec.layers, spec.experts, spec.top_k),
 }
+
+
+class Say(Protocol):
+    """Told what is being done now, in a word, and which share of it is done."""
+
+    def __call__(self, phase: str, fraction: float = 0.0, /) -> None: ...
 
 
 class Sharing(NamedTuple):
@@ -92,13 +99,15 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     """
     directory = Path(settings.model.path)
     manifest = Manifest.load(directory)
-    spec = spec_from_config(manifest.spec_config)
+    spec = spec_of(manifest)
     budgets = resolve_budgets(settings, _machine(), _needs(manifest, spec))
     for line in budgets.lines():
         log.info(line)
     torch.set_num_threads(budgets.threads)
     with ExitStack() as opened:
         store = opened.enter_context(ExpertStore(directory, manifest))
+        verify_copies(directory, manifest)
+        verify_dense(directory, manifest.dense, lambda share: say("verifying", share))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
         kernels = None
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes what a GPU lacks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from edgemoe.worker.assemble import Assembly
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
+FORMER_S = 60.0  # after which the others have fetched what was at home here before
 Post = Callable[[FromEngine], None]
 
 
@@ -37,6 +39,7 @@ class ClusterSide:
         self.plan: PlacementPlan | None = None
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
         self._sharing, self._homes = sharing, 0
+        self._adopted_s = float("-inf")
         self._kernels: Kernels | None = None
         if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
             self._kernels = Kernels(assembly.budgets.threads, info.dtype == "bfloat16")
@@ -123,7 +126,7 @@ class ClusterSide:
         except (CapacityError, ValueError) as error:
             log.error("plan refused", extra={**fields, "why": str(error)})
             return
-        self.plan, self._homes = plan, int(homes.sum())
+        self.plan, self._homes, self._adopted_s = plan, int(homes.sum()), time.monotonic()
         log.info("plan adopted", extra={**fields, "homes": self._homes})
         self._fetch_homes()
 
@@ -139,7 +142,8 @@ class ClusterSide:
         """Tells the front what is here and how the links are, when it has changed."""
         told: Holds | None = None
         while True:
-            ram, disk = self._holdings()
+            # what is merely passing through RAM may be gone in a moment: no plan can count on it
+            ram, disk = self._tiers.residency.homes_in_ram(), self._tiers.on_disk
             slots = self._tiers.residency.home_slots
             holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots)
             if holds != told:
@@ -152,4 +156,7 @@ class ClusterSide:
                     )
                     self._post(seen)
             self._fetch_homes()
+            if time.monotonic() - self._adopted_s > FORMER_S and not self._tiers.residency.missing_homes():
+                self._tiers.residency.forget_former_homes()
+                self._adopted_s = float("inf")
             await asyncio.sleep(REPORT_S)

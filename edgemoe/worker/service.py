@@ -25,6 +25,7 @@ from edgemoe.cluster.wire.messages import (
     Ping,
     Plan,
     Ready,
+    Refused,
     Reload,
     Reloaded,
     Stats,
@@ -56,8 +57,8 @@ class Worker:
     def __init__(self, boot: Boot, settings: Settings, parent: int) -> None:
         self._boot, self._settings, self._parent = boot, settings, parent
         self._loop = asyncio.get_running_loop()
-        self._wire = EngineEnd(boot.address, boot.boot_id)
-        self._phase = "start"
+        self._wire = EngineEnd(boot.address, boot.boot_id, boot.speaks)
+        self._phase, self._fraction = "start", 0.0
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._told_to_stop = asyncio.Event()
         self._told_to_reload = asyncio.Event()
@@ -111,13 +112,14 @@ class Worker:
 
     # --- coming up
 
-    def _say(self, phase: str) -> None:
-        self._phase = phase
-        log.info("engine", extra={"phase": phase})
+    def _say(self, phase: str, fraction: float = 0.0, /) -> None:
+        if phase != self._phase:
+            log.info("engine", extra={"phase": phase})
+        self._phase, self._fraction = phase, fraction
 
     async def _tell_loading(self) -> None:
         while self._phase != "ready":
-            self._wire.post(Loading(phase=self._phase))
+            self._wire.post(Loading(phase=self._phase, fraction=self._fraction))
             await asyncio.sleep(STATS_S)
 
     async def _warm_up(self, assembly: Assembly) -> None:
@@ -182,6 +184,8 @@ class Worker:
                     self._side.obey(message)
             case Stop():
                 self._told_to_stop.set()
+            case Refused():
+                log.warning("the front cannot read what was sent", extra={"what": message.what, "why": message.why})
 
     async def _report(self, assembly: Assembly) -> None:
         while True:

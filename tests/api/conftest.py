@@ -9,10 +9,12 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from front_kit import http_client, openai_client, running, settings_for, write_model
+from front_kit import STORES, http_client, openai_client, running, settings_for, write_model
 
 from edgemoe.api.text import TextModel
-from edgemoe.daemon import Front
+from edgemoe.daemon import WORKER, Front
+from edgemoe.demo import model_path
+from edgemoe.pack import ensure_store
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +46,13 @@ async def client(front: Front) -> AsyncIterator[openai.AsyncOpenAI]:
 async def http(front: Front) -> AsyncIterator[httpx.AsyncClient]:
     async with http_client(front.settings) as client:
         yield client
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def demo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Front]:
+    """The real application: the demo model on a real engine."""
+    settings = settings_for(tmp_path_factory.mktemp("demo"), ensure_store(model_path(), STORES))
+    async with running(settings, WORKER) as front:
+        yield front
+        assert front.supervisor is not None
+        assert front.supervisor.starts == 1, front.supervisor.why

@@ -9,8 +9,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from front_kit import openai_client, ready, until
+from front_kit import openai_client, ready
+from waiting import until
 
+from edgemoe.api.chat import render
+from edgemoe.api.schema import Chat, convert
+from edgemoe.api.text import TextModel
 from edgemoe.daemon import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -109,6 +113,26 @@ async def test_reasoning_is_set_apart(client: openai.AsyncOpenAI) -> None:
     async for chunk in await client.chat.completions.create(model="tiny", messages=say(text), stream=True):
         reasoning += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
     assert reasoning == "first this"
+    assert message.reasoning == "first this"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("last", ["one two", "one two ", "one\n"])
+async def test_an_answer_goes_on_with_the_last_message(
+    http: httpx.AsyncClient, text_model: TextModel, last: str
+) -> None:
+    messages = [*ask("one two"), {"role": "assistant", "content": last}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    rendered = render(convert({"messages": messages, **options}, Chat), [], text_model)
+    assert rendered.endswith(f"<|im_start|>assistant\n{last}")
+    answer = await http.post("/v1/chat/completions", json={"messages": messages, **options, "max_tokens": 3})
+    assert answer.json()["usage"]["prompt_tokens"] == len(text_model.encode(rendered, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("last", ["", "  ", None])
+async def test_there_must_be_something_to_go_on_with(http: httpx.AsyncClient, last: str | None) -> None:
+    body = {"messages": [*ask(), {"role": "assistant", "content": last}], "continue_final_message": True}
+    answer = await http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "continue_final_message")
 
 
 async def test_thinking_can_be_turned_off(client: openai.AsyncOpenAI) -> None:
@@ -189,7 +213,7 @@ async def test_a_client_that_hangs_up_is_forgotten_at_once(front: Front, http: h
         await until(lambda: len(book) == 1)
         request.cancel()
         await until(lambda: len(book) == 0)
-    await until(lambda: front.supervisor.values.get("edgemoe_requests_running") == 0)  # type: ignore[union-attr]
+    await until(lambda: front.supervisor.values.get("edgemoe_num_requests_running") == 0)  # type: ignore[union-attr]
 
 
 async def test_the_engines_errors_reach_the_client_as_openai_errors(client: openai.AsyncOpenAI) -> None:

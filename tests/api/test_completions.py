@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from waiting import until
 
+from edgemoe.api.choice import Choice
+from edgemoe.api.job import Job, Prompt, requests
 from edgemoe.api.text import TextModel
+from edgemoe.types import Emission, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -87,20 +93,24 @@ async def test_tokenize_and_detokenize_are_each_others_inverse(http: httpx.Async
     assert shown["prompt"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_tokenizing_a_long_prompt_lets_the_loop_go_on(http: httpx.AsyncClient) -> None:
-    ticks = 0
+async def test_tokenizing_a_long_prompt_lets_the_loop_go_on(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, encode = threading.Event(), threading.Event(), TextModel.encode
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.001)
-            ticks += 1
+    def held(self: TextModel, text: str, *args: Any, **options: Any) -> list[int]:
+        if len(text) > 100_000:
+            begun.set()
+            assert go_on.wait(20), "nobody else was served meanwhile"
+        return encode(self, text, *args, **options)
 
-    ticking = asyncio.ensure_future(tick())
-    answer = await http.post("/tokenize", json={"prompt": "the quick brown fox " * 50_000})
-    ticking.cancel()
-    assert answer.json()["count"] > 50_000
-    assert ticks > 20
+    monkeypatch.setattr(TextModel, "encode", held)
+    long = asyncio.ensure_future(http.post("/tokenize", json={"prompt": "the quick brown fox " * 50_000}))
+    await until(begun.is_set)
+    assert (await http.post("/tokenize", json={"prompt": "short"})).json()["count"] > 0
+    assert not long.done()
+    go_on.set()
+    assert (await long).json()["count"] > 50_000
 
 
 async def test_the_model_is_listed_and_found(client: openai.AsyncOpenAI) -> None:
@@ -122,14 +132,66 @@ async def test_health_and_metrics_are_readable(http: httpx.AsyncClient) -> None:
     await http.post("/v1/completions", json={"prompt": "SAY{a}END"})
     page = (await http.get("/metrics")).text
     for name in (
-        'edgemoe_requests_total{path="/v1/completions",status="200"}',
-        "edgemoe_ttft_seconds_bucket",
-        "edgemoe_tpot_seconds_sum",
-        "edgemoe_requests_running ",
-        "# TYPE edgemoe_requests_running gauge",
-        "edgemoe_live_requests 0.0",
+        'edgemoe_http_requests_total{model_name="tiny",path="/v1/completions",status="200"}',
+        "edgemoe_time_to_first_token_seconds_bucket",
+        "edgemoe_request_time_per_output_token_seconds_sum",
+        'edgemoe_num_requests_running{model_name="tiny"} ',
+        "# TYPE edgemoe_num_requests_running gauge",
+        'edgemoe_live_requests{model_name="tiny"} 0.0',
+        "# TYPE edgemoe_engine_starts_total counter",
+        "# TYPE edgemoe_replayed_requests_total counter",
+        "# TYPE edgemoe_integrity_errors_total counter",
     ):
         assert name in page
+    for line in page.splitlines():
+        assert line.startswith("#") or 'model_name="tiny"' in line
+        if line.startswith("# TYPE"):
+            name, kind = line.split()[2:]
+            assert (kind == "counter") == name.endswith("_total"), line
+
+
+async def test_cached_tokens_of_a_prompt_are_counted_once_whatever_its_choices(text_model: TextModel) -> None:
+    ready = [Prompt((1, 2, 3, 4), Sampling()), Prompt((5, 6, 7), Sampling())]
+    asked = requests(ready, 3, 0, "u")
+    choices = [Choice(at, text_model.vocabulary) for at in range(6)]
+    job = Job("cmpl", "tiny", asked, choices, prompt_tokens=7)
+    for choice, request in zip(choices, asked, strict=True):
+        choice.take(Emission(request=request.id, attempt=1, index=0, token=65, cached_tokens=len(request.prompt) - 1))
+    assert job.usage()["prompt_tokens_details"] == {"cached_tokens": 3 + 2}
+    assert job.usage()["completion_tokens"] == 6
+
+
+async def test_health_says_how_many_requests_one_user_gets(http: httpx.AsyncClient) -> None:
+    requests = (await http.get("/health")).json()["requests"]
+    assert (requests["capacity"], requests["capacity_per_user"]) == (320, 256)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_alone_needs_no_token(http: httpx.AsyncClient, stream: bool) -> None:
+    body = {"prompt": [65, 66, 67], "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    choice = json.loads(lines[0] if stream else answer.text)["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == 3
+    assert (choice["finish_reason"], len(choice["text"])) == ("length", 3)
+    if not stream:
+        assert answer.json()["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_answers_say_how_long_they_took(http: httpx.AsyncClient, path: str, stream: bool) -> None:
+    asked = {"prompt": "SAY{abc}END", "messages": [{"role": "user", "content": "SAY{abc}END"}], "n": 2}
+    answer = await http.post(path, json={**asked, "stream": stream})
+    bodies = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")] or [
+        answer.json()
+    ]
+    assert ["timings" in body for body in bodies] == [False] * (len(bodies) - 1) + [True]
+    timings = bodies[-1]["timings"]
+    assert timings["predicted_n"] == 2 * 3
+    assert timings["prompt_ms"] > 0
+    assert timings["predicted_per_second"] > 0
 
 
 async def test_a_request_keeps_the_id_that_its_client_gave_it(http: httpx.AsyncClient) -> None:

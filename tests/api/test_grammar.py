@@ -7,13 +7,15 @@ import json
 import pytest
 from front_kit import MARKS, byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
 
-from edgemoe.api.grammar import Form, response_grammar, tool_grammar
+from edgemoe.api.grammar import Form, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
 BYTES = LLTokenizer("byte")
 TOKENIZER = byte_level_tokenizer()
+SPECIAL = byte_level_tokenizer(special_marks=True)
 TOKENS = LLTokenizer(TOKENIZER.to_str())  # has the marks as tokens
 PERSON = {
     "type": "object",
@@ -36,10 +38,10 @@ def accepts(grammar: str | None, text: str) -> bool:
     return matcher.consume_tokens(BYTES.tokenize_str(text)) and matcher.is_accepting()
 
 
-def accepts_tokens(grammar: str | None, text: str) -> bool:
+def accepts_tokens(grammar: str | None, text: str, tokenizer: Tokenizer = TOKENIZER) -> bool:
     assert grammar is not None
-    matcher = LLMatcher(TOKENS, grammar, log_level=0)
-    return matcher.consume_tokens(TOKENIZER.encode(text).ids) and matcher.is_accepting()
+    matcher = LLMatcher(TOKENS if tokenizer is TOKENIZER else LLTokenizer(tokenizer.to_str()), grammar, log_level=0)
+    return matcher.consume_tokens(tokenizer.encode(text).ids) and matcher.is_accepting()
 
 
 def call(name: str, arguments: object) -> str:
@@ -53,8 +55,8 @@ def form(**fields: object) -> ResponseFormat:
 @pytest.mark.parametrize(
     ("asked", "good", "bad"),
     [
-        (form(type="json_object"), '{"a": [1, {}]}', "[1]"),
-        (form(type="json_schema", json_schema=JsonSchema(schema=PERSON)), '{"name": "é", "age": 3}', '{"name": "x"}'),
+        (form(type="json_object"), '{"a":[1,{}]}', "[1]"),
+        (form(type="json_schema", json_schema=JsonSchema(schema=PERSON)), '{"name":"é","age":3}', '{"name":"x"}'),
         (form(type="regex", regex="(ab|c/d)+x"), "abc/dx", "abx "),
     ],
 )
@@ -71,12 +73,12 @@ def test_free_text_needs_no_grammar() -> None:
 def test_reasoning_may_come_first_where_the_model_reasons() -> None:
     asked = form(type="json_object")
     grammar = response_grammar(asked, Form(think=True))
-    assert accepts(grammar, '<think>\nfirst {"no"} \n</think>\n\n{"a": 1}')
-    assert accepts(grammar, '{"a": 1}')
-    assert not accepts(response_grammar(asked), '<think>\n</think>{"a": 1}')
+    assert accepts(grammar, '<think>\nfirst {"no"} \n</think>\n\n{"a":1}')
+    assert accepts(grammar, '{"a":1}')
+    assert not accepts(response_grammar(asked), '<think>\n</think>{"a":1}')
     begun = response_grammar(asked, Form(think=True, thinking=True))
-    assert accepts(begun, 'more thought</think>\n{"a": 1}')
-    assert not accepts(begun, '{"a": 1}')
+    assert accepts(begun, 'more thought</think>\n{"a":1}')
+    assert not accepts(begun, '{"a":1}')
 
 
 def test_a_regex_cannot_leave_its_rule() -> None:
@@ -84,10 +86,44 @@ def test_a_regex_cannot_leave_its_rule() -> None:
     assert accepts(grammar, "a/\nstart: /b")
 
 
-def test_white_space_cannot_go_on_for_ever() -> None:
-    grammar = response_grammar(form(type="json_object"))
-    assert accepts(grammar, '{\n  "a": 1\n}')
-    assert not accepts(grammar, "{" + " " * 100 + '"a": 1}')
+@pytest.mark.parametrize(
+    "asked", [form(type="json_object"), form(type="json_schema", json_schema=JsonSchema(schema={}))]
+)
+def test_json_has_no_optional_white_space(asked: ResponseFormat) -> None:
+    grammar = response_grammar(asked)
+    assert accepts(grammar, '{"a":[1,2],"b c":" d "}')
+    for spaced in ('{ "a":1}', '{"a": 1}', '{"a":1 }', '{"a":[1, 2]}', '{"a":1}\n', '{\n"a":1}', ' {"a":1}'):
+        assert not accepts(grammar, spaced)
+
+
+@pytest.mark.parametrize("regex", [r"[^\s\S]", r"a[^\s\S]b"])
+def test_a_regex_that_nothing_matches_is_refused_in_one_line(regex: str) -> None:
+    with pytest.raises(InvalidRequest, match="no text matches") as refused:
+        response_grammar(form(type="regex", regex=regex))
+    assert (refused.value.param, refused.value.code) == ("response_format.regex", "invalid_grammar")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, SPECIAL], ids=["added", "special"])
+def test_free_text_may_end_in_calls_to_what_was_offered_and_to_nothing_else(tokenizer: Tokenizer) -> None:
+    grammar = free_grammar(TOOLS, True, Form(MARKS, think=True))
+    one, two = call("one", {"item": "a"}), call("two", {})
+    for good in ("", "just text", "<think>hm</think>\n\nyes", f"let me see\n{one}", f"{two}\n{one}"):
+        assert accepts_tokens(grammar, good, tokenizer), good
+    for bad in (call("three", {}), call("one", {"item": "z"}), "<tool_call>what", f"{one} and more"):
+        assert not accepts_tokens(grammar, bad, tokenizer), bad
+    assert not accepts_tokens(free_grammar(TOOLS, False, Form(MARKS)), f"{two}\n{one}", tokenizer)
+
+
+def test_tools_whose_schema_cannot_be_followed_are_kept_to_by_name() -> None:
+    odd = Tool(function=Function(name="odd", parameters={"type": "object", "$ref": "http://x/y"}))
+    grammar = free_grammar([odd], True, Form(MARKS))
+    assert accepts_tokens(grammar, call("odd", {"anything": 1}))
+    assert not accepts_tokens(grammar, call("even", {"anything": 1}))
+
+
+def test_nothing_tells_a_call_from_text_where_its_marks_are_no_tokens() -> None:
+    assert free_grammar(TOOLS, True, Form()) is None
 
 
 def test_a_tool_call_must_fit_its_tool() -> None:
@@ -106,8 +142,8 @@ def test_marks_that_are_tokens_are_accepted_as_tokens(thinking: bool) -> None:
     form = Form(MARKS, think=True, thinking=thinking)
     thought = "so <b> it is\n" if thinking else "<think>\nso <b> it is\n"
     schema = response_grammar(ResponseFormat(type="json_object"), form)
-    assert accepts_tokens(schema, thought + '</think>\n\n{"a": 1}')
-    assert accepts_tokens(schema, '{"a": 1}') != thinking
+    assert accepts_tokens(schema, thought + '</think>\n\n{"a":1}')
+    assert accepts_tokens(schema, '{"a":1}') != thinking
     calls = tool_grammar(TOOLS, True, form)
     assert accepts_tokens(calls, f"{thought}</think>\n{call('two', {})}\n{call('one', {'item': 'a'})}")
     assert not accepts_tokens(calls, f"{thought}</think>\n{call('one', {})}")

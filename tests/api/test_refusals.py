@@ -10,16 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
-from front_kit import until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from edgemoe.api.schema import REFUSED, Chat, Completion
 from edgemoe.daemon import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 MESSAGES = [{"role": "user", "content": "SAY{x}END"}]
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {}, "messages"),
@@ -28,7 +28,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0]"),
     (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-    (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (
+        CHAT,
+        {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
     (CHAT, {"messages": MESSAGES, "temperature": "hot"}, "temperature"),
     (CHAT, {"messages": MESSAGES, "temperature": 2.1}, "temperature"),
     (CHAT, {"messages": MESSAGES, "top_p": -0.1}, "top_p"),
@@ -53,8 +59,24 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": [1, "two"]}, "prompt"),
     (TEXT, {"prompt": [99999]}, "prompt[0]"),
     (TEXT, {"prompt": "x", "best_of": 3}, "best_of"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    (RESPONSES, {"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+    (
+        RESPONSES,
+        {"instructions": "be", "input": [{"role": "user"}, {"role": "user", "content": 3}]},
+        "input[1].content",
+    ),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+    (
+        RESPONSES,
+        {"instructions": "be", "input": [{"type": "function_call", "name": 3}]},
+        "input[0].tool_calls[0].function.name",
+    ),
+    (RESPONSES, {"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "suffix"),
-    (TEXT, {"prompt": "x", "repetition_penalty": 1.2}, "repetition_penalty"),
+    (TEXT, {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt"),
     ("/detokenize", {"tokens": [99999]}, "tokens"),
@@ -95,8 +117,26 @@ async def test_bad_json_is_a_400(http: httpx.AsyncClient, body: bytes) -> None:
 async def test_a_prompt_longer_than_the_context_says_by_how_much(http: httpx.AsyncClient) -> None:
     error = refused(await http.post(TEXT, json={"prompt": [65] * 5000}), 400)
     assert error["code"] == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 4096 tokens")
     assert "5000" in error["message"]
-    assert "4096" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("temperature", 2.1, "invalid_value"),
+        ("top_p", -0.1, "invalid_value"),
+        ("n", 0, "invalid_value"),
+        ("stop", ["x"] * 17, "invalid_value"),
+        ("temperature", "hot", "invalid_type"),
+        ("stream", 1, "invalid_type"),
+        ("tools", [{"type": "function"}], "missing_required_parameter"),
+    ],
+)
+async def test_a_code_tells_a_wrong_type_from_a_wrong_value(
+    http: httpx.AsyncClient, field: str, value: Any, code: str
+) -> None:
+    assert refused(await http.post(CHAT, json={"messages": MESSAGES, field: value}), 400)["code"] == code
 
 
 async def test_more_choices_than_could_ever_wait_are_a_400(http: httpx.AsyncClient) -> None:

@@ -76,7 +76,7 @@ async def test_an_error_midstream_is_a_failed_response(client: openai.AsyncOpenA
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "messages[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
     ],
 )
 async def test_what_needs_a_store_or_more_than_text_is_refused(

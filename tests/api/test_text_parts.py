@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from front_kit import byte_level_tokenizer
+from front_kit import MARKS, byte_level_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -18,6 +18,7 @@ from edgemoe.api.stops import Stops, held_back
 from edgemoe.types import Emission
 
 TOKENIZER = byte_level_tokenizer()
+SPECIAL = byte_level_tokenizer(special_marks=True)
 VOCABULARY = Vocabulary(TOKENIZER)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</think> ü"}}\n</tool_call>'
 
@@ -128,6 +129,8 @@ CASES = {
     "not JSON": ("<tool_call>{nope}</tool_call>", Marks(calls=8), "<tool_call>{nope}</tool_call>", "", 0),
     "an open call": ('a <tool_call>{"na', Marks(calls=8), 'a<tool_call>{"na', "", 0),
     "one call only": (f"{CALL}{CALL}", Marks(calls=1), CALL, "", 1),
+    "a call to what was offered": (CALL, Marks(calls=8, functions=frozenset("fg")), "", "", 1),
+    "a call to what was not": (CALL, Marks(calls=8, functions=frozenset("gh")), CALL, "", 0),
 }
 
 
@@ -153,11 +156,35 @@ def test_a_call_has_its_arguments_as_json_text() -> None:
     assert call.id.startswith("call_")
 
 
+def without_marks(text: str) -> str:
+    for mark in MARKS:
+        text = text.replace(mark, "")
+    return text
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_marks_that_are_special_tokens_are_heeded_and_never_shown(case: tuple[str, Marks, str, str, int]) -> None:
+    text, marks, answer, reasoning, calls = case
+    choice, deltas, _ = choice_of(text, marks=marks, tokenizer=SPECIAL)
+    shown, thought = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
+    assert sum(len(delta.calls) for delta in deltas) == calls
+    if marks.calls != 1:  # which ends before the second
+        assert (shown.split(), thought) == (without_marks(answer).split(), reasoning)
+    assert not [mark for mark in MARKS if mark in shown + thought]
+    assert (choice.finish == "tool_calls") == (calls > 0)
+
+
+@pytest.mark.parametrize("stray", ["a </think> b", "a <think> b", "a </tool_call> b", "a <think></think><think> b"])
+def test_special_marks_out_of_place_are_left_out(stray: str) -> None:
+    _, deltas, _ = choice_of(stray, marks=Marks(think=True, calls=8), tokenizer=SPECIAL)
+    assert "".join(delta.text + delta.reasoning for delta in deltas).split() == ["a", "b"]
+
+
 def choice_of(
-    text: str, *, stops: tuple[str, ...] = (), marks: Marks | None = None
+    text: str, *, stops: tuple[str, ...] = (), marks: Marks | None = None, tokenizer: Tokenizer = TOKENIZER
 ) -> tuple[Choice, list[Delta], bool]:
-    choice, deltas, early = Choice(0, VOCABULARY, stops, marks), [], False
-    for index, token in enumerate(TOKENIZER.encode(text).ids):
+    choice, deltas, early = Choice(0, Vocabulary(tokenizer), stops, marks), [], False
+    for index, token in enumerate(tokenizer.encode(text).ids):
         early = choice.take(Emission(request="r", attempt=1, index=index, token=token, logprob=-1.0))
         deltas.append(choice.delta())
         if choice.finish:
@@ -172,6 +199,20 @@ def test_a_stop_string_ends_a_choice_before_the_engine_does() -> None:
     choice, deltas, early = choice_of("one two END three", stops=("END",))
     assert "".join(delta.text for delta in deltas) == "one two "
     assert (choice.finish, early) == ("stop", True)
+
+
+def test_what_was_held_back_for_a_stop_string_or_a_mark_comes_with_the_end() -> None:
+    choice, deltas, _ = choice_of("one two EN", stops=("END",))
+    assert "".join(delta.text for delta in deltas) == "one two EN"
+    choice, deltas, _ = choice_of("one <tool_c", marks=Marks(calls=1))
+    assert ("".join(delta.text for delta in deltas), choice.finish) == ("one <tool_c", "stop")
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_where_the_prompt_alone_is_wanted_nothing_else_is_said(finish: str) -> None:
+    choice = Choice(0, VOCABULARY, prompt_only=True)
+    choice.take(Emission(request="r", attempt=1, index=0, token=65, finish=finish))
+    assert (choice.delta().text, choice.tokens, choice.finish) == ("", 0, "length")
 
 
 def test_calls_finish_as_tool_calls_and_the_last_wanted_one_ends_the_choice() -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import zmq
 
 from edgemoe.cluster.wire.keys import Peer, Secret
 from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Failure, Net, Question
+from edgemoe.cluster.wire.protocol import Language, Message, Versions
 from edgemoe.cluster.wire.zap import AllowList
 
 
-class Echo(msgspec.Struct, frozen=True, tag=True):
+class Echo(Message, frozen=True, tag="Echo"):
     text: str
 
 
-DECODER = msgspec.msgpack.Decoder(Echo | Failure)
+LANGUAGE: Language[Any] = Language(Echo, Failure)
 
 
 async def echo(question: Question[Any]) -> Answer[Any]:
@@ -36,12 +36,19 @@ class Box:
     """One process's Net and one lane of it."""
 
     def __init__(
-        self, node: str, key: Secret, allowed: dict[str, Secret], serve: Any = echo, decoder: Any = DECODER, **lane: Any
+        self,
+        node: str,
+        key: Secret,
+        allowed: dict[str, Secret],
+        serve: Any = echo,
+        language: Any = LANGUAGE,
+        speaks: Versions | None = None,
+        **lane: Any,
     ) -> None:
         self.node, self.key = node, key
-        self.allowed = AllowList({name: s.public.decode() for name, s in allowed.items()})
-        self.net = Net(node, f"boot-of-{node}", key, self.allowed)
-        self.lane: Lane[Any] = Lane(self.net, "test", decoder, serve, **lane)
+        self.allowed = AllowList({name: (s.public.decode(),) for name, s in allowed.items()})
+        self.net = Net(node, f"boot-of-{node}", key, self.allowed, speaks)
+        self.lane: Lane[Any] = Lane(self.net, "test", language, serve, **lane)
         self.port = self.lane.bind("127.0.0.1")
 
     @property
@@ -60,9 +67,3 @@ async def running(*boxes: Box) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
         for box in boxes:
             box.net.close()
-
-
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)

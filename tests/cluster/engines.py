@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
+from waiting import wait_until
 
 from edgemoe.cluster.wire.keys import Secret, generate
 from edgemoe.cluster.wire.messages import FromEngine, Listening, PeerEngine, Peers, Plan
@@ -23,31 +20,11 @@ from edgemoe.experts.files import padded
 from edgemoe.experts.manifest import Manifest
 from edgemoe.model.spec import spec_from_config
 from edgemoe.policy.placement import uniform
-from edgemoe.types import BoolArray, Emission, PlacementPlan, Request, Sampling, pack_bits
+from edgemoe.types import Emission, PlacementPlan, Request, Sampling, pack_bits
 from edgemoe.worker.assemble import assemble
 from edgemoe.worker.cluster import ClusterSide
 
 LAYERS, EXPERTS = 3, 6  # of the tiny models
-
-
-def wait_for(condition: Callable[[], object], within_s: float = 20.0) -> None:
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, "it never happened"
-        time.sleep(2e-3)
-
-
-def partial_store(store: Path, directory: Path, present: BoolArray) -> Path:
-    """The same store, but only the `present` experts [L, E] are listed in it."""
-    shutil.copytree(store, directory, copy_function=os.link)
-    (directory / "manifest.json").unlink()
-    manifest = Manifest.load(store)
-    layers = tuple(
-        msgspec.structs.replace(layer, experts=tuple(e for e in layer.experts if present[n, e.expert]))
-        for n, layer in enumerate(manifest.layers)
-    )
-    msgspec.structs.replace(manifest, layers=layers).save(directory)
-    return directory
 
 
 class EngineBox:
@@ -69,7 +46,7 @@ class EngineBox:
         )
         self.told: list[FromEngine] = []
         self.emitted: list[Emission] = []
-        self.assembly = assemble(self.settings, self.emitted.extend, lambda _: None)
+        self.assembly = assemble(self.settings, self.emitted.extend, lambda *_: None)
         self.tiers = self.assembly.tiers
         self._loop = asyncio.new_event_loop()
         self._up: Future[None] = Future()
@@ -125,7 +102,7 @@ class EngineBox:
         self.assembly.engine.loop.submit(request, (), 1, remaining_s)
 
     def end(self, name: str = "r", within_s: float = 30.0) -> Emission:
-        wait_for(lambda: any(one.request == name and one.finish for one in self.emitted), within_s)
+        wait_until(lambda: any(one.request == name and one.finish for one in self.emitted), within_s)
         return next(one for one in self.emitted if one.request == name and one.finish)
 
     def tokens(self, name: str = "r") -> list[int]:
@@ -167,7 +144,7 @@ def running(*boxes: EngineBox, know: bool = True) -> Iterator[None]:
 
 def peers_of(*boxes: EngineBox) -> Peers:
     """What a front tells its engine of these."""
-    keys = {box.node: box.secret.public.decode() for box in boxes}
+    keys = {box.node: (box.secret.public.decode(),) for box in boxes}
     return Peers(keys=keys, engines=tuple(box.engine_of for box in boxes))
 
 
@@ -175,7 +152,7 @@ def meet(*boxes: EngineBox) -> None:
     for box in boxes:
         others = [other for other in boxes if other is not box]
         box.obey(peers_of(*others))
-    wait_for(lambda: all(box.knows(*(other for other in boxes if other is not box)) for box in boxes))
+    wait_until(lambda: all(box.knows(*(other for other in boxes if other is not box)) for box in boxes))
 
 
 def plan_for(boxes: Sequence[EngineBox], replicas: int = 1, version: int = 1) -> PlacementPlan:
@@ -199,8 +176,8 @@ def adopt(plan: PlacementPlan, *boxes: EngineBox) -> None:
     """Returns when all homes are in memory, and everybody knows."""
     for box in boxes:
         box.obey(Plan(plan=plan))
-    wait_for(lambda: all(box.side.plan == plan and not box.tiers.residency.missing_homes() for box in boxes))
-    wait_for(lambda: all(box.knows(*(other for other in boxes if other is not box)) for box in boxes))
+    wait_until(lambda: all(box.side.plan == plan and not box.tiers.residency.missing_homes() for box in boxes))
+    wait_until(lambda: all(box.knows(*(other for other in boxes if other is not box)) for box in boxes))
 
 
 def prompts(seed: int = 0, lengths: Sequence[int] = (3, 40, 17, 70)) -> list[list[int]]:

@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from boxes import until
 from etcd_process import free_ports
+from waiting import until
 
+from edgemoe.cluster.control.clock import since_boot
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.wire.control_messages import Announce, EngineCard
 from edgemoe.cluster.wire.keys import Peer, Secret, generate
 from edgemoe.config import ClusterSettings
 from edgemoe.types import pack_bits
 
+ABC = ("a", "b", "c")
 LAYERS, EXPERTS = 2, 6
 ALL = pack_bits(np.ones((LAYERS, EXPERTS), np.bool_))
 NONE = bytes(len(ALL))
@@ -56,12 +58,16 @@ class Front:
         self.engine: EngineCard | None = None
         self.role: Any = "box"
         self.task: asyncio.Future[None] | None = None
+        self.ahead_s = 0.0  # by which its clock has jumped
+
+    def clock(self) -> float:
+        return since_boot() + self.ahead_s
 
     async def start(self) -> None:
         self.starts += 1
         announce = Announce(release="1", role=self.role, address=self.settings.listen, engine=self.engine)
         boot = f"boot-{self.node}-{self.starts}"
-        self.plane = ControlPlane(self.settings, boot, self.key, self.peers, announce)
+        self.plane = ControlPlane(self.settings, boot, self.key, self.peers, announce, self.clock)
         self.plane.listen()
         self.task = asyncio.ensure_future(self.plane.run())
 
@@ -85,13 +91,13 @@ class Front:
 
 @asynccontextmanager
 async def fronts(
-    folder: Path, nodes: Sequence[str] = ("a", "b", "c"), **settings: Any
+    folder: Path, nodes: Sequence[str] = ("a", "b", "c"), voters: Sequence[str] = ABC, **settings: Any
 ) -> AsyncIterator[dict[str, Front]]:
-    """Fronts that list each other, started."""
+    """Fronts that list each other, started; `voters` are those that have a vote."""
     ports = free_ports(len(nodes))
     keys = {node: generate(folder / f"{node}.key") for node in nodes}
     peers = {
-        node: Peer(node, f"127.0.0.1:{port}", keys[node].public.decode())
+        node: Peer(node, f"127.0.0.1:{port}", keys[node].public.decode(), voter=node in voters)
         for node, port in zip(nodes, ports, strict=True)
     }
     made = {node: Front(folder, peers[node], keys[node], peers, **settings) for node in nodes}

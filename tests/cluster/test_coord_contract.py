@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from boxes import Box, secret
 from boxes import running as boxes_running
 from etcd_process import etcd_cluster
 from fake_link import FakeNet
+from waiting import until
 
 from edgemoe.cluster.control.coord import CoordState, CoordStore, PlanRef, Single
 from edgemoe.cluster.control.election import Election
@@ -75,28 +78,22 @@ async def running(stores: list[CoordStore]) -> AsyncIterator[list[CoordStore]]:
 
 async def claim(store: CoordStore, node: str, within_s: float = 15.0, above: int = 0) -> int:
     """Claims as soon as the engine lets it."""
-    ends = time.monotonic() + within_s
-    while True:
+
+    async def claimed() -> int:
         try:
             return await store.claim(node, above)
         except (CoordUnavailable, StaleEpoch):
-            if time.monotonic() > ends:
-                raise
             await store.changed(0.1)
+            return 0
 
-
-async def until(store: CoordStore, condition: object, within_s: float = 10.0) -> None:
-    ends = time.monotonic() + within_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < ends, store.view()
-        await store.changed(0.1)
+    return await until(claimed, within_s)
 
 
 class TestContract:
     async def test_one_claim_wins_and_every_box_sees_the_same_leader_and_epoch(self, stores: list[CoordStore]) -> None:
         epoch = await claim(stores[0], "a")
-        await until(stores[1], lambda: stores[1].view().leader == "a")
-        await until(stores[2], lambda: stores[2].view().leader == "a")
+        await until(lambda: stores[1].view().leader == "a")
+        await until(lambda: stores[2].view().leader == "a")
         assert {s.view().epoch for s in stores} == {epoch}
         with pytest.raises(StaleEpoch, match="a leads already"):
             await stores[1].claim("b", 0)
@@ -112,7 +109,7 @@ class TestContract:
         with pytest.raises(StaleEpoch):
             await stores[0].renew(first)
         await stores[1].commit_plan(second, PlanRef(2, "other"))
-        await until(stores[2], lambda: stores[2].view().plan == PlanRef(2, "other"))
+        await until(lambda: stores[2].view().plan == PlanRef(2, "other"))
 
     async def test_a_plan_must_follow_the_present_one_and_repeating_it_is_harmless(
         self, stores: list[CoordStore]
@@ -166,14 +163,13 @@ class TestContract:
 
 async def leader(elections: list[Election], among: set[int], within_s: float = 20.0) -> int:
     """Waits for exactly one leader and returns who it is; two at once fail the test."""
-    ends = time.monotonic() + within_s
-    while time.monotonic() < ends:
-        leading = [n for n in among if elections[n].epoch()]
-        assert len(leading) <= 1
-        if leading:
-            return leading[0]
-        await asyncio.sleep(0.02)
-    raise AssertionError("nobody leads")
+
+    def leading() -> list[int]:
+        found = [n for n in among if elections[n].epoch()]
+        assert len(found) <= 1
+        return found
+
+    return (await until(leading, within_s))[0]
 
 
 async def test_a_single_box_always_leads_and_goes_on_from_the_epoch_that_it_kept() -> None:
@@ -212,7 +208,7 @@ async def test_an_isolated_raft_leader_steps_down_before_the_others_elect_and_ca
         second = await leader_after(elections, first)
         await stores[second].commit_plan(elections[second].epoch(), PlanRef(1, "theirs"))
         net.rejoin(NAMES[first])
-        await until(stores[first], lambda: stores[first].view().plan == PlanRef(1, "theirs"))
+        await until(lambda: stores[first].view().plan == PlanRef(1, "theirs"))
         assert elections[first].epoch() == 0
     finally:
         for task in tasks:
@@ -224,14 +220,13 @@ async def test_an_isolated_raft_leader_steps_down_before_the_others_elect_and_ca
 
 async def leader_after(elections: list[Election], old: int, within_s: float = 20.0) -> int:
     """Waits for a leader other than `old`; both at once fail the test."""
-    ends = time.monotonic() + within_s
-    while time.monotonic() < ends:
-        leading = [n for n, e in enumerate(elections) if e.epoch()]
-        assert len(leading) <= 1
-        if leading and leading[0] != old:
-            return leading[0]
-        await asyncio.sleep(0.005)
-    raise AssertionError("nobody took over")
+
+    def leading() -> list[int]:
+        found = [n for n, e in enumerate(elections) if e.epoch()]
+        assert len(found) <= 1
+        return [n for n in found if n != old]
+
+    return (await until(leading, within_s))[0]
 
 
 # PySyncObj leaves the file that it reads its term from to the garbage collector.
@@ -245,10 +240,38 @@ async def test_raft_members_that_all_restart_keep_epoch_and_plan(tmp_path: Path)
             await store.start()
         try:
             if epochs:
-                await until(stores[1], lambda s=stores: s[1].view().plan == PlanRef(1, "p1"))
+                await until(lambda s=stores: s[1].view().plan == PlanRef(1, "p1"))
             epochs.append(await claim(stores[1], "b"))
             await stores[1].commit_plan(epochs[-1], PlanRef(round_number, f"p{round_number}"))
         finally:
             for store in stores:
                 await store.close()
     assert epochs[1] > epochs[0]
+
+
+async def test_whatever_answers_in_etcds_place_makes_it_unavailable_and_nothing_worse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = EtcdStore(["http://127.0.0.1:1"], lease_s=2)
+    answers: list[object] = [
+        ssl.SSLError(1, "sslv3 alert bad certificate"),
+        httpx.ReadTimeout("late"),
+        httpx.Response(200, text="<html>"),
+        httpx.Response(200, json=["no object"]),
+        httpx.Response(200, json={}),
+        httpx.Response(200, json={"kvs": [{"key": "%", "mod_revision": "1"}], "header": {"revision": "1"}}),
+        httpx.Response(200, json={"kvs": [{"key": "", "mod_revision": "x"}], "header": {"revision": "1"}}),
+        httpx.Response(200, json={"kvs": [5], "header": {"revision": "1"}}),
+        httpx.Response(400, text="CommonName of client sending a request against gateway will be ignored"),
+    ]
+    for answer in answers:
+
+        async def post(*_: object, answer: object = answer, **__: object) -> object:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(store._client, "post", post)
+        with pytest.raises(CoordUnavailable):
+            await store.claim("a", 0)
+    await store.close()

@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from boxes import Box, running, secret
+from waiting import until
 
 from edgemoe import pace
-from edgemoe.cluster.data import bulk
-from edgemoe.cluster.data.bulk import PeerStore
 from edgemoe.cluster.data.calls import Calls
-from edgemoe.cluster.data.messages import CHUNK_BYTES, Call, Chunk, Fetch, Model, Result
+from edgemoe.cluster.data.messages import CALLS, Call, Hello, Model, Result
 from edgemoe.cluster.data.peer import PeerState
 from edgemoe.cluster.data.server import QUEUE_CALLS, ExpertServer
 from edgemoe.cluster.wire.envelope import Envelope
 from edgemoe.cluster.wire.net import Answer, Question
-from edgemoe.errors import MissingExpert, PeerBusy, PeerRefused
+from edgemoe.cluster.wire.protocol import SPOKEN
+from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.types import ExpertWork, Offer, RemoteCall
 
 MODEL = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
@@ -96,7 +97,7 @@ class Gate:
 
 def question(asked: ExpertWork, within_s: float = 10.0) -> Question[Any]:
     call, tensors = frames(asked)
-    envelope = Envelope(1, False, 0, 0, within_s * 1e3, (), (), b"")  # type: ignore[arg-type]
+    envelope = Envelope(1, False, SPOKEN, within_s * 1e3, (), (), b"")  # type: ignore[arg-type]
     return Question("peer", "boot", envelope, call, tensors, asyncio.get_running_loop().time() + within_s)
 
 
@@ -127,13 +128,14 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     server._pace.mean_s = 1e-9
     under_way = asyncio.create_task(server.serve(question(work())))
     await asyncio.to_thread(host.started.wait, 10)
-    late = asyncio.create_task(server.serve(question(work(), within_s=0.5)))
+    too_late = question(work(), within_s=0.5)
+    late = asyncio.create_task(server.serve(too_late))
     await asyncio.sleep(0)  # it is let in before the others are made, which may take longer than it has
     rest = [asyncio.create_task(server.serve(question(work()))) for _ in range(QUEUE_CALLS - 2)]
-    await asyncio.sleep(0.02)
+    await until(lambda: server._pending == QUEUE_CALLS)
     with pytest.raises(PeerBusy):
         await server.serve(question(work()))
-    await asyncio.sleep(0.6)
+    await until(lambda: asyncio.get_running_loop().time() > too_late.deadline)
     host.open.set()
     with pytest.raises(PeerBusy, match="too late"):
         await late
@@ -272,61 +274,37 @@ async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow
     await asyncio.gather(running, return_exceptions=True)
 
 
-class BulkLane:
-    """The lane to peers each of which takes so long for a chunk of an expert of sevens."""
+async def test_a_peer_that_is_not_heard_is_asked_nothing_and_stays_connected() -> None:
+    keys = {"a": secret(), "b": secret()}
+    asked = asyncio.Event()
 
-    def __init__(self, **chunk_s: float) -> None:
-        self.chunk_s = chunk_s
-        self.answered = dict.fromkeys(chunk_s, 0)
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        if isinstance(question.message, Hello):
+            return Answer(question.message)
+        asked.set()
+        await asyncio.sleep(60)
+        raise AssertionError("it was waited for")
 
-    async def ask(self, node: str, fetch: Fetch, *, timeout_s: float) -> Answer[Any]:
-        await asyncio.sleep(self.chunk_s[node])
-        self.answered[node] += 1
-        return Answer(Chunk("7" * 32), [memoryview(b"\7" * fetch.bytes)])
-
-
-class EmptyShelf:
-    """A box that has no expert itself."""
-
-    def checksum(self, layer: int, expert: int) -> None:
-        return None
-
-    def learn(self, layer: int, expert: int, checksum: str) -> None:
-        pass
-
-    def has(self, layer: int, expert: int) -> bool:
-        return False
-
-
-def store_of(lane: BulkLane, chunks: int, timeout_s: float) -> PeerStore:
-    """Experts of so many chunks come from the lane's peers, the first one first; their links seem fast."""
-    peers = {node: PeerState(node, "boot", 1, 1) for node in lane.chunk_s}
-    for peer in peers.values():
-        peer.ready, peer.s_per_byte = True, 1e-12
-        peer.ram[:] = True
-    store = PeerStore(None, EmptyShelf(), lambda _: "7" * 32, chunks * CHUNK_BYTES)  # type: ignore[arg-type]
-    store.join(lane, lambda: peers, timeout_s)  # type: ignore[arg-type]
-    return store
-
-
-async def test_a_source_that_crawls_is_left_for_another_however_many_chunks_an_expert_has() -> None:
-    lane, chunks = BulkLane(b=0.15, c=0.0), 16
-    into = memoryview(bytearray(chunks * CHUNK_BYTES))
-    await store_of(lane, chunks, timeout_s=5.0).read(0, 0, into)
-    assert 0 < lane.answered["b"] < chunks
-    assert lane.answered["c"] == chunks
-    assert bytes(into) == b"\7" * len(into)
-
-
-async def test_the_only_source_may_take_longer_than_a_time_out_for_all_of_an_expert() -> None:
-    lane, chunks = BulkLane(b=0.1), 32
-    await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
-    assert lane.answered["b"] == chunks
-
-
-async def test_the_only_source_is_given_up_where_it_crawls_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "LEAST_BYTES_PER_S", 1e12)
-    lane, chunks = BulkLane(b=0.2), 64
-    with pytest.raises(MissingExpert, match="b did not"):
-        await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
-    assert 0 < lane.answered["b"] < chunks
+    a, b = (Box(node, keys[node], keys, serve=serve, language=CALLS) for node in keys)
+    everything = np.ones((MODEL.layers, MODEL.experts), np.bool_)
+    calls = Calls(a.lane, MODEL, lambda: (everything, everything), 30.0)
+    async with running(a, b):
+        running_calls = asyncio.create_task(calls.run())
+        calls.add("b", "boot")
+        a.lane.connect(b.peer)
+        await until(lambda: calls.peers["b"].reachable)
+        downs: list[str] = []
+        a.lane.on_down = downs.append
+        answers: SimpleQueue[RemoteCall] = SimpleQueue()
+        calls.call("b", work(), answers)
+        await asked.wait()
+        calls.heed("b", False)
+        failed = await asyncio.to_thread(answers.get, True, 10)
+        assert "not heard" in str(failed.error)
+        assert not calls.offers(0, np.array([0]))
+        assert a.lane.is_up("b")
+        calls.heed("b", True)
+        await until(lambda: len(calls.offers(0, np.array([0]))) == 1)
+        assert downs == []
+        running_calls.cancel()
+        await asyncio.gather(running_calls, return_exceptions=True)

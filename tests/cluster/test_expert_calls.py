@@ -11,20 +11,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from checkpoints import tiny_checkpoint
+from checkpoints import partial_store, tiny_checkpoint
 from engines import (
     EXPERTS,
     LAYERS,
     EngineBox,
     adopt,
     meet,
-    partial_store,
     peers_of,
     plan_for,
     prompts,
     running,
-    wait_for,
 )
+from waiting import wait_until
 
 from edgemoe.cluster.wire.messages import Peers, Plan
 from edgemoe.experts import remote
@@ -149,7 +148,7 @@ def test_without_another_copy_the_request_ends_in_an_error_that_names_the_expert
         assert (end.finish, end.error_code) == ("error", "missing_expert")
         assert "of layer" in end.error
         assert a.tokens() == alone[1][: len(a.tokens())]
-        wait_for(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
+        wait_until(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
         a.submit(prompts()[1], "again")
         assert a.end("again", within_s=10).error_code == "missing_expert"
 
@@ -188,7 +187,7 @@ def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
         a.submit(prompts()[1])
         assert brake.reached.wait(10), "b was never asked"
         before = looks[0]
-        wait_for(lambda: looks[0] > before)  # the call is late, and there is no other way
+        wait_until(lambda: looks[0] > before)  # the call is late, and there is no other way
         meet(a, b, c)
         assert a.end().finish == "length"
         assert time.monotonic() - began_s < 12
@@ -239,7 +238,7 @@ def test_a_peer_that_has_answered_since_is_not_silent_for_an_old_call(store: Pat
         brake = Brake(b, after=2)
         a.submit(prompts()[1])
         peer = a.side.plane.calls.peers["b"]
-        wait_for(lambda: peer.failures)  # the call that b never answered; it answered hellos meanwhile
+        wait_until(lambda: peer.failures)  # the call that b never answered; it answered hellos meanwhile
         assert peer.reachable
         brake.release.set()
 
@@ -255,10 +254,10 @@ def test_a_box_that_is_cut_off_and_comes_back_costs_no_token(
             a.submit(prompt, str(n))
         for _ in range(2):
             so_far = len(a.emitted)
-            wait_for(lambda: len(a.emitted) > so_far + 4)  # noqa: B023
+            wait_until(lambda: len(a.emitted) > so_far + 4)  # noqa: B023
             for box in (a, b):
                 box.obey(Peers())
-            wait_for(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
+            wait_until(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
             meet(a, b)
         assert [a.end(str(n)).finish for n in range(4)] == ["length"] * 4
         assert [a.tokens(str(n)) for n in range(4)] == alone
@@ -299,7 +298,7 @@ def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_
         homes = plan.homes_of("a")
         assert homes.sum() == TOTAL - 2
         for layer, expert in zip(*np.nonzero(homes), strict=True):
-            wait_for(lambda: c.tiers.residency.ram.where[layer, expert] >= 0)  # noqa: B023
+            wait_until(lambda: c.tiers.residency.ram.where[layer, expert] >= 0)  # noqa: B023
             assert bytes_at(a, layer, expert) == bytes_at(c, layer, expert)
         assert a.assembly.sharing.store.refused > 0  # type: ignore[union-attr]
         assert a.generate(prompts()) == alone
@@ -323,7 +322,7 @@ def test_an_expert_whose_bytes_do_not_come_is_fetched_from_another_long_before_t
         b_first.latency_s = b_first.s_per_byte = 1e-12
         began_s = time.monotonic()
         adopt(plan_for((a, b, c), replicas=3), a)
-        wait_for(lambda: not a.tiers.residency.missing_homes(), within_s=12)
+        wait_until(lambda: not a.tiers.residency.missing_homes(), within_s=12)
         assert time.monotonic() - began_s < 12
         assert asked.is_set(), "b was never asked"
         assert a.generate(prompts()) == alone
@@ -339,19 +338,19 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_last_one_stays(store: Path,
         a.obey(Plan(plan=msgspec.structs.replace(good, version=3, model="another")))
         last = msgspec.structs.replace(good, version=4)
         a.obey(Plan(plan=last))
-        wait_for(lambda: a.side.plan == last)
+        wait_until(lambda: a.side.plan == last)
         assert a.side.figures()["edgemoe_home_experts"] == good.homes_of("a").sum()
 
 
 def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
     a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=0.5)
     with running(a, b):
-        wait_for(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
         b.obey(Peers())
         a.submit(prompts()[0])
         assert a.end().error_code == "missing_expert"
         meet(a, b)
-        wait_for(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
         assert a.generate(prompts()[:1], tag="again") == alone[:1]
 
 
@@ -363,9 +362,9 @@ def test_boxes_with_other_weights_do_not_compute_for_each_other(store: Path, tmp
         for box, other in ((a, b), (b, a)):
             box.obey(peers_of(other))
         for box, node in ((a, "b"), (b, "a")):
-            wait_for(lambda: node in box.side.plane.calls.peers)  # noqa: B023
+            wait_until(lambda: node in box.side.plane.calls.peers)  # noqa: B023
             peer = box.side.plane.calls.peers[node]
-            wait_for(lambda: "the same packed store" in peer.refused)  # noqa: B023
+            wait_until(lambda: "the same packed store" in peer.refused)  # noqa: B023
         assert not a.remote.peers.offers(0, np.arange(EXPERTS))
         a.submit(prompts()[0])
         assert a.end().error_code == "missing_expert"

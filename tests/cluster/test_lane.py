@@ -13,11 +13,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from boxes import Box, Echo, running, secret, until
+import zmq
+import zmq.asyncio
+from boxes import LANGUAGE, Box, Echo, echo, running, secret
+from waiting import until
 
+from edgemoe.bounds import MAX_NODES
 from edgemoe.cluster.wire import keys
-from edgemoe.cluster.wire.envelope import MAGIC, VERSION, seal, unseal
-from edgemoe.cluster.wire.net import Answer, Question
+from edgemoe.cluster.wire import net as net_module
+from edgemoe.cluster.wire.envelope import FRAMING, MAGIC, MAX_ENVELOPE_BYTES, seal, unseal
+from edgemoe.cluster.wire.lane import ASKED_AT_ONCE, Lane
+from edgemoe.cluster.wire.net import FAILURE_CHARS, Answer, Net, Question
+from edgemoe.cluster.wire.protocol import Message
+from edgemoe.cluster.wire.zap import AllowList
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 
 
@@ -26,7 +34,7 @@ def pair(serve: Any = None, **lane: Any) -> tuple[Box, Box]:
     a_key, b_key = secret(), secret()
     allowed = {"a": a_key, "b": b_key}
     a = Box("a", a_key, allowed, **lane)
-    return a, Box("b", b_key, allowed, **({"serve": serve} if serve else {}))
+    return a, Box("b", b_key, allowed, **({"serve": serve} if serve else {}), **lane)
 
 
 async def connected(a: Box, b: Box) -> None:
@@ -157,22 +165,25 @@ async def test_a_box_that_comes_back_before_its_loss_is_noticed_is_heard_again()
 
 
 async def test_more_questions_than_a_peer_takes_at_once_wait_and_are_all_answered() -> None:
-    under_way, most = 0, 0
+    under_way, most, go_on = 0, 0, asyncio.Event()
 
     async def serve(question: Question[Any]) -> Answer[Any]:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
-        await asyncio.sleep(0.02)
+        await go_on.wait()
         under_way -= 1
         return Answer(question.message)
 
     a, b = pair(serve)
     async with running(a, b):
         await connected(a, b)
-        answers = await asyncio.gather(*(a.lane.ask("b", Echo(str(n)), timeout_s=20) for n in range(1000)))
+        asked = [asyncio.create_task(a.lane.ask("b", Echo(str(n)), timeout_s=60)) for n in range(1000)]
+        await until(lambda: under_way == ASKED_AT_ONCE - 1)
+        go_on.set()
+        answers = await asyncio.gather(*asked)
     assert [answer.message.text for answer in answers] == [str(n) for n in range(1000)]
-    assert most > 30
+    assert most == ASKED_AT_ONCE - 1
 
 
 async def test_a_key_that_was_replaced_is_refused_on_the_connection_that_stands() -> None:
@@ -184,6 +195,38 @@ async def test_a_key_that_was_replaced_is_refused_on_the_connection_that_stands(
         with pytest.raises(PeerUnavailable):
             await a.lane.ask("b", Echo("after"), timeout_s=0.5)
         assert b.lane.rejected == 1
+
+
+@pytest.mark.parametrize("other_first", [False, True])
+async def test_a_box_with_either_of_its_two_keys_is_found_and_let_in(other_first: bool) -> None:
+    """Both by those that ask it and by those that it asks, whichever of them stands first in the list."""
+    a, b = pair()
+    other = secret().public.decode()
+    first, second = (other, b.key.public.decode()) if other_first else (b.key.public.decode(), other)
+    a.allowed.allow("b", first, second)
+    async with running(a, b):
+        a.lane.connect(msgspec.structs.replace(b.peer, key=first, new_key=second))
+        b.lane.connect(a.peer)
+        await until(lambda: a.lane.is_up("b") and b.lane.is_up("a"))
+        assert (await a.lane.ask("b", Echo("to b"), timeout_s=5)).message.text == "to b"
+        assert (await b.lane.ask("a", Echo("from b"), timeout_s=5)).message.text == "from b"
+
+
+async def test_a_key_beside_another_costs_no_connection_and_one_that_is_taken_back_costs_its_own() -> None:
+    a, b = pair()
+    downs: list[str] = []
+    a.lane.on_down = downs.append
+    next_key = secret().public.decode()
+    async with running(a, b):
+        await connected(a, b)
+        a.lane.connect(msgspec.structs.replace(b.peer, new_key=next_key))
+        a.lane.connect(msgspec.structs.replace(b.peer, key=next_key, new_key=b.peer.key))
+        a.lane.connect(b.peer)
+        assert a.lane.is_up("b")
+        assert downs == []
+        a.lane.connect(msgspec.structs.replace(b.peer, key=next_key))
+        assert not a.lane.is_up("b")
+        assert downs == ["b"]
 
 
 async def test_a_connection_that_breaks_fails_its_questions_at_once_and_comes_back() -> None:
@@ -293,8 +336,8 @@ def test_every_single_bit_flip_of_a_message_is_noticed() -> None:
 def test_another_version_is_told_apart_from_noise() -> None:
     frames = seal(Echo("x"))
     head = bytearray(frames[0])
-    head[len(MAGIC)] = VERSION + 1
-    with pytest.raises(WireVersionError, match=f"version {VERSION + 1}"):
+    head[len(MAGIC)] = FRAMING + 1
+    with pytest.raises(WireVersionError, match=f"framing {FRAMING + 1}"):
         unseal([bytes(head)])
 
 
@@ -303,12 +346,12 @@ async def test_another_version_is_refused_with_a_message_on_both_sides(caplog: p
     async with running(a, b):
         await connected(a, b)
         head = bytearray(seal(Echo("x"))[0])
-        head[len(MAGIC)] = VERSION + 1
+        head[len(MAGIC)] = FRAMING + 1
         await a.lane._links["b"].socket.send_multipart([bytes(head)])
         await until(lambda: bool(a.lane.rejected and b.lane.rejected))
         told = [str(vars(record)["why"]) for record in caplog.records if record.message == "message dropped"]
         assert len(told) == 2
-        assert all(f"version {VERSION + 1} of the protocol" in why for why in told)
+        assert all(f"framing {FRAMING + 1}" in why for why in told)
 
 
 def test_a_secret_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
@@ -337,6 +380,8 @@ def test_a_secret_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
             '[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "KEY"\n[[peer]]\nnode = "b"\naddress = "h:2"\nkey = "KEY"',
             "twice",
         ),
+        ('[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "KEY"\nnew_key = "short"', "no public key"),
+        ('[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "KEY"\nnew_key = "KEY"', "key is listed twice"),
         ('[[peer]]\nnode = "a"\nadress = "h:1"\nkey = "KEY"', "adress"),
         ("[[peer", "cannot be read"),
     ],
@@ -355,3 +400,109 @@ async def test_an_address_that_cannot_be_used_costs_nobody_else(caplog: pytest.L
         await connected(a, b)
         assert not a.lane.is_up("c")
     assert "a box cannot be reached" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [WireError, ValueError, RuntimeError("x" * 5000), OverflowError, KeyError])
+async def test_whatever_goes_wrong_with_a_question_is_that_questions_failure(
+    wrong: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        if question.message.text == "poison":
+            raise wrong
+        return Answer(question.message)
+
+    a, b = pair(serve)
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises(PeerRefused) as refused:
+            await a.lane.ask("b", Echo("poison"), timeout_s=5)
+        assert len(str(refused.value)) < FAILURE_CHARS + 20
+        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+    assert b.lane.failed == (wrong is not WireError)
+    assert caplog.text.count("a message failed here") == b.lane.failed
+
+
+@pytest.mark.parametrize("answer", ["x" * (MAX_ENVELOPE_BYTES + 1), "x" * (20 << 20)])
+async def test_an_answer_that_is_too_large_is_that_questions_failure(answer: str) -> None:
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        return Answer(Echo(answer if question.message.text == "poison" else "on"))
+
+    a, b = pair(serve)
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises(PeerRefused, match="fit into an envelope"):
+            await a.lane.ask("b", Echo("poison"), timeout_s=5)
+        assert (await a.lane.ask("b", Echo("?"), timeout_s=5)).message.text == "on"
+
+
+async def test_a_question_that_is_too_large_is_refused_to_whoever_asks() -> None:
+    a, b = pair()
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises(PeerRefused, match="fit into an envelope"):
+            await a.lane.ask("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)), timeout_s=5)
+        assert not a.lane.tell("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)))
+        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+
+
+async def test_a_word_of_no_use_that_is_long_is_not_repeated_at_length(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = pair()
+    async with running(a, b):
+        await connected(a, b)
+
+        class Noise(Message, frozen=True, tag="n" * 500_000):
+            """With a tag that an answer could not carry twice."""
+
+        with pytest.raises(PeerRefused):
+            await a.lane.ask("b", Noise(), timeout_s=5)
+        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+    assert len(caplog.text) < 10_000
+
+
+async def test_a_question_is_not_waited_for_longer_here_than_this_box_says() -> None:
+    left: list[float] = []
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        left.append(question.deadline - asyncio.get_running_loop().time())
+        return Answer(question.message)
+
+    a, b = pair(serve, longest_s=3.0)
+    async with running(a, b):
+        await connected(a, b)
+        await a.lane.ask("b", Echo(""), timeout_s=500)
+    assert 0 < left[0] <= 3.0
+
+
+async def test_as_many_boxes_as_a_cluster_may_have_can_be_connected_on_both_data_lanes() -> None:
+    key = secret()
+    net = Net("a", "boot", key, AllowList({}))
+    lanes = [Lane(net, name, LANGUAGE, echo) for name in ("calls", "bulk")]
+    public = secret().public.decode()
+    try:
+        for number in range(MAX_NODES - 1):
+            for lane in lanes:
+                lane.connect(keys.Peer(f"n{number}", f"127.0.0.1:{20_000 + number}", public))
+        assert {len(lane._links) for lane in lanes} == {MAX_NODES - 1}
+    finally:
+        for lane in lanes:
+            lane.close()
+        net.close()
+
+
+async def test_a_box_that_there_are_no_sockets_for_costs_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Few(zmq.asyncio.Context):
+        def __init__(self) -> None:
+            super().__init__()
+            self.set(zmq.MAX_SOCKETS, 12)
+
+    monkeypatch.setattr(net_module.zmq.asyncio, "Context", Few)
+    a, b = pair()
+    monkeypatch.undo()
+    async with running(a, b):
+        await connected(a, b)
+        for number in range(9):
+            a.lane.connect(keys.Peer(f"n{number}", "127.0.0.1:9", secret().public.decode()))
+        assert "a box cannot be reached" in caplog.text
+        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"

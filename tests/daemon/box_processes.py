@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +117,16 @@ class Box:
         return (self.folder / "log").read_text(errors="replace")
 
 
-def make_boxes(folder: Path, nodes: Sequence[str], ports: Sequence[int], **sections: dict[str, Any]) -> list[Box]:
-    """Boxes that list each other. `sections` go into every configuration, `cluster` among them."""
+def make_boxes(folder: Path, stores: Mapping[str, Path], ports: Sequence[int], **sections: dict[str, Any]) -> list[Box]:
+    """Boxes that list each other, with a store each. `sections` go into every configuration, `cluster` among them."""
     entries = []
-    for node, port in zip(nodes, ports, strict=True):
+    for node, port in zip(stores, ports, strict=True):
         (folder / node).mkdir()
         key = generate(folder / node / "key").public.decode()
         entries.append(f'[[peer]]\nnode = "{node}"\naddress = "127.0.0.1:{port}"\nkey = "{key}"\n')
     (folder / "peers.toml").write_text("\n".join(entries))
     boxes = []
-    for node, port in zip(nodes, ports, strict=True):
+    for node, port in zip(stores, ports, strict=True):
         own = {
             "node": node,
             "key_file": str(folder / node / "key"),
@@ -136,13 +135,7 @@ def make_boxes(folder: Path, nodes: Sequence[str], ports: Sequence[int], **secti
             "state_dir": str(folder / node / "state"),
         }
         merged = {**sections, "cluster": own | sections.get("cluster", {})}
+        merged["model"] = {"path": str(stores[node])} | sections.get("model", {})
         merged["api"] = {"socket": str(folder / node / "api.sock")} | sections.get("api", {})
         boxes.append(Box(node, folder / node, merged))
     return boxes
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
-    """Waits until the awaited condition is true."""
-    async with asyncio.timeout(timeout_s):
-        while not await condition():
-            await asyncio.sleep(0.05)

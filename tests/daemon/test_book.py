@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgemoe.cluster.wire.messages import Cancel, Submit, ToEngine
-from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
+from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
 from edgemoe.front.book import Book, Ticket
 from edgemoe.types import Emission, Request, Sampling
 
@@ -150,7 +150,7 @@ async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: F
             engine.sent.clear()
             book.replay()
             book.check_integrity()
-        with pytest.raises(EngineUnavailable, match="in a row"):
+        with pytest.raises(EngineCrashed, match="in a row"):
             await drain(other)
         assert good.live == {"good"}
         assert other.live == {"fine"}

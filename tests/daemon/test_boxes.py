@@ -6,15 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from box_processes import Box, make_boxes, until
-from checkpoints import tiny_checkpoint
+from box_processes import Box, make_boxes
+from checkpoints import partial_store, tiny_checkpoint
 from front_kit import byte_level_tokenizer, free_ports, write_model
 from kept import STORES
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
+from waiting import until
 
 import edgemoe.cli
 from edgemoe.api.detokenize import Vocabulary
@@ -23,7 +25,7 @@ from edgemoe.experts.manifest import Manifest
 from edgemoe.pack import ensure_store
 from edgemoe.telemetry import metrics
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 NODES = ("a", "b", "c")
 EXPERTS = 18  # in all
 SLOTS = EXPERTS // 2 + 2  # of RAM: two boxes could hold all, and two slots stay free for what passes through
@@ -65,15 +67,16 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Box]]:
-    """Three boxes that have a plan."""
+    """Three boxes that have a plan; a's disk lacks half of the experts."""
     folder = tmp_path_factory.mktemp("x")
     store = ensure_store(checkpoint, folder / "stores")
+    half = partial_store(store, folder / "half", np.tile(np.arange(6) < 3, (EXPERTS // 6, 1)))
     slot = padded(Manifest.load(store).entry(0, 0).bytes)
     made = make_boxes(
         folder,
-        NODES,
+        {"a": half, "b": store, "c": store},
         free_ports(len(NODES)),
-        model={"path": str(store), "name": "tiny", "store_dir": str(STORES)},
+        model={"name": "tiny", "store_dir": str(STORES)},
         memory={"ram_bytes": SLOTS * slot, "kv_bytes": 8 << 20},
         engine={"threads": 1},
         service={"max_restarts": 50, "drain_s": 2.0},
@@ -107,9 +110,11 @@ async def test_three_boxes_say_what_one_would_say(boxes: dict[str, Box], oracle:
     said = await asyncio.gather(*(box.complete(p, 40) for box, p in zip(boxes.values(), PROMPTS, strict=True)))
     assert said == [oracle.complete(prompt, 40) for prompt in PROMPTS]
     about = await boxes["a"].cluster()
-    assert [(member["homes"], member["on_disk"]) for member in about["members"]] == [(EXPERTS // 3, EXPERTS)] * 3
+    assert [member["homes"] for member in about["members"]] == [EXPERTS // 3] * 3
+    assert [member["on_disk"] for member in about["members"]] == [EXPERTS // 2, EXPERTS, EXPERTS]
     figures = [metrics.parse(await box.metrics()) for box in boxes.values()]
-    assert all(metrics.select(one, metrics.REMOTE_EXPERTS) > 0 for one in figures)
+    # b and c may find their own disks nearer than each other; a has no other way
+    assert metrics.select(figures[0], metrics.REMOTE_EXPERTS) + metrics.select(figures[0], metrics.EXPERTS_FETCHED) > 0
     assert sum(one[metrics.CLUSTER_LEADING] for one in figures) == 1
 
 
@@ -129,12 +134,13 @@ async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_
 ) -> None:
     a, died = boxes["a"], []
 
+    async def guests() -> list[Box]:
+        return [box for box in boxes.values() if box is not a and await box.guests()]
+
     async def chaos() -> None:
         await a.kill_engine()
-        while not (guests := [box for box in boxes.values() if box is not a and await box.guests()]):
-            await asyncio.sleep(0.01)
-        died.append(guests[0])
-        await guests[0].kill()
+        died.extend((await until(guests))[:1])
+        await died[0].kill()
 
     assert await a.stream("go on", 800, 20, chaos) == oracle.complete("go on", 800)
     died[0].start()

@@ -16,17 +16,24 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from front_kit import free_ports, http_client, openai_client, running, settings_for, until
+from front_kit import free_ports, http_client, openai_client, running, settings_for
+from waiting import until
 
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.wire.control_messages import EngineCard
+from edgemoe.cluster.wire.control_messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
 from edgemoe.cluster.wire.keys import generate
-from edgemoe.cluster.wire.messages import Submit
+from edgemoe.cluster.wire.messages import Cancel, Emissions, Submit, decode_from_engine, encode
+from edgemoe.cluster.wire.net import Answer
 from edgemoe.config import ClusterSettings, Settings
 from edgemoe.daemon import Front
+from edgemoe.errors import PeerUnavailable, WireError
+from edgemoe.front import guests as guests_module
 from edgemoe.front import supervisor as supervisor_module
+from edgemoe.front.cluster import listed
 from edgemoe.front.guests import Guests
-from edgemoe.types import Request, Sampling
+from edgemoe.front.places import Places
+from edgemoe.telemetry import metrics
+from edgemoe.types import Emission, Request, Sampling
 
 DAEMON = Path(__file__).parents[1] / "fakes" / "daemon_process.py"
 TOKENS = 200
@@ -157,7 +164,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[S
                 streams = asyncio.ensure_future(texts(a))
                 await until(lambda: cluster_of(a).figures()["edgemoe_forwarded_requests_total"] >= 4)
                 async with http_client(two[1]) as other:
-                    await until_guests(other)
+                    await until(lambda: guests(other))
                 b.kill()
                 assert await streams == expected
                 assert a.supervisor is not None
@@ -166,9 +173,9 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[S
                 b.kill()
 
 
-async def until_guests(client: httpx.AsyncClient) -> None:
-    while not json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"]:
-        await asyncio.sleep(0.01)
+async def guests(client: httpx.AsyncClient) -> int:
+    """Requests of the other box that run there."""
+    return int(json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"])
 
 
 def engine_with(disk: int) -> EngineCard:
@@ -206,10 +213,109 @@ async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Set
 
 
 async def test_an_attempt_that_was_overtaken_on_the_way_is_not_run() -> None:
-    sent: list[Submit] = []
+    sent: list[Submit | Cancel] = []
     guests = Guests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
     request = Request(id="r", prompt=(1,), sampling=Sampling(), seed=1)
     for attempt in (2, 1):
         guests.submit("b", "boot", Submit(request=request, attempt=attempt, remaining_ms=1000.0))
     assert [message.attempt for message in sent] == [2]
     assert len(guests) == guests.served == 1
+    guests.submit("b", "boot", Submit(request=request, attempt=3, remaining_ms=1000.0))
+    assert isinstance(sent[-1], Cancel)
+    assert sent[-1].attempt == 2  # whichever is run, it is one
+    assert len(guests) == guests.served == 1
+
+
+async def test_requests_that_another_box_has_forgotten_run_again(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) > 0, 30)
+        cluster_of(b).guests.forget("a")
+        assert await asyncio.wait_for(streams, 60) == expected
+
+
+async def test_a_front_whose_address_is_written_in_another_way_keeps_its_requests_there(
+    two: tuple[Settings, Settings],
+) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) > 0, 30)
+        peers = listed(two[1].cluster)
+        moved = msgspec.structs.replace(peers["a"], address=peers["a"].address.replace("127.0.0.1", "localhost"))
+        cluster_of(b).plane.list({**peers, "a": moved})
+        assert len(cluster_of(b).guests)
+        assert await asyncio.wait_for(streams, 60) == expected
+
+
+async def test_tokens_whose_receipts_are_lost_are_not(
+    two: tuple[Settings, Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guests_module, "GIVEN_UP_S", 0.2)
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        lane, dropped = cluster_of(b).plane.lane, lambda: cluster_of(a).figures()[metrics.FORGOTTEN]
+        ask = lane.ask
+
+        async def lossy(node: str, body: msgspec.Struct, *args: Any, **options: Any) -> Answer[Any]:
+            answer = await ask(node, body, *args, **options)
+            if isinstance(body, Tokens) and not dropped():
+                raise PeerUnavailable("no answer came in time")
+            return answer
+
+        monkeypatch.setattr(lane, "ask", lossy)
+        assert await asyncio.wait_for(texts(a), 60) == expected
+        assert dropped()
+
+
+@pytest.mark.parametrize("letters", [1, 256])
+async def test_a_guest_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
+    async with both(two) as (a, b):
+        lane, model, pid = cluster_of(a).plane.lane, cluster_of(a).plane.model, engine_pid(b)
+        name = "x" * letters
+        request = Request(id=name, prompt=(1, 2), sampling=Sampling(max_tokens=5000), seed=1)
+        for message in (Submit(request=request, remaining_ms=9e4), Cancel(request=name, attempt=1)):
+            answer = await lane.ask("b", Forward(model), [encode(message)], timeout_s=5)
+            assert isinstance(answer.message, Taken)
+        assert not len(cluster_of(b).guests)
+        assert engine_pid(b) == pid
+        assert await texts(b, 1)  # by the same engine
+
+
+async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() -> None:
+    told: list[Emission] = []
+
+    class Lane:
+        async def ask(self, node: str, body: object, frames: list[bytes], timeout_s: float) -> Answer[Any]:
+            if any(len(frame) > 1000 for frame in frames):
+                raise WireError("too large")
+            message = decode_from_engine(frames[0])
+            assert isinstance(message, Emissions)
+            told.extend(message.items)
+            return Answer(Taken())
+
+    guests = Guests(Lane(), lambda message: True, asyncio.ensure_future)  # type: ignore[arg-type]
+    for name in ("large", "small"):
+        request = Request(id=name, prompt=(1,), sampling=Sampling(), seed=1)
+        guests.submit("b", "boot", Submit(request=request, remaining_ms=1000.0))
+    large = tuple((-1.0, ((token, -1.0),)) for token in range(1000))
+    guests.take([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
+    guests.take([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
+    await until(lambda: len(told) == 2)
+    assert [(one.request, one.finish) for one in told] == [("large", "error"), ("small", "stop")]
+
+
+def test_what_a_box_says_is_unwanted_is_bounded() -> None:
+    class Nothing:
+        def place_of(self, request: str) -> tuple[str, int]:
+            return "", 0
+
+        def take(self, emissions: list[Emission]) -> None:
+            assert not emissions
+
+    places = Places(None, "local", Nothing(), lambda: None, lambda _: "", None)  # type: ignore[arg-type]
+    items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
+    taken = places.take("b", items)
+    assert len(taken.unwanted) == MAX_UNWANTED
+    assert CONTROL.read(msgspec.msgpack.encode(taken)) == taken

@@ -41,7 +41,12 @@ def test_a_path_or_group_that_cannot_be_is_an_error(tmp_path: Path) -> None:
 
 
 def test_two_daemons_cannot_share_a_runtime_directory(tmp_path: Path) -> None:
-    with sole_owner(tmp_path), pytest.raises(ServiceError, match="another daemon"), sole_owner(tmp_path):
+    remedy = "stop it"
+    with (
+        sole_owner(tmp_path, remedy),
+        pytest.raises(ServiceError, match="another daemon runs here; stop it"),
+        sole_owner(tmp_path, remedy),
+    ):
         pass
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from front_kit import http_client, settings_for, until
+from front_kit import http_client, settings_for
+from waiting import until
 
 from edgemoe.config import Settings
 
@@ -40,14 +41,19 @@ async def daemon(settings: Settings, **options: Any) -> AsyncIterator[asyncio.su
 
 
 async def healthy(settings: Settings) -> None:
-    async with http_client(settings) as client, asyncio.timeout(20):
-        while True:
-            try:
-                if (await client.get("/health")).status_code == 200:
-                    return
-            except httpx.ConnectError:
-                pass
-            await asyncio.sleep(0.02)
+    async with http_client(settings) as client:
+
+        async def answers() -> bool:
+            with suppress(httpx.ConnectError):
+                return (await client.get("/health")).status_code == 200
+            return False
+
+        await until(answers)
+
+
+async def live(client: httpx.AsyncClient) -> int:
+    """Requests that it has accepted and not ended."""
+    return int((await client.get("/health")).json()["requests"]["live"])
 
 
 def resident_bytes(pid: int) -> int:
@@ -75,7 +81,7 @@ async def test_sigterm_drains_and_leaves_nothing(tmp_path: Path, model_dir: Path
         engine = (await client.get("/health")).json()["engine"]["pid"]
         body = {"prompt": "go", "max_tokens": 200, "seed": 1}
         answer = asyncio.ensure_future(client.post("/v1/completions", json=body))
-        await asyncio.sleep(0.1)
+        await until(lambda: live(client))
         process.send_signal(signal.SIGTERM)
         assert (await answer).json()["usage"]["completion_tokens"] == 200
         assert await asyncio.wait_for(process.wait(), 10) == 0
@@ -89,7 +95,7 @@ async def test_sighup_loads_again_and_drops_nothing(tmp_path: Path, model_dir: P
     async with daemon(settings) as process, http_client(settings) as client:
         await healthy(settings)
         answer = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "go", "max_tokens": 200}))
-        await asyncio.sleep(0.1)
+        await until(lambda: live(client))
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
         async with asyncio.timeout(10):
@@ -104,11 +110,15 @@ async def test_a_second_signal_does_not_wait(tmp_path: Path, model_dir: Path) ->
     async with daemon(settings) as process, http_client(settings) as client:
         await healthy(settings)
         answer = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
-        await asyncio.sleep(0.1)
+        await until(lambda: live(client))
         process.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        assert process.stderr is not None
+        async with asyncio.timeout(30):
+            while b"edgemoe.daemon:stopping" not in await process.stderr.readline():
+                pass
+        assert not answer.done()
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 30) == 0  # long before drain_s
         await asyncio.wait([answer])
         assert answer.result().json()["error"]["code"] == "draining"
 

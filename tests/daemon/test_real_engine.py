@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 import torch
 from checkpoints import tiny_checkpoint
-from front_kit import byte_level_tokenizer, http_client, openai_client, ready, running, settings_for, until, write_model
+from front_kit import byte_level_tokenizer, http_client, openai_client, ready, running, settings_for, write_model
+from waiting import until
 
 from edgemoe.config import CacheSettings, DeviceSettings, MemorySettings
 from edgemoe.daemon import WORKER, Front

@@ -12,14 +12,20 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from front_kit import http_client, openai_client, ready, running, settings_for, until
+from front_kit import SCRIPTED, http_client, openai_client, ready, running, settings_for
+from waiting import until
 
+from edgemoe.cluster.wire.ipc import EngineEnd
+from edgemoe.cluster.wire.messages import Emissions, Failed, Stats
 from edgemoe.daemon import Front
 from edgemoe.errors import EngineUnavailable, ServiceError
+from edgemoe.front import connections
 from edgemoe.front import engine as engine_module
 from edgemoe.front import supervisor as supervisor_module
+from edgemoe.front.engine import Engine
 from edgemoe.front.listen import tcp_socket
 from edgemoe.front.supervisor import Supervisor
+from edgemoe.types import Emission
 
 
 @pytest.fixture
@@ -80,6 +86,65 @@ async def test_an_engine_that_hangs_is_replaced(
         assert text == await text_of(client, "go", max_tokens=200, seed=1)
 
 
+async def test_health_says_that_the_engine_is_stalled_while_it_is(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        monkeypatch.setattr(engine_module, "STALLED_S", 0.5)
+        os.kill(engine_pid(front), signal.SIGSTOP)
+        await until(lambda: supervisor_of(front).state == "stalled")
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "stalled")
+        os.kill(engine_pid(front), signal.SIGCONT)
+        monkeypatch.setattr(engine_module, "STALLED_S", 10.0)
+        await until(lambda: supervisor_of(front).state == "ready")
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    window = {"max_restarts": 0, "restart_window_s": 60.0}
+    settings = settings_for(tmp_path, model_dir, service=window)
+    front = Front(settings, SCRIPTED, env={})
+    serving = asyncio.ensure_future(front.serve())
+    async with http_client(settings) as client:
+        await until(lambda: ready(front), 60)
+        os.kill(engine_pid(front), signal.SIGKILL)
+        await until(lambda: supervisor_of(front).state == "failed")
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.json()["error"]["code"] == "engine_failed"
+        assert 30 <= int(refused.headers["retry-after"]) <= 60
+    front.stop()
+    await serving
+
+
+@pytest.mark.parametrize(("step_s", "hangs"), [(0.0, False), (179.0, False), (181.0, True)])
+async def test_an_engine_hangs_by_the_age_of_its_step_alone(step_s: float, hangs: bool) -> None:
+    engine = Engine(None, "boot")  # type: ignore[arg-type]
+    engine.note(Stats(values={}, step_s=step_s))
+    assert bool(engine.hangs()) == hangs
+
+
+async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        (live,) = supervisor_of(front).book._live.values()
+        late = EngineEnd(supervisor_of(front)._wire.address, "earlier")
+        last = Emission(request=live.request.id, attempt=live.attempt, index=0, finish="stop")
+        late.post(Emissions(items=[last]))
+        late.post(Failed(error="Late", message="from beyond"))
+        await late.close()
+        fresh = await client.post("/v1/completions", json={"prompt": "SAY{a}END"})  # by then they have been read
+        assert fresh.status_code == 200
+        assert not waiting.done()
+        assert supervisor_of(front)._said_fatal() is False
+        waiting.cancel()
+
+
 async def test_a_request_that_fells_engines_ends_in_an_error_and_others_go_on(
     tmp_path: Path, model_dir: Path, quick: None
 ) -> None:
@@ -88,7 +153,9 @@ async def test_a_request_that_fells_engines_ends_in_an_error_and_others_go_on(
         bad = asyncio.ensure_future(client.completions.create(model="tiny", prompt="DIE-ALWAYS"))
         with pytest.raises(openai.InternalServerError, match="in a row") as failed:
             await bad
-        assert failed.value.status_code == 503
+        assert failed.value.status_code == 500
+        assert failed.value.response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in failed.value.response.headers
         assert await text_of(client, "SAY{still here}END") == "still here"
         assert front.supervisor is not None
 
@@ -111,9 +178,34 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert "SIGKILL" in health.json()["engine"]["last_end"]
         refused = await client.post("/v1/completions", json={"prompt": "x"})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert refused.status_code == 503
+        assert "is started again in" in refused.json()["error"]["message"]
         await until(lambda: ready(front))
         assert (await client.post("/v1/completions", json={"prompt": "SAY{a}END"})).status_code == 200
+
+
+async def test_requests_that_fell_engines_one_after_the_other_never_put_the_service_out_of_order(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 4})
+    async with running(settings) as front, openai_client(settings, max_retries=2) as client:
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError, match="in a row"):
+                await client.completions.create(model="tiny", prompt="DIE-ALWAYS")
+        assert supervisor_of(front).starts == 10  # three a request: none was tried again by the client
+        assert await text_of(client, "SAY{still here}END") == "still here"
+
+
+async def test_deaths_count_for_as_long_as_the_window_lasts(tmp_path: Path, model_dir: Path, quick: None) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 1, "restart_window_s": 0.2})
+    async with running(settings) as front:
+        for start in range(1, 5):
+            await until(lambda: ready(front))
+            died = asyncio.get_running_loop().time()
+            os.kill(engine_pid(front), signal.SIGKILL)
+            await until(lambda: supervisor_of(front).starts > start)  # noqa: B023 (used at once)
+            assert supervisor_of(front).state != "failed"
+            await until(lambda: asyncio.get_running_loop().time() > died + 0.5)  # noqa: B023
 
 
 @pytest.mark.parametrize("script", ["import sys; sys.exit(3)", "import os; os.abort()"])
@@ -191,6 +283,33 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, 
         assert answer.json()["usage"]["completion_tokens"] == 300
 
 
+async def test_who_had_connected_before_the_end_is_told_of_it(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LATE_S", 30.0)
+    ending, shutdown = asyncio.Event(), connections.Server.shutdown
+
+    async def noticed(server: connections.Server, sockets: Any = None) -> None:
+        ending.set()
+        await shutdown(server, sockets)
+
+    monkeypatch.setattr(connections.Server, "shutdown", noticed)
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front:
+        reader, writer = await asyncio.open_unix_connection(settings.api.socket)
+        front.stop()
+        await ending.wait()
+        for _ in range(20):  # rounds of the loop
+            await asyncio.sleep(0)
+        assert not Path(settings.api.socket).exists()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 14\r\n\r\n" + b'{"prompt":"x"}')
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"draining" in answer
+
+
 async def test_a_drain_that_takes_too_long_ends_in_errors(tmp_path: Path, model_dir: Path) -> None:
     settings = settings_for(tmp_path, model_dir, service={"drain_s": 0.2})
     async with running(settings) as front, http_client(settings) as client:
@@ -216,7 +335,7 @@ async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(tmp_pat
         statuses = await asyncio.gather(*map(one, range(100)))
         assert set(statuses) <= {0, 200}
         await until(lambda: not supervisor_of(front).book)
-        await until(lambda: supervisor_of(front).values.get("edgemoe_requests_running") == 0)
+        await until(lambda: supervisor_of(front).values.get("edgemoe_num_requests_running") == 0)
         supervisor_of(front).check_integrity()
     assert len(asyncio.all_tasks()) <= tasks_before
 

@@ -129,7 +129,7 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.blocks.check_integrity([seq for seq in self.sequences if seq.blocks])
-        self.parking.check_integrity(self.sequences, budget_blocks=6)
+        self.parking.check_integrity(self.sequences)
 
 
 Blocks.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -241,6 +241,7 @@ def test_a_broken_grammar_and_tokens_that_break_one_are_errors_of_that_request()
     grammars = Grammars(byte_tokenizer()[1])
     with pytest.raises(InvalidRequest, match="not valid"):
         grammars.matcher('{"grammars": [{"lark_grammar": "start: ("}]}', []).result()
-    with pytest.raises(InvalidRequest, match="cannot be followed"):
+    with pytest.raises(InvalidRequest, match="cannot be followed") as refused:
         grammars.matcher(LLMatcher.grammar_from_regex("[0-9]+"), [ord("x")]).result()
+    assert "\n" not in str(refused.value)
     grammars.close()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 Work = Callable[[], bool]  # one step of a stream; false if it has to wait
+PIECE_MS = 1.0  # that a piece of copying or computing takes; half a copy is a piece
 
 
 class FakeGpu:
@@ -24,15 +25,21 @@ class FakeGpu:
         self._lock = threading.RLock()
         self._streams: list[FakeStream] = []
         self._current = threading.local()
+        self.now_ms = 0.0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.cuda, "Stream", lambda device=None: FakeStream(self))
-        patch.setattr(torch.cuda, "Event", lambda blocking=False: FakeEvent(self))
+        patch.setattr(torch.cuda, "Event", lambda blocking=False, enable_timing=False: FakeEvent(self, enable_timing))
         patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(torch, "from_numpy", lambda array: array)
 
     def add(self, stream: FakeStream) -> None:
         self._streams.append(stream)
+
+    def spend(self) -> bool:
+        """A piece of work takes its time."""
+        self.now_ms += PIECE_MS
+        return True
 
     def queue(self, work: Work) -> None:
         """On the calling thread's current stream."""
@@ -48,6 +55,12 @@ class FakeGpu:
                     if stream.work[0]():
                         stream.work.popleft()
 
+    def go(self, stream: FakeStream) -> None:
+        """Does what one stream can do now."""
+        with self._lock:
+            while stream.work and stream.work[0]():
+                stream.work.popleft()
+
     def drain(self) -> None:
         while any(stream.work for stream in self._streams):
             self.run(1)
@@ -61,7 +74,12 @@ class FakeGpu:
 class FakeStream:
     def __init__(self, gpu: FakeGpu) -> None:
         self.work: deque[Work] = deque()
+        self._gpu = gpu
         gpu.add(self)
+
+    def compute(self, pieces: int) -> None:
+        """Work that reads nothing."""
+        self.work.extend([self._gpu.spend] * pieces)
 
     def wait_event(self, event: FakeEvent) -> None:
         wanted = event.recorded
@@ -71,9 +89,10 @@ class FakeStream:
 class FakeEvent:
     """Counts its recordings; a wait is for the last one before it."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+    def __init__(self, gpu: FakeGpu, timed: bool) -> None:
+        self._gpu, self._timed = gpu, timed
         self.recorded = self.happened = 0
+        self.at_ms = 0.0
 
     def record(self, stream: FakeStream) -> None:
         self.recorded += 1
@@ -81,8 +100,18 @@ class FakeEvent:
         stream.work.append(lambda: self._happen(number))
 
     def _happen(self, number: int) -> bool:
-        self.happened = number
+        self.happened, self.at_ms = number, self._gpu.now_ms
         return True
+
+    def query(self) -> bool:
+        return self.happened == self.recorded
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self._timed
+        assert end._timed
+        assert self.query()
+        assert end.query(), "the GPU would refuse: it has not happened yet"
+        return end.at_ms - self.at_ms
 
     def synchronize(self) -> None:
         wanted = self.recorded
@@ -96,7 +125,7 @@ class FakeSlab:
     def __init__(self, gpu: FakeGpu, slots: int, stride_bytes: int) -> None:
         self._gpu = gpu
         self.memory = np.zeros((slots, stride_bytes), np.uint8)
-        self.device = "fake"
+        self.device = torch.device("meta")
 
     def __getitem__(self, slot: int) -> FakeSlot:
         return FakeSlot(self._gpu, self.memory[slot])
@@ -114,4 +143,4 @@ class FakeSlot:
 
     def _write(self, part: slice, source: np.ndarray) -> bool:  # type: ignore[type-arg]
         self._memory[part] = source[part]
-        return True
+        return self._gpu.spend()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tiers_kit import SMALL, FileStore, Weights, running, small_tiers, wait_until
+from tiers_kit import SMALL, FileStore, Weights, running, small_tiers
+from waiting import wait_until
 
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.compute import Group
@@ -112,7 +113,7 @@ def test_a_cpu_that_was_slow_is_left_alone_until_it_is_tried_again(slow: Tiers) 
 
 def test_the_link_and_the_cpu_share_what_is_missing(slow: Tiers) -> None:
     costs, wanted = slow.experts.beside.costs, missing(slow, 2)[:6]
-    costs.cpu.mean_s, costs.cpu._measured_s, costs.unit_s = 0.06, time.monotonic(), 1e-4
+    costs.cpu.mean_s, costs.cpu._measured_s, costs.thread_unit_s = 0.06, time.monotonic(), 1e-4
     chosen = costs.for_cpu(2, group_of(*wanted))
     assert chosen is not None
     assert chosen.sum() == 2  # of 60 ms each, four copies of 30 ms
@@ -147,6 +148,24 @@ def test_a_read_that_fails_beside_the_cpus_work_leaves_nothing_pinned(weights: W
         tiers.check_integrity(idle=True)
         store.damaged.clear()
         forward(tiers, weights, layer, np.array([ours, bad]))
+
+
+def test_a_device_that_fails_before_the_cpu_has_begun_leaves_nothing_pinned(
+    slow: Tiers, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = missing(slow, 1)[:2]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slow.experts.beside.costs, "for_cpu", lambda *_: np.array([True, False]))
+        patch.setattr(slow.experts.mover, "start", fails)
+        with pytest.raises(RuntimeError, match="lost"):
+            forward(slow, weights, 1, wanted)
+    assert not slow.residency.ram.pins[slow.residency.ram.where[1, wanted[0]]]
+    slow.mover.start(slow.residency.devices[0].loads.values())
+    settle(slow)
 
 
 @pytest.mark.parametrize(("ram", "devices"), [(24, (6,)), (3, (2,)), (2, (1,)), (1, (1,)), (7, (3, 3))])

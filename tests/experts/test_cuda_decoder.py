@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiers_kit import Emulated, FileStore, Weights, running, wait_until
+from tiers_kit import Emulated, FileStore, Weights, running
+from waiting import wait_until
 
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.devices import Tiers

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from edgemoe.experts.arena import HostArena
 from edgemoe.experts.links import EmulatedLink, Link, LinkStats
@@ -130,8 +131,7 @@ def test_closing_fails_what_is_queued(pool: Pool) -> None:
     link.copy(copy(pool, 1))
     closer = threading.Thread(target=link.close)
     closer.start()
-    while not link.closed:
-        pass
+    wait_until(lambda: link.closed)
     dock.gate.release()
     closer.join(10)
     link.copy(copy(pool, 2))

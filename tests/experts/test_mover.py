@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 from tiers_kit import SMALL, FileStore, Weights, small_tiers
+from waiting import until
 
 from edgemoe.errors import CorruptExpert, MissingExpert
 from edgemoe.experts.devices import Tiers
@@ -36,12 +37,6 @@ async def settled() -> None:
     """Lets everything happen that can happen without a gate being opened."""
     for _ in range(50):
         await asyncio.sleep(0)
-
-
-async def until(condition: object) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(1e-3)
 
 
 def stage(layer: int, *experts: int, score: float = ALWAYS, target: Tier = Tier.RAM) -> list[Move]:
@@ -85,6 +80,27 @@ async def test_wishes_wait_while_a_demand_is_read_and_go_on_after_it(store: File
         store.let_go(0, 0)
         await settled()
         assert store.reads == [(0, 0), (1, 1), (1, 2)]
+        tiers.residency.release(0, claim.slots)
+        tiers.check_integrity(idle=True)
+
+
+async def test_a_wish_that_ends_beside_a_demand_is_followed_by_no_other(store: FileStore) -> None:
+    store.hold(0, 0, 1)
+    store.hold(1, 0)
+    async with moving(small_tiers(store, 8)) as tiers:
+        tiers.mover.prefetch(stage(0, 0, 1, 2))
+        await settled()
+        claim, _ = demand(tiers, 1, 0)
+        await settled()
+        assert store.reads == [(0, 0), (0, 1), (1, 0)]
+        store.let_go(0, 0)
+        await settled()
+        assert len(store.reads) == 3
+        store.let_go(1, 0)
+        await settled()
+        assert store.reads[3:] == [(0, 2)]
+        store.let_go(0, 1)
+        await settled()
         tiers.residency.release(0, claim.slots)
         tiers.check_integrity(idle=True)
 
@@ -182,6 +198,19 @@ async def test_a_failed_read_is_told_and_can_be_tried_again(store: FileStore, de
         await until(lambda: not arrivals.empty())
         assert arrivals.get_nowait().error is None
         tiers.residency.release(0, claim.slots)
+
+
+async def test_a_failed_copy_is_told_and_keeps_nothing_pinned(store: FileStore) -> None:
+    async with moving(small_tiers(store, 4, (4,))) as tiers:
+        tiers.mover.prefetch(stage(0, 1, 2))
+        await until(lambda: tiers.residency.tier_of(ExpertId(0, 2)) is Tier.RAM)
+        tiers.mover.links[0].close()
+        claim, arrivals = demand(tiers, 0, 1, 2, 3)  # of which one has to be read first
+        await until(lambda: arrivals.qsize() == 3)
+        errors = [arrivals.get_nowait().error for _ in range(3)]
+        assert all(isinstance(error, MissingExpert) and "closed" in str(error) for error in errors)
+        tiers.residency.release(0, claim.slots)
+        tiers.check_integrity(idle=True)
 
 
 async def test_an_unexpected_error_of_the_store_becomes_a_missing_expert(store: FileStore) -> None:

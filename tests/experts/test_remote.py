@@ -15,8 +15,10 @@ from edgemoe.errors import MissingExpert, PeerUnavailable
 from edgemoe.experts import remote
 from edgemoe.experts.arena import ExpertShape
 from edgemoe.experts.compute import Group
-from edgemoe.experts.costs import Costs
+from edgemoe.experts.costs import FIRST_ELSEWHERE, FIRST_LINK, Costs
 from edgemoe.experts.remote import Remote
+from edgemoe.policy import resolve as resolution
+from edgemoe.policy.resolve import PEERS_EACH, Resolution, Ways
 from edgemoe.types import BoolArray, ExpertWork, FloatArray, IntArray, Offer, RemoteCall, Tier
 
 SHAPE = ExpertShape(layers=1, experts=4, top_k=2, hidden=8, width=4, bf16=False)
@@ -86,13 +88,18 @@ def of_ones(call: RemoteCall) -> bool:
     return True
 
 
-def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 1e9) -> torch.Tensor | None:
-    """A layer-step of one token that needs these experts, none of which is in memory here."""
+def remote_of(peers: FakePeers, read_bytes_per_s: float, shape: ExpertShape = SHAPE) -> Remote:
+    """A box with nothing in memory and one expert on its disk."""
     residency: Any = SimpleNamespace(devices=[], tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
     mover: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
-    on_disk = np.arange(SHAPE.experts)[None] == OURS
+    on_disk = np.arange(shape.experts)[None] == OURS
+    return Remote(shape, residency, Costs(residency, mover, shape.stride_bytes), peers, on_disk)
+
+
+def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 1e9) -> torch.Tensor | None:
+    """A layer-step of one token that needs these experts, none of which is in memory here."""
     ids, weights = np.array([experts]), np.ones((1, len(experts)), np.float32)
-    box = Remote(SHAPE, residency, Costs(residency, mover, SHAPE.stride_bytes), peers, on_disk)
+    box = remote_of(peers, read_bytes_per_s)
     return box.run(0, torch.zeros(1, SHAPE.hidden), Group.of(ids, weights), None, here)
 
 
@@ -159,5 +166,112 @@ def test_a_peer_and_the_cpu_work_side_by_side_where_the_link_is_slow() -> None:
         assert peers.asked == ["b"]
         assert out is not None
         torch.testing.assert_close(out, torch.full((1, SHAPE.hidden), 4.0 - ours))
-        chosen = costs.for_cpu(0, group.only(np.isin(np.arange(4), here.experts))) if ours else None
-        assert chosen is None or chosen.all()
+        if ours:  # what is left to this box goes to its CPU
+            chosen = costs.for_cpu(0, group.only(np.isin(np.arange(4), here.experts)))
+            assert chosen is not None
+            assert chosen.all()
+
+
+class LatePeers(FakePeers):
+    """b answers only when c has been asked for the same row, too, and just before it."""
+
+    def __init__(self) -> None:
+        super().__init__(of_ones, 5.0, [AWAY])
+        self.late: dict[int, RemoteCall] = {}
+
+    def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
+        row = int(work.hidden.view(np.float32)[0, 0])
+        if node == "b":
+            self.asked.append(node)
+            self.late[row] = call = RemoteCall(node, work, 0.0)
+            return call
+        if (late := self.late.pop(row, None)) is not None:
+            of_ones(late)
+            answers.put(late)
+        return super().call(node, work, answers)
+
+
+def test_of_two_answers_to_a_call_that_was_asked_twice_the_first_is_added_and_the_other_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "CALL_BYTES", (1, 1))  # a call for each row
+    peers, tokens = LatePeers(), 4
+    hidden = torch.arange(tokens, dtype=torch.float32)[:, None].expand(-1, SHAPE.hidden).contiguous()
+    box = remote_of(peers, 1e9)
+    group = Group.of(np.full((tokens, 1), AWAY), np.ones((tokens, 1), np.float32))
+    out = box.run(0, hidden, group, None, Here())
+    assert peers.asked == ["b"] * tokens + ["c"] * tokens
+    assert box.hedged == tokens
+    assert out is not None
+    torch.testing.assert_close(out, torch.ones(tokens, SHAPE.hidden))
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_sums_that_are_not_finite_cost_the_call_and_no_more(number: float, bf16: bool) -> None:
+    def ask(call: RemoteCall) -> bool:
+        sums = torch.full((1, SHAPE.hidden), number if call.node == "b" else 1.0)
+        sums[0, 1:] = 1.0  # a single one among others
+        call.result = memoryview(sums.to(torch.bfloat16 if bf16 else torch.float32).view(torch.uint8).numpy()).cast("B")
+        return True
+
+    peers = FakePeers(ask, 1.0, [AWAY])
+    box = remote_of(peers, 1e9, SHAPE._replace(bf16=bf16))
+    group = Group.of(np.array([[AWAY]]), np.ones((1, 1), np.float32))
+    hidden = torch.zeros(1, SHAPE.hidden, dtype=torch.bfloat16 if bf16 else torch.float32)
+    out = box.run(0, hidden, group, None, Here())
+    assert peers.asked == ["b", "c"]
+    assert box.redone == 1
+    assert out is not None
+    torch.testing.assert_close(out, torch.ones(1, SHAPE.hidden))
+
+
+def test_sums_of_hidden_states_that_are_not_finite_are_what_they_are() -> None:
+    def ask(call: RemoteCall) -> bool:
+        call.result = memoryview(np.array([[1.0] * SHAPE.hidden, [np.nan] * SHAPE.hidden], np.float32)).cast("B")
+        return True
+
+    peers = FakePeers(ask, 1.0, [AWAY])
+    hidden = torch.zeros(2, SHAPE.hidden)
+    hidden[1, 3] = torch.inf
+    group = Group.of(np.full((2, 1), AWAY), np.ones((2, 1), np.float32))
+    out = remote_of(peers, 1e9).run(0, hidden, group, None, Here())
+    assert peers.asked == ["b"]
+    assert out is not None
+    assert out[0].tolist() == [1.0] * SHAPE.hidden
+    assert out[1].isnan().all()
+
+
+@pytest.mark.parametrize("nodes", [3, 64])
+def test_what_is_tried_for_a_layer_does_not_grow_with_the_peers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, ...]] = []
+
+    def resolve(ways: Ways) -> Resolution:
+        tried.append(ways.load.shape)
+        return resolution.resolve(ways)
+
+    monkeypatch.setattr(remote, "resolve", resolve)
+    peers = FakePeers(of_ones, 1.0, [OURS, AWAY], nodes="".join(map(chr, range(0x100, 0x100 + nodes))))
+    assert step(peers, Here(), AWAY, OURS) is not None
+    ((experts, ways, channels),) = tried
+    assert (experts, ways) == (2, FIRST_ELSEWHERE + PEERS_EACH)
+    assert channels <= FIRST_LINK + experts * PEERS_EACH
+
+
+def test_an_expert_goes_to_the_peer_that_has_it_soonest_among_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Uneven(FakePeers):
+        def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+            return [
+                one._replace(open_s=1e-3 * (1 + (i + 5) % 16)) for i, one in enumerate(super().offers(layer, experts))
+            ]
+
+    peers = Uneven(of_ones, 1.0, [AWAY], nodes="abcdefghijklmnop")
+    assert step(peers, Here(), AWAY) is not None
+    assert peers.asked == ["l"]
+
+
+@pytest.mark.parametrize("nodes", ["b", "bc"])
+def test_an_expert_is_read_here_also_beside_a_single_peer(nodes: str) -> None:
+    here = Here()
+    step(FakePeers(of_ones, 1.0, [AWAY], nodes=nodes), here, OURS, AWAY)
+    assert here.experts == [OURS]

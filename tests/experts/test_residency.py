@@ -12,7 +12,7 @@ from edgemoe.experts.pool import Load, Pool
 from edgemoe.experts.residency import Claim, Horizon, Residency
 from edgemoe.experts.victims import ALWAYS
 from edgemoe.policy.baselines import LRU
-from edgemoe.types import CachePolicy, ExpertId, FloatArray, IntArray, Move, Tier
+from edgemoe.types import BoolArray, CachePolicy, ExpertId, FloatArray, IntArray, Move, Tier
 
 L, E = 3, 6
 
@@ -307,3 +307,56 @@ def test_any_sequence_of_operations_keeps_the_books(
     for device, slots in claims:
         residency.release(device, slots)
     residency.check_integrity(idle=True)
+
+
+def bits(*experts: tuple[int, int]) -> BoolArray:
+    found = np.zeros((L, E), np.bool_)
+    for expert in experts:
+        found[expert] = True
+    return found
+
+
+def read(desk: Desk, horizon: Horizon, score: float, *experts: tuple[int, int]) -> None:
+    """Reads them into RAM, as far as there is a place worth less."""
+    for layer, expert in experts:
+        load = desk.residency.reserve(wish(layer, expert, score), horizon)
+        desk.start([load] if load is not None else [])
+        desk.finish()
+
+
+def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
+    """Another box, whose home it is now, may not have it yet."""
+    desk = Desk(8)
+    residency = desk.residency
+    residency.keep(bits((0, 0), (0, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (0, 0), (0, 1))
+    residency.keep(bits((1, 0), (1, 1)))
+    read(desk, Horizon.FAR, 5.0, *((2, expert) for expert in range(E)))
+    read(desk, Horizon.FAR, 6.0, *((0, expert) for expert in range(2, E)))
+    read(desk, Horizon.HOME, ALWAYS, (1, 0), (1, 1))
+    assert residency.ram.where[0, :2].min() >= 0
+    assert residency.ram.where[1, :2].min() >= 0
+    residency.forget_former_homes()
+    read(desk, Horizon.FAR, 7.0, *((2, expert) for expert in range(E)))
+    assert residency.ram.where[0, :2].max() < 0
+    assert residency.ram.where[1, :2].min() >= 0
+
+
+def test_a_home_takes_the_place_of_a_former_one_where_nothing_else_can_go() -> None:
+    desk = Desk(4)
+    desk.residency.keep(bits((0, 0), (0, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (0, 0), (0, 1))
+    desk.residency.keep(bits((1, 0), (1, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (1, 0), (1, 1))
+    desk.residency.keep(bits((2, 0), (2, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (2, 0), (2, 1))
+    assert desk.residency.ram.where[2, :2].min() >= 0
+
+
+def test_only_homes_that_are_here_count_as_held_for_others() -> None:
+    desk = Desk(6)
+    residency = desk.residency
+    read(desk, Horizon.FAR, 5.0, (0, 0), (0, 1))
+    assert not residency.homes_in_ram().any()
+    residency.keep(bits((0, 1), (0, 2)))
+    assert np.argwhere(residency.homes_in_ram()).tolist() == [[0, 1]]

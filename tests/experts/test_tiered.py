@@ -9,7 +9,8 @@ import pytest
 import torch
 from checkpoints import tiny_model
 from kept import KERNELS
-from tiers_kit import SMALL, FileStore, Weights, running, small_tiers, wait_until
+from tiers_kit import SMALL, FileStore, Weights, running, small_tiers
+from waiting import wait_until
 
 from edgemoe.errors import CapacityError, CorruptExpert, MissingExpert
 from edgemoe.experts.arena import ExpertShape

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -127,14 +126,6 @@ def small_tiers(
         kernels,
         **options,  # type: ignore[arg-type]
     )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Returns when another thread has made it true."""
-    end_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end_s, "it never happened"
-        time.sleep(1e-3)
 
 
 @contextlib.contextmanager

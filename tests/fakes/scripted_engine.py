@@ -60,7 +60,7 @@ class Scripted:
         self.tokenizer = Tokenizer.from_file(str(Path(settings.model.path) / "tokenizer.json"))
         self.boot, self.name, self.helps = boot, settings.model.name, bool(settings.cluster.node)
         self.running: dict[str, Running] = {}
-        self.end = EngineEnd(boot.address, boot.boot_id)
+        self.end = EngineEnd(boot.address, boot.boot_id, boot.speaks)
 
     async def serve(self) -> None:
         if os.environ.get("SCRIPTED_FATAL"):
@@ -113,7 +113,7 @@ class Scripted:
             if items:
                 self.end.post(Emissions(items=items))
             if (steps := steps + 1) % 20 == 0:
-                self.end.post(Stats(values={"edgemoe_requests_running": float(len(self.running))}))
+                self.end.post(Stats(values={"edgemoe_num_requests_running": float(len(self.running))}))
 
     def emit(self, one: Running) -> list[Emission]:
         request, attempt, index = one.submit.request, one.submit.attempt, one.index

@@ -48,10 +48,17 @@ def result(code: Code) -> int:
 
 
 def in_a_new_process(directory: Path) -> str:
+    return in_new_processes(directory, 1)[0]
+
+
+def in_new_processes(directory: Path, count: int) -> list[str]:
+    """What each of them says, started at once."""
     command = [sys.executable, "-c", RUN, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parent)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    pipe, place = subprocess.PIPE, Path(__file__).parent
+    started = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=place) for _ in range(count)]
+    told = [process.communicate(timeout=100) for process in started]
+    assert not any(process.returncode for process in started), told
+    return [said.strip() for said, _ in told]
 
 
 def test_the_second_process_does_not_compile(tmp_path: Path) -> None:
@@ -65,6 +72,10 @@ def test_the_second_process_does_not_compile(tmp_path: Path) -> None:
     kept.write_bytes(data)
     assert in_a_new_process(directory) == "42 True", "damaged code was used"
     assert in_a_new_process(directory) == "42 False"
+
+
+def test_of_processes_that_start_at_once_one_compiles(tmp_path: Path) -> None:
+    assert sorted(in_new_processes(tmp_path / "kernels", 4)) == ["42 False"] * 3 + ["42 True"]
 
 
 def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

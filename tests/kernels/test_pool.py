@@ -8,13 +8,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgemoe.kernels.machine import atomic_add, chunk, i64_at
+from edgemoe.kernels.machine import atomic_add, chunk, i64_at, pause
 from edgemoe.kernels.pool import Pool, parallel
 
 
 @chunk
 def _count(job: int, number: int) -> None:
     atomic_add(job + 8 * number, i64_at(job)[0] * 0 + 1)
+
+
+@chunk
+def _count_slowly(job: int, number: int) -> None:
+    for _ in range(20_000):
+        pause()
+    atomic_add(job + 8 * number, 1)
+
+
+def test_it_returns_when_the_last_chunk_is_done_and_not_before() -> None:
+    pool, early = Pool(2), 0
+    for _ in range(100):
+        counts = np.zeros(2, np.int64)
+        parallel(pool.control, _count_slowly.address, counts.ctypes.data, 2)
+        early += counts.tolist() != [1, 1]
+        while not counts.all():
+            pass  # the memory is the other thread's still
+    assert early == 0
+    pool.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -196,3 +196,19 @@ def test_nonsense_is_refused(change: dict[str, Any]) -> None:
 
 def test_a_window_as_long_as_the_context_changes_nothing() -> None:
     assert spec_from_config(MIXTRAL4 | {"sliding_window": 32768}) == spec_from_config(MIXTRAL4)
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("vocab_size", 1 << 24),
+        ("hidden_size", 1 << 20),
+        ("moe_intermediate_size", 1 << 22),
+        ("num_hidden_layers", 1 << 10),
+    ],
+)
+def test_sizes_are_bounded_so_that_no_configuration_asks_for_endless_memory(key: str, most: int) -> None:
+    assert spec_from_config({**QWEN4, key: most})
+    for value in (most + 2, 10**30, 10**400):
+        with pytest.raises(CheckpointError, match=r"impossible|positive number"):
+            spec_from_config({**QWEN4, key: value})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.fusion import Mix, any_of
+from edgemoe.policy.fusion import Calibration, Mix, any_of
 
 
 def outcomes(seed: int, n: int = 300) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -50,3 +50,21 @@ def test_the_reliability_curve_of_a_true_forecast_is_the_diagonal() -> None:
 
 def test_forecasts_of_several_sequences_combine() -> None:
     assert any_of(np.array([[0.5, 0.0], [0.5, 0.2]], np.float32)).tolist() == pytest.approx([0.75, 0.2])
+
+
+def test_what_forecasts_were_once_is_forgotten() -> None:
+    mix = Mix(1)
+    for poor, good, came in outcomes(2, 1500):
+        mix.learn(poor, good, came, 0)
+    for poor, good, came in outcomes(3, 300):  # a fifth of it, and the other way round
+        mix.learn(good, poor, came, 0)
+    assert mix.eta(0) <= 0.2
+
+
+def test_a_score_comes_to_mean_what_came_of_it_and_of_no_other() -> None:
+    learned = Calibration(-2.0, 2.0, 5)
+    before = learned.share.copy()
+    for _ in range(300):
+        learned.learn(np.array([-2.6, 0.9, 2.1], np.float32), np.array([True, True, False]))
+    assert learned(np.array([-2.0, 1.0, 2.0], np.float32)).tolist() == pytest.approx([1.0, 1.0, 0.0], abs=0.02)
+    np.testing.assert_allclose(learned.share[[1, 2]], before[[1, 2]], atol=1e-2)

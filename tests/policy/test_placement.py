@@ -81,6 +81,16 @@ def test_an_expert_that_is_only_in_memory_stays_there_and_is_copied_from_there()
     assert (sum(held.astype(int) for held in twice.values()) == 2).all()
 
 
+def test_a_box_keeps_more_than_its_share_rather_than_give_away_an_only_copy() -> None:
+    disk = everywhere(2, 9)
+    for held in disk.values():
+        held[:, :6] = False
+    ram = {node: np.zeros((2, 9), bool) for node in NODES}
+    ram["b"][:, :6] = True
+    homes = uniform(NODES, dict.fromkeys(NODES, 12), disk, 2, 9, 1, in_ram=ram)
+    assert homes["b"][:, :6].all()
+
+
 def test_a_plan_says_where_each_expert_is_at_home() -> None:
     homes = uniform(NODES, dict.fromkeys(NODES, 9), everywhere(3, 7), 3, 7)
     plan = PlacementPlan(1, 2, "d" * 32, 3, 7, NODES, tuple(pack_bits(homes[node]) for node in NODES))

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgemoe.policy.resolve import Ways, finish_s, resolve
+from edgemoe.policy.resolve import PEERS_EACH, Costs, Ways, candidates, finish_s, resolve
 
 
 def exhaustive(ways: Ways) -> float:
@@ -95,3 +95,55 @@ def test_work_that_a_channel_has_to_do_anyway_counts() -> None:
     found = resolve(ways)
     assert found.way.tolist() == [1, 1, 1]
     assert found.finish_s == pytest.approx(5.0) == finish_s(ways, found.way)
+
+
+def peers_ways(its_s: Costs, open_s: Costs, near: np.ndarray) -> Ways:
+    """A slow disk here, and the peers `near` [k, n] of each expert; every peer has a channel."""
+    peers, n = its_s.shape
+    load = np.zeros((n, 1 + len(near), 1 + peers))
+    load[:, 0, 0] = 0.01
+    for k, peer in enumerate(near):
+        load[np.arange(n), 1 + k, 1 + peer] = its_s[peer, np.arange(n)]
+    opening = np.append(0.0, open_s)
+    return Ways(load, load.sum(axis=2) + (load > 0) @ opening, opening)
+
+
+def random_peers(seed: int, peers: int, experts: int, holders: float) -> tuple[Costs, Costs]:
+    """`its_s` and `open_s` of peers of which so many, on average, have an expert."""
+    rng = np.random.default_rng(seed)
+    speed_s = rng.uniform(1e-4, 1e-3, peers) * np.exp(rng.choice([0, 0.3, 1]) * rng.standard_normal(peers))
+    its_s = speed_s[:, None] * rng.uniform(0.5, 3, experts)
+    its_s[rng.random((peers, experts)) >= holders / peers] = np.inf
+    return its_s, rng.choice([0.0, 3e-4, 2e-3]) * rng.uniform(0.5, 1.5, peers)
+
+
+def dense(its_s: Costs, open_s: Costs) -> Ways:
+    return peers_ways(its_s, open_s, np.repeat(np.arange(len(its_s))[:, None], its_s.shape[1], axis=1))
+
+
+def test_where_no_more_than_three_have_an_expert_nothing_is_lost_by_choosing_beforehand() -> None:
+    for seed in range(60):
+        its_s, open_s = random_peers(seed, peers=12, experts=6, holders=4.0)
+        its_s[np.cumsum(np.isfinite(its_s), axis=0) > PEERS_EACH] = np.inf  # in a column only the first ones stay
+        near = candidates(its_s, open_s)
+        kept = np.take_along_axis(np.isfinite(its_s), near, axis=0).sum(axis=0)
+        assert kept.tolist() == np.isfinite(its_s).sum(axis=0).tolist()
+        few, all_of_them = resolve(peers_ways(its_s, open_s, near)), resolve(dense(its_s, open_s))
+        assert few.finish_s == pytest.approx(all_of_them.finish_s)
+
+
+@pytest.mark.parametrize("holders", [4.0, 12.0, 24.0])
+def test_of_many_peers_three_beforehand_make_the_layer_little_later(holders: float) -> None:
+    ratios = []
+    for seed in range(15):
+        its_s, open_s = random_peers(seed, peers=24, experts=12, holders=holders)
+        few = resolve(peers_ways(its_s, open_s, candidates(its_s, open_s)))
+        ratios.append(few.finish_s / resolve(dense(its_s, open_s)).finish_s)
+    assert max(ratios) < 1.25
+    assert np.mean(ratios) < 1.05
+
+
+def test_experts_that_all_peers_have_are_not_left_to_three_of_them() -> None:
+    near = candidates(np.full((16, 16), 1e-3), np.full(16, 1e-3))
+    assert len(np.unique(near)) == 16
+    assert all(len(set(column)) == PEERS_EACH for column in near.T.tolist())

@@ -91,6 +91,15 @@ def test_config_can_leave_the_defaults_out(capsys: pytest.CaptureFixture[str]) -
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["[engine]", "threads"]
 
 
+def test_config_tells_one_value_to_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("config", "api.socket") == 0
+    assert capsys.readouterr().out == f"{tmp_path}/edgemoe.sock\n"
+    assert exit_code("config", "engine.threads", "--set", "engine.threads=3") == 0
+    assert capsys.readouterr().out == "3\n"
+    assert exit_code("config", "api.sockt") == 2
+    assert "did you mean 'api.socket'?" in capsys.readouterr().err
+
+
 def test_service_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("service", "install", "--dry-run", "--root", str(tmp_path)) == 0
     said = capsys.readouterr().out

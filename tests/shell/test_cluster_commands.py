@@ -14,7 +14,7 @@ from rich.console import Console
 import edgemoe.cli
 from edgemoe.cli.boxes import boxes
 from edgemoe.cluster.control.listing import read_join
-from edgemoe.cluster.wire.keys import load_peers, load_secret
+from edgemoe.cluster.wire.keys import generate, load_peers, load_secret
 from edgemoe.config import ClusterSettings
 from edgemoe.errors import ConfigError, ServiceError
 from edgemoe.front.cluster import listed
@@ -58,6 +58,19 @@ def test_who_joins_says_where_it_is() -> None:
     assert (seed.node, seed.address) == ("a", "192.0.2.7:7540")
 
 
+def test_a_box_may_have_either_of_its_two_keys_and_no_third(tmp_path: Path) -> None:
+    made = [generate(tmp_path / f"key-{n}").public.decode() for n in range(3)]
+    entry = f'[[peer]]\nnode = "d"\naddress = "192.0.2.9:7540"\nkey = "{made[0]}"\nnew_key = "{made[1]}"'
+    (tmp_path / "peers.toml").write_text(entry)
+    for n in range(2):
+        settings = ClusterSettings(
+            node="d", key_file=str(tmp_path / f"key-{n}"), peers_file=str(tmp_path / "peers.toml")
+        )
+        assert listed(settings)["d"].keys == (made[0], made[1])
+    with pytest.raises(ConfigError, match="belongs to the key"):
+        listed(msgspec.structs.replace(settings, key_file=str(tmp_path / "key-2")))
+
+
 def test_a_witness_needs_an_agreement_to_vote_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "edgemoe.toml"
     config.write_text('[cluster]\nnode = "w"\nkey_file = "k"\nlisten = "127.0.0.1:7540"\n')
@@ -73,19 +86,23 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
             "leader": "b",
             "epoch": 7,
             "plan": {"version": 3, "epoch": 6, "digest": "abcdef0123456789"},
-            "trouble": "600 bytes missing",
+            "trouble": "600 bytes missing [/]",
             "members": [
                 member | {"node": "a", "state": "here"},
                 member | {"node": "b", "state": "here", "latency_s": 0.0123, "bytes_per_s": 62.5e6, "why": ""},
-                member | {"node": "c", "state": "refused", "why": "c serves another model"},
+                member | {"node": "x" * 63, "state": "here", "engine": ""},
+                member | {"node": "c", "state": "refused", "why": "c serves another model [/]"},
             ],
         }
     }
     calls, seconds = named(metrics.REMOTE_CALLS, peer="b"), named(metrics.REMOTE_SECONDS, peer="b")
     page = io.StringIO()
-    console = Console(width=160, file=page)
+    console = Console(width=80, file=page)
     console.print(boxes(health, {calls: 10.0, seconds: 1.0}, {calls: 110.0, seconds: 1.5}, 2.0))
     text = page.getvalue()
+    assert "…" not in text
+    assert ["Box", "State", "Homes", "In", "RAM", "On", "disk", "Requests"] in map(str.split, text.splitlines())
+    assert ["b", "12.3", "ms", "62.5", "MB/s", "50.0", "5.0", "ms"] in map(str.split, text.splitlines())
     for part in (
         "b leads in epoch 7",
         "plan 3 of epoch 6",

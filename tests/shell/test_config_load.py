@@ -128,3 +128,43 @@ def test_every_setting_has_a_flat_name_and_an_origin(tmp_path: Path) -> None:
     loaded = load(env=ENV, root=tmp_path)
     assert set(loaded.origins) == set(flatten(loaded.settings))
     assert flatten(loaded.settings)["device.0.kind"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[engine]\nthreads = " + "[" * 5000, "is not TOML"),
+        ("[engine]\nthreads = " + "9" * 5000, "is not TOML"),
+        ("[engine]\nthreads = 0x" + "f" * 5000, "engine.threads = an endless int"),
+        ("[memory]\nram_bytes = '" + "9" * 400 + "TB'", "is not a size"),
+        ("[[device]]\nexpert_bytes = 1\n" * 65, "these settings cannot be"),
+        ('[api]\nsocket = "a\\u0000b"', "api.socket"),
+        ('[model]\nname = "' + "x" * 5000 + '"', "model.name"),
+        ('[cluster]\nnode = "a\\n"', "cluster.node"),
+        ('[[device]]\nkind = "cuda:0\\n"', "device.0.kind"),
+        ("[api]\nrequest_timeout_s = nan", "api.request_timeout_s"),
+        ("[engine]\nmax_queue = inf", "engine.max_queue"),
+        ("#" * ((1 << 20) + 1), "too large"),
+    ],
+)
+def test_what_no_file_should_hold_is_refused_in_a_short_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "edgemoe.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(file, env={})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "text", ["device.².kind=cpu", "model.name=\udcff", "api.socket=\0", "engine.threads=" + "9" * 9999]
+)
+def test_what_no_command_line_should_hold_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        load(None, [text], env={}, root=tmp_path)
+
+
+@pytest.mark.parametrize(("key", "most"), [("memory.ram_bytes", 1 << 50), ("engine.max_queue", 1 << 20)])
+def test_bounds_hold_at_the_bound(tmp_path: Path, key: str, most: int) -> None:
+    assert flatten(load(None, [f"{key}={most}"], env={}, root=tmp_path).settings)[key] == most
+    with pytest.raises(ConfigError, match=key):
+        load(None, [f"{key}={most + 1}"], env={}, root=tmp_path)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,12 @@ from edgemoe.service import Options, install, planned_files, status, templates, 
 
 ROOT = Path(__file__).parents[2]
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' own folders are temporary."""
+    monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", ("/nowhere",))
 
 
 def model_dir(tmp_path: Path) -> Path:
@@ -71,6 +78,29 @@ def test_what_lies_under_home_is_bound_into_the_service(tmp_path: Path, monkeypa
     paths = next(file.text for file in planned_files(Options(model=str(model))) if file.path.name == "paths.conf")
     assert f'BindReadOnlyPaths="{tmp_path}/my $model 100%%"\n' in paths
     assert f"BindReadOnlyPaths={tmp_path}/blobs\n" in paths
+
+
+@pytest.mark.parametrize("what", ["the model", "this installation", "--config"])
+def test_what_lies_among_temporary_files_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", (str(tmp_path),))
+    options = Options(root=tmp_path / "root")
+    if what == "the model":
+        options = replace(options, model=str(model_dir(tmp_path)))
+    elif what == "--config":
+        options = replace(options, config=tmp_path / "edgemoe.toml")
+    else:
+        monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    with pytest.raises(ServiceError, match=f"{what}.* lies in {tmp_path}.*which a service does not see"):
+        install(options)
+    assert not (tmp_path / "root").exists()
+
+
+def test_settings_under_home_are_bound_into_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(config=Path("/home/alice/edgemoe.toml"))
+    paths = next(file.text for file in planned_files(options) if file.path.name == "paths.conf")
+    assert "BindReadOnlyPaths=/home/alice/edgemoe.toml\n" in paths
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:

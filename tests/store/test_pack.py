@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,12 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
+from waiting import wait_until
 
 from edgemoe.errors import CheckpointError, StoreError, StoreVersionError, UnsupportedModel
 from edgemoe.experts.files import lock_store
 from edgemoe.experts.manifest import MANIFEST, Manifest
+from edgemoe.experts.store import ExpertStore
 from edgemoe.model.spec import dense_shapes, spec_from_config
 from edgemoe.pack import JOURNAL, ensure_store, pack
 from edgemoe.pack.writer import to_bfloat16
@@ -384,6 +387,33 @@ def test_two_packers_do_not_meet(checkpoint: Make, tmp_path: Path) -> None:
     with lock_store(tmp_path, exclusive=True), pytest.raises(StoreError, match="in use"):
         pack(checkpoint(), tmp_path)
     pack(checkpoint(), tmp_path)
+
+
+def test_who_finds_a_model_being_packed_waits_and_says_for_what(
+    checkpoint: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoint()
+    store = ensure_store(source, tmp_path)
+    (store / MANIFEST).rename(tmp_path / "aside")
+    caplog.set_level("INFO")
+    with ThreadPoolExecutor() as pool:
+        with lock_store(store, exclusive=True):
+            others = [pool.submit(ensure_store, source, tmp_path) for _ in range(3)]
+            wait_until(lambda: caplog.text.count("waiting for another process") == 3)
+            (tmp_path / "aside").rename(store / MANIFEST)
+        assert [other.result(60) for other in others] == [store] * 3
+
+
+def test_of_several_that_want_a_model_at_once_all_get_it(checkpoint: Make, tmp_path: Path) -> None:
+    source = checkpoint()
+
+    def ready(_: int) -> Path:
+        store = ensure_store(source, tmp_path)
+        with ExpertStore(store, Manifest.load(store)):
+            return store
+
+    with ThreadPoolExecutor() as pool:
+        assert len(set(pool.map(ready, range(3)))) == 1
 
 
 def test_a_full_disk_is_found_out_before_anything_is_written(

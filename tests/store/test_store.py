@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from edgemoe.errors import CorruptExpert, MissingExpert, StoreError
 from edgemoe.experts import files
 from edgemoe.experts.files import ALIGN, BLOCK_BYTES, checksum, combine, lock_store, padded, page_memory
-from edgemoe.experts.manifest import MANIFEST, Manifest
+from edgemoe.experts.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from edgemoe.experts.store import ExpertStore
 from edgemoe.pack import pack
+from edgemoe.pack.fits import spec_of
 
 Make = Callable[..., Path]
 
@@ -310,3 +311,57 @@ def test_a_checksum_is_that_of_one_block_or_of_all_blocks_digests() -> None:
     assert checksum(short) == xxhash.xxh3_128_hexdigest(short)
     parts = [long[at : at + BLOCK_BYTES] for at in range(0, len(long), BLOCK_BYTES)]
     assert checksum(long) == combine([xxhash.xxh3_128_digest(part) for part in parts])
+
+
+@pytest.mark.parametrize("raw", [b'"\xe2\x28\xa1"', b'{"version": 1, "name": "\xff"}'])
+def test_a_manifest_that_is_not_text_is_refused(store: Path, raw: bytes) -> None:
+    (store / MANIFEST).write_bytes(raw)
+    with pytest.raises(StoreError, match="not a manifest"):
+        Manifest.load(store)
+
+
+def test_a_manifest_as_large_as_a_model_is_refused_before_it_is_read(store: Path) -> None:
+    with (store / MANIFEST).open("r+b") as file:
+        file.truncate(MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(StoreError, match="too large"):
+        Manifest.load(store)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("num_hidden_layers", 4, "3 layers"),
+        ("num_hidden_layers", 2, "3 layers"),
+        ("num_local_experts", 5, "expert 5 of layer 0"),
+        ("moe_intermediate_size", 22, "bytes for expert 0"),
+        ("vocab_size", 1 << 24, "bytes of dense weights"),
+    ],
+)
+def test_a_manifest_and_a_configuration_that_contradict_each_other_are_refused(
+    store: Path, key: str, value: int, why: str
+) -> None:
+    good = Manifest.load(store)
+    assert spec_of(good).layers == 3
+    rewrite(store, lambda manifest: msgspec.structs.replace(manifest, config={**manifest.config, key: value}))
+    with pytest.raises(StoreError, match=why):
+        spec_of(Manifest.load(store))
+
+
+async def test_an_error_of_the_disk_is_not_read_around(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What O_DIRECT reports of a failing disk is not asked of the page cache again."""
+    real, direct = os.preadv, set()
+
+    def opened(path: Path, flags: int) -> int:
+        direct.add(fd := os.open(path, flags | os.O_CLOEXEC))
+        return fd
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fd in direct:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(files, "open_direct", opened)
+    monkeypatch.setattr(os, "preadv", failing)
+    opened_store = ExpertStore(store, Manifest.load(store))
+    with opened_store, pytest.raises(CorruptExpert, match="Input/output error"):
+        await opened_store.read(0, 0, page_memory(ALIGN * 4))

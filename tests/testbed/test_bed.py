@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from tools.testbed.__main__ import main
 from tools.testbed.bed import NAMESPACES, PREFIX, Bed, leftovers, sweep, why_not
@@ -132,8 +132,7 @@ def test_a_paused_box_answers_when_it_is_resumed(bed: Bed) -> None:
 
 def test_a_killed_box_is_empty(bed: Bed) -> None:
     sleeper = bed["c"].spawn(["sh", "-c", "sleep 100 & sleep 100"])
-    while len(bed["c"].pids()) < 3:
-        time.sleep(0.01)
+    wait_until(lambda: len(bed["c"].pids()) == 3)
     bed["c"].kill()
     assert bed["c"].pids() == []
     sleeper.wait(10)

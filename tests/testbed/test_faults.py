@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.faults import ROWS, Answers, Trial, cluster, references
+from tools.bench.fault_rows import ROWS
+from tools.bench.fault_trial import Answers, Trial
+from tools.bench.faults import cluster, references
 from tools.testbed.bed import why_not
 from tools.testbed.daemons import Cluster
 from tools.testbed.model import float32_demo
@@ -35,7 +37,7 @@ class Boxes:
 
     def __call__(self, row: str) -> Cluster:
         kind = ROWS[row]
-        wanted = (kind.replicas, kind.spread, kind.empty)
+        wanted = (kind.replicas, kind.spread, kind.empty, kind.state_bytes)
         if self._cluster is None or self._kind != wanted:
             self.close()
             self._kind = wanted
@@ -66,5 +68,6 @@ def test_a_fault_costs_no_request_and_no_token(row: str, boxes: Boxes) -> None:
             assert all(request["complete"] or "missing_expert" in request["error"] for request in found["requests"])
         assert not found.get("stale_obeyed")
         assert not found.get("regressions")
+        assert not found.get("wrong_obeyed")
         assert not found.get("let_in")
         assert found.get("guest") == found.get("expected")  # who was in order got its answers

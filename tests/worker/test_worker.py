@@ -7,8 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 from checkpoints import tiny_checkpoint
 from kept import STORES
+from waiting import wait_until
 
 from edgemoe.cluster.wire.ipc import FrontEnd
 from edgemoe.cluster.wire.messages import (
@@ -45,7 +45,7 @@ from edgemoe.config import (
 )
 from edgemoe.pack import pack
 from edgemoe.telemetry.recorder import read_recording
-from edgemoe.types import Request, Sampling
+from edgemoe.types import Emission, Request, Sampling
 
 M = TypeVar("M", bound=FromEngine)
 START_S, ANSWER_S = 120, 30
@@ -72,6 +72,13 @@ class Child:
                 if isinstance(message, kind):
                     return message
         raise AssertionError("the wire was closed")
+
+    async def end(self) -> Emission:
+        """The next end of a request."""
+        while True:
+            for item in (await self.hear(Emissions)).items:
+                if item.finish:
+                    return item
 
     async def tokens(self, name: str, count: int = 10**9) -> list[int]:
         """What a request emits, up to its end or so many tokens."""
@@ -165,7 +172,7 @@ async def check_manners(child: Child) -> None:
     assert late.error_code == "engine_unavailable"
     child.tell(Ping())
     values = (await child.hear(Stats)).values
-    while values["edgemoe_requests_running"]:
+    while values["edgemoe_num_requests_running"]:
         values = (await child.hear(Stats)).values
     assert values["edgemoe_kv_blocks_referenced"] == 0
     assert values['edgemoe_requests_finished_total{reason="cancelled"}'] == 1
@@ -200,10 +207,3 @@ def test_an_engine_ends_with_its_front() -> None:
         wait_until(lambda: (child / "oom_score_adj").read_text().startswith("500"))
         front.kill()
     wait_until(lambda: not child.exists() or "State:\tZ" in (child / "status").read_text())
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)

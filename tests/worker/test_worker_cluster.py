@@ -18,7 +18,7 @@ from test_worker import EXPERT_BYTES, START_S, Child
 
 from edgemoe.cluster.wire.ipc import FrontEnd
 from edgemoe.cluster.wire.keys import Secret, generate
-from edgemoe.cluster.wire.messages import Boot, Emissions, Holds, Listening, PeerEngine, Peers, PeerSeen, Ready, Submit
+from edgemoe.cluster.wire.messages import Boot, Holds, Listening, PeerEngine, Peers, PeerSeen, Ready, Submit
 from edgemoe.config import ClusterSettings, EngineSettings, LogSettings, MemorySettings, ModelSettings, Settings
 from edgemoe.experts.manifest import Manifest
 from edgemoe.pack import pack
@@ -86,8 +86,8 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         a_ports, b_ports = [await box.hear(Listening, START_S) for box in (a, b)]
         for box in (a, b):
             await box.hear(Ready, START_S)
-        a.tell(Peers(keys={"b": b_key.public.decode()}, engines=(engine("b", b_ports),)))
-        b.tell(Peers(keys={"a": a_key.public.decode()}, engines=(engine("a", a_ports),)))
+        a.tell(Peers(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
+        b.tell(Peers(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
         assert (await a.hear(PeerSeen)).node == "b"
         b.tell(submit("r"))
         wanted = await b.tokens("r")
@@ -96,8 +96,7 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         b.process.kill()
         await b.process.wait()
         a.tell(submit("again"))
-        while not (end := (await a.hear(Emissions)).items[-1]).finish:
-            pass
+        end = await a.end()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
 
 

@@ -231,7 +231,7 @@ async def call(args: argparse.Namespace, shape: ExpertShape) -> None:
     box = Box("client", Secret(*(keys["client"][name].encode() for name in ("secret", "public"))), shape, 1, 0)
     server = told()
     running = asyncio.create_task(box.run())
-    box.plane.set_peers({"server": keys["server"]["public"]}, [engine("server", server)])
+    box.plane.set_peers({"server": (keys["server"]["public"],)}, [engine("server", server)])
     box.echo.connect(Peer("server", f"{server['host']}:{server['ports'][2]}", keys["server"]["public"]))
     box.tiers.join(box.plane.calls)
     box.plane.calls.fetch_s = lambda layer, experts, without: np.full(len(experts), np.inf)  # type: ignore[method-assign]

@@ -2,12 +2,15 @@
 
     python -m tools.bench.faults --trials 200 --log /var/tmp/faults.jsonl             # all rows; goes on where it ended
     python -m tools.bench.faults --rows kill-peer,leader-stop --trials 10 --minutes 8
+    python -m tools.bench.faults --disk all --trials 50 --log /var/tmp/faults.jsonl   # the whole store on each disk
     python -m tools.bench.faults --log /var/tmp/faults.jsonl --table                  # of what has been logged
 
 Needs root. Each trial is seeded by its row and number: which box, which prompts, when. Prompts are random tokens and
 all answers differ; what one box alone says, with all experts in memory, in float32, is what must come out. A trial is
-one line of the log: what was hit, and of every request whether it was complete, right, how long it took without and
-with the fault. The cluster is started once for a row and only what was killed is started again.
+one line of the log: which commit it was, what was hit, and of every request whether it was in flight then, complete,
+right, how long it took without and with the fault. In every other trial a box that is gone for two seconds loses its
+homes to others, so that the plan changes. The cluster is started once for a row and either of these, and only what was
+killed is started again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,11 +32,14 @@ import numpy as np
 from edgemoe.experts.files import padded
 from edgemoe.experts.manifest import Manifest
 from edgemoe.model.spec import spec_from_config
-from tools.bench.fault_rows import NODES, ROWS, TOKENS, Answers, Kind, Record, Trial
+from tools.bench.fault_rows import ROWS, Kind
+from tools.bench.fault_trial import NODES, TOKENS, Answers, Record, Trial
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Cluster, Daemon
 from tools.testbed.model import float32_demo, part_of
 
+DISKS = ("two-thirds", "all")  # of the store; with one replica it is a third
+ABSENT_S = (30.0, 2.0)  # of even and odd trials
 EXPERTS = 192  # of the demo model
 PROMPT_TOKENS, PROMPTS = 12, 16
 POLICY = "ewma"  # every box has its homes in memory: what else would be worth keeping costs each start seconds to learn
@@ -59,7 +66,7 @@ def references(folder: Path, store: Path) -> Answers:
     """What one box says that has everything in memory; kept in `folder`."""
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(3, 4096) for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)]
-    kept = folder / f"answers-{Manifest.load(store).digest[:12]}.json"
+    kept = folder / f"answers-{TOKENS}-{Manifest.load(store).digest[:12]}.json"
     if not kept.exists():
         with Bed(["alone"]) as bed, tempfile.TemporaryDirectory(dir=folder) as scratch:
             daemon = Daemon(bed["alone"], Path(scratch), common(store, EXPERTS))
@@ -76,37 +83,49 @@ def references(folder: Path, store: Path) -> Answers:
 
 
 @contextmanager
-def cluster(folder: Path, store: Path, kind: Kind) -> Iterator[Cluster]:
-    """Three boxes; the disk of each lists its own share of the experts only, `replicas` boxes have each."""
-    shares = {
-        node: {"model.path": part_of(store, folder / f"store-{node}", lambda _, e, n=n: (e - n) % 3 < kind.replicas)}  # type: ignore[misc]
-        for n, node in enumerate(NODES)
+def cluster(
+    folder: Path, store: Path, kind: Kind, disk: str = DISKS[0], absent_s: float = ABSENT_S[0]
+) -> Iterator[Cluster]:
+    """Three boxes, `replicas` of which have each expert at home; on disk it is theirs only, or everybody's."""
+    stores = {
+        node: part_of(store, folder / f"store-{node}", lambda _, e, n=n: (e - n) % 3 < kind.replicas)  # type: ignore[misc]
+        for n, node in enumerate(NODES if disk != "all" else ())
     }
     settings = common(store, EXPERTS * kind.replicas // 3)
-    settings |= {"cluster.replicas": kind.replicas, "cache.policy": POLICY}
+    settings |= {"cluster.replicas": kind.replicas, "cache.policy": POLICY, "cluster.absent_s": absent_s}
     if kind.spread:
         settings["cluster.route"] = "spread"
+    own = {node: {"model.path": path} for node, path in stores.items()}
     with (
         Bed([*NODES, *kind.empty]) as bed,
-        Cluster(bed, folder / "cluster", settings, shares, kind.empty) as made,
+        Cluster(bed, folder / "cluster", settings, own, kind.empty, kind.state_bytes) as made,
     ):
         yield made
 
 
-def run_row(name: str, trials: Sequence[int], log: Path, work: Path, ends: float) -> None:
+def commit() -> str:
+    """What is being tried; with a + where files differ from it."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+
+
+def run_row(name: str, disk: str, absent_s: float, trials: Sequence[int], log: Path, work: Path, ends: float) -> None:
     kind = ROWS[name]
     store = float32_demo(work)
     answers = references(work, store)
+    known = {"commit": commit(), "disk": disk, "tokens": TOKENS, "absent_s": absent_s, "policy": POLICY}
     with (
         tempfile.TemporaryDirectory(dir=work, prefix=f"{name}-") as scratch,
-        cluster(Path(scratch), store, kind) as made,
+        cluster(Path(scratch), store, kind, disk, absent_s) as made,
     ):
         for number in trials:
             if time.monotonic() > ends:
                 return
             trial = Trial(made, answers, random.Random(f"{name} {number}"))
             began_s = time.monotonic()
-            record = {"row": name, "trial": number, "policy": POLICY, "led": made.leader(), **kind.run(trial)}
+            record = {"row": name, "trial": number, **known, "led": made.leader(), **kind.run(trial)}
+            record["in_flight"] = sum(trial.in_flight)
+            record["died"] = [daemon.box.name for daemon in made if not daemon.alive]
             record["load"] = round(os.getloadavg()[0], 1)
             record["trial_s"] = round(time.monotonic() - began_s, 2)
             with log.open("a") as file:
@@ -118,12 +137,24 @@ def read(log: Path) -> list[Record]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def arrangement(record: Record) -> tuple[int, str]:
+    """Tokens of a request, and disks; both are missing in the oldest records."""
+    return record.get("tokens", 16), record.get("disk", DISKS[0])
+
+
+def tables(records: Sequence[Record]) -> Iterator[str]:
+    """One for each arrangement."""
+    for tokens, disk in sorted({arrangement(record) for record in records}):
+        yield f"\nRequests of {tokens} tokens; {disk} of the store on each disk:\n"
+        yield from table([record for record in records if arrangement(record) == (tokens, disk)])
+
+
 def table(records: Sequence[Record]) -> Iterator[str]:
     yield (
-        "| fault | trials | requests | complete | of them right | wrong tokens | added latency p50 / p99 / max | "
-        "new epoch p50 / max | obeyed stale, epochs back, frames let in |"
+        "| fault | trials | requests | in flight | complete | of them right | wrong tokens "
+        "| added latency p50 / p99 / max | new epoch p50 / max | obeyed stale, epochs back, frames let in |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for name in ROWS:
         rows = [record for record in records if record["row"] == name]
         if not rows:
@@ -133,6 +164,7 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         right = sum(request["right"] for request in complete)
         wrong = sum(not request["prefix"] for request in asked)
         added = [request["took_s"] - request["calm_s"] for request in complete]
+        in_flight = sum(row["in_flight"] for row in rows if "in_flight" in row) if "in_flight" in rows[0] else ""
         disturbed = added and name != "restart-all"
         late = " / ".join(f"{np.quantile(added, q):.2f}" for q in (0.5, 0.99, 1.0)) + " s" if disturbed else ""
         deposed = [row for row in rows if row.get("led", row["hit"]) == row["hit"]] if name != "restart-all" else []
@@ -141,7 +173,8 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         stale = max(row.get("stale_obeyed", 0) for row in rows)  # each is of the whole log
         stale += sum(row.get("regressions", 0) + row.get("let_in", 0) for row in rows)
         yield (
-            f"| {name} | {len(rows)} | {len(asked)} | {len(complete)} | {right} | {wrong} | {late} | {new} | {stale} |"
+            f"| {name} | {len(rows)} | {len(asked)} | {in_flight} | {len(complete)} | {right} | {wrong} | {late} "
+            f"| {new} | {stale} |"
         )
 
 
@@ -149,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help="of the table, separated by commas")
     parser.add_argument("--trials", type=int, default=3, help="of each row, those in the log included")
+    parser.add_argument("--disk", choices=DISKS, default=DISKS[0], help="how much of the store each box has on disk")
     parser.add_argument("--log", type=Path, default=Path("faults.jsonl"))
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgemoe-faults")
     parser.add_argument("--minutes", type=float, default=1e9, help="no trial begins after so long")
@@ -157,11 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * args.minutes
     for name in args.rows.split(",") if not args.table else ():
-        done = {record["trial"] for record in read(args.log) if record["row"] == name}
-        todo = [number for number in range(args.trials) if number not in done]
-        if todo and time.monotonic() < ends:
-            run_row(name, todo, args.log, args.work, ends)
-    print("\n".join(table(read(args.log))))
+        same = [record for record in read(args.log) if arrangement(record) == (TOKENS, args.disk)]
+        done = {record["trial"] for record in same if record["row"] == name}
+        for which, absent_s in enumerate(ABSENT_S):
+            todo = [number for number in range(which, args.trials, len(ABSENT_S)) if number not in done]
+            if todo and time.monotonic() < ends:
+                run_row(name, args.disk, absent_s, todo, args.log, args.work, ends)
+    print("\n".join(tables(read(args.log))))
     return 0
 
 

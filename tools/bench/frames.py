@@ -34,10 +34,11 @@ from edgemoe.cluster.wire.envelope import Envelope, seal, unseal
 from edgemoe.cluster.wire.keys import Secret
 from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Net, Question
+from edgemoe.cluster.wire.protocol import Language
 from edgemoe.cluster.wire.zap import AllowList
 
-LANES: dict[str, msgspec.msgpack.Decoder[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
-MARK = 7.0e8  # the remaining_ms of messages whose sums are right
+LANES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+MARK = 5.0e5  # the remaining_ms of messages whose sums are right
 Frames = list[bytes]
 
 
@@ -49,7 +50,7 @@ def serve_child() -> None:
 
 async def _serve(keys: dict[str, str]) -> None:
     net = Net(
-        "box", "boot", Secret(keys["secret"].encode(), keys["public"].encode()), AllowList({"peer": keys["peer"]})
+        "box", "boot", Secret(keys["secret"].encode(), keys["public"].encode()), AllowList({"peer": (keys["peer"],)})
     )
     taken = {"wrong": 0, "possible": 0}
 
@@ -59,7 +60,7 @@ async def _serve(keys: dict[str, str]) -> None:
         taken["possible" if question.envelope.remaining_ms == MARK else "wrong"] += 1
         return Answer(question.message)
 
-    lanes: dict[str, Lane[Any]] = {name: Lane(net, name, decoder, serve) for name, decoder in LANES.items()}
+    lanes: dict[str, Lane[Any]] = {name: Lane(net, name, language, serve) for name, language in LANES.items()}
     print(json.dumps({name: lane.bind("127.0.0.1") for name, lane in lanes.items()}), flush=True)
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -132,7 +133,7 @@ def resealed(frames: Sequence[bytes], rng: random.Random) -> Frames:
         body[rng.randrange(len(body))] = rng.randrange(256)
     row = msgspec.structs.replace(head, body=msgspec.Raw(bytes(body)), remaining_ms=MARK)
     packed = _pack(row)
-    return [envelope._HEAD.pack(envelope.MAGIC, envelope.VERSION, xxhash.xxh3_64_digest(packed)) + packed, *frames[1:]]
+    return [envelope._HEAD.pack(envelope.MAGIC, envelope.FRAMING, xxhash.xxh3_64_digest(packed)) + packed, *frames[1:]]
 
 
 def _pack(row: Envelope) -> bytes:
@@ -165,7 +166,7 @@ def attack(total: int, seed: int) -> dict[str, Any]:
         socket.set(zmq.CURVE_SECRETKEY, peer_secret)
         socket.connect(f"tcp://127.0.0.1:{ports[name]}")
     pool = [
-        (name, [bytes(frame) for frame in seal(body, tensors, id=9, epoch=3, plan=4, remaining_ms=1000)])
+        (name, [bytes(frame) for frame in seal(body, tensors, id=9, remaining_ms=1000)])
         for name, messages in originals().items()
         for body, tensors in messages
     ]

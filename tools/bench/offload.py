@@ -32,6 +32,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from edgemoe.telemetry.metrics import parse
+
 console = Console(stderr=True)
 CGROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -165,8 +167,7 @@ class Edgemoe:
         return (times[-1] - times[0]) / (len(times) - 1)
 
     def metrics(self) -> dict[str, float]:
-        rows = (line.rsplit(" ", 1) for line in self.client.get("/metrics").text.splitlines() if line[:1] not in "#")
-        return {row[0]: float(row[1]) for row in rows if len(row) == 2}
+        return parse(self.client.get("/metrics").text)
 
     def close(self) -> None:
         self.child.terminate()

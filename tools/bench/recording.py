@@ -125,7 +125,7 @@ def main() -> None:
             record=RecordSettings(dir=folder),
         )
         vars(worker)["Recorder"] = Timed
-        assembly = worker.assemble(settings, emitted.extend, lambda _: None)
+        assembly = worker.assemble(settings, emitted.extend, lambda *_: None)
         threading.Thread(target=asyncio.run, args=(assembly.tiers.run(),), daemon=True).start()
         recorder = Timed.made
         decode(assembly, emitted, recorder, options.blocks)

@@ -5,6 +5,11 @@
 Most requests are read to their end; some hang up midway, some are malformed. Every few seconds the resident memory,
 open files and threads of the daemon's processes are sampled, and the daemon's own gauges are read. At the end the
 daemon must be idle again. The last line is one JSON object.
+
+    python -m tools.bench.soak --hostile-peer 100 --minutes 30
+
+starts a daemon of its own, with the demo model and three listed peers, each of which sends so many hostile messages a
+second on one lane; with 0, the same without them, to compare `p99_s` with.
 """
 
 from __future__ import annotations
@@ -14,8 +19,11 @@ import asyncio
 import json
 import random
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +31,10 @@ import httpx
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from edgemoe.telemetry.metrics import parse, select
+from tools.fuzzing.lane import WHATS, Target, hostile, target
+from tools.fuzzing.peer import HostilePeer
 
 console = Console(stderr=True)
 MALFORMED: tuple[tuple[str, bytes], ...] = (
@@ -57,8 +69,8 @@ WORDS = [
 ]
 IDLE_GAUGES = (
     "edgemoe_live_requests",
-    "edgemoe_requests_running",
-    "edgemoe_queue_depth",
+    "edgemoe_num_requests_running",
+    "edgemoe_num_requests_waiting",
     "edgemoe_kv_blocks_referenced",
 )
 
@@ -71,6 +83,7 @@ class Soak:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.unexpected: list[str] = []
+        self.took_s: list[float] = []  # requests that were read to their end
 
     async def run(self) -> None:
         ends = time.monotonic() + self.seconds
@@ -104,6 +117,7 @@ class Soak:
             "temperature": self.random.choice((0.0, 0.8)),
             "stream": stream or hang_up,
         }
+        began_s = time.monotonic()
         async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code == 429:
                 self.counts["rejected"] += 1
@@ -112,6 +126,8 @@ class Soak:
                 self._wrong(f"status {response.status_code}: {(await response.aread())[:200]!r}")
                 return
             await (self._hang_up(response) if hang_up else self._read(response, stream))
+        if not hang_up:
+            self.took_s.append(time.monotonic() - began_s)
 
     async def _hang_up(self, response: httpx.Response) -> None:
         lines = response.aiter_lines()
@@ -177,9 +193,7 @@ def growth(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 async def gauges(client: httpx.AsyncClient) -> dict[str, float]:
-    text = (await client.get("/metrics")).text
-    rows = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
-    return {name: float(value) for name, value in rows}
+    return parse((await client.get("/metrics")).text)
 
 
 async def soak(args: argparse.Namespace) -> dict[str, Any]:
@@ -193,22 +207,47 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
             group.create_task(load.run())
         await asyncio.sleep(3)
         after = await gauges(client)
-    left = {name: after[name] for name in IDLE_GAUGES if after.get(name)}
+    left = {name: value for name in IDLE_GAUGES if (value := select(after, name))}
     return {
         "minutes": args.minutes,
         "rate": args.rate,
         "counts": dict(load.counts),
         "unexpected": load.unexpected,
+        "p50_s": round(float(np.percentile(load.took_s or [0.0], 50)), 3),
+        "p99_s": round(float(np.percentile(load.took_s or [0.0], 99)), 3),
         "left_behind": left,
         "integrity_errors": sum(v for k, v in after.items() if k.startswith("edgemoe_integrity_errors")),
         "growth": growth(samples),
     }
 
 
+@contextmanager
+def beside(box: Target, rate: float, seed: int) -> Iterator[list[HostilePeer]]:
+    """A hostile peer on each lane of the box, each with a thread of its own."""
+    peers, over = [hostile(box, lane, seed) for lane in WHATS], threading.Event()
+
+    def send(peer: HostilePeer) -> None:
+        while not over.wait(1 / rate):
+            peer.send()
+
+    threads = [threading.Thread(target=send, args=(peer,), daemon=True) for peer in peers if rate]
+    for thread in threads:
+        thread.start()
+    try:
+        yield peers
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(10)
+        for peer in peers:
+            peer.close()
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--socket", required=True, help="the daemon's Unix socket")
-    p.add_argument("--pid", type=int, required=True, help="process id of the daemon")
+    p.add_argument("--socket", help="the daemon's Unix socket")
+    p.add_argument("--pid", type=int, help="process id of the daemon")
+    p.add_argument("--hostile-peer", type=float, metavar="RATE", help="with a daemon of its own; see above")
     p.add_argument("--rate", type=float, default=1.0, help="requests per second")
     p.add_argument("--minutes", type=float, default=30.0)
     p.add_argument("--every-s", type=float, default=5.0, help="seconds between samples")
@@ -217,7 +256,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    result = asyncio.run(soak(parser().parse_args(argv)))
+    args = parser().parse_args(argv)
+    if args.hostile_peer is None:
+        result = asyncio.run(soak(args))
+    else:
+        with target() as (box, child), beside(box, args.hostile_peer, args.seed) as peers:
+            args.socket, args.pid = str(box.folder / "api.sock"), child.pid
+            result = asyncio.run(soak(args)) | {"hostile_messages": sum(peer.sent for peer in peers)}
     console.print_json(data=result["growth"])
     print(json.dumps(result))
     return 1 if result["unexpected"] or result["left_behind"] or result["integrity_errors"] else 0

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from edgemoe.cluster.wire.keys import generate
+from edgemoe.telemetry.metrics import parse
 from tools.testbed.bed import Bed, BedError, Box
 
 CONTROL_PORT, CALLS_PORT, BULK_PORT = 7540, 7541, 7542
@@ -61,10 +62,16 @@ class Daemon:
         self._read = 0  # bytes of the log
         self._events: list[tuple[int, dict[str, Any]]] = []  # with where in the log each begins
 
-    def start(self) -> None:
-        """Starts it; `wait_ready` waits."""
-        with self.log.open("a") as log:
-            self._child = self.box.spawn(self._command, stdout=log, stderr=log)
+    def start(self, instead: Settings | None = None) -> None:
+        """Starts it; `wait_ready` waits. With settings `instead` of some of its own it logs to a file aside."""
+        words = [word for key, value in (instead or {}).items() for word in ("--set", f"{key}={_word(value)}")]
+        with (self.log.with_name("log.aside") if instead else self.log).open("a") as log:
+            self._child = self.box.spawn([*self._command, *words], stdout=log, stderr=log)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, as far as it was started and not killed."""
+        return self._child is not None and self._child.poll() is None
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
         """Until it takes requests. Raises BedError, with the end of its log."""
@@ -73,7 +80,7 @@ class Daemon:
             if self._child is not None and self._child.poll() is not None:
                 break
             with contextlib.suppress(httpx.TransportError):
-                if _listens(self._socket) and self.http.get("/health").status_code == 200:
+                if listens(self._socket) and self.http.get("/health").status_code == 200:
                     return
             time.sleep(0.05)
         raise BedError(f"{self.box.name} did not become ready:\n{self.log.read_text()[-3000:]}")
@@ -125,8 +132,7 @@ class Daemon:
 
     def metrics(self) -> dict[str, float]:
         """Names with their labels -> values."""
-        rows = (line.rsplit(" ", 1) for line in self.http.get("/metrics").text.splitlines() if line[:1] != "#")
-        return {row[0]: float(row[1]) for row in rows if len(row) == 2}
+        return parse(self.http.get("/metrics").text)
 
     def events(self, since: int = 0) -> list[dict[str, Any]]:
         """What it logged, from that byte of the log on."""
@@ -160,32 +166,47 @@ class Cluster:
         settings: Settings,
         own: Mapping[str, Settings] | None = None,
         empty: Sequence[str] = (),
+        state_bytes: int = 0,
     ) -> None:
         """`settings` are for all, `own` for one box each; addresses, keys and state are filled in.
 
-        Boxes that are `empty` are listed, without a vote, but no daemon is in them.
+        Boxes that are `empty` are listed, without a vote, but no daemon is in them. With `state_bytes` the state of
+        each box lies on a file system of its own, which is that large.
         """
         self.bed, self.folder = bed, folder
         self.settings, self.own = dict(settings), dict(own or {})
         folder.mkdir(parents=True, exist_ok=True)
-        self.peers_file = folder / "peers.toml"
         self._keys = {name: generate(self.key_file(name)).public.decode() for name in bed.boxes}
-        self.empty = frozenset(empty)
-        self.list({})
+        self.empty, self._state_bytes = frozenset(empty), state_bytes
         homes = [box for box in bed.boxes.values() if box.name not in empty]
         self.daemons = {box.name: Daemon(box, folder / box.name, self.settings_of(box)) for box in homes}
+        self.list({})
 
     def list(self, instead: Mapping[str, str]) -> None:
-        """Writes the list of peers, some of them with other keys; those with "" are left out."""
+        """Writes everybody's list of peers, some of them with other keys; those with "" are left out."""
+        for name in self.daemons:
+            self.write_peers(self.peers_file(name), keys=instead)
+
+    def write_peers(
+        self, path: Path, *, keys: Settings | None = None, ports: Settings | None = None, silent: Sequence[str] = ()
+    ) -> None:
+        """A list of peers; some with other keys or ports, the `silent` without a vote."""
         entries = []
-        for name, key in {**self._keys, **instead}.items():
-            where = f'address = "{self.bed[name].address}:{CONTROL_PORT}"'
-            where = 'address = ""\nvoter = false' if name in self.empty else where
+        for name, key in {**self._keys, **(keys or {})}.items():
+            port = {**(ports or {})}.get(name, CONTROL_PORT)
+            where = 'address = ""' if name in self.empty else f'address = "{self.bed[name].address}:{port}"'
+            vote = "\nvoter = false" if name in self.empty or name in silent else ""
             if key:
-                entries.append(f'[[peer]]\nnode = "{name}"\n{where}\nkey = "{key}"\n')
-        fresh = self.peers_file.with_suffix(".new")
+                entries.append(f'[[peer]]\nnode = "{name}"\n{where}{vote}\nkey = "{key}"\n')
+        fresh = path.with_suffix(".new")
         fresh.write_text("\n".join(entries))
-        fresh.rename(self.peers_file)
+        fresh.rename(path)
+
+    def peers_file(self, name: str) -> Path:
+        return self.folder / name / "peers.toml"
+
+    def state_dir(self, name: str) -> Path:
+        return self.folder / name / "state"
 
     def key_file(self, name: str) -> Path:
         return self.folder / f"{name}.key"
@@ -197,8 +218,8 @@ class Cluster:
             "cluster.listen": f"{box.address}:{CONTROL_PORT}",
             "cluster.calls_port": CALLS_PORT,
             "cluster.bulk_port": BULK_PORT,
-            "cluster.peers_file": str(self.peers_file),
-            "cluster.state_dir": str(self.folder / box.name / "state"),
+            "cluster.peers_file": str(self.peers_file(box.name)),
+            "cluster.state_dir": str(self.state_dir(box.name)),
             "cluster.coordination": "raft",
             **self.settings,
             **self.own.get(box.name, {}),
@@ -206,6 +227,10 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
+            for name in self.daemons if self._state_bytes else ():
+                self.state_dir(name).mkdir(mode=0o700)
+                size = f"size={self._state_bytes},mode=700"
+                subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", self.state_dir(name)], check=True)
             for daemon in self.daemons.values():
                 daemon.start()
             for daemon in self.daemons.values():
@@ -229,6 +254,8 @@ class Cluster:
         for daemon in self:
             daemon.box.resume()
             daemon.close()
+            if self.state_dir(daemon.box.name).is_mount():
+                subprocess.run(["umount", self.state_dir(daemon.box.name)], check=True)
 
     def settle(self, timeout_s: float = READY_S) -> None:
         """Until all have a plan, their homes in memory, and each sees all others. Raises BedError."""
@@ -275,7 +302,7 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _listens(path: Path) -> bool:
+def listens(path: Path) -> bool:
     """Whether anybody accepts connections there; httpcore leaves its socket open where nobody does."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0

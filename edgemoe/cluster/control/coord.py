@@ -16,6 +16,8 @@ from typing import Protocol
 
 import msgspec
 
+from edgemoe.cluster.control import ops
+from edgemoe.cluster.control.fence import MAX_LEAP
 from edgemoe.errors import PlanConflict, StaleEpoch
 
 
@@ -38,6 +40,10 @@ class CoordStore(Protocol):
     """The agreement. Every call has a deadline of its own; CoordUnavailable means that the outcome is unknown."""
 
     lease_s: float
+
+    @property
+    def trouble(self) -> str:
+        """Why this box has no part in it at the moment; "" while it has."""
 
     async def start(self) -> None:
         """Joins the agreement. Raises CoordUnavailable where it cannot be reached."""
@@ -76,9 +82,22 @@ class CoordState:
     plan: PlanRef | None = None
     renewals: int = 0  # of leases, all told
 
+    def apply(self, op: ops.Op) -> int | bool | str:
+        """The answer to one operation of the embedded agreement's log."""
+        match op:
+            case ops.Claim():
+                return self.claim(op.node, op.epoch, op.expect_epoch, op.expect_renewals)
+            case ops.Renew():
+                return self.renew(op.epoch)
+            case ops.Resign():
+                return self.resign(op.epoch)
+            case ops.CommitPlan():
+                return self.commit_plan(op.epoch, op.version, op.digest)
+
     def claim(self, node: str, epoch: int, expect_epoch: int, expect_renewals: int) -> int:
-        """`epoch`, or 0 where the epoch or the last renewal is no longer the expected one."""
-        if (self.epoch, self.renewals) == (expect_epoch, expect_renewals) and epoch > expect_epoch:
+        """`epoch`, or 0 where the epoch or the last renewal is no longer the expected one, or the epoch leaps."""
+        expected = (self.epoch, self.renewals) == (expect_epoch, expect_renewals)
+        if expected and expect_epoch < epoch <= expect_epoch + MAX_LEAP:
             self.epoch, self.leader = epoch, node
         return self.epoch if (self.epoch, self.leader) == (epoch, node) else 0
 
@@ -126,6 +145,7 @@ class Single:
         self._state = CoordState(epoch=epoch)
         self._on_epoch = on_epoch
         self._event = asyncio.Event()
+        self.trouble = ""
 
     async def start(self) -> None:
         return None

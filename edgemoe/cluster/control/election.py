@@ -25,9 +25,11 @@ class Election:
         clock: Callable[[], float],
         rng: random.Random,
         above: Callable[[], int] = lambda: 0,
+        hindered: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`above` is the highest epoch that is known of: the ones claimed here are higher."""
-        self._store, self._node, self._clock, self._rng, self._above = store, node, clock, rng, above
+        """`above` is the highest epoch that is known of: the ones claimed here are higher, none while `hindered`."""
+        self._store, self._node, self._clock, self._rng = store, node, clock, rng
+        self._above, self._hindered = above, hindered
         self._epoch = 0
         self._until = float("-inf")
 
@@ -46,7 +48,7 @@ class Election:
                 await self._resign(epoch)
 
     async def _follow(self) -> None:
-        if self._store.view().leader:
+        if self._store.view().leader or self._hindered():
             await self._store.changed(self._store.lease_s / RENEWALS)
             return
         await asyncio.sleep(self._rng.uniform(0, self._store.lease_s / 10))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import logging
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from edgemoe.errors import CoordUnavailable, PlanConflict, StaleEpoch
 log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 1 << 20
 MAX_KEYS = 16  # of ours: there are three
+MAX_DIGITS = 30  # of an epoch
 
 
 class EtcdStore:
@@ -37,6 +39,7 @@ class EtcdStore:
         password: str = "",
     ) -> None:
         self.lease_s = float(max(2, round(lease_s)))  # etcd's leases are whole seconds
+        self.trouble, self._token = "", ""
         self._endpoints, self._prefix = list(endpoints), prefix
         self._user, self._password = user, password
         self._client = httpx.AsyncClient(verify=tls or True, timeout=self.lease_s / 3)
@@ -73,7 +76,9 @@ class EtcdStore:
         if view.leader:
             raise StaleEpoch(f"{view.leader} leads already, in epoch {view.epoch}")
         epoch = max(view.epoch, above) + 1
-        lease = int((await self._post("lease/grant", {"TTL": str(int(self.lease_s))}))["ID"])
+        granted = await self._post("lease/grant", {"TTL": str(int(self.lease_s))})
+        with _readable("lease/grant"):
+            lease = int(granted["ID"])
         self._lease = lease
         leads = {"requestPut": {"key": self._key("leader"), "value": _encode(node), "lease": str(lease)}}
         rises = {"requestPut": {"key": self._key("epoch"), "value": _encode(str(epoch))}}
@@ -91,7 +96,9 @@ class EtcdStore:
         if not self._lease:
             raise StaleEpoch(f"epoch {epoch} is not held here")
         answer = await self._post("lease/keepalive", {"ID": str(self._lease)})
-        if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+        with _readable("lease/keepalive"):
+            left_s = int(answer.get("result", {}).get("TTL", 0))
+        if left_s <= 0:
             self._lease = 0
             raise StaleEpoch(f"the lease of epoch {epoch} has lapsed")
 
@@ -130,20 +137,22 @@ class EtcdStore:
         end = self._prefix[:-1] + chr(ord(self._prefix[-1]) + 1)
         asked = {"key": _encode(self._prefix), "rangeEnd": _encode(end), "limit": str(MAX_KEYS)}
         answer = await self._post("kv/range", asked)
-        pairs = {_decode(pair["key"]).removeprefix(self._prefix): pair for pair in answer.get("kvs", [])}
-        values = {name: _decode(pair.get("value", "")) for name, pair in pairs.items()}
-        self._revisions = {name: int(pair["mod_revision"]) for name, pair in pairs.items()}
-        epoch = values.get("epoch", "")
-        self._view = View(int(epoch) if epoch.isdecimal() else 0, values.get("leader", ""), _plan(values.get("plan")))
+        with _readable("kv/range"):
+            pairs = {_decode(pair["key"]).removeprefix(self._prefix): pair for pair in answer.get("kvs", [])}
+            values = {name: _decode(pair.get("value", "")) for name, pair in pairs.items()}
+            revisions = {name: int(pair["mod_revision"]) for name, pair in pairs.items()}
+            epoch, revision = int(values.get("epoch", "0")[:MAX_DIGITS]), int(answer["header"]["revision"])
+        self._revisions = revisions
+        self._view = View(epoch, values.get("leader", ""), _plan(values.get("plan")))
         self._event.set()
-        return int(answer["header"]["revision"])
+        return revision
 
     async def _watch(self, revision: int) -> None:
         """Reads anew whenever something changed; goes on for ever, over any error."""
         while True:
             try:
                 revision = await self._watch_once(revision)
-            except (CoordUnavailable, httpx.HTTPError, ValueError, KeyError) as error:
+            except (CoordUnavailable, httpx.HTTPError, OSError, ValueError, KeyError) as error:
                 log.debug("etcd watch broke off", extra={"why": repr(error)})
                 await asyncio.sleep(self.lease_s / 10)
 
@@ -159,11 +168,13 @@ class EtcdStore:
             ) as response:
                 response.raise_for_status()
                 async for line in response.aiter_lines():
-                    if msgspec.json.decode(line).get("result", {}).get("events"):
+                    with _readable("watch"):
+                        events = msgspec.json.decode(line).get("result", {}).get("events")
+                    if events:
                         return await self._refresh() + 1
         except httpx.ReadTimeout:
             return await self._refresh() + 1
-        except httpx.HTTPError:
+        except (httpx.HTTPError, OSError):
             self._endpoints.append(self._endpoints.pop(0))
             raise
         return revision
@@ -185,7 +196,7 @@ class EtcdStore:
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 self._endpoints.append(self._endpoints.pop(0))
                 failure = error
-            except httpx.HTTPError as error:
+            except (httpx.HTTPError, OSError) as error:  # ssl.SSLError comes as it is where the other end refuses us
                 raise CoordUnavailable(f"etcd at {self._endpoints[0]}: {path}: {error!r}") from error
         raise CoordUnavailable(f"no etcd of {', '.join(self._endpoints)} answers: {failure!r}") from failure
 
@@ -193,7 +204,9 @@ class EtcdStore:
         self._token = ""
         if self._user:
             asked = {"name": self._user, "password": self._password}
-            self._token = str((await self._post("auth/authenticate", asked))["token"])
+            answer = await self._post("auth/authenticate", asked)
+            with _readable("auth/authenticate"):
+                self._token = str(answer["token"])
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": self._token} if self._token else {}
@@ -202,13 +215,23 @@ class EtcdStore:
         return _encode(self._prefix + name)
 
 
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """What answers there may be no etcd."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # DecodeError and binascii.Error are ValueErrors
+        raise CoordUnavailable(f"etcd answered {path} with something else than expected: {error!r}") from error
+
+
 def _answer(response: httpx.Response, path: str) -> dict[str, Any]:
     if len(response.content) > MAX_ANSWER_BYTES:
         raise CoordUnavailable(f"etcd answered {path} with {len(response.content)} bytes; {MAX_ANSWER_BYTES} are read")
     try:
         answer = msgspec.json.decode(response.content)
     except msgspec.DecodeError as error:
-        raise CoordUnavailable(f"etcd answered {path} with something that is not JSON") from error
+        said = f"HTTP {response.status_code}, {response.text[:200]!r}"
+        raise CoordUnavailable(f"etcd answered {path} with something that is not JSON: {said}") from error
     if response.status_code == 404 and path == "lease/revoke":
         return {}
     if response.status_code != 200 or not isinstance(answer, dict):

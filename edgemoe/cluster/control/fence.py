@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from edgemoe.errors import CoordUnavailable, ServiceError, StaleEpoch
+from edgemoe.cluster.control.durable import replace_file
+from edgemoe.errors import CoordUnavailable, EpochLeap, ServiceError, StaleEpoch
+
+MAX_LEAP = 10**6  # above what is known: more elections than that nobody has missed
+MAX_FILE_BYTES = 32
 
 
 class EpochFence:
     """Admits epochs that do not fall. Survives kill -9 and, as far as the disk keeps its word, power loss."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, known: int = 0) -> None:
+        """`known` is an epoch that this box has seen by other evidence. Raises ServiceError for a damaged file."""
+        self._path, self._known = path, known
         self._highest = self._read()
 
     @property
@@ -22,37 +26,38 @@ class EpochFence:
     def admit(self, epoch: int) -> None:
         """Remembers `epoch` before anything is done in its name.
 
-        Raises StaleEpoch where a higher one was seen, CoordUnavailable where it cannot be kept; nothing is done then.
+        Raises StaleEpoch where a higher one was seen, EpochLeap where it cannot be right, CoordUnavailable where it
+        cannot be kept; nothing is done then.
         """
+        if (why := self.objection(epoch)) != "":
+            raise EpochLeap(why)
         if epoch < self._highest:
             raise StaleEpoch(f"a command of epoch {epoch} is not obeyed: epoch {self._highest} has been seen")
         if epoch > self._highest:
             try:
-                self._write(epoch)
+                replace_file(self._path, f"{epoch}\n".encode())
             except OSError as error:
                 raise CoordUnavailable(f"{self._path}: epoch {epoch} cannot be kept: {error.strerror}") from error
             self._highest = epoch
 
+    def objection(self, epoch: int) -> str:
+        """Why `epoch` cannot be right; "" where it can."""
+        if epoch <= self._highest + MAX_LEAP:
+            return ""
+        return (
+            f"epoch {epoch} is more than {MAX_LEAP} above {self._highest}, the highest seen here: a damaged epoch file "
+            "or state of the agreement; stop that box, and give its file `epoch` what the others have"
+        )
+
     def _read(self) -> int:
         try:
-            text = self._path.read_text()
+            with self._path.open("rb") as file:
+                text = file.read(MAX_FILE_BYTES).strip()
         except FileNotFoundError:
             return 0
-        if not text.strip().isdecimal():
-            raise ServiceError(f"{self._path}: holds no epoch; restore it, or remove it if the whole cluster is new")
+        if not text.isdigit() or int(text) > self._known + MAX_LEAP:
+            raise ServiceError(
+                f"{self._path}: holds no epoch, or one far above that of the plan kept beside it ({self._known}); "
+                "restore it, or remove it if the whole cluster is new"
+            )
         return int(text)
-
-    def _write(self, epoch: int) -> None:
-        temporary = self._path.with_name(self._path.name + ".new")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.write(fd, f"{epoch}\n".encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        temporary.replace(self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)

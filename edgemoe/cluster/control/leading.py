@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
+from collections.abc import Callable
 from typing import Protocol
 
 from edgemoe.cluster.control.coord import CoordStore, PlanRef
@@ -19,6 +19,7 @@ from edgemoe.cluster.control.fence import EpochFence
 from edgemoe.cluster.control.members import BEAT_S, Members
 from edgemoe.cluster.control.planning import Box, Shape, make_plan, why_anew
 from edgemoe.cluster.control.plans import PlanKeeper
+from edgemoe.cluster.control.raft import RaftStore
 from edgemoe.cluster.wire.control_messages import Announce, EngineCard
 from edgemoe.config import ClusterSettings
 from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible
@@ -38,29 +39,33 @@ class Cluster(Protocol):
     fence: EpochFence
     plans: PlanKeeper
     members: Members
+    clock: Callable[[], float]
 
     def beat(self) -> None:
         """Tells everybody how this box is."""
 
-    async def fetch(self, node: str, digest: str) -> PlacementPlan:
+    async def fetch(self, node: str, digest: str) -> tuple[PlacementPlan, bytes]:
         """The plan of that digest from that box. Raises PeerError."""
 
-    def adopt(self, plan: PlacementPlan, epoch: int) -> None:
-        """Goes by the plan. Raises PeerRefused."""
+    def adopt(self, plan: PlacementPlan, epoch: int, data: bytes = b"") -> None:
+        """Goes by the plan, as read from `data` where it was received. Raises PeerRefused."""
 
 
 class Leader:
     """`run` until cancelled, then `close`. Leads or not, as the agreement has it."""
 
     def __init__(self, settings: ClusterSettings, store: CoordStore, cluster: Cluster, *, electable: bool) -> None:
-        self.trouble = ""  # why there is no new plan
         self.settled = False  # it goes by the plan that is agreed, and may name it
         self._settings, self._store, self._cluster = settings, store, cluster
         self._epoch = 0  # in which this box has taken over
+        self._no_plan = ""  # why there is none
+        self._hindrance = ""  # what kept the last step from going through
         self._election: Election | None = None
         if electable:
             fence = cluster.fence
-            self._election = Election(store, settings.node, time.monotonic, random.Random(), lambda: fence.highest)
+            self._election = Election(
+                store, settings.node, cluster.clock, random.Random(), lambda: fence.highest, lambda: bool(self._leaps())
+            )
         self._electing: asyncio.Task[None] | None = None
         self._joined = False  # the agreement
         self._due = ("", 0.0)  # why a new plan is due, and since when
@@ -69,7 +74,22 @@ class Leader:
     @property
     def epoch(self) -> int:
         """The epoch in which this box leads; 0 while it does not, or cannot be sure."""
-        return self._epoch if self._election is not None and self._election.epoch() == self._epoch else 0
+        if self._election is None or self._epoch < self._cluster.fence.highest:
+            return 0
+        return self._epoch if self._election.epoch() == self._epoch else 0
+
+    @property
+    def trouble(self) -> str:
+        """Why nobody is elected with this box's vote, or there is no new plan."""
+        return self._leaps() or (self._joined and self._store.trouble) or self._no_plan
+
+    @property
+    def agreed(self) -> tuple[int, str] | None:
+        """How many entries of the embedded agreement were applied here, and the digest of the state they made."""
+        return self._store.agreed() if self._joined and isinstance(self._store, RaftStore) else None
+
+    def _leaps(self) -> str:
+        return self._cluster.fence.objection(self._store.view().epoch) if self._joined else ""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -85,8 +105,7 @@ class Leader:
 
     async def close(self) -> None:
         """After `run` has ended."""
-        if self._joined:
-            await self._store.close()
+        await self._store.close()
 
     async def _agree(self) -> None:
         """Joins the agreement, as soon as it can be reached, and runs for leader."""
@@ -115,12 +134,15 @@ class Leader:
                     await self._take_over(epoch)
                 elif not epoch and self._epoch:
                     log.info("no longer leading", extra={"epoch": self._epoch})
-                    self._epoch, self.trouble = 0, ""
+                    self._epoch, self._no_plan = 0, ""
                     cluster.leader = "" if cluster.leader == cluster.node else cluster.leader
                 if self._epoch:
                     await self._care_for_plan(self._epoch)
+                self._hindrance = ""
             except (CoordError, PeerError) as error:
-                log.info("the agreement did not follow", extra={"why": str(error)})
+                if self._hindrance != str(error):
+                    log.warning("the agreement did not follow", extra={"why": str(error)})
+                self._hindrance = str(error)
 
     async def _take_over(self, epoch: int) -> None:
         try:
@@ -145,33 +167,33 @@ class Leader:
         )
         self.settled = held is not None
         found = await self._look_for(agreed) if agreed is not None and held is None else None
-        if found is not None and not plans.is_newer_than(found):
-            self._cluster.adopt(found, epoch)
+        if found is not None and not plans.is_newer_than(found[0]):
+            self._cluster.adopt(found[0], epoch, found[1])
             return
         if (shape := self._shape()) is None:
             return
         boxes = self._boxes(shape)
         why = why_anew(held, shape, boxes, self._settings.absent_s)
         if why != self._due[0]:
-            self._due = (why, time.monotonic())
-        if why and time.monotonic() - self._due[1] >= SETTLE_S:
+            self._due = (why, self._cluster.clock())
+        if why and self._cluster.clock() - self._due[1] >= SETTLE_S:
             await self._plan_anew(why, shape, boxes, epoch, agreed.version + 1 if agreed else 1)
 
     async def _plan_anew(self, why: str, shape: Shape, boxes: list[Box], epoch: int, version: int) -> None:
         try:
             plan = make_plan(shape, boxes, self._settings.replicas, epoch, version)
         except PlacementInfeasible as error:
-            if self.trouble != str(error):
+            if self._no_plan != str(error):
                 log.warning("no plan", extra={"because": why, "why": str(error)})
-            self.trouble = str(error)
+            self._no_plan = str(error)
             return
         await self._store.commit_plan(epoch, PlanRef(version, plan.digest()))
-        self.trouble, self.settled = "", True
+        self._no_plan, self.settled = "", True
         log.info("new plan", extra={"because": why, "version": version})
         self._cluster.adopt(plan, epoch)
         self._cluster.beat()
 
-    async def _look_for(self, agreed: PlanRef) -> PlacementPlan | None:
+    async def _look_for(self, agreed: PlanRef) -> tuple[PlacementPlan, bytes] | None:
         """The agreed plan, from whoever has it; None where nobody has."""
         members = self._cluster.members
         for member in members:
@@ -200,7 +222,7 @@ class Leader:
             if disk is not None:
                 self._bare.pop(node, None)
             else:  # nothing to go by: as good as away
-                now = time.monotonic()
+                now = self._cluster.clock()
                 absent_s = max(absent_s, now - self._bare.setdefault(node, now), 1e-3)
             room = engine.budget_experts if engine is not None else 0
             leaving = card is not None and card.leaving

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from edgemoe.cluster.wire.control_messages import ControlMessage, RaftPayload
 from edgemoe.cluster.wire.lane import Lane
+from edgemoe.cluster.wire.protocol import SPOKEN
 
 
 class LaneLink:
@@ -38,6 +39,10 @@ class LaneLink:
             return False
         self._loop.call_soon_threadsafe(self._lane.tell, node, RaftPayload(payload))
         return True
+
+    def readable(self, nodes: Sequence[str]) -> int:
+        """The version of the protocol that all of these are known to speak."""
+        return min((self._lane.version(node) for node in nodes), default=SPOKEN.highest)
 
     def deliver(self, node: str, message: RaftPayload) -> None:
         self._on_message(node, message.data)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from edgemoe.cluster.wire.keys import MAX_PEERS, Peer, check_peer
+from edgemoe.bounds import MAX_NODES
+from edgemoe.cluster.wire.keys import Peer, check_peer
 from edgemoe.errors import ConfigError
 
 
@@ -19,14 +20,21 @@ def let_in(
 ) -> dict[str, Peer]:
     """Other boxes by node. `vouched` is what boxes list; only the word of those that this one lists counts."""
     found = {node: peer for node, peer in listed.items() if node != own}
-    keys = {peer.key for peer in listed.values()}
+    keys = {key for peer in listed.values() for key in peer.keys}
     for voucher, peers in vouched:
         for peer in peers if voucher in listed else ():
-            welcome = (joining or not peer.voter) and peer.node not in found and peer.key not in keys
-            if welcome and peer.node != own and peer.address and len(found) < MAX_PEERS and _is_sound(peer):
+            welcome = (joining or not peer.voter) and peer.node not in found and keys.isdisjoint(peer.keys)
+            if welcome and peer.node != own and peer.address and len(found) < MAX_NODES - 1 and _is_sound(peer):
                 found[peer.node] = peer
-                keys.add(peer.key)
+                keys.update(peer.keys)
     return found
+
+
+def same_box(now: Peer | None, before: Peer) -> bool:
+    """Whether it is listed as before, but perhaps with another key beside one that it had."""
+    if now is None or set(now.keys).isdisjoint(before.keys):
+        return False
+    return now == msgspec.structs.replace(before, key=now.key, new_key=now.new_key)
 
 
 def with_addresses(listed: Mapping[str, Peer], said: Mapping[str, str]) -> tuple[Peer, ...]:

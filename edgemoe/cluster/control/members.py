@@ -80,16 +80,16 @@ class Members:
                 found[member.beat.engine] = member.peer.node
         return found
 
-    def keys(self) -> dict[str, str]:
+    def keys(self) -> dict[str, tuple[str, ...]]:
         """Public keys of those that may take part."""
-        return {member.peer.node: member.peer.key for member in self if not member.refused}
+        return {member.peer.node: member.peer.keys for member in self if not member.refused}
 
     def engines(self) -> tuple[PeerEngine, ...]:
-        """The engines of the living that compute for others, wherever their front is to be reached."""
+        """The engines that compute for others, wherever their front is to be reached, and whether that is heard."""
         found = []
         for member in self:
             engine = member.card.engine if member.card and not member.refused else None
-            if engine is not None and engine.shares and self.is_alive(member.peer.node):
+            if engine is not None and engine.shares:
                 host = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")[0]
                 found.append(
                     PeerEngine(
@@ -97,6 +97,7 @@ class Members:
                         boot=engine.boot,
                         calls=f"{host}:{engine.calls_port}",
                         bulk=f"{host}:{engine.bulk_port}",
+                        heard=self.is_alive(member.peer.node),
                     )
                 )
         return tuple(found)

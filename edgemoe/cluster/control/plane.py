@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 import msgspec
 
+from edgemoe.cluster.control.agreement import Agreement
+from edgemoe.cluster.control.clock import since_boot
 from edgemoe.cluster.control.fence import EpochFence
 from edgemoe.cluster.control.leading import Leader
 from edgemoe.cluster.control.link import LaneLink
-from edgemoe.cluster.control.listing import let_in, with_addresses
+from edgemoe.cluster.control.listing import let_in, same_box, with_addresses
 from edgemoe.cluster.control.members import BEAT_S, Member, Members
 from edgemoe.cluster.control.plans import PlanKeeper, read_plan
 from edgemoe.cluster.control.stores import make_store
@@ -31,6 +32,7 @@ from edgemoe.cluster.wire.control_messages import (
     CONTROL,
     Announce,
     Beat,
+    Check,
     ControlMessage,
     Forward,
     GetPlan,
@@ -42,42 +44,55 @@ from edgemoe.cluster.wire.control_messages import (
 from edgemoe.cluster.wire.keys import Peer, Secret, check_peer
 from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.net import Answer, Net, Question
+from edgemoe.cluster.wire.sparing import SparingLog
 from edgemoe.cluster.wire.zap import AllowList
 from edgemoe.config import ClusterSettings
-from edgemoe.errors import ConfigError, CoordError, PeerError, PeerRefused, StaleEpoch
+from edgemoe.errors import ConfigError, CoordError, EpochLeap, PeerError, PeerRefused, StaleEpoch
 from edgemoe.types import PlacementPlan
 
 log = logging.getLogger(__name__)
 ASK_S = 2.0
 RETRY_S = 0.5
+VOUCHED_S = 3600.0  # for which the word of a box that is gone still lets others in
 
 
 class ControlPlane:
     """Made on the front's event loop; `run` until cancelled, after `leave`."""
 
     def __init__(
-        self, settings: ClusterSettings, boot: str, secret: Secret, peers: Mapping[str, Peer], announce: Announce
+        self,
+        settings: ClusterSettings,
+        boot: str,
+        secret: Secret,
+        peers: Mapping[str, Peer],
+        announce: Announce,
+        clock: Callable[[], float] = since_boot,
     ) -> None:
         """`peers` are all boxes that are listed, this one perhaps among them. Raises ConfigError, ServiceError."""
         directory = Path(settings.state_dir)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.settings, self.node = settings, settings.node
-        self.fence = EpochFence(directory / "epoch")
         self.plans = PlanKeeper(directory / "plan")
-        self.members = Members(time.monotonic)
-        self.announce = announce
+        self.fence = EpochFence(directory / "epoch", self.plans.plan.epoch if self.plans.plan else 0)
+        self.clock, self.members = clock, Members(clock)
+        self._agreement = Agreement(settings, peers)
+        self.announce = msgspec.structs.replace(announce, agreement=self._agreement.said)
         self.model = announce.engine.model if announce.engine else ""  # digest; of the last engine, where there is none
         self.load: Callable[[], Beat] = Beat  # how busy this box is; a beat's other fields are filled in here
         self.leader = ""  # whom this box obeys
+        self._obeyed = 0  # in which epoch it obeyed last
         self._serial = 1  # of the announcement
         self._news = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self.stale = 0  # leaders of an epoch that is over, not obeyed
+        self.unentitled = 0  # beats of boxes that lead though they may not, not obeyed
         self.on_change: Callable[[], None] = lambda: None  # members or their engines
         self.on_beat: Callable[[str, Beat], None] = lambda _node, _beat: None
         self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
         self.on_request: Callable[[Question[ControlMessage]], Answer[ControlMessage]] = _refuse
+        self._say = SparingLog(log)
         self._listed = dict(peers)
+        self._lapsed: frozenset[str] = frozenset()
         self._net = Net(self.node, boot, secret, AllowList({}))
         self.lane: Lane[ControlMessage] = Lane(self._net, "control", CONTROL, self._serve, heartbeat_s=0.5)
         self._link = LaneLink(self.lane, [name for name in peers if name != settings.node])
@@ -152,6 +167,11 @@ class ControlPlane:
         return self._leader.trouble if self._leader is not None else ""
 
     @property
+    def agreed(self) -> tuple[int, str] | None:
+        """Entries of the embedded agreement that were applied here, and their state's digest; None without one."""
+        return self._leader.agreed if self._leader is not None else None
+
+    @property
     def epoch(self) -> int:
         """The highest that this box has seen."""
         return self.fence.highest
@@ -159,10 +179,13 @@ class ControlPlane:
     # --- who is let in ----------------------------------------------------------------------------------------
 
     def _let_in(self) -> None:
-        vouched = [(m.peer.node, m.card.listed) for m in self.members if m.card is not None]
+        self._lapsed = self._lapsed_vouchers()
+        vouched = [
+            (m.peer.node, m.card.listed) for m in self.members if m.card is not None and m.peer.node not in self._lapsed
+        ]
         wanted = let_in(self.node, self._listed, vouched, joining=bool(self.settings.join))
-        for node in [m.peer.node for m in self.members if wanted.get(m.peer.node) != m.peer]:
-            log.info("box is no longer listed as it was", extra={"peer": node})
+        for node in [m.peer.node for m in self.members if not same_box(wanted.get(m.peer.node), m.peer)]:
+            self._say(logging.INFO, "box is no longer listed as it was", node)
             self._net.allowed.revoke(node)
             self.lane.disconnect(node)
             self.members.remove(node)
@@ -170,11 +193,22 @@ class ControlPlane:
         for node, peer in wanted.items():
             if node not in self.members:
                 self.members.add(peer)
-                self._net.allowed.allow(node, peer.key)
-                if peer.address:
-                    self.lane.connect(peer)
+            elif self.members[node].peer == peer:
+                continue
+            member = self.members[node]
+            member.peer = peer
+            self._net.allowed.allow(node, *peer.keys)
+            if address := peer.address or (member.card.address if member.card else ""):
+                self.lane.connect(msgspec.structs.replace(peer, address=address))
         said = {m.peer.node: m.card.address for m in self.members if m.card is not None}
         self.say(msgspec.structs.replace(self.announce, listed=with_addresses(self._listed, said)))
+
+    def _lapsed_vouchers(self) -> frozenset[str]:
+        """Who has been gone for so long that its word for others counts no more; who joined by it keeps to it."""
+        if self.settings.join:
+            return frozenset()
+        members = self.members
+        return frozenset(m.peer.node for m in members if m.card and members.absent_s(m.peer.node) > VOUCHED_S)
 
     # --- hearing ----------------------------------------------------------------------------------------------
 
@@ -194,7 +228,7 @@ class ControlPlane:
                 return Answer(Welcome())
             case GetPlan():
                 return Answer(PlanIs(), [memoryview(self.plans.bytes_of(message.digest))])
-            case Forward() | Tokens():
+            case Forward() | Tokens() | Check():
                 return self.on_request(question)
             case _:
                 raise PeerRefused("not a question")
@@ -202,7 +236,7 @@ class ControlPlane:
 
     def _hear_beat(self, member: Member, beat: Beat) -> None:
         node, before = member.peer.node, member.beat
-        member.heard_s, member.beat = time.monotonic(), beat
+        member.heard_s, member.beat = self.clock(), beat
         self.on_beat(node, beat)
         if beat.leading != before.leading or beat.plan_digest != before.plan_digest:
             self._news.set()
@@ -210,23 +244,35 @@ class ControlPlane:
             self.on_change()
         if member.gone_s != float("inf"):
             self._watch()
-        if beat.seen > self.fence.highest and not member.refused:
-            with contextlib.suppress(CoordError):
-                self.fence.admit(beat.seen)
-        if not beat.leading or member.refused:
-            self.leader = "" if self.leader == node else self.leader
-            return
+        if self._obeys(member, before):
+            if (node, beat.leading) != (self.leader, self._obeyed):
+                log.info("leader", extra={"node": node, "epoch": beat.leading})
+            self.leader, self._obeyed = node, beat.leading
+        elif self.leader == node:
+            self.leader = ""
+
+    def _obeys(self, member: Member, before: Beat) -> bool:
+        """Whether that box leads, by its beat, and may."""
+        node, beat = member.peer.node, member.beat
+        if member.refused or member.card is None:
+            return False
         try:
+            if beat.seen > self.fence.highest:
+                self.fence.admit(beat.seen)
+            if not beat.leading:
+                return False
+            if not self._agreement.lets_lead(node, member.card.agreement):
+                self.unentitled += 1
+                raise PeerRefused(f"{node} is none of those that may lead")
             self.fence.admit(beat.leading)
-        except CoordError as error:
+            return True
+        except EpochLeap as error:
+            self._refuse(node, str(error))
+        except (CoordError, PeerRefused) as error:
             self.stale += isinstance(error, StaleEpoch)
             if before.leading != beat.leading:
-                log.warning("a leader is not obeyed", extra={"peer": node, "why": str(error)})
-            self.leader = "" if self.leader == node else self.leader
-            return
-        if self.leader != node:
-            log.info("leader", extra={"node": node, "epoch": beat.leading})
-        self.leader = node
+                self._say(logging.WARNING, "a leader is not obeyed", node, why=str(error))
+        return False
 
     def _meet(self, member: Member, card: Announce) -> None:
         """Takes note of what a box says of itself.
@@ -240,15 +286,18 @@ class ControlPlane:
             check_peer(with_address, f"what {member.peer.node} says of itself")
             self.lane.connect(with_address)
         member.card, member.refused = card, ""
+        if member.peer.node in self._listed:
+            self._agreement.follow(card.agreement)
         if card.listed != (was_card.listed if was_card else ()) or not member.peer.address:
             self._let_in()
-        if self.model and theirs and self.model != theirs:
+        member.refused = self._agreement.objection(member.peer.node, card.agreement)
+        if not member.refused and self.model and theirs and self.model != theirs:
             member.refused = (
                 f"{member.peer.node} (release {card.release}) serves model {theirs[:12]}, {self.node} (release "
                 f"{self.announce.release}) {self.model[:12]}; serve the same packed store on both"
             )
-            if was != member.refused:
-                log.error("a box cannot take part", extra={"peer": member.peer.node, "why": member.refused})
+        if member.refused and was != member.refused:
+            self._say(logging.ERROR, "a box cannot take part", member.peer.node, why=member.refused)
         self._changed()
         if member.refused:
             raise PeerRefused(member.refused)
@@ -272,10 +321,14 @@ class ControlPlane:
 
     def _watch(self) -> None:
         """Takes note of who has come and gone."""
+        if self._lapsed_vouchers() != self._lapsed:
+            self._let_in()
         for node in self.members.watch():
             alive = self.members.is_alive(node)
-            log.info("box is here" if alive else "box is gone", extra={"peer": node})
-            if not alive and self.leader == node:
+            self._say(logging.INFO, "box is here" if alive else "box is gone", node)
+            if alive:
+                self.members[node].told = 0  # it may have listed us otherwise meanwhile, and so forgotten us
+            elif self.leader == node:
                 self.leader = ""
             self._changed()
 
@@ -303,7 +356,7 @@ class ControlPlane:
             plan_digest=ref.digest if ref else "",
         )
         for member in self.members:
-            self.lane.tell(member.peer.node, beat, epoch=leading)
+            self.lane.tell(member.peer.node, beat)
 
     async def _tell(self) -> None:
         """Announces this box to whoever has not heard the latest."""
@@ -319,7 +372,7 @@ class ControlPlane:
             await self.lane.ask(member.peer.node, self.announce, timeout_s=ASK_S)
         except PeerRefused as error:
             if member.refused != str(error):
-                log.error("a box refuses us", extra={"peer": member.peer.node, "why": str(error)})
+                self._say(logging.ERROR, "a box refuses us", member.peer.node, why=str(error))
             member.refused = str(error)
             member.told = serial
         except PeerError as error:
@@ -341,20 +394,22 @@ class ControlPlane:
             if not named.plan_digest or named.plan_digest == held:
                 continue
             try:
-                self.adopt(await self.fetch(leader, named.plan_digest), named.leading)
+                plan, data = await self.fetch(leader, named.plan_digest)
+                self.adopt(plan, named.leading, data)
             except PeerError as error:
-                log.warning("the leader's plan cannot be had", extra={"peer": leader, "why": str(error)})
+                self._say(logging.WARNING, "the leader's plan cannot be had", leader, why=str(error))
                 await asyncio.sleep(RETRY_S)
 
-    async def fetch(self, node: str, digest: str) -> PlacementPlan:
-        """The plan of that digest from that box. Raises PeerError."""
-        answer = await self.lane.ask(node, GetPlan(digest), timeout_s=ASK_S, epoch=self.epoch)
+    async def fetch(self, node: str, digest: str) -> tuple[PlacementPlan, bytes]:
+        """The plan of that digest from that box, and the bytes that it is of. Raises PeerError."""
+        answer = await self.lane.ask(node, GetPlan(digest), timeout_s=ASK_S)
         if not isinstance(answer.message, PlanIs) or len(answer.tensors) != 1:
             raise PeerRefused(f"{node} answered with something else than a plan")
-        return read_plan(answer.tensors[0], digest)
+        data = bytes(answer.tensors[0])
+        return read_plan(data, digest), data
 
-    def adopt(self, plan: PlacementPlan, epoch: int) -> None:
-        """Goes by the plan of a leader of this epoch.
+    def adopt(self, plan: PlacementPlan, epoch: int, data: bytes = b"") -> None:
+        """Goes by the plan of a leader of this epoch; `data` is what it was read from, where it was received.
 
         Raises PeerRefused for a plan of a later epoch, one of a deposed leader, and one older than what is held.
         """
@@ -365,8 +420,10 @@ class ControlPlane:
             )
         if self.plans.is_newer_than(plan):
             raise PeerRefused(f"plan {plan.version} of epoch {plan.epoch} is older than the one held")
-        self.plans.adopt(plan)
-        log.info("plan", extra={"version": plan.version, "epoch": plan.epoch, "nodes": ",".join(plan.nodes)})
+        self.plans.adopt(plan, data)
+        assert self.plans.ref is not None
+        told = {"version": plan.version, "epoch": plan.epoch, "digest": self.plans.ref.digest, "leading": epoch}
+        log.info("plan", extra=told | {"nodes": ",".join(plan.nodes)})
         self.on_plan(plan)
 
     async def _wait_news(self, timeout_s: float) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import msgspec
 
+from edgemoe.bounds import MAX_NODES
 from edgemoe.cluster.control.coord import PlanRef
+from edgemoe.cluster.control.durable import replace_file
 from edgemoe.errors import PeerRefused
-from edgemoe.types import PlacementPlan
+from edgemoe.types import PlacementPlan, digest_of
 
 log = logging.getLogger(__name__)
 MAX_PLAN_BYTES = 4 << 20
-MAX_NODES = 256
 
 
 class PlanKeeper:
@@ -23,31 +23,28 @@ class PlanKeeper:
     def __init__(self, path: Path) -> None:
         self.plan: PlacementPlan | None = None
         self.ref: PlanRef | None = None
-        self._path = path
+        self._data, self._path = b"", path
         try:
-            plan = read_plan(path.read_bytes())
+            data = path.read_bytes()
+            plan = read_plan(data)
         except FileNotFoundError:
             return
         except PeerRefused as error:
             log.warning("the plan kept on disk is not used", extra={"file": str(path), "why": str(error)})
             return
-        self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())
+        self._hold(plan, data)
 
     def is_newer_than(self, plan: PlacementPlan) -> bool:
         """Whether a later plan for the same model is held already."""
         held = self.plan
         return held is not None and held.model == plan.model and (held.epoch, held.version) > (plan.epoch, plan.version)
 
-    def adopt(self, plan: PlacementPlan) -> None:
-        """Goes by this plan from now on, also where it cannot be kept on disk."""
-        self.plan, self.ref = plan, PlanRef(plan.version, plan.digest())
-        temporary = self._path.with_name(self._path.name + ".new")
+    def adopt(self, plan: PlacementPlan, data: bytes = b"") -> None:
+        """Goes by this plan from now on, also where it cannot be kept on disk; `data` is what it was read from."""
+        data = data or msgspec.msgpack.encode(plan)
+        self._hold(plan, data)
         try:
-            with temporary.open("wb") as file:
-                file.write(msgspec.msgpack.encode(plan))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._path)
+            replace_file(self._path, data)
         except OSError as error:
             log.error("the plan is forgotten at the next start", extra={"file": str(self._path), "why": error.strerror})
 
@@ -55,7 +52,11 @@ class PlanKeeper:
         """The plan of that digest, to be sent. Raises PeerRefused where it is another's."""
         if self.plan is None or self.ref is None or self.ref.digest != digest:
             raise PeerRefused(f"the plan {digest[:12]} is not here")
-        return msgspec.msgpack.encode(self.plan)
+        return self._data
+
+    def _hold(self, plan: PlacementPlan, data: bytes) -> None:
+        """The bytes are kept as they came: a later release may have written more into them than is read here."""
+        self.plan, self.ref, self._data = plan, PlanRef(plan.version, digest_of(data)), data
 
 
 def read_plan(data: bytes | memoryview, digest: str = "") -> PlacementPlan:
@@ -70,6 +71,6 @@ def read_plan(data: bytes | memoryview, digest: str = "") -> PlacementPlan:
     sizes_fit = len(plan.nodes) == len(plan.homes) <= MAX_NODES and all(len(homes) == size for homes in plan.homes)
     if not sizes_fit or len(set(plan.nodes)) != len(plan.nodes) or min(plan.layers, plan.experts, plan.version) < 1:
         raise PeerRefused("a plan whose parts do not fit together")
-    if digest and plan.digest() != digest:
-        raise PeerRefused(f"a plan of digest {plan.digest()[:12]} instead of {digest[:12]}")
+    if digest and digest_of(data) != digest:
+        raise PeerRefused(f"a plan of digest {digest_of(data)[:12]} instead of {digest[:12]}")
     return plan

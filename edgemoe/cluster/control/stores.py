@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
 
+from edgemoe.cluster.control.agreement import voters_of
 from edgemoe.cluster.control.coord import CoordStore, Single
 from edgemoe.cluster.control.etcd import EtcdStore
 from edgemoe.cluster.control.fence import EpochFence
@@ -35,7 +37,7 @@ def make_store(
                 )
             return Single(fence.highest, fence.admit) if settings.leader in ("", node) else None
         case "raft":
-            voters = sorted(peer.node for peer in peers.values() if peer.voter)
+            voters = voters_of(peers)
             if node not in voters:
                 return None
             if len(voters) < RAFT_VOTERS:
@@ -44,7 +46,8 @@ def make_store(
                     'an `edgemoe witness`, or use coordination = "single" with a leader'
                 )
             others = [name for name in voters if name != node]
-            return RaftStore(node, others, Path(settings.state_dir), link, settings.lease_s)
+            readable = functools.partial(link.readable, others)
+            return RaftStore(node, others, Path(settings.state_dir), link, settings.lease_s, readable=readable)
         case "etcd":
             return EtcdStore(
                 [url.strip().rstrip("/") for url in settings.etcd.split(",")],

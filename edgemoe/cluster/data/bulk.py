@@ -124,7 +124,7 @@ class PeerStore:
         """Peers that have it, in memory first, then by how near they are."""
         if self._lane is None:
             return []
-        ready = [peer for peer in self._peers().values() if peer.ready]
+        ready = [peer for peer in self._peers().values() if peer.heard and peer.ready]
         having = [peer for peer in ready if peer.ram[layer, expert] or peer.disk[layer, expert]]
         having.sort(key=lambda peer: (peer.silent, not peer.ram[layer, expert], self._expected_s(peer)))
         return having

@@ -18,7 +18,8 @@ import numpy as np
 from edgemoe.cluster.data.messages import CallMessage, Hello, Model, Result
 from edgemoe.cluster.data.peer import SMALL_BYTES, PeerState
 from edgemoe.cluster.wire.lane import Lane
-from edgemoe.errors import EdgemoeError, PeerError, PeerRefused, PeerUnavailable
+from edgemoe.cluster.wire.sparing import SparingLog
+from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.types import BoolArray, ExpertWork, FloatArray, IntArray, Offer, RemoteCall, work_units
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Calls:
         self._loop = asyncio.get_running_loop()
         self._group: asyncio.TaskGroup | None = None
         self._numbers = itertools.count()
+        self._say = SparingLog(log)
         lane.on_up, lane.on_down = self._up, self._down
 
     # --- the compute thread's side --------------------------------------------------------------------------
@@ -89,6 +91,17 @@ class Calls:
     def remove(self, node: str) -> None:
         self.peers = {name: peer for name, peer in self.peers.items() if name != node}
 
+    def heed(self, node: str, heard: bool) -> None:
+        """Whether the peer's box is heard: while it is not, nothing is asked, and what was asked is not waited for."""
+        peer = self.peers.get(node)
+        if peer is None or peer.heard == heard:
+            return
+        peer.heard = heard
+        if heard and self._lane.is_up(node):
+            self._spawn(self._greet(peer, probe=False))
+        elif not heard:
+            self._lane.give_up(node, f"{node} is not heard")
+
     def learn(self, node: str, hello: Hello) -> Hello:
         """What a peer says of itself; our own hello. Raises PeerRefused for another model."""
         ram, disk = self._model.read_hello(node, hello)
@@ -117,9 +130,9 @@ class Calls:
             peer.ram, peer.disk = self._model.read_hello(peer.node, answer.message)
         except PeerRefused as error:
             if not peer.refused:
-                log.warning("a peer cannot help", extra={"peer": peer.node, "why": str(error)})
+                self._say(logging.WARNING, "a peer cannot help", peer.node, why=str(error))
             peer.refused, peer.ready = str(error), False
-        except PeerError:
+        except EdgemoeError:
             peer.failed(time.monotonic() - began_s)
         else:
             size = len(hello.ram) + len(hello.disk) + sum(map(len, payload))
@@ -148,10 +161,10 @@ class Calls:
             absent = peer.absent(call.work)  # now: what it reads for the call, it has in memory then
             body, tensors = self._model.call(call.work)
             answer = await self._lane.ask(call.node, body, tensors, timeout_s=self.timeout_s)
-            sums = answer.tensors[0] if answer.tensors else memoryview(b"")
-            if not isinstance(answer.message, Result) or sums.nbytes != call.work.hidden.nbytes:
+            sizes = [tensor.nbytes for tensor in answer.tensors]
+            if not isinstance(answer.message, Result) or sizes != [call.work.hidden.nbytes]:
                 raise PeerRefused(f"{call.node} answered a call with something else")
-            call.result, served_s = sums, answer.message.served_s
+            call.result, served_s = answer.tensors[0], answer.message.served_s
         except EdgemoeError as error:
             call.error = error
             if peer is not None:
@@ -160,7 +173,7 @@ class Calls:
             call.error = PeerUnavailable("the engine is stopping")
             raise
         except Exception as error:  # whatever it is, the compute thread may not be left waiting
-            log.exception("an expert call went wrong")
+            self._say(logging.ERROR, "an expert call went wrong", call.node, exc_info=True)
             call.error = PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
         finally:
             answers.put(call)
@@ -194,4 +207,4 @@ class Calls:
         peer.failed(took_s)
         late = isinstance(error, PeerUnavailable) and took_s >= 0.9 * self.timeout_s
         peer.silent = late and peer.heard_s < call.asked_s
-        log.info("expert call failed", extra={"peer": call.node, "layer": call.work.layer, "why": str(error)})
+        self._say(logging.INFO, "expert call failed", call.node, layer=call.work.layer, why=str(error))

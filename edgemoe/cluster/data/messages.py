@@ -12,37 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, get_args
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
+from edgemoe.bounds import Bitmap, Bytes, Seconds, Small, Word
 from edgemoe.cluster.wire.envelope import Buffer
 from edgemoe.cluster.wire.net import Failure
+from edgemoe.cluster.wire.protocol import Language, Message
 from edgemoe.errors import PeerRefused
 from edgemoe.types import BoolArray, ExpertWork, pack_bits, unpack_bits
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
 MAX_ROWS = 1 << 16  # of one call
-Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-Small = Annotated[int, Meta(ge=0, le=1 << 24)]
-Digest = Annotated[str, Meta(max_length=64)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class Hello(Message, frozen=True, tag="Hello"):
     """The model that is served, and bitmaps of its experts: in memory, and on the disk."""
 
-    model: Digest
+    model: Word  # digest
     layers: Small
     experts: Small
-    row_bytes: Count  # one row of hidden states
-    expert_bytes: Count
-    ram: Annotated[bytes, Meta(max_length=1 << 18)]
-    disk: Annotated[bytes, Meta(max_length=1 << 18)]
+    row_bytes: Bytes  # one row of hidden states
+    expert_bytes: Bytes
+    ram: Bitmap
+    disk: Bitmap
 
 
-class Call(msgspec.Struct, frozen=True, tag=True):
+class Call(Message, frozen=True, tag="Call"):
     """Compute `experts` experts of a layer, `calls` calls in all, on `rows` rows."""
 
     layer: Small
@@ -51,22 +49,22 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     calls: Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
-class Result(msgspec.Struct, frozen=True, tag=True):
+class Result(Message, frozen=True, tag="Result"):
     """A call's sums; `served_s` is the time from the call's arrival to here."""
 
-    served_s: Annotated[float, Meta(ge=0, le=1e6)]
+    served_s: Seconds
 
 
-class Fetch(msgspec.Struct, frozen=True, tag=True):
+class Fetch(Message, frozen=True, tag="Fetch"):
     """`bytes` of one expert from `offset`."""
 
     layer: Small
     expert: Small
-    offset: Count
+    offset: Bytes
     bytes: Annotated[int, Meta(ge=1, le=CHUNK_BYTES)]
 
 
-class Chunk(msgspec.Struct, frozen=True, tag=True):
+class Chunk(Message, frozen=True, tag="Chunk"):
     """The bytes asked for, and what the whole expert must hash to."""
 
     checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -74,8 +72,8 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
 
 CallMessage = Hello | Call | Result | Failure
 BulkMessage = Fetch | Chunk | Failure
-CALLS: msgspec.msgpack.Decoder[CallMessage] = msgspec.msgpack.Decoder(CallMessage)
-BULK: msgspec.msgpack.Decoder[BulkMessage] = msgspec.msgpack.Decoder(BulkMessage)
+CALLS: Language[CallMessage] = Language(*get_args(CallMessage))
+BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class PeerState:
 
     def __init__(self, node: str, boot: str, layers: int, experts: int) -> None:
         self.node, self.boot = node, boot
+        self.heard = True  # by our front
         self.ready = False  # it has said hello, for the same model, on the connection that stands
         self.silent = False  # a call was not answered in time, and nothing has been heard since it was asked
         self.heard_s = -np.inf  # when its last answer came
@@ -41,7 +42,7 @@ class PeerState:
     @property
     def reachable(self) -> bool:
         """Whether it may be asked."""
-        return self.ready and not self.silent
+        return self.heard and self.ready and not self.silent
 
     def offer(self, layer: int, wanted: IntArray, row_bytes: int, expert_bytes: int, now_s: float) -> Offer | None:
         """What it would take for the `wanted` experts of the layer; None where it has none of them."""

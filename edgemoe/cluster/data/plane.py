@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from edgemoe.cluster.data.bulk import BulkServer, PeerStore, Shelf
 from edgemoe.cluster.data.calls import Calls, Holdings
 from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, Hello, Model
@@ -14,11 +16,13 @@ from edgemoe.cluster.wire.keys import Peer, Secret
 from edgemoe.cluster.wire.lane import Lane
 from edgemoe.cluster.wire.messages import PeerEngine
 from edgemoe.cluster.wire.net import Answer, Net, Question
+from edgemoe.cluster.wire.sparing import SparingLog
 from edgemoe.cluster.wire.zap import AllowList
 from edgemoe.errors import PeerRefused
 
 log = logging.getLogger(__name__)
 BULK_CREDITS_BYTES = 8 << 20
+CALL_BYTES = 80 << 20  # of one call: rows, and who computes them
 
 
 class DataPlane:
@@ -39,34 +43,49 @@ class DataPlane:
     ) -> None:
         """`host` computes for peers, `shelf` hands out experts; `store` fetches over this plane's bulk lane."""
         self._net = Net(node, boot, secret, AllowList({}))
-        self._calls_lane: Lane[CallMessage] = Lane(self._net, "calls", CALLS, self._serve)
+        self._calls_lane: Lane[CallMessage] = Lane(
+            self._net, "calls", CALLS, self._serve, longest_s=timeout_s, message_bytes=CALL_BYTES
+        )
         self.server = ExpertServer(model, host)
         self.bulk = BulkServer(shelf, model.layers, model.experts, model.expert_bytes)
         self._bulk_lane: Lane[BulkMessage] = Lane(
-            self._net, "bulk", BULK, self.bulk.serve, credits_bytes=BULK_CREDITS_BYTES
+            self._net, "bulk", BULK, self.bulk.serve, credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s
         )
         self.calls = Calls(self._calls_lane, model, holdings, timeout_s)
         store.join(self._bulk_lane, lambda: self.calls.peers, timeout_s)
-        self._known: set[tuple[PeerEngine, str]] = set()  # with their keys
+        self._say = SparingLog(log)
+        self._known: dict[PeerEngine, tuple[str, ...]] = {}  # with their keys
 
     def bind(self, host: str, calls_port: int = 0, bulk_port: int = 0) -> tuple[int, int]:
         """Listens; the two ports. Raises PeerRefused where an address cannot be had."""
         return self._calls_lane.bind(host, calls_port), self._bulk_lane.bind(host, bulk_port)
 
-    def set_peers(self, keys: Mapping[str, str], engines: Sequence[PeerEngine]) -> None:
-        """Lets these keys in, by their nodes, connects to these engines of theirs, and drops all others."""
+    def set_peers(self, keys: Mapping[str, tuple[str, ...]], engines: Sequence[PeerEngine]) -> None:
+        """Lets these keys in, by their nodes, connects to these engines of theirs, and drops all others.
+
+        Connections to an engine whose box is not heard stay, so that it is there at once when it is heard again; so do
+        those by a key that still stands for the box beside another.
+        """
         self._net.allowed.replace(keys)
-        wanted = {(engine, keys[engine.node]) for engine in engines if engine.node != self._net.node}
-        for engine, _ in self._known - wanted:
+        wanted = {
+            msgspec.structs.replace(engine, heard=True): keys[engine.node]
+            for engine in engines
+            if engine.node != self._net.node
+        }
+        for engine in self._known.keys() - wanted.keys():
             self._calls_lane.disconnect(engine.node)
             self._bulk_lane.disconnect(engine.node)
             self.calls.remove(engine.node)
-        for engine, key in wanted - self._known:
-            self.calls.add(engine.node, engine.boot)
-            self._calls_lane.connect(Peer(engine.node, engine.calls, key))
-            self._bulk_lane.connect(Peer(engine.node, engine.bulk, key))
-            log.info("peer", extra={"peer": engine.node, "boot": engine.boot})
+        for engine, its in wanted.items():
+            if engine not in self._known:
+                self.calls.add(engine.node, engine.boot)
+                self._say(logging.INFO, "peer", engine.node, boot=engine.boot)
+            if self._known.get(engine) != its:
+                self._calls_lane.connect(Peer(engine.node, engine.calls, its[0], new_key="".join(its[1:])))
+                self._bulk_lane.connect(Peer(engine.node, engine.bulk, its[0], new_key="".join(its[1:])))
         self._known = wanted
+        for engine in engines:
+            self.calls.heed(engine.node, engine.heard)
 
     async def run(self) -> None:
         """Serves and asks until cancelled."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from edgemoe.cluster.data.messages import CallMessage, Model, Result
 from edgemoe.cluster.wire.net import Answer, Question
+from edgemoe.cluster.wire.sparing import SparingLog
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
 from edgemoe.pace import Pace
 from edgemoe.types import ExpertWork, work_units
@@ -59,6 +60,7 @@ class ExpertServer:
         self.served = self.shed = self.batches = 0
         self.busy_s = 0.0
         self._model, self._host = model, host
+        self._say = SparingLog(log)
         self._loop = asyncio.get_running_loop()
         self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
         self._units = 0.0
@@ -169,8 +171,12 @@ class ExpertServer:
         try:
             results = self._host.compute([job.work for job in batch])
         except Exception as error:  # the peers must hear of it, whatever it is
+            if len(batch) > 1:  # one of them is to blame
+                for job in batch:
+                    self._compute([job])
+                return
             if not isinstance(error, EdgemoeError):
-                log.exception("computing for a peer failed")
+                self._say(logging.ERROR, "computing for a peer failed", exc_info=True)
                 error = PeerRefused(f"it failed here: {error!r}")
             self._post(_settle, batch, (), error)
         else:

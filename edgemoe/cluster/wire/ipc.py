@@ -2,42 +2,58 @@
 
 The front binds a ROUTER, the engine connects a DEALER whose identity is its boot id, so that the front knows
 which incarnation speaks. Each end belongs to one event loop; only `EngineEnd.post` may be called from elsewhere.
-A frame that cannot be decoded is counted and dropped by the front, and fatal to the engine.
+A frame that cannot be read costs itself alone: it is counted, and answered with Refused; where a Submit is what the
+engine cannot read, its request ends with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import stat
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from edgemoe.cluster.wire.messages import (
     MAX_FRAME_BYTES,
+    Emissions,
     FromEngine,
+    Refused,
     ToEngine,
+    body_of,
     decode_from_engine,
     decode_to_engine,
     encode,
+    versions_of,
 )
-from edgemoe.errors import ServiceError, WireError
+from edgemoe.cluster.wire.protocol import SPOKEN, UNREADABLE, Versions, check_known, tag_of
+from edgemoe.errors import PeerOutdated, ServiceError, WireError
+from edgemoe.types import Emission
+
+log = logging.getLogger(__name__)
 
 HWM_MESSAGES = 4096  # queued by ZeroMQ in one direction
 BACKLOG_MESSAGES = 4096  # waiting in EngineEnd before the front is taken to be stuck
+WHY_CHARS = 1024  # of what is said of an unreadable message
 RETRY_S = 0.01  # between tries to hand ZeroMQ a message while its queue is full
 
 
 class FrontEnd:
     """The front's end: `send` to an engine by boot id, `messages` from all of them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, speaks: Versions = SPOKEN) -> None:
         self.address = f"ipc://{private_directory(directory) / 'engine.ipc'}"
         self.undecodable = 0  # frames dropped
+        self._speaks = speaks
+        self._engine = ("", speaks)  # the engine that was heard last, and which versions it speaks
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # an unknown engine is an error, not silence
@@ -48,9 +64,15 @@ class FrontEnd:
             raise ServiceError(f"cannot listen for the engine on {self.address}: {error}") from error
 
     def send(self, boot_id: str, message: ToEngine) -> None:
-        """Queues `message` for that engine. Raises WireError if it is not connected or does not keep up."""
+        """Queues `message` for that engine.
+
+        Raises WireError if it is not connected or does not keep up, PeerOutdated where it does not know the message.
+        """
+        engine, theirs = self._engine
+        check_known(message, self._speaks.common(theirs) if engine == boot_id else self._speaks.lowest, "the engine")
         try:
-            sent = _sent(self._socket.send_multipart([boot_id.encode(), encode(message)], zmq.DONTWAIT))
+            frame = encode(message, self._speaks)
+            sent = _sent(self._socket.send_multipart([boot_id.encode(), frame], zmq.DONTWAIT))
         except zmq.ZMQError as error:
             raise WireError(f"engine {boot_id} cannot be reached: {error}") from error
         if not sent:
@@ -61,9 +83,20 @@ class FrontEnd:
         while not self._socket.closed:
             identity, *frames = await self._socket.recv_multipart()
             try:
-                yield identity.decode(), decode_from_engine(b"".join(frames))
-            except (WireError, UnicodeDecodeError):
-                self.undecodable += 1
+                frame, boot_id = b"".join(frames), identity.decode()
+                self._engine = (boot_id, versions_of(frame))
+                message = decode_from_engine(frame)
+            except (WireError, UnicodeDecodeError) as error:
+                self._refuse(identity, frame, error)
+                continue
+            yield boot_id, message
+
+    def _refuse(self, identity: bytes, frame: bytes, error: Exception) -> None:
+        self.undecodable += 1
+        refused = refusal(frame, error)
+        _log_refusal("engine", refused, self.undecodable)
+        with contextlib.suppress(zmq.ZMQError):  # it has gone, or does not read
+            _sent(self._socket.send_multipart([identity, encode(refused, self._speaks)], zmq.DONTWAIT))
 
     def close(self) -> None:
         """Drops what is unsent and frees the socket."""
@@ -74,7 +107,10 @@ class FrontEnd:
 class EngineEnd:
     """The engine's end, made in its event loop; `post` may be called from the compute thread."""
 
-    def __init__(self, address: str, boot_id: str) -> None:
+    def __init__(self, address: str, boot_id: str, front: Versions = SPOKEN, speaks: Versions = SPOKEN) -> None:
+        """`front` are the versions that the front speaks, which the Boot says, and `speaks` ours."""
+        self.unreadable = 0  # frames refused
+        self._speaks, self._common = speaks, speaks.common(front)
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, zmq.DEALER)
         self._socket.set(zmq.IDENTITY, boot_id.encode())
@@ -84,16 +120,37 @@ class EngineEnd:
         self._retry: asyncio.TimerHandle | None = None
 
     def post(self, message: FromEngine) -> None:
-        """Queues `message`, in order, from any thread. Raises WireError when the front no longer reads."""
+        """Queues `message`, in order, from any thread; one that the front does not know is left out.
+
+        Raises WireError when the front no longer reads.
+        """
+        with contextlib.suppress(PeerOutdated):
+            check_known(message, self._common, "the front")
+            self._post(message)
+
+    def _post(self, message: FromEngine) -> None:
         if len(self._backlog) >= BACKLOG_MESSAGES:
             raise WireError(f"the front has left {BACKLOG_MESSAGES} messages unread: it is stuck or gone")
-        self._backlog.append(encode(message))
+        self._backlog.append(encode(message, self._speaks))
         self._loop.call_soon_threadsafe(self._flush)
 
     async def messages(self) -> AsyncIterator[ToEngine]:
-        """What the front sends. Raises WireError on a frame that cannot be read."""
+        """What the front sends; what cannot be read is refused."""
         while not self._socket.closed:
-            yield decode_to_engine(await self._socket.recv())
+            frame = b"".join(await self._socket.recv_multipart())
+            try:
+                message = decode_to_engine(frame)
+            except WireError as error:
+                self._refuse(frame, error)
+                continue
+            yield message
+
+    def _refuse(self, frame: bytes, error: WireError) -> None:
+        self.unreadable += 1
+        refused = refusal(frame, error)
+        _log_refusal("front", refused, self.unreadable)
+        ended = end_of_unreadable(frame, refused.why)
+        self.post(refused if ended is None else Emissions(items=[ended]))
 
     async def close(self, timeout_s: float = 1.0) -> None:
         """Sends what was posted, for `timeout_s` at most, and frees the socket."""
@@ -113,6 +170,48 @@ class EngineEnd:
                     self._retry = self._loop.call_later(RETRY_S, self._flush)
                 return
             self._backlog.popleft()
+
+
+class _Submitted(msgspec.Struct):
+    """What is read of a Submit that cannot be read."""
+
+    request: Any
+    attempt: int = 1
+    emitted: list[Any] = []
+    type: str = ""
+
+
+def refusal(frame: bytes, error: Exception) -> Refused:
+    """What to say of a frame that cannot be read."""
+    try:
+        tag = tag_of(body_of(frame))
+    except WireError:
+        tag = ""
+    return Refused(what=tag[:64], why=str(error)[:WHY_CHARS])
+
+
+def end_of_unreadable(frame: bytes, why: str) -> Emission | None:
+    """The end of the request that an unreadable Submit is about; None where none can be made out."""
+    try:
+        said = msgspec.msgpack.decode(body_of(frame), type=_Submitted)
+        name = said.request["id"]
+    except (WireError, *UNREADABLE, TypeError, KeyError):
+        return None
+    if said.type != "Submit" or not isinstance(name, str):
+        return None
+    return Emission(
+        request=name,
+        attempt=said.attempt,
+        index=len(said.emitted),
+        finish="error",
+        error=f"the engine cannot read this request: {why}",
+        error_code="invalid_request",
+    )
+
+
+def _log_refusal(whose: str, refused: Refused, count: int) -> None:
+    if count & (count - 1) == 0:  # 1, 2, 4, 8, ...: a flood does not fill the log
+        log.warning(f"a message of the {whose} cannot be read", extra={"what": refused.what, "why": refused.why})
 
 
 def _sent(attempt: Awaitable[object]) -> bool:

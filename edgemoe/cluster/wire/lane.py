@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -21,9 +22,14 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from edgemoe.cluster.wire.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, Buffer, Envelope, seal, unseal
+from edgemoe.cluster.wire import intake
+from edgemoe.cluster.wire.envelope import MAX_REMAINING_MS, MAX_TENSOR_BYTES, Buffer, Envelope, seal, unseal
+from edgemoe.cluster.wire.intake import LOOK_S, Intake
 from edgemoe.cluster.wire.keys import Peer
-from edgemoe.cluster.wire.net import Answer, Credits, Failure, Net, Question
+from edgemoe.cluster.wire.link import NOT_MET, REFUSED, Link, fd_of, hand, key_of, until_closed, who
+from edgemoe.cluster.wire.net import Answer, Failure, Net, Question
+from edgemoe.cluster.wire.protocol import Language, Versions, check_known
+from edgemoe.cluster.wire.sparing import SparingLog
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 
 log = logging.getLogger(__name__)
@@ -33,65 +39,57 @@ SERVED_AT_ONCE = 64  # questions of one peer; beyond it they are sent away
 ASKED_AT_ONCE = 48  # at most, of one peer: others wait for credits
 BURST = 16  # messages read in one go
 REFUSED_S = 0.5  # before a peer that refused our key is tried again
-EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
-class _Link(Generic[M]):
-    """Our DEALER to one peer, and what was asked on it."""
-
-    def __init__(self, node: str, address: str, socket: zmq.asyncio.Socket, credits_bytes: int) -> None:
-        self.node, self.address = node, address
-        self.socket = socket
-        self.monitor = socket.get_monitor_socket(EVENTS)
-        self.credits = Credits(credits_bytes)
-        self.pending: dict[int, asyncio.Future[Answer[M]]] = {}
-        self.up = False
-        self.refusals = 0
-        self.tasks: list[asyncio.Task[None]] = []
-
-    def fail(self, error: EdgemoeError) -> None:
-        pending, self.pending = self.pending, {}
-        for future in pending.values():
-            if not future.done():
-                future.set_exception(error)
-
-    def close(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        self.fail(PeerUnavailable("the connection was closed"))
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=0)
+MESSAGE_BYTES = 32 << 20
+RECONNECT_MS = 250
+DEAF_MS = 3000  # without an acknowledgement of what was sent, after which a connection is taken for broken
+LONGEST_S = 60.0  # that a question may wait here, however long its asker would
 
 
 class Lane(Generic[M]):
-    """See the module. `decoder` reads the bodies of this lane's language (Failure included); `serve` answers."""
+    """See the module. `language` has Failure among its messages; `serve` answers questions.
+
+    Whatever is wrong with one message, or goes wrong where it is served, costs that message alone: whoever asked gets
+    a Failure, and it is counted.
+    """
 
     def __init__(
         self,
         net: Net,
         name: str,
-        decoder: msgspec.msgpack.Decoder[Any],
+        language: Language[M],
         serve: Callable[[Question[M]], Awaitable[Answer[M] | None]],
         *,
         credits_bytes: int = 32 << 20,
         heartbeat_s: float = 0.0,
+        longest_s: float = LONGEST_S,
+        message_bytes: int = MESSAGE_BYTES,
     ) -> None:
+        """`longest_s` is the deadline of questions whose askers would wait for longer.
+
+        No message of this lane is larger than `message_bytes`, and no peer has more than twice as much under way.
+        """
         self.name = name
-        self.rejected = 0  # messages dropped because they could not be read or came from nobody
+        self.rejected = 0  # messages that could not be read or came from nobody
+        self.failed = 0  # messages whose serving went wrong here, for no reason that we know of
         self.on_up: Callable[[str], None] = lambda _node: None
         self.on_down: Callable[[str], None] = lambda _node: None
         self.on_foreign: Callable[[str, str], None] = lambda _node, _why: None  # one speaks another version
-        self._net, self._decoder, self._serve = net, decoder, serve
-        self._credits_bytes, self._heartbeat_s = credits_bytes, heartbeat_s
-        self._links: dict[str, _Link[M]] = {}
-        self._serving: dict[str, int] = {}
+        self._net, self._language, self._serve = net, language, serve
+        self._credits_bytes, self._heartbeat_s, self._longest_s = credits_bytes, heartbeat_s, longest_s
+        self._message_bytes = message_bytes
+        self._say = SparingLog(log)
+        self.intake = Intake(name, 2 * message_bytes)
+        self._links: dict[str, Link[M]] = {}
+        self._speaks: dict[str, Versions] = {}  # as each peer said last
+        self._serving: Counter[str] = Counter()  # questions of each peer
+        self._held_bytes: Counter[str] = Counter()  # in them
         self._ids = itertools.count(1)
         self._router = self._socket(zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         # A box that lost its connection may be back before this end has noticed: else ZeroMQ would ignore the new one.
         self._router.set(zmq.ROUTER_HANDOVER, 1)
         self._router.set(zmq.CURVE_SERVER, 1)
+        self._monitor = self._router.get_monitor_socket(intake.EVENTS)
         self._group: asyncio.TaskGroup | None = None
 
     def bind(self, host: str, port: int = 0) -> int:
@@ -109,6 +107,8 @@ class Lane(Generic[M]):
             async with asyncio.TaskGroup() as self._group:
                 for link in self._links.values():
                     self._start(link, self._group)
+                self._group.create_task(until_closed(self._watch_connections()))
+                self._group.create_task(self._bound_intake())
                 await self._answer_questions(self._group)
         finally:
             self._group = None
@@ -119,31 +119,56 @@ class Lane(Generic[M]):
         for link in self._links.values():
             link.close()
         self._links.clear()
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
         self._router.close(linger=0)
 
     def connect(self, peer: Peer) -> None:
-        """Connects to `peer` and keeps reconnecting; replaces an earlier connection to that node."""
+        """Connects to `peer` and keeps reconnecting, by whichever of its keys it has.
+
+        Replaces an earlier connection to that node, but for one to the same address by a key that still stands for it.
+        """
+        if (old := self._links.get(peer.node)) and old.peer.address == peer.address and old.peer.key in peer.keys:
+            old.peer = peer if old.peer.key == peer.key else peer.turned()
+            return
         self.disconnect(peer.node)
-        socket = self._socket(zmq.DEALER)
-        socket.set(zmq.IMMEDIATE, 1)
-        socket.set(zmq.RECONNECT_IVL, 100)
-        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.set(zmq.CONNECT_TIMEOUT, 1000)  # a lost SYN is sent again after a second, not after 1, 3, 7, 15
-        link = self._links[peer.node] = _Link[M](peer.node, f"tcp://{peer.address}", socket, self._credits_bytes)
         try:
-            socket.set(zmq.CURVE_SERVERKEY, peer.key.encode())
-            socket.connect(link.address)
-        except zmq.ZMQError as error:  # one address that is no good keeps nobody else out
-            log.error("a box cannot be reached", extra={"peer": peer.node, "address": peer.address, "why": str(error)})
+            link = self._links[peer.node] = self._dial(peer)
+        except zmq.ZMQError as error:  # one that cannot be reached keeps nobody else out
+            self._say(logging.ERROR, "a box cannot be reached", peer.node, address=peer.address, why=str(error))
+            return
         if self._group is not None:
             self._start(link, self._group)
 
+    def _dial(self, peer: Peer) -> Link[M]:
+        """Raises zmq.ZMQError for a key or address that is no good, and where there are no sockets left."""
+        socket = self._socket(zmq.DEALER)
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)  # each time, however often it has failed
+        socket.set(zmq.CONNECT_TIMEOUT, 1000)  # a lost SYN is sent again after a second, not after 1, 3, 7, 15
+        link: Link[M] | None = None
+        try:
+            for key in reversed(peer.keys):  # whether they are keys; the first one holds
+                socket.set(zmq.CURVE_SERVERKEY, key.encode())
+            link = Link[M](peer, socket, self._credits_bytes)
+            socket.connect(link.address)
+        except zmq.ZMQError:
+            socket.close(linger=0) if link is None else link.close()
+            raise
+        return link
+
     def disconnect(self, node: str) -> None:
+        self._speaks.pop(node, None)
         if link := self._links.pop(node, None):
             was_up = link.up
             link.close()
             if was_up:
                 self.on_down(node)
+
+    def give_up(self, node: str, why: str) -> None:
+        """Fails what was asked of that peer; the connection stays."""
+        if link := self._links.get(node):
+            link.fail(PeerUnavailable(why))
 
     def is_up(self, node: str) -> bool:
         return node in self._links and self._links[node].up
@@ -152,6 +177,11 @@ class Lane(Generic[M]):
         """Questions of ours without an answer yet."""
         return sum(len(link.pending) for link in self._links.values())
 
+    def version(self, node: str) -> int:
+        """The highest version of the protocol that both speak; the lowest of ours while the peer has not said."""
+        theirs = self._speaks.get(node)
+        return self._net.speaks.common(theirs) if theirs is not None else self._net.speaks.lowest
+
     async def ask(
         self,
         node: str,
@@ -159,10 +189,11 @@ class Lane(Generic[M]):
         tensors: Sequence[Buffer] = (),
         *,
         timeout_s: float,
-        epoch: int = 0,
-        plan: int = 0,
     ) -> Answer[M]:
-        """The peer's answer. Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`."""
+        """The peer's answer. Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`.
+
+        PeerRefused also for a message that is too large to be sent, PeerOutdated for one that the peer does not know.
+        """
         link = self._link(node)
         size = max(sum(memoryview(t).nbytes for t in tensors), self._credits_bytes // ASKED_AT_ONCE + 1)
         taken, id = 0, next(self._ids)
@@ -173,8 +204,10 @@ class Lane(Generic[M]):
                 taken = await link.credits.take(size)
                 link.pending[id] = future
                 left_ms = max(0.0, ends - asyncio.get_running_loop().time()) * 1000
-                _hand(link.socket, seal(body, tensors, id=id, epoch=epoch, plan=plan, remaining_ms=left_ms))
+                hand(link.socket, self._seal(node, body, tensors, id=id, remaining_ms=min(left_ms, MAX_REMAINING_MS)))
                 return await future
+        except WireError as error:
+            raise PeerRefused(f"{node} cannot be asked: {error}") from error
         except TimeoutError as error:
             raise PeerUnavailable(f"{node} did not answer within {timeout_s:.3g} s ({self.name})") from error
         except zmq.ZMQError as error:
@@ -184,143 +217,223 @@ class Lane(Generic[M]):
             if taken:
                 await link.credits.give(taken)
 
-    def tell(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer] = (), *, epoch: int = 0) -> bool:
-        """Sends without wanting an answer; False where it could not be handed over."""
+    def tell(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer] = ()) -> bool:
+        """Sends without wanting an answer; False where it could not be handed over, or would not be understood."""
         link = self._links.get(node)
         if link is None or not link.up:
             return False
         try:
-            _hand(link.socket, seal(body, tensors, epoch=epoch))
-        except zmq.ZMQError:
+            hand(link.socket, self._seal(node, body, tensors))
+        except (zmq.ZMQError, WireError, PeerRefused):
             return False
         return True
 
-    def _link(self, node: str) -> _Link[M]:
+    def _seal(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer], **fields: Any) -> list[Buffer]:
+        """The one place where messages for peers are made. Raises WireError, PeerOutdated."""
+        check_known(body, self.version(node), node)
+        frames = seal(body, tensors, speaks=self._net.speaks, **fields)
+        if (size := sum(memoryview(frame).nbytes for frame in frames)) > self._message_bytes:
+            raise WireError(f"a message of {size} bytes; {self._message_bytes} pass over {self.name}")
+        return frames
+
+    def _link(self, node: str) -> Link[M]:
         link = self._links.get(node)
         if link is None or not link.up:
             raise PeerUnavailable(f"{node} is not connected on {self.name}")
         return link
 
-    def _start(self, link: _Link[M], group: asyncio.TaskGroup) -> None:
+    def _start(self, link: Link[M], group: asyncio.TaskGroup) -> None:
         for work in (self._read_answers(link), self._read_events(link)):
-            link.tasks.append(group.create_task(_until_closed(work)))
+            link.tasks.append(group.create_task(until_closed(work)))
 
-    async def _read_events(self, link: _Link[M]) -> None:
+    # --- what our own connections say -------------------------------------------------------------------------
+
+    async def _read_events(self, link: Link[M]) -> None:
         while True:
-            event = parse_monitor_message(await link.monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                link.up = True
-                self.on_up(link.node)
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                link.refusals += 1
-                if link.refusals == 2:  # one who has just come may not have heard of us yet
-                    log.warning("a peer refuses our key; list it there", extra={"peer": link.node, "lane": self.name})
-                asyncio.get_running_loop().call_later(REFUSED_S, self._connect_again, link)
-            elif link.up:
-                link.up = False
-                link.fail(PeerUnavailable(f"the connection to {link.node} broke ({self.name})"))
-                self.on_down(link.node)
+            said = parse_monitor_message(await link.monitor.recv_multipart())
+            event, fd = said["event"], said["value"]
+            self.intake.note(event, fd)
+            try:
+                if event == zmq.EVENT_CONNECTED:
+                    link.fd = fd
+                else:
+                    self._note(link, event)
+            except Exception:  # of whoever wanted to know
+                self._count_failure(link.node)
 
-    def _connect_again(self, link: _Link[M]) -> None:
+    def _note(self, link: Link[M], event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            link.up = True
+            self.on_up(link.node)
+        elif event & NOT_MET:
+            if link.peer.new_key and not link.turning:
+                link.turning = True
+                asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._turn, link)
+        elif event == REFUSED:
+            link.refusals += 1
+            if link.refusals == 2:  # one who has just come may not have heard of us yet
+                self._say(logging.WARNING, "a peer refuses our key; list it there", link.node, lane=self.name)
+            asyncio.get_running_loop().call_later(REFUSED_S, self._connect_again, link)
+        elif event == zmq.EVENT_DISCONNECTED and link.up:
+            link.up = False
+            self._speaks.pop(link.node, None)
+            link.fail(PeerUnavailable(f"the connection to {link.node} broke ({self.name})"))
+            self.on_down(link.node)
+
+    def _turn(self, link: Link[M]) -> None:
+        """Tries the peer by its other key, on another socket: on the old one ZeroMQ goes on with the first."""
+        link.turning = False
+        if self._links.get(link.node) is link and not link.up:
+            self.disconnect(link.node)
+            self.connect(link.peer.turned())
+
+    def _connect_again(self, link: Link[M]) -> None:
         """ZeroMQ takes a refusal for final; but the peer may learn of our key a moment later."""
         if self._links.get(link.node) is link and not link.up:
             with contextlib.suppress(zmq.ZMQError):
                 link.socket.disconnect(link.address)
             link.socket.connect(link.address)
 
-    async def _read_answers(self, link: _Link[M]) -> None:
+    async def _read_answers(self, link: Link[M]) -> None:
         while True:
             frames = await link.socket.recv_multipart(copy=False)
+            self.intake.delivered(link.fd)
             try:
-                envelope, message, tensors = self._read([frame.buffer for frame in frames])
+                self._take_answer(link, [frame.buffer for frame in frames])
             except WireError as error:
                 self._reject(link.node, error)
-                continue
-            if isinstance(message, Failure) and not envelope.id:
-                self._reject(link.node, WireError(f"{link.node} could not read it: {message.message}"))
-            future = link.pending.pop(envelope.id, None)
-            if not envelope.answer or future is None or future.done():
-                continue
-            if isinstance(message, Failure):
-                kind = PeerBusy if message.kind == "busy" else PeerRefused
-                future.set_exception(kind(f"{link.node}: {message.message}"))
-            else:
-                future.set_result(Answer(message, tensors))
+            except Exception:  # one answer, whatever is wrong with it, costs that answer alone
+                self._count_failure(link.node)
+
+    def _take_answer(self, link: Link[M], frames: Sequence[memoryview]) -> None:
+        envelope = self._open(link.node, frames)
+        message: Any = self._language.read(envelope.body)
+        if isinstance(message, Failure) and not envelope.id:
+            raise WireError(f"{link.node} could not read it: {message.message}")
+        future = link.pending.pop(envelope.id, None) if envelope.answer else None
+        if future is None or future.done():
+            return
+        if isinstance(message, Failure):
+            future.set_exception(message.error(link.node))
+        else:
+            future.set_result(Answer(message, frames[1:]))
+
+    # --- what connections bring -------------------------------------------------------------------------------
+
+    async def _watch_connections(self) -> None:
+        while True:
+            said = parse_monitor_message(await self._monitor.recv_multipart())
+            self.intake.note(said["event"], said["value"])
+
+    async def _bound_intake(self) -> None:
+        while True:
+            self.intake.look()
+            await asyncio.sleep(LOOK_S)
+
+    # --- what others ask --------------------------------------------------------------------------------------
 
     async def _answer_questions(self, group: asyncio.TaskGroup) -> None:
         for count in itertools.count(1):
             if count % BURST == 0:  # reading what is there already does not let others run
                 await asyncio.sleep(0)
-            identity, *frames = await self._router.recv_multipart(copy=False)
-            peer, boot = _who(bytes(identity.buffer))
-            if not frames or self._net.allowed.name_of(_key_of(frames[0])) != peer:
-                self._reject(peer, WireError("the name does not belong to the key, or the key was revoked"))
-                continue
+            first, *frames = await self._router.recv_multipart(copy=False)
+            identity = bytes(first.buffer)
+            self.intake.delivered(fd_of(first if not frames else frames[0]))
             try:
-                envelope, message, tensors = self._read([frame.buffer for frame in frames])
-            except WireVersionError as error:
-                self._reject(peer, error)
-                self.on_foreign(peer, str(error))
-                self._send_back(bytes(identity.buffer), seal(Failure("refused", str(error)), answer=True))
-                continue  # what was sent back cannot be read there either, and is told there by its version
+                self._take_question(identity, frames, group)
             except WireError as error:
-                self._reject(peer, error)
-                continue
-            if envelope.answer or isinstance(message, Failure):
-                self._reject(peer, WireError("an answer to nothing"))
-                continue
-            deadline = asyncio.get_running_loop().time() + envelope.remaining_ms / 1000
-            question = Question(peer, boot, envelope, message, tensors, deadline)
-            if self._serving.get(peer, 0) >= SERVED_AT_ONCE:
-                self._reply(bytes(identity.buffer), envelope, Failure("busy", "too many questions at once"), ())
-            else:
-                self._serving[peer] = self._serving.get(peer, 0) + 1
-                group.create_task(self._answer(bytes(identity.buffer), question))
+                self._reject(who(identity)[0], error)
+            except Exception:  # one message, whatever is wrong with it, costs that message alone
+                self._count_failure(who(identity)[0])
 
-    async def _answer(self, identity: bytes, question: Question[M]) -> None:
+    def _take_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
+        peer, boot = who(identity)
+        if not frames or self._net.allowed.name_of(key_of(frames[0])) != peer:
+            raise WireError("the name does not belong to the key, or the key was revoked")
+        parts = [frame.buffer for frame in frames]
+        try:
+            envelope = self._open(peer, parts)
+        except WireVersionError as error:
+            self.on_foreign(peer, str(error))
+            self._send_back(identity, seal(Failure.of(error), answer=True, speaks=self._net.speaks))
+            raise  # what was sent back may be unreadable there, too, and is told there by its version
+        try:
+            message = self._language.read(envelope.body)
+            if envelope.answer or isinstance(message, Failure):
+                raise WireError("an answer to nothing")
+        except WireError as error:
+            if not envelope.answer:
+                self._fail(identity, envelope, error)
+            raise
+        size = sum(part.nbytes for part in parts)
+        held = self._held_bytes[peer]
+        if self._serving[peer] >= SERVED_AT_ONCE or (held and held + size > 2 * self._credits_bytes):
+            self._fail(identity, envelope, PeerBusy("too many questions at once"))
+            return
+        wait_s = min(envelope.remaining_ms / 1000, self._longest_s)
+        deadline = asyncio.get_running_loop().time() + wait_s
+        self._serving[peer] += 1
+        self._held_bytes[peer] += size
+        group.create_task(self._answer(identity, Question(peer, boot, envelope, message, parts[1:], deadline), size))
+
+    async def _answer(self, identity: bytes, question: Question[M], size: int) -> None:
+        asked, peer = question.envelope, question.peer
         try:
             answer = await self._serve(question)
-        except PeerBusy as error:
-            self._reply(identity, question.envelope, Failure("busy", str(error)), ())
-        except EdgemoeError as error:
-            self._reply(identity, question.envelope, Failure("refused", str(error)), ())
-        else:
-            if answer is not None:
+            if answer is not None and asked.id:
                 assert isinstance(answer.message, msgspec.Struct)
-                self._reply(identity, question.envelope, answer.message, answer.tensors)
+                self._send_back(identity, self._seal(peer, answer.message, answer.tensors, id=asked.id, answer=True))
+        except EdgemoeError as error:
+            self._fail(identity, asked, error)
+        except Exception as error:  # whatever it is, it is this question's failure
+            self._count_failure(peer)
+            self._fail(identity, asked, error)
         finally:
-            self._serving[question.peer] -= 1
+            self._serving[peer] -= 1
+            self._held_bytes[peer] -= size
+            if not self._serving[peer]:
+                del self._serving[peer], self._held_bytes[peer]
 
-    def _reply(self, identity: bytes, asked: Envelope, body: msgspec.Struct, tensors: Sequence[Buffer]) -> None:
-        if not asked.id:
-            return
-        self._send_back(identity, seal(body, tensors, id=asked.id, answer=True))
+    def _fail(self, identity: bytes, asked: Envelope, error: Exception) -> None:
+        """Tells whoever asked; what was only told is answered where it could not be read, as a failure of nothing."""
+        if asked.id or isinstance(error, WireError):
+            failure = Failure.of(error)
+            self._send_back(identity, seal(failure, id=asked.id, answer=True, speaks=self._net.speaks))
 
     def _send_back(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         try:
-            _hand(self._router, [identity, *frames])
+            hand(self._router, [identity, *frames])
         except zmq.ZMQError as error:
             log.debug("an answer could not be sent", extra={"lane": self.name, "why": str(error)})
 
-    def _read(self, frames: Sequence[memoryview]) -> tuple[Envelope, Any, Sequence[memoryview]]:
+    def _open(self, node: str, frames: Sequence[memoryview]) -> Envelope:
+        """The checked envelope of one who speaks a version that we speak. Raises WireError, WireVersionError."""
         envelope = unseal(frames)
-        try:
-            return envelope, self._decoder.decode(envelope.body), frames[1:]
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise WireError(f"a body that cannot be read: {error}") from error
+        if not self._net.speaks.common(envelope.speaks):
+            raise WireVersionError(
+                f"{node} speaks versions {envelope.speaks} of the protocol, {self._net.node} {self._net.speaks}: "
+                "run neighbouring releases"
+            )
+        self._speaks[node] = envelope.speaks
+        return envelope
+
+    def _count_failure(self, peer: str) -> None:
+        """Notes what is being handled: an error that nobody expected."""
+        self.failed += 1
+        self._say(logging.ERROR, "a message failed here", peer, lane=self.name, failed=self.failed, exc_info=True)
 
     def _reject(self, peer: str, error: WireError) -> None:
         self.rejected += 1
-        if self.rejected & (self.rejected - 1) == 0:  # 1, 2, 4, 8, ...: a flood does not fill the log
-            log.warning("message dropped", extra={"peer": peer, "lane": self.name, "why": str(error)})
+        self._say(logging.WARNING, "message dropped", peer, lane=self.name, why=str(error))
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._net.context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HWM_MESSAGES)
         socket.set(zmq.RCVHWM, HWM_MESSAGES)
-        socket.set(zmq.MAXMSGSIZE, MAX_TENSOR_BYTES + 1)
+        socket.set(zmq.MAXMSGSIZE, min(self._message_bytes, MAX_TENSOR_BYTES) + 1)
         socket.set(zmq.HANDSHAKE_IVL, 3000)
+        socket.set(zmq.TCP_MAXRT, DEAF_MS)
         socket.set(zmq.CURVE_SECRETKEY, self._net.secret.secret)
         socket.set(zmq.CURVE_PUBLICKEY, self._net.secret.public)
         if kind == zmq.DEALER:
@@ -330,34 +443,3 @@ class Lane(Generic[M]):
             socket.set(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
             socket.set(zmq.HEARTBEAT_TIMEOUT, int(self._heartbeat_s * 3000))
         return socket
-
-
-def _who(identity: bytes) -> tuple[str, str]:
-    """The node and the incarnation that a connection claims to be."""
-    node, boot, *_ = [*identity.decode("ascii", "replace").split(":"), ""]
-    return node, boot
-
-
-def _key_of(frame: zmq.Frame) -> bytes:
-    """The public key of the connection that a frame came by, as the authenticator noted it."""
-    return str(frame.get("User-Id")).encode()
-
-
-def _hand(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> None:
-    """Hands a message to ZeroMQ now. Raises zmq.ZMQError (Again: no connection, or its queue is full)."""
-    assert len(frames) <= MAX_FRAMES + 2
-    sent = socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
-    assert isinstance(sent, asyncio.Future)
-    assert sent.done()
-    sent.result()
-
-
-async def _until_closed(work: Awaitable[None]) -> None:
-    """A reader ends when its socket is closed under it."""
-    try:
-        await work
-    except (zmq.ContextTerminated, asyncio.CancelledError):
-        raise
-    except zmq.ZMQError as error:
-        if error.errno != zmq.ENOTSOCK:
-            raise

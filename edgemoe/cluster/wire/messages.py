@@ -1,12 +1,13 @@
 """The messages between a front and an engine, and their encoding. One frame is one message.
 
-    frame = magic (4 bytes) | version (1 byte) | msgpack of one tagged struct
+    frame = magic (4 bytes) | framing (1) | lowest, highest version that the sender speaks (1, 1) | msgpack of a message
 
-Whatever arrives is checked: length, magic, version, tag, every field's type and bound. What does not fit raises
-WireError (WireVersionError for another version); nothing else is ever raised by `decode_*`.
+Whatever arrives is checked: length, magic, versions, tag, every field's type and bound. What does not fit raises
+WireError (WireVersionError where no version is common, UnknownMessage for a tag of another release); nothing else is
+ever raised by `decode_*`. The receiver answers it with Refused, or with the end of the one request that it was about.
 
-    front -> engine   Submit Cancel Drain Stop Ping Reload, and among several boxes Peers Plan
-    engine -> front   Loading* Ready (Emissions | Stats | Reloaded)* ; Failed at any time, before it exits
+    front -> engine   Submit Cancel Drain Stop Ping Reload Refused, and among several boxes Peers Plan
+    engine -> front   Loading* Ready (Emissions | Stats | Reloaded)* ; Refused; Failed at any time, before it exits
                       among several boxes Listening once before Ready, then Holds and PeerSeen
 
 Times are remaining or elapsed, never clock readings, so that a message means the same on any machine.
@@ -14,115 +15,135 @@ Times are remaining or elapsed, never clock readings, so that a message means th
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import Meta
 
+from edgemoe.bounds import (
+    MAX_NODES,
+    Attempt,
+    Bitmap,
+    Count,
+    Finite,
+    LongText,
+    Milliseconds,
+    Name,
+    Port,
+    Rate,
+    Seconds,
+    Share,
+    Text,
+    Tokens,
+)
+from edgemoe.cluster.wire import protocol
+from edgemoe.cluster.wire.protocol import Language, Message, Versions
 from edgemoe.errors import WireError, WireVersionError
 from edgemoe.types import Emission, ModelInfo, PlacementPlan, Request
 
 MAGIC = b"EMOE"
-VERSION = 1
-HEADER = MAGIC + bytes([VERSION])
+FRAMING = 2
+_HEADER_BYTES = len(MAGIC) + 3
 MAX_FRAME_BYTES = 64 << 20  # a prompt of a million tokens with a large grammar stays well below
 
-Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-Attempt = Annotated[int, Meta(ge=1, le=1 << 31)]
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Text = Annotated[str, Meta(max_length=64 << 10)]
+
+MAX_EMISSIONS = 1 << 16  # in one message
+MAX_FIGURES = 1 << 14
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """Base of all messages; the struct's name is its tag."""
-
-
-class Submit(Message, frozen=True):
+class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
     """Runs `request` from its prompt and the tokens `emitted` so far; the next index is `len(emitted)`.
 
     `attempt` counts this front's submissions of the request, from 1; every Emission carries it back.
     """
 
     request: Request
-    emitted: tuple[int, ...] = ()
+    emitted: Tokens = ()
     attempt: Attempt = 1
-    remaining_ms: Annotated[float, Meta(ge=0)] = 600_000.0
+    remaining_ms: Milliseconds = 600_000.0
 
 
-class Cancel(Message, frozen=True):
+class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
     """Forgets the request if it still runs as `attempt`; no emission of it follows the next step."""
 
     request: Name
     attempt: Attempt
 
 
-class Drain(Message, frozen=True):
+class Drain(Message, frozen=True, kw_only=True, tag="Drain"):
     """Finish what runs; nothing more will be submitted."""
 
 
-class Stop(Message, frozen=True):
+class Stop(Message, frozen=True, kw_only=True, tag="Stop"):
     """Exit now, cleanly."""
 
 
-class Ping(Message, frozen=True):
+class Ping(Message, frozen=True, kw_only=True, tag="Ping"):
     """Answered with Stats at once."""
 
 
-class Reload(Message, frozen=True):
+class Reload(Message, frozen=True, kw_only=True, tag="Reload"):
     """Read the ScoutGate export that the settings name again. Answered with Reloaded."""
 
 
+Keys = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=2)]
+
+
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Another box's engine, and where its lanes listen ("host:port")."""
+    """Another box's engine, and where its lanes listen ("host:port").
+
+    One whose box is not heard at the moment is not to be asked, but stays connected.
+    """
 
     node: Name
     boot: Name
     calls: Name
     bulk: Name
+    heard: bool = True
 
 
-class Peers(Message, frozen=True):
-    """Whose keys may speak (node -> public key), and the engines of those that live, to connect to.
+class Peers(Message, frozen=True, kw_only=True, tag="Peers"):
+    """Whose keys may speak (node -> its public key, or two while it is replaced), and their engines, to connect to.
 
     Both are complete: a key that is not in it is revoked, an engine that is not in it is disconnected.
     """
 
-    keys: dict[Name, Name] = {}
-    engines: tuple[PeerEngine, ...] = ()
+    keys: Annotated[dict[Name, Keys], Meta(max_length=MAX_NODES)] = msgspec.field(default_factory=dict)
+    engines: Annotated[tuple[PeerEngine, ...], Meta(max_length=MAX_NODES)] = ()
 
 
-class Plan(Message, frozen=True):
+class Plan(Message, frozen=True, kw_only=True, tag="Plan"):
     """Adopt this plan: keep what is at home here."""
 
     plan: PlacementPlan
 
 
-class Listening(Message, frozen=True):
+class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
     """The ports that the engine's lanes listen on, and the model that it is loading."""
 
-    calls_port: Annotated[int, Meta(ge=1, le=65535)]
-    bulk_port: Annotated[int, Meta(ge=1, le=65535)]
+    calls_port: Port
+    bulk_port: Port
     model: ModelInfo
 
 
-class Holds(Message, frozen=True):
-    """Experts as bitmaps of L * E bits (`types.pack_bits`): readable from the disk, and in memory.
+class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
+    """Experts as bitmaps of L * E bits (`types.pack_bits`): readable from the disk, and at home in memory.
 
     `budget_experts` is how many can be at home here. Sent when it has changed, at most once a second.
     """
 
-    disk: bytes
-    ram: bytes
+    disk: Bitmap
+    ram: Bitmap
     budget_experts: Count
 
 
-class PeerSeen(Message, frozen=True):
+class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
     """The link to a peer as measured: a round trip, and bytes per second. At most once a second for each."""
 
     node: Name
     boot: Name
-    latency_s: Annotated[float, Meta(ge=0)]
-    bytes_per_s: Annotated[float, Meta(ge=0)]
+    latency_s: Seconds
+    bytes_per_s: Rate
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,14 +155,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: Count  # waiting behind them
 
 
-class Loading(Message, frozen=True):
+class Loading(Message, frozen=True, kw_only=True, tag="Loading"):
     """The engine is coming up: a short word and the share done."""
 
     phase: Name  # pack | weights | experts | warm-up
-    fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    fraction: Share = 0.0
 
 
-class Ready(Message, frozen=True):
+class Ready(Message, frozen=True, kw_only=True, tag="Ready"):
     """The engine takes Submits from now on."""
 
     boot_id: Name
@@ -149,89 +170,99 @@ class Ready(Message, frozen=True):
     limits: Limits
 
 
-class Emissions(Message, frozen=True):
+class Emissions(Message, frozen=True, kw_only=True, tag="Emissions"):
     """What one step added, all requests in one message."""
 
-    items: list[Emission]
+    items: Annotated[list[Emission], Meta(max_length=MAX_EMISSIONS)]
 
 
-class Stats(Message, frozen=True):
+class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
     """Sent every half second and on Ping, by the engine's event loop: it is the heartbeat too.
 
     `values` maps final Prometheus names, labels included, to numbers. `step_s` is the age of the step that the
     compute thread is in (0 between steps): how the front sees a compute thread that hangs.
     """
 
-    values: dict[str, float]
-    step_s: Annotated[float, Meta(ge=0)] = 0.0
+    values: Annotated[dict[LongText, Finite], Meta(max_length=MAX_FIGURES)]
+    step_s: Seconds = 0.0
 
 
-class Reloaded(Message, frozen=True):
+class Reloaded(Message, frozen=True, kw_only=True, tag="Reloaded"):
     """What came of a Reload, in words; where it was refused, what was in use before still is."""
 
-    message: Text
+    message: LongText
     refused: bool = False
 
 
-class Failed(Message, frozen=True):
+class Failed(Message, frozen=True, kw_only=True, tag="Failed"):
     """The engine cannot go on and is about to exit; `fatal` if starting it again would fail the same way."""
 
     error: Name  # the error's class
-    message: Text
+    message: LongText
     fatal: bool = False
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="Refused"):
+    """A message of the other side's that could not be read, by its tag, and why. From either side."""
+
+    what: Text
+    why: LongText
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """What `python -m edgemoe.worker` reads from its standard input, as JSON, up to end of file."""
 
     boot_id: Name  # drawn by the front for each start; the DEALER's identity
-    address: str  # of the front's ROUTER
+    address: LongText  # of the front's ROUTER
+    speaks: Versions = Versions(1, 1)  # the front
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
 
 
-ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | Peers | Plan
-FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen
+ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | Peers | Plan | Refused
+FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen | Refused
+TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
+FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message, speaks: Versions | None = None) -> bytes:
     """The frame for `message`. Raises WireError where it would be longer than a frame may be."""
-    frame = HEADER + _encoder.encode(message)
+    frame = MAGIC + bytes((FRAMING, *(speaks or protocol.SPOKEN))) + _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"{type(message).__name__} of {len(frame)} bytes is over the {MAX_FRAME_BYTES} of a frame")
     return frame
 
 
 def decode_to_engine(frame: bytes | memoryview) -> ToEngine:
-    """The message in a frame that a front sent. Raises WireError, WireVersionError."""
-    body = _body(frame)
-    try:
-        return _to_engine.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"a front sent a message that cannot be read: {error}") from error
+    """The message in a frame that a front sent. Raises WireError."""
+    return TO_ENGINE.read(body_of(frame))
 
 
 def decode_from_engine(frame: bytes | memoryview) -> FromEngine:
-    """The message in a frame that an engine sent. Raises WireError, WireVersionError."""
-    body = _body(frame)
-    try:
-        return _from_engine.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"an engine sent a message that cannot be read: {error}") from error
+    """The message in a frame that an engine sent. Raises WireError."""
+    return FROM_ENGINE.read(body_of(frame))
 
 
-def _body(frame: bytes | memoryview) -> memoryview:
+def versions_of(frame: bytes | memoryview) -> Versions:
+    """Which versions of the protocol the sender speaks. Raises WireError where it is no frame of ours."""
     view = memoryview(frame)
     if len(view) > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {len(view)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    if view[: len(MAGIC)] != MAGIC or len(view) <= len(HEADER):
+    if view[: len(MAGIC)] != MAGIC or len(view) <= _HEADER_BYTES:
         raise WireError(f"a frame of {len(view)} bytes does not start with {MAGIC!r}: not one of ours")
-    if (version := view[len(MAGIC)]) != VERSION:
+    framing, lowest, highest = view[len(MAGIC) : _HEADER_BYTES]
+    if framing != FRAMING:
+        raise WireVersionError(f"a frame of framing {framing}, {FRAMING} is read here; run the same release on both")
+    return Versions(lowest, highest)
+
+
+def body_of(frame: bytes | memoryview) -> memoryview:
+    """The message itself, not yet looked at. Raises WireError."""
+    theirs = versions_of(frame)
+    if not protocol.SPOKEN.common(theirs):
         raise WireVersionError(
-            f"the other side speaks version {version} of the wire and this one {VERSION}; "
-            "run the same release of edgemoe on both"
+            f"the other side speaks versions {theirs} of the protocol and this one {protocol.SPOKEN}; "
+            "run neighbouring releases of edgemoe"
         )
-    return view[len(HEADER) :]
+    return memoryview(frame)[_HEADER_BYTES:]

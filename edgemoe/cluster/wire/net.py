@@ -5,23 +5,47 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
-import msgspec
 import zmq.asyncio
+from msgspec import Meta
 
+from edgemoe.bounds import Word
+from edgemoe.cluster.wire import protocol
 from edgemoe.cluster.wire.envelope import Envelope
 from edgemoe.cluster.wire.keys import Secret
+from edgemoe.cluster.wire.protocol import Message, Versions
 from edgemoe.cluster.wire.zap import AllowList, Authenticator
+from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerOutdated, PeerRefused, UnknownMessage
 
 M = TypeVar("M")
 
 
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a question that was not served: `kind` is "busy" or "refused". Part of every lane's language."""
+FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 
-    kind: str
-    message: str
+
+class Failure(Message, frozen=True, tag="Failure"):
+    """The answer to a question that was not served. Part of every lane's language.
+
+    `kind` is "busy"; "unknown" for a message that the release does not have; "failed" where serving it went wrong; or
+    "refused", as which any other is taken.
+    """
+
+    kind: Word
+    message: Annotated[str, Meta(max_length=FAILURE_CHARS)]
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """What to tell whoever asked."""
+        text = str(error) if isinstance(error, EdgemoeError) else f"it went wrong: {error!r}"
+        kinds = ((PeerBusy, "busy"), (UnknownMessage, "unknown"), (EdgemoeError, "refused"), (Exception, "failed"))
+        text = text[:FAILURE_CHARS].encode("utf-8", "replace").decode()  # a file's name may hold what no text can
+        return cls(next(kind for of, kind in kinds if isinstance(error, of)), text)
+
+    def error(self, node: str) -> PeerError:
+        """What it is to whoever asked `node`."""
+        kind = {"busy": PeerBusy, "unknown": PeerOutdated}.get(self.kind, PeerRefused)
+        return kind(f"{node}: {self.message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +90,11 @@ class Credits:
 class Net:
     """What the lanes of one process share: ZeroMQ's context, our keys, who may speak, our name and incarnation."""
 
-    def __init__(self, node: str, boot: str, secret: Secret, allowed: AllowList) -> None:
+    def __init__(
+        self, node: str, boot: str, secret: Secret, allowed: AllowList, speaks: Versions | None = None
+    ) -> None:
         self.node, self.boot, self.secret, self.allowed = node, boot, secret, allowed
+        self.speaks = speaks or protocol.SPOKEN
         self.context = zmq.asyncio.Context()
         self.authenticator = Authenticator(self.context, allowed)
 

@@ -14,6 +14,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
+from edgemoe.cluster.wire.sparing import SparingLog
+
 log = logging.getLogger(__name__)
 ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -21,17 +23,18 @@ ENDPOINT = "inproc://zeromq.zap.01"
 class AllowList:
     """Public key -> node name. May change while connections stand."""
 
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        """`keys` maps node names to Z85 public keys."""
+    def __init__(self, keys: Mapping[str, tuple[str, ...]]) -> None:
+        """`keys` maps node names to Z85 public keys; any of a node's stands for it."""
         self.replace(keys)
 
-    def replace(self, keys: Mapping[str, str]) -> None:
+    def replace(self, keys: Mapping[str, tuple[str, ...]]) -> None:
         """From now on these, and no others."""
-        self._names = {key.encode(): name for name, key in keys.items()}
+        self._names = {key.encode(): name for name, its in keys.items() for key in its}
 
-    def allow(self, node: str, key: str) -> None:
+    def allow(self, node: str, *keys: str) -> None:
+        """From now on these stand for that node, and no others."""
         self.revoke(node)
-        self._names[key.encode()] = node
+        self._names |= {key.encode(): node for key in keys}
 
     def revoke(self, node: str) -> None:
         self._names = {key: name for key, name in self._names.items() if name != node}
@@ -46,6 +49,7 @@ class Authenticator:
 
     def __init__(self, context: zmq.asyncio.Context, allowed: AllowList) -> None:
         self._allowed = allowed
+        self._say = SparingLog(log)
         self._socket = context.socket(zmq.REP)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(ENDPOINT)
@@ -66,7 +70,6 @@ class Authenticator:
             key = z85.encode(question[6])
             if self._allowed.name_of(key) is not None:
                 return [b"1.0", request_id, b"200", b"OK", key, b""]
-            if self.refused & (self.refused + 1) == 0:  # 0, 1, 3, 7, ...: a flood does not fill the log
-                log.warning("a connection with an unlisted key was refused", extra={"key": key.decode()})
+            self._say(logging.WARNING, "a connection with an unlisted key was refused", key=key.decode())
         self.refused += 1
         return [b"1.0", request_id, b"400", b"unknown key", b"", b""]

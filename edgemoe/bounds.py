@@ -1,0 +1,48 @@
+"""Bounds of what travels: each number, text and list of a message says here how large it may be. Imports nothing.
+
+Whoever reads a message is safe from what it says; a test walks all messages and fails where a field has no bound.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_NODES = 64  # boxes in a cluster, this one included
+REQUEST_CHARS = 256  # of a request's name at an engine, the name of the box that it came from included
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+Small = Annotated[int, Meta(ge=0, le=1 << 24)]  # layers, experts, tokens of a context, requests
+Attempt = Annotated[int, Meta(ge=1, le=1 << 31)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Seed = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has
+
+TokenId = Annotated[int, Meta(ge=0, le=1 << 31)]
+TokenCount = Annotated[int, Meta(ge=0, le=1 << 31)]
+Tokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 22)]  # of a prompt or an answer
+
+StopTokens = Annotated[tuple[TokenId, ...], Meta(max_length=1 << 16)]
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]  # eleven days
+Rate = Annotated[float, Meta(ge=0, le=1e15)]
+Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
+Temperature = Annotated[float, Meta(ge=0, le=1e6)]
+Bias = Annotated[float, Meta(ge=-1e6, le=1e6)]  # on a logit
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(ge=0.01, le=100)]  # what scores of tokens that were there are divided by
+Told = Annotated[int, Meta(ge=0, le=20)]  # of how many tokens the log probabilities are told at each place
+MAX_TOLD = 1 << 20  # log probabilities of one prompt, which are told in one message
+Logprob = Annotated[float, Meta(ge=-1e6, le=1e6)]
+
+Name = Annotated[str, Meta(min_length=1, max_length=REQUEST_CHARS)]
+Word = Annotated[str, Meta(max_length=64)]  # a code, a kind, an option
+Text = Annotated[str, Meta(max_length=256)]
+Label = Annotated[str, Meta(max_length=1024)]  # of a user, at another box
+LongText = Annotated[str, Meta(max_length=64 << 10)]
+Grammar = Annotated[str, Meta(max_length=32 << 20)]
+Bitmap = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts
+Sum64 = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has

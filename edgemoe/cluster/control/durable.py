@@ -1,0 +1,35 @@
+"""Small files that are replaced whole and fsynced: after a crash or power loss the old one is there, or the new one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Makes `data` the file's content (0600). Raises OSError; what was there then still is."""
+    temporary = path.with_name(path.name + ".new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes every byte at the file's position. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def sync_directory(path: Path) -> None:
+    """What was renamed there stays so after power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

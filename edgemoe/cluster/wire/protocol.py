@@ -1,0 +1,86 @@
+"""Versions of the protocol, and languages: the messages of one way of talking, and how they are read.
+
+One number covers all that boxes and processes say to each other. Everything that travels says which versions its
+sender speaks. The next version may add
+    a message   with `since` = that version: it is sent to nobody who speaks none so high
+    a field     optional, with a default: who does not know it ignores it
+Tags and the names of fields are the protocol's, whatever class and attribute are called: a class keeps its `tag`, an
+attribute that is renamed keeps its name outside by `msgspec.field(name=...)`. tests/wire/protocol.json holds them all.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, Union
+
+import msgspec
+from msgspec import Meta
+
+from edgemoe.errors import PeerOutdated, UnknownMessage, WireError
+
+M = TypeVar("M")
+Version = Annotated[int, Meta(ge=1, le=255)]
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+class Versions(NamedTuple):
+    """The versions of the protocol that somebody speaks, both ends included."""
+
+    lowest: Version
+    highest: Version
+
+    def common(self, theirs: Versions) -> int:
+        """The highest that both speak; 0 where there is none."""
+        highest = min(self.highest, theirs.highest)
+        return highest if highest >= max(self.lowest, theirs.lowest) else 0
+
+    def __str__(self) -> str:
+        return f"{self.lowest} to {self.highest}"
+
+
+SPOKEN = Versions(1, 1)
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
+    """Base of all messages; each has a `tag` of its own."""
+
+    since: ClassVar[int] = 1  # the first version of the protocol that has it
+
+
+class _Tagged(msgspec.Struct):
+    type: str = ""
+
+
+class Language(Generic[M]):
+    """The messages of one lane, or of one direction of the link between front and engine."""
+
+    def __init__(self, *messages: type[Any]) -> None:
+        self.messages = {str(message.__struct_config__.tag): message for message in messages}
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(Union[messages])  # noqa: UP007
+
+    def and_also(self, *messages: type[Any]) -> Language[M]:
+        """The same language with more messages."""
+        return Language(*self.messages.values(), *messages)
+
+    def read(self, body: bytes | memoryview | msgspec.Raw) -> M:
+        """A checked message. Raises UnknownMessage for a tag that is not of this language, else WireError."""
+        try:
+            return self._decoder.decode(body)
+        except UNREADABLE as error:
+            tag = tag_of(body)
+            if tag and tag not in self.messages:
+                raise UnknownMessage(f"{tag[:64]!r} is no message that this release reads here") from error
+            raise WireError(f"a {tag[:64] or 'message'} that cannot be read: {error}") from error
+
+
+def tag_of(body: bytes | memoryview | msgspec.Raw) -> str:
+    """What a message calls itself; "" where it does not say."""
+    try:
+        return msgspec.msgpack.decode(body, type=_Tagged).type
+    except UNREADABLE:
+        return ""
+
+
+def check_known(message: msgspec.Struct, spoken: int, whom: str) -> None:
+    """Raises PeerOutdated for a message that version `spoken` of the protocol has not got."""
+    if message.since > spoken:  # type: ignore[attr-defined]
+        raise PeerOutdated(f"{whom} runs an earlier release, which does not know {type(message).__struct_config__.tag}")

@@ -1,0 +1,164 @@
+"""Bounds and clean-up of the engine's parts: what is left when things end, and what happens at the limits."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import Drive, prompt
+from test_sampler import VOCAB, random_logits, sequence, tokens
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from edgemoe.engine import loop, sampler
+from edgemoe.engine.blocks import BlockManager
+from edgemoe.engine.choose import pick
+from edgemoe.engine.sampler import sample
+from edgemoe.engine.scheduler import PROMPT_ROWS
+from edgemoe.engine.sequence import Sequence
+from edgemoe.engine.users import Users
+from edgemoe.types import BLOCK_TOKENS, Request, Sampling
+
+
+def test_between_steps_none_is_computing() -> None:
+    drive, ages = Drive(), []
+    real = drive.model.decoder.forward
+
+    def forward(*args: object) -> torch.Tensor:
+        started.set()
+        assert seen.wait(20)
+        return real(*args)
+
+    started, seen = threading.Event(), threading.Event()
+    drive.model.decoder.forward = forward
+    drive.submit(max_tokens=1)
+    thread = threading.Thread(target=drive.step)
+    thread.start()
+    assert started.wait(20)
+    first_s = drive.engine.runner.step_age_s()
+    while (age_s := drive.engine.runner.step_age_s()) <= first_s:
+        pass
+    ages.append(age_s)
+    seen.set()
+    thread.join(20)
+    assert ages[0] > 0.0
+    assert drive.engine.runner.step_age_s() == 0.0
+    drive.model.decoder.forward = lambda *_: 1 / 0
+    drive.submit(name="bad")
+    with pytest.raises(ZeroDivisionError):
+        drive.step()
+    assert drive.engine.runner.step_age_s() == 0.0, "after a step that failed too"
+
+
+def test_blocks_that_no_lookup_can_find_are_reused_before_remembered_ones() -> None:
+    blocks = BlockManager(4, 1, 1)
+    request = Request(id="a", prompt=tuple(range(BLOCK_TOKENS * 2 + 1)), sampling=Sampling(), seed=0)
+    seq = Sequence(request, (), 1, 0.0, 1.0)
+    blocks.open(seq)
+    blocks.advance(seq, BLOCK_TOKENS * 2 + 1)
+    unkeyed = seq.blocks[-1]
+    blocks.close(seq)
+    small = Sequence(Request(id="b", prompt=(999,), sampling=Sampling(), seed=0), (), 1, 0.0, 1.0)
+    blocks.open(small)
+    assert small.blocks == [unkeyed]
+
+
+def test_the_prompts_whose_rows_are_wanted_share_one_bound() -> None:
+    drive = Drive(step_tokens=1024, max_sequences=8)
+    for n in range(4):
+        drive.submit(prompt(50, n), f"r{n}", prompt_logprobs=1, max_tokens=1)
+    drive.run()
+    assert max(len(batch.logit_rows) for batch in drive.model.decoder.steps) <= PROMPT_ROWS + 8
+    assert all(len(drive.tokens(f"r{n}")) == 1 for n in range(4))
+
+
+def test_a_full_inbox_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "MAX_INBOX", 3)
+    drive = Drive()
+    for n in range(5):
+        drive.submit(name=f"r{n}", max_tokens=1)
+    drive.run()
+    assert [drive.end(f"r{n}").error_code for n in range(5)] == ["", "", "", "queue_full", "queue_full"]
+
+
+def test_a_deadline_passes_while_waiting_too() -> None:
+    drive = Drive(max_sequences=1)
+    drive.submit(name="running", max_tokens=100)
+    drive.step()
+    drive.submit(name="waiting", remaining_s=0.5)
+    for _ in range(8):
+        drive.step()
+    assert drive.end("waiting").error_code == "deadline_exceeded"
+    assert not any(one.finish for one in drive.emitted if one.request == "running")
+
+
+def test_what_is_parked_is_let_go_when_its_request_is_cancelled() -> None:
+    drive = Drive(blocks=10, output_reserve=0.0, preemption="park")
+    parking = drive.engine.scheduler._parking
+    assert parking is not None
+    room = parking._room
+    for n in range(4):
+        drive.submit(prompt(30, n), f"r{n}", max_tokens=40)
+    while parking._room == room:
+        drive.step()
+    for n in range(4):
+        drive.engine.loop.cancel(f"r{n}", 1)
+    drive.step()
+    assert parking._room == room
+
+
+def test_who_comes_back_has_no_credit_from_having_been_away() -> None:
+    users = Users()
+    users.join("idle")
+    users.leave("idle")
+    users.join("busy")
+    users.serve("busy", 1000, 0)
+    users.join("idle")
+    assert users.leads(["idle", "busy"]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("length", "emitted", "code"), [(500, 12, ""), (500, 13, "context_length_exceeded")])
+def test_prompt_and_output_together_stay_within_the_context(length: int, emitted: int, code: str) -> None:
+    drive = Drive()
+    drive.submit(prompt(length), emitted=prompt(emitted, 1), attempt=2, max_tokens=100)
+    drive.run()
+    assert drive.end().error_code == code
+
+
+def test_top_p_is_of_what_top_k_leaves() -> None:
+    weights = torch.tensor([0.40, 0.30, *[0.3 / 48] * 48])
+    logits = torch.log(weights)[None]
+    seen = {tokens(sample(logits.clone(), [sequence(seed=n, top_k=2, top_p=0.55)]))[0] for n in range(200)}
+    assert seen == {0}, "0.4 of 0.7 is over 0.55; of all it would not be"
+
+
+def test_the_end_of_the_cumulated_weights_is_never_passed() -> None:
+    weights = torch.zeros(1, 2, 64)
+    weights[0, 0, 3] = 1.0
+    assert pick(weights, torch.tensor([[1.0]], dtype=torch.float64)).tolist() == [3]
+
+
+@pytest.mark.parametrize("penalty", [0.01, 0.8, 1.3, 100.0])
+def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    logits = random_logits(1)
+    row = sequence((5, 5, 9), repetition_penalty=penalty)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([[1, 2, 5, 5, 9]]), logits.clone())
+    sampler.adjust(logits, [row])
+    np.testing.assert_allclose(logits.numpy(), expected.numpy(), rtol=1e-6)
+    assert logits.shape == (1, VOCAB)
+
+
+def test_a_deadline_may_be_at_the_end_of_time() -> None:
+    drive, ended = Drive(), []
+    drive.submit(remaining_s=float("inf"))
+    drive.engine.loop._take()
+    (seq,) = drive.engine.scheduler.waiting
+    seq.ready = False  # as while its grammar is being compiled: the loop sleeps until something comes
+    thread = drive.engine.start(1, ended.append)
+    drive.engine.loop.stop()
+    thread.join(20)
+    assert ended == [None]
+    drive.engine.loop._stopped = False
+    drive.engine.loop._inbox.put(lambda: None)
+    drive.engine.loop._wait()  # raises OverflowError where the wait is as long as the deadline

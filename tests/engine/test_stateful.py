@@ -1,0 +1,181 @@
+"""The engine driven by rules in any order: requests come, run, are paused, cancelled and late, and all of them end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_kit import Drive, prompt
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
+
+from edgemoe.engine.users import MAX_USERS
+
+BLOCKS = 12  # so few that sequences are paused
+SEQUENCES, QUEUE = 3, 4
+MOST_PROMPT, MOST_ANSWER = 90, 30
+STEPS_EACH = 60  # in which a request of so many tokens ends, when it is alone
+LATE_S = 2.0
+USERS = ("", "anna", "bert", "carl")
+REQUESTS = st.tuples(  # length of the prompt and of the answer, what the prompt begins with, user, time left
+    st.integers(1, MOST_PROMPT),
+    st.integers(1, MOST_ANSWER),
+    st.integers(0, 2),
+    st.sampled_from(USERS),
+    st.sampled_from([LATE_S, 1e6, 1e6]),
+)
+
+
+class Served(RuleBasedStateMachine):
+    """Knows who has asked for what, and holds the engine to it after each rule."""
+
+    @initialize(
+        preemption=st.sampled_from(["park", "recompute"]),
+        scheduler=st.sampled_from(["linear", "gimbal", "fcfs"]),
+        prefix_cache=st.booleans(),
+    )
+    def begin(self, **chosen: Any) -> None:
+        self.drive = Drive(blocks=BLOCKS, step_tokens=24, max_sequences=SEQUENCES, max_queue=QUEUE, **chosen)
+        self.count = 0
+        self.asked: dict[str, tuple[int, float]] = {}  # those that have not ended -> attempt, deadline
+        self.cancelled: set[str] = set()
+        self.ended: set[str] = set()
+        self.next_index: dict[tuple[str, int], int] = {}
+        self.most: dict[str, int] = {}
+        self.draining = False
+        self.read = 0
+
+    # --- rules
+
+    @rule(wanted=st.lists(REQUESTS, min_size=1, max_size=SEQUENCES + 1))
+    def submit(self, wanted: list[tuple[int, int, int, str, float]]) -> None:
+        """Prompts of one family begin alike."""
+        for length, answer, family, user, seconds in wanted:
+            self.count += 1
+            name = f"r{self.count}"
+            self.drive.submit(prompt(length, family), name, user=user, max_tokens=answer, remaining_s=seconds)
+            self.asked[name] = (1, self.drive.now_s + seconds)
+            self.most[name] = answer
+            self._arrive()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def submit_again(self, data: st.DataObject) -> None:
+        """Another front goes on with a request, which it knows by fewer tokens or more."""
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        attempt, deadline_s = self.asked[name]
+        emitted = prompt(data.draw(st.integers(0, self.most[name] - 1)), 9)
+        seconds = deadline_s - self.drive.now_s
+        self.drive.submit(
+            prompt(20, 1), name, emitted=emitted, attempt=attempt + 1, max_tokens=self.most[name], remaining_s=seconds
+        )
+        self.asked[name] = (attempt + 1, deadline_s)
+        self.next_index[name, attempt + 1] = len(emitted)
+        self._arrive()
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), stale=st.booleans())
+    def cancel(self, data: st.DataObject, stale: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.asked)))
+        attempt, _ = self.asked[name]
+        self.drive.engine.loop.cancel(name, attempt - stale)
+        if not stale:
+            del self.asked[name]
+            self.cancelled.add(name)
+        self._arrive()
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.drive.step()  # checks the engine's integrity
+            self._hear()
+
+    @rule()
+    def time_passes(self) -> None:
+        self.drive.now_s += LATE_S
+
+    @precondition(lambda self: self.count > 20)
+    @rule()
+    def drain(self) -> None:
+        self.drive.engine.loop.drain()
+        self.draining = True
+
+    # --- what holds
+
+    @invariant()
+    def memory_is_bounded(self) -> None:
+        scheduler, blocks = self.drive.engine.scheduler, self.drive.engine.blocks
+        assert len(scheduler.running) <= SEQUENCES
+        assert len(scheduler.running) + len(scheduler.waiting) <= QUEUE + SEQUENCES
+        assert 0 <= blocks.free <= BLOCKS
+        assert len(scheduler.users._users) <= len(USERS) < MAX_USERS
+
+    def teardown(self) -> None:
+        """All that are left end in so many steps, and nothing is held when they have."""
+        if not hasattr(self, "drive"):
+            return
+        for _ in range(STEPS_EACH * (SEQUENCES + QUEUE)):
+            if not self.drive.step() and self.drive.engine.scheduler.idle:
+                break
+            self._hear()
+        self._hear()
+        assert not self.asked, "requests that never end"
+        assert self.drive.engine.scheduler.idle
+        assert self.drive.engine.blocks.free == BLOCKS
+
+    def _arrive(self) -> None:
+        """What was said is taken in, as before a step, so that what is emitted of it is known to come after it."""
+        self.drive.engine.loop._take()
+        self.drive.engine.loop._flush()
+        self._hear()
+
+    def _hear(self) -> None:
+        """What was emitted belongs to requests that run, in order and without a gap, and ends them once."""
+        emitted = self.drive.emitted
+        for one in emitted:
+            assert one.request not in self.cancelled, "of a cancelled request"
+            if one.request not in self.asked:
+                raise AssertionError(f"{one.request} had ended")
+            key = (one.request, one.attempt)
+            assert one.index == self.next_index.get(key, 0)
+            self.next_index[key] = one.index + (one.token is not None)
+            if one.finish:
+                assert one.attempt == self.asked[one.request][0]
+                self._check_end(one.request, one)
+                del self.asked[one.request]
+        emitted.clear()
+
+    def _check_end(self, name: str, end: Any) -> None:
+        if end.finish == "length":
+            assert self.next_index[name, end.attempt] == self.most[name]
+        elif end.error_code == "deadline_exceeded":
+            assert self.drive.now_s > self.asked[name][1]
+        else:
+            codes = {"queue_full"} | ({"engine_unavailable"} if self.draining else set())
+            assert end.error_code in codes, end
+
+
+def run(examples: int, steps: int) -> None:
+    """Runs the machine; the same examples each time."""
+    run_machine(
+        Served,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_whatever_comes_in_any_order_ends_and_leaves_nothing_behind() -> None:
+    run(16, 30)
+
+
+@pytest.mark.slow
+def test_whatever_comes_in_many_orders_ends_and_leaves_nothing_behind() -> None:
+    run(600, 80)

@@ -1,0 +1,66 @@
+"""The GPU's kernels without a GPU: they compile for each generation, and compute what they should when interpreted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import STORES
+
+from edgemoe.experts.fused import ROWS
+from edgemoe.kernels import gpu_experts
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+GENERATIONS = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}  # capability * 10 -> shared memory of one block, bytes
+TYPES = {"fp32": 4, "bf16": 2}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled from the same source once is not compiled again."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(STORES.with_name("triton")))
+
+
+def compiled(kernel: Any, capability: int, item: str, rows: int) -> Any:
+    """The kernel as it is called at run time: all arrays aligned to 16 bytes, all sizes constants."""
+    arrays = dict.fromkeys(("x", "slab", "mid"), f"*{item}")
+    arrays |= {"out": "*fp32", "shares": "*fp32", "blocks": "*i32", "calls": "*i32"}
+    sizes = {"k": 8, "hidden": 2048, "width": 768, "stride": 3 * 2048 * 768}
+    sizes |= gpu_experts.block_shape(rows, TYPES[item])
+    names = kernel.arg_names
+    source = triton.compiler.ASTSource(
+        kernel,
+        {name: arrays.get(name, "constexpr") for name in names},
+        constexprs={name: sizes[name] for name in names if name in sizes},
+        attrs={(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in arrays},
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=gpu_experts.OPTIONS)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("item", TYPES)
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_kernels_compile_and_fit_each_generation_of_gpus(capability: int, item: str, rows: int) -> None:
+    for kernel in (gpu_experts.gate_up, gpu_experts.down):
+        made = compiled(kernel, capability, item, rows)
+        assert made.asm["cubin"]
+        assert made.metadata.shared <= GENERATIONS[capability], "more than one block may have"
+        assert "cp.async" in made.asm["ptx"], "weights are not copied while the ones before them are multiplied"
+
+
+def test_interpreted_kernels_compute_each_call_into_a_row_of_its_own() -> None:
+    script, path = Path(__file__).with_name("interpreted.py"), os.pathsep.join([str(ROOT), *sys.path])
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(done.stdout)
+    assert max(errors["float32"]) < 3e-6
+    assert max(errors["bfloat16"]) < 1e-2

@@ -1,0 +1,39 @@
+"""Attention of long prompts without kernels, the GPU's way: tile by tile the same as at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, Session, Tiny
+
+from edgemoe.model import attention
+from edgemoe.model.attention import StepAttention
+
+
+@pytest.mark.parametrize("mask", ["in memory", "lower right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_of_several_tiles_equals_transformers(
+    make_tiny: Callable[..., Tiny], family: str, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, tile = make_tiny(family, fused=False), StepAttention._tile
+
+    def on_a_gpu(self: Any, *arguments: Any) -> torch.Tensor:
+        """A GPU's mask, which the CPU can take as well."""
+        self._device = SimpleNamespace(type="cuda")
+        return tile(self, *arguments)
+
+    monkeypatch.setattr(attention, "QUERY_TILE", 32)
+    if mask == "lower right":
+        monkeypatch.setattr(StepAttention, "_tile", on_a_gpu)
+    tokens = torch.randint(0, 300, (130,), generator=torch.Generator().manual_seed(1)).tolist()
+    reference = tiny.reference(tokens)
+    for cuts in ([130], [32, 98], [33, 64, 33], [7, 1, 122]):
+        session, start, found = Session(tiny), 0, []
+        for count in cuts:
+            found.append(session.step(tokens[start : start + count]))
+            start += count
+        assert (torch.cat(found) - reference).abs().max() < 1e-4

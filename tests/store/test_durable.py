@@ -1,0 +1,30 @@
+"""What is on the disk for good when a writer says that it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from power import Disk
+
+from edgemoe.cluster.control.durable import replace_file
+from edgemoe.experts.files import write_durably
+from edgemoe.pack import pack
+
+
+def test_a_packed_store_survives_a_power_loss(checkpoint: Callable[..., Path], tmp_path: Path, disk: Disk) -> None:
+    pack(checkpoint(family="qwen3_moe"), tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+    assert len(files) > 5
+    for path in files:
+        assert disk.after_power_loss(path) == path.read_bytes(), path
+
+
+@pytest.mark.parametrize("write", [write_durably, replace_file])
+def test_a_small_file_that_is_replaced_survives_a_power_loss(
+    write: Callable[[Path, bytes], None], tmp_path: Path, disk: Disk
+) -> None:
+    for data in (b"before", b"after"):
+        write(tmp_path / "file", data)
+        assert disk.after_power_loss(tmp_path / "file") == data

@@ -1,0 +1,21 @@
+"""A short run of the fuzzers of files; `tools/fuzz` makes long ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.fuzzing import settings, store
+
+
+@pytest.mark.parametrize("what", store.WHATS)
+def test_no_store_however_wrong_does_more_than_raise_our_errors(what: str) -> None:
+    seen = store.fuzz(what, 120, seed=1)
+    assert seen["ok"], seen
+    assert len(seen["outcomes"]) > 1
+
+
+@pytest.mark.parametrize("what", settings.WHATS)
+def test_no_settings_however_wrong_do_more_than_raise_a_config_error(what: str) -> None:
+    seen = settings.fuzz(what, 60, seed=1)
+    assert seen["ok"], seen
+    assert len(seen["outcomes"]) > 1

@@ -1,0 +1,41 @@
+"""How tests wait: for a condition, for so long at most."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+WITHIN_S = 30.0  # generous: only a failure costs it
+POLL_S = 2e-3
+
+
+def wait_until(
+    condition: Callable[[], T], within_s: float = WITHIN_S, meanwhile: Callable[[], object] | None = None
+) -> T:
+    """Returns what `condition` returned when it became true. `meanwhile` is what brings that about, else time does."""
+    end_s = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < end_s, f"it did not happen within {within_s:g} s"
+        if meanwhile is None:
+            time.sleep(POLL_S)
+        else:
+            meanwhile()
+    return found
+
+
+async def until(condition: Callable[[], T | Awaitable[T]], within_s: float = WITHIN_S) -> T:
+    """Returns what `condition`, which may be async, returned when it became true."""
+    end_s = time.monotonic() + within_s
+    while True:
+        found = condition()
+        if inspect.isawaitable(found):
+            async with asyncio.timeout(max(end_s - time.monotonic(), POLL_S)):
+                found = await found
+        if found:
+            return found
+        assert time.monotonic() < end_s, f"it did not happen within {within_s:g} s"
+        await asyncio.sleep(POLL_S)

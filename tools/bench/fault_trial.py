@@ -1,0 +1,124 @@
+"""One trial of a fault: the requests that are under way when it comes, and what became of them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from tools.bench.obeyed import broken
+from tools.testbed.daemons import Answer, Cluster, Daemon
+
+NODES = ("a", "b", "c")
+TOKENS = 200
+DEADLINE_S = 60.0  # without a token
+Record = dict[str, Any]
+Answers = dict[tuple[int, ...], str]  # prompt -> what one box alone says
+
+
+@dataclass(slots=True)
+class Trial:
+    """One trial under way."""
+
+    cluster: Cluster
+    answers: Answers
+    rng: random.Random
+    in_flight: list[bool] = field(default_factory=list)  # of each request, when the fault came
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def pick(self, count: int) -> list[tuple[int, ...]]:
+        return self.rng.sample(sorted(self.answers), count)
+
+    def leader(self) -> Daemon:
+        return self.cluster[self.cluster.leader()]
+
+    def others(self, than: Daemon) -> list[Daemon]:
+        return [daemon for daemon in self.cluster if daemon is not than]
+
+    def requests(self, fronts: Sequence[Daemon], fault: Callable[[], None] | None) -> list[Record]:
+        """One request at each front, first undisturbed, then with `fault`, if any, after a few tokens of theirs."""
+        prompts = self.pick(len(fronts))
+        calm = self._ask(fronts, prompts, lambda: None)
+        stirred = calm
+        self.in_flight = [False] * len(fronts)
+        if fault is not None:
+            whole_s = min((answer.took_s for answer in calm if answer.took_s), default=0.1)
+            wait_s = self.rng.uniform(0.2, 0.8) * whole_s
+
+            def later() -> None:
+                time.sleep(wait_s)
+                self.mark()
+                fault()
+
+            stirred = self._ask(fronts, prompts, later)
+        return [self._record(n, *row) for n, row in enumerate(zip(fronts, prompts, calm, stirred, strict=True))]
+
+    def mark(self) -> None:
+        """Now the fault comes."""
+        self.in_flight = [thread.is_alive() for thread in self._threads]
+
+    def _ask(
+        self, fronts: Sequence[Daemon], prompts: Sequence[tuple[int, ...]], meanwhile: Callable[[], None]
+    ) -> list[Answer]:
+        """All at once."""
+        answers = [Answer() for _ in fronts]
+
+        def ask(n: int) -> None:
+            answers[n] = fronts[n].complete(prompts[n], TOKENS, timeout_s=DEADLINE_S)
+
+        self._threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(fronts))]
+        for thread in self._threads:
+            thread.start()
+        meanwhile()
+        for thread in self._threads:
+            thread.join()
+        return answers
+
+    def _record(self, n: int, front: Daemon, prompt: tuple[int, ...], calm: Answer, answer: Answer) -> Record:
+        wanted = self.answers[prompt]
+        return {
+            "front": front.box.name,
+            "in_flight": self.in_flight[n],
+            "calm_right": calm.text == wanted,
+            "complete": answer.finish == "length" and not answer.error,
+            "right": answer.text == wanted,
+            "prefix": wanted.startswith(answer.text),
+            "error": answer.error,
+            "calm_s": round(calm.took_s, 4),
+            "took_s": round(answer.took_s, 4),
+            "gap_s": round(
+                max((b - a for a, b in zip([0.0, *answer.times_s], answer.times_s, strict=False)), default=0.0), 4
+            ),
+        }
+
+    def coordination(self, since_s: float) -> Record:
+        """When a new leader was there after `since_s`, and what in all that was obeyed does not fit together."""
+        logs = {daemon.box.name: daemon.events() for daemon in self.cluster}
+        led = [
+            clock(event) - since_s
+            for events in logs.values()
+            for event in events
+            if event["event"] == "leading" and clock(event) >= since_s
+        ]
+        found = broken(logs)
+        return {"new_epoch_s": round(min(led), 3) if led else None, "stale_obeyed": len(found), "stale": found[-3:]}
+
+    def wait_epoch(self, since_s: float, within_s: float = 15.0) -> Record:
+        ends = time.monotonic() + within_s
+        while (new := self.coordination(since_s))["new_epoch_s"] is None and time.monotonic() < ends:
+            time.sleep(0.1)
+        return new
+
+    def again(self, daemon: Daemon) -> None:
+        """Starts what was killed and waits until all is as before."""
+        daemon.start()
+        daemon.wait_ready()
+        self.cluster.settle()
+
+
+def clock(event: Record) -> float:
+    return datetime.fromisoformat(event["time"]).timestamp()

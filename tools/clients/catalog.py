@@ -1,0 +1,43 @@
+"""The clients: what is installed for each, and which script uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+USES = Path(__file__).with_name("uses")
+TORCH = "torch==2.13.0"
+FEATURES = ("chat", "streaming", "tools", "structured")  # columns of the table; a script may try more
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One real client, pinned. `script` says what it can, one line of JSON for each feature."""
+
+    name: str
+    requires: tuple[str, ...]  # the first is the client itself
+    script: str
+
+    @property
+    def package(self) -> str:
+        return self.requires[0]
+
+    @property
+    def is_node(self) -> bool:
+        return self.script.endswith(".cjs")
+
+
+CLIENTS = (
+    Client("openai", ("openai==3.54.0",), "openai_python.py"),
+    Client("openai-2", ("openai==2.54.0",), "openai_python.py"),
+    Client("openai-npm", ("openai@7.57.0", "zod@4.6.7"), "openai_npm.cjs"),
+    Client("anthropic", ("anthropic==2.12.0",), "anthropic_python.py"),
+    Client("litellm", ("litellm==1.106.0", "mcp==2.3.0"), "litellm_python.py"),
+    Client("langchain-openai", ("langchain-openai==1.7.3",), "langchain.py"),
+    Client("instructor", ("instructor==1.17.0",), "instructor_python.py"),
+    Client("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "pydantic_ai_python.py"),
+    Client("llm", ("llm==0.36",), "llm_command.py"),
+    Client("aider", ("aider-chat==0.86.2",), "aider_command.py"),
+    Client("guidellm", ("guidellm==0.8.1", TORCH), "guidellm_command.py"),
+    Client("lm_eval", ("lm_eval[api]==0.4.13", "transformers==5.23.0", TORCH), "lm_eval_command.py"),
+)

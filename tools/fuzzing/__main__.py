@@ -1,0 +1,41 @@
+"""Fuzzes one door: nothing may die, grow or be answered wrongly. The last line is one JSON object.
+
+    tools/fuzz lane control --count 1000000 --seed 7
+
+A door is a module of this package with `WHATS`, the parts that it has, and `fuzz(what, count, seed)`, which returns
+what was seen; `"ok"` in it says whether all was well. The same count and seed send the same input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+
+DOORS = {  # name -> module
+    "http": "tools.fuzzing.http",
+    "journal": "tools.fuzzing.journal",
+    "lane": "tools.fuzzing.lane",
+    "settings": "tools.fuzzing.settings",
+    "store": "tools.fuzzing.store",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("door", choices=sorted(DOORS))
+    parser.add_argument("what", nargs="?", default="", help="the part of it; all of them if none is named")
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    door = importlib.import_module(DOORS[args.door])
+    if args.what and args.what not in door.WHATS:
+        parser.error(f"{args.door} has {', '.join(door.WHATS)}, not {args.what}")
+    seen = door.fuzz(args.what, args.count, args.seed)
+    print(json.dumps(seen))
+    return 0 if seen["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The HTTP API: bodies drawn from the types that its endpoints read, sent to a daemon with the demo model.
+
+Answers are short, as bodies that ask for many tokens are cut to a few. Each must be a success or a documented refusal
+in the error object of its API; the daemon and its engine live on, as they were started, and no larger than they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+
+from edgemoe.api import anthropic, responses
+from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize
+from tools.fuzzing.lane import EARLY, GROWTH_MB, Target, rss_mb, target
+from tools.fuzzing.values import Values
+
+PATHS: dict[str, tuple[str, type[Any]]] = {
+    "chat": ("/v1/chat/completions", Chat),
+    "completions": ("/v1/completions", Completion),
+    "responses": ("/v1/responses", responses.Create),
+    "messages": ("/v1/messages", anthropic.Create),
+    "count_tokens": ("/v1/messages/count_tokens", anthropic.Create),
+    "tokenize": ("/tokenize", Tokenize),
+    "detokenize": ("/detokenize", Detokenize),
+}
+WHATS = tuple(PATHS)
+WEIGHTS = (4, 4, 2, 3, 1, 1, 1)
+REFUSALS = {400, 404, 429}  # 413 and 408 are for bodies longer and slower than any here
+AT_ONCE = 8
+LONG_RUN = 5_000  # bodies, from which on growth means something
+MOST_TOKENS, MOST_CHOICES = 3, 3
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
+CALL = {"type": "function", "function": FUNCTION}
+FORMATS: list[Any] = [
+    None,
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+    *({"type": "regex", "regex": regex} for regex in ("(ab)+", "[0-9]{1,5}", "[", r"[^\s\S]", "a{9999}")),
+    *({"type": "json_schema", "json_schema": {"schema": odd}} for odd in ({}, False, {"$ref": "#/x"}, {"anyOf": []})),
+]
+HINTS: dict[str, list[Any]] = {
+    "role": ["user", "assistant", "system", "tool"],
+    "type": ["text", "function", "tool_use", "tool_result", "custom", "auto", "message", "thinking"],
+}
+COMMON: dict[str, list[Any]] = {  # field of a body -> values that mean something there
+    "model": [None, None, "edgemoe-demo", "gpt-4o"],
+    "max_tokens": [1, 2, 3],
+    "n": [None, 1, 2],
+    "min_tokens": [None, 0, 1],
+    "logit_bias": [None, None, None, {"5": -100}, {"6": 100, "0": -100}, {"99999": 1}],
+    "stop": [None, "e", ["the", " "]],
+    "stop_token_ids": [None, None, None, [5], [0, 2], [99999]],
+    "chat_template_kwargs": [None, {"enable_thinking": False}, {"messages": 1}, {"add_generation_prompt": 7}],
+}
+USER: Any = {"role": "user", "content": "Who are you?"}
+OWN: dict[str, dict[str, list[Any]]] = {
+    "chat": {
+        "messages": [[USER], [USER, {"role": "assistant", "content": "I am"}], [{"role": "tool", "content": "x"}]],
+        "tools": [None, None, [CALL], [CALL, {"function": {"name": "g"}}]],
+        "tool_choice": [None, None, None, "auto", "none", "required", {"function": {"name": "f"}}],
+        "response_format": FORMATS,
+        "top_logprobs": [None, None, None, 0, 20],
+        "logprobs": [None, True, True],
+        "stream_options": [None, {"include_usage": True}],
+    },
+    "completions": {
+        "prompt": ["Once upon a time", ["a", "b"], [5, 6, 7], [[8, 9], [10]], "", [[]], [4095], "é" * 3000],
+        "response_format": FORMATS,
+    },
+    "responses": {
+        "input": ["hello", [USER], [{"type": "function_call_output", "call_id": "c", "output": "x"}]],
+        "tools": [None, [{"type": "function", **FUNCTION}]],
+        "tool_choice": [None, None, None, "auto", "required", {"type": "function", "name": "f"}],
+        **{key: [None] for key in ("background", "previous_response_id", "conversation", "prompt")},
+    },
+    "messages": {
+        "messages": [[USER], [USER, {"role": "assistant", "content": [{"type": "text", "text": "I am"}]}]],
+        "system": [None, "be brief", [{"type": "text", "text": "be"}]],
+        "tools": [None, [{"name": "f", "input_schema": SCHEMA}]],
+        "tool_choice": [None, None, None, {"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}],
+        "output_config": [None, {"format": {"type": "json_schema", "schema": SCHEMA}}],
+    },
+    "tokenize": {"prompt": ["a b c", None], "messages": [None, [USER]]},
+    "detokenize": {"tokens": [[5, 6, 7], [], [4095, 4096]]},
+}
+OWN["count_tokens"] = OWN["messages"]
+MEANT = 0.8  # of those fields, as a share
+
+
+class Bodies:
+    """Draws requests; the same seed draws the same ones."""
+
+    def __init__(self, seed: int, what: str = "") -> None:
+        self._rng = random.Random(seed)
+        self._values = Values(self._rng, HINTS)
+        self._whats = (what,) if what else WHATS
+        self._weights = None if what else WEIGHTS
+
+    def draw(self) -> tuple[str, bytes]:
+        """A path and a body for it, as JSON."""
+        (what,) = self._rng.choices(self._whats, self._weights)
+        path, kind = PATHS[what]
+        body = self._values.message(kind)
+        body.pop("type", None)
+        for field, values in {**COMMON, **OWN[what]}.items():
+            if self._rng.random() < MEANT:
+                body[field] = self._rng.choice(values)
+        _shorten(body, what)
+        try:
+            text = json.dumps(body, default=str)
+        except (RecursionError, ValueError):
+            return path, b"[" * 2000
+        if self._rng.random() < 0.9:  # most are JSON
+            text = text.replace("NaN", "0.25").replace("Infinity", "1e300")
+        return path, text.encode()
+
+
+def _shorten(body: dict[str, Any], what: str) -> None:
+    """Sees that a body that is accepted asks for little."""
+    limits = {"chat": "max_completion_tokens", "responses": "max_output_tokens"}
+    for field, most in (
+        ("max_tokens", MOST_TOKENS),
+        (limits.get(what, "max_tokens"), MOST_TOKENS),
+        ("n", MOST_CHOICES),
+    ):
+        if isinstance(body.get(field), int) and body[field] > most:
+            body[field] = most
+    body.setdefault(limits.get(what, "max_tokens"), 2)
+    if body[limits.get(what, "max_tokens")] is None:
+        body[limits.get(what, "max_tokens")] = 2
+
+
+def complaint(path: str, answer: httpx.Response) -> str:
+    """What is wrong with an answer; "" where nothing is."""
+    if answer.status_code == 200:
+        if not answer.headers["content-type"].startswith("text/event-stream"):
+            return "" if isinstance(answer.json(), dict) else "no object"
+        failures = [line for line in answer.text.splitlines() if line.startswith("data: ") and '"error":{' in line]
+        return failures[0] if any("server_error" in line or "api_error" in line for line in failures) else ""
+    if answer.status_code not in REFUSALS:
+        return f"status {answer.status_code}: {answer.text[:300]}"
+    error = answer.json()["error"]
+    wanted = {"type", "message"} if path.startswith("/v1/messages") else {"type", "message", "param", "code"}
+    return "" if error.keys() == wanted and error["message"] else f"no error object: {answer.text[:300]}"
+
+
+class Attack:
+    """Sends bodies, some at a time."""
+
+    def __init__(self, client: httpx.AsyncClient, bodies: Bodies) -> None:
+        self.statuses: Counter[str] = Counter()
+        self.complaints: list[str] = []
+        self._client, self._bodies = client, bodies
+
+    async def send(self, count: int) -> None:
+        """Sends `count` bodies. Nothing is raised: what went wrong is a complaint."""
+        left = iter(range(count))
+        await asyncio.gather(*(self._send_some(left) for _ in range(AT_ONCE)))
+
+    async def _send_some(self, left: Any) -> None:
+        for _ in left:
+            path, body = self._bodies.draw()
+            try:
+                answer = await self._client.post(path, content=body)
+                wrong = complaint(path, answer)
+                self.statuses[f"{path} {answer.status_code}"] += 1
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                wrong = repr(error)
+            if wrong:
+                self.complaints.append(f"{path} {body[:2000].decode(errors='replace')} -> {wrong}")
+
+
+def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
+    """Sends `count` bodies to one endpoint, or to all of them."""
+    with target() as (box, child):
+        health, right = box.health(), box.ask()
+        seen = asyncio.run(_attack(box, (child.pid, health["engine"]["pid"]), Bodies(seed, what), count))
+        alive = child.poll() is None and box.health()["engine"] == health["engine"]
+        seen |= {"alive": alive, "answered_after": box.ask() == right}
+        seen["ok"] = bool(alive and seen["answered_after"] and not seen["wrong"] and seen["grown_mb"] < GROWTH_MB)
+        if not seen["ok"]:
+            seen["log"] = (box.folder / "log").read_text()[-4000:]
+        return seen
+
+
+async def _fill(client: httpx.AsyncClient) -> None:
+    """Has every block of keys and values used once, so that its memory is there before it is measured."""
+    rng = random.Random(0)
+    for _ in range(60):
+        prompt = [rng.randrange(10, 4000) for _ in range(1500)]
+        (await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})).raise_for_status()
+
+
+async def _attack(box: Target, pids: tuple[int, ...], bodies: Bodies, count: int) -> dict[str, Any]:
+    transport = httpx.AsyncHTTPTransport(uds=str(box.folder / "api.sock"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=120.0) as client:
+        if count >= LONG_RUN:
+            await _fill(client)
+        attack, began_s = Attack(client, bodies), time.monotonic()
+        first = int(count * EARLY)
+        await attack.send(first)
+        early = rss_mb(pids)
+        await attack.send(count - first)
+        took_s, late = time.monotonic() - began_s, rss_mb(pids)
+    return {
+        "sent": count,
+        "a_second": round(count / took_s),
+        "statuses": dict(sorted(attack.statuses.items())),
+        "wrong": len(attack.complaints),
+        "complaints": attack.complaints[:5],
+        "early_mb": early,
+        "late_mb": late,
+        "grown_mb": round(late - early, 1),
+    }

@@ -1,0 +1,137 @@
+"""A listed peer that says what it likes on one lane of one box."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+import zmq
+
+from edgemoe.cluster.data.messages import BULK, CALLS
+from edgemoe.cluster.wire import envelope
+from edgemoe.cluster.wire.control_messages import CONTROL
+from edgemoe.cluster.wire.keys import Secret
+from edgemoe.cluster.wire.messages import FRAMING, MAGIC, TO_ENGINE, Emissions
+from edgemoe.cluster.wire.protocol import SPOKEN, Language
+from tools.fuzzing.values import Values
+
+LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")
+SEND_S = 300  # that the box has to take in what is under way
+
+
+class HostilePeer:
+    """Sends messages drawn by `rng`. What comes back is counted in `answers`, by its kind."""
+
+    def __init__(
+        self, node: str, key: Secret, server: bytes, address: str, lane: str, rng: random.Random, hints: Any = None
+    ) -> None:
+        """`server` is the box's public key, `address` HOST:PORT of its lane."""
+        self.answers: Counter[str] = Counter()
+        self.sent = 0
+        self._lane, self._rng, self._values = lane, rng, Values(rng, hints)
+        self._kinds = list(LANGUAGES[lane].messages.values())
+        self._hints: Mapping[str, Sequence[Any]] = hints or {}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, 256)
+        self._socket.set(zmq.SNDTIMEO, SEND_S * 1000)
+        self._socket.set(zmq.IDENTITY, f"{node}:{secrets.token_hex(4)}:{secrets.token_hex(8)}".encode())
+        self._socket.set(zmq.CURVE_SERVERKEY, server)
+        self._socket.set(zmq.CURVE_PUBLICKEY, key.public)
+        self._socket.set(zmq.CURVE_SECRETKEY, key.secret)
+        self._socket.connect(f"tcp://{address}")
+
+    def close(self) -> None:
+        self._socket.close(0)
+        self._context.term()
+
+    def send(self) -> None:
+        """One message, and whatever has come back so far. Raises zmq.Again where the box takes in nothing more."""
+        self._socket.send_multipart(self._frames())
+        self.sent += 1
+        while self._socket.poll(0):
+            self.answers[_kind(self._socket.recv_multipart())] += 1
+
+    def _frames(self) -> list[bytes]:
+        rng = self._rng
+        body = self._values.message(rng.choice(self._kinds))
+        tensors = self._tensors(body)
+        try:
+            raw = msgspec.msgpack.encode(body)
+        except RecursionError:
+            raw = b"\x91" * 600 + b"\xc0"
+        sizes, sums = [len(t) for t in tensors], [xxhash.xxh3_64_intdigest(t) for t in tensors]
+        row: list[Any] = [
+            rng.choice((0, rng.randrange(1, 1 << 20), (1 << 62) - 1)),
+            rng.random() < 0.03,
+            list(SPOKEN) if rng.random() < 0.95 else rng.choice(([1, 255], [200, 255], [255, 1], [0, 0], [])),
+            rng.choice((0.0, 1.0, 2000.0, 600_000.0)),
+            sizes,
+            sums,
+            msgspec.Raw(raw),
+        ]
+        if rng.random() < 0.05:
+            row[rng.choice((0, 1, 2, 3, 4, 5))] = self._values.oddity()
+        packed = msgspec.msgpack.encode(row)
+        digest = xxhash.xxh3_64_digest(packed)
+        head = struct.pack("<4sB8s", envelope.MAGIC, envelope.FRAMING, digest)
+        return [head + packed, *tensors]
+
+    def _tensors(self, body: dict[str, Any]) -> list[bytes]:
+        """What belongs to the message, as often as not."""
+        rng = self._rng
+        if rng.random() < 0.1:
+            return [rng.randbytes(rng.choice((0, 1, 8, 5000))) for _ in range(rng.choice((1, 2, 16, 17)))]
+        match body.get("type"):
+            case "Forward":
+                return [self._frame(rng.choice(list(TO_ENGINE.messages.values())))]
+            case "Tokens":
+                return [self._frame(Emissions)]
+            case "Call":
+                return self._work(body)
+            case "Hello" if rng.random() < 0.5:
+                body |= {name: rng.choice(values) for name, values in self._hints.items() if name in HELLO}
+                return []
+            case "Hello":
+                return [bytes(rng.choice((0, 1, 1 << 17)))]
+        return []
+
+    def _frame(self, kind: type[Any]) -> bytes:
+        try:
+            return MAGIC + bytes((FRAMING, *SPOKEN)) + msgspec.msgpack.encode(self._values.message(kind))
+        except RecursionError:
+            return MAGIC
+
+    def _work(self, body: dict[str, Any]) -> list[bytes]:
+        """Rows and an index of the sizes that a call says, as far as these are possible; what stands there is a lie."""
+        rows, n, m = (body.get(name) for name in ("rows", "experts", "calls"))
+        if not all(isinstance(size, int) and 0 < size < 2000 for size in (rows, n, m)):
+            return []
+        assert isinstance(rows, int)
+        assert isinstance(n, int)
+        assert isinstance(m, int)
+        row_bytes = self._rng.choice(self._hints.get("row_bytes", (768,)))
+        numbers = [self._rng.choice((0, 1, 2, 5, -1, 2**31 - 1)) for _ in range(2 * n + 2 * m)]
+        if n < 30 and self._rng.random() < 0.5:  # one that can be
+            body["calls"] = m = n
+            weights = [0x3F800000, 0, 0x7F7FFFFF, -0x800001]
+            numbers = [*range(n), *[1] * n, *[self._rng.randrange(rows) for _ in range(m)]]
+            numbers += [self._rng.choice(weights) for _ in range(m)]
+        return [bytes(rows * row_bytes), struct.pack(f"<{len(numbers)}i", *numbers)]
+
+
+def _kind(frames: Sequence[bytes]) -> str:
+    """What came back: a failure's kind, or the tag of an answer."""
+    try:
+        body = msgspec.msgpack.decode(envelope.unseal(frames).body)
+    except Exception:  # whatever it is, it is counted
+        return "unreadable"
+    return str(body.get("kind", body.get("type")))

@@ -1,0 +1,233 @@
+"""A store's files, its manifest signed anew, and the checkpoint that it is packed from.
+
+Whatever they hold: a typed error, or the bytes that were packed. Nothing else may come of it, and no memory beyond
+what the files' sizes allow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from safetensors.numpy import save_file
+
+from edgemoe import models
+from edgemoe.errors import EdgemoeError
+from edgemoe.experts.files import padded, page_memory
+from edgemoe.experts.manifest import MANIFEST, Manifest
+from edgemoe.experts.store import ExpertStore
+from edgemoe.experts.verify import verify_copies, verify_dense
+from edgemoe.model.spec import dense_shapes, spec_from_config
+from edgemoe.pack import pack
+from edgemoe.pack.fits import spec_of
+from tools.fuzzing.trees import spoil, text_of
+
+WHATS = ("files", "manifest", "checkpoint")
+GROWTH_MB = 200.0  # of the process, at its largest: what a manifest of text may take that is nested for no reason
+KEPT = 5  # faults that are told
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "max_position_embeddings": 128,
+    "norm_topk_prob": True,
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "float32",
+}
+Files = dict[str, bytes]
+Experts = dict[tuple[int, int], bytes]
+
+
+def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
+    """Spoils and uses the store so often, for each part of the door."""
+    outcomes: Counter[str] = Counter()
+    faults: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-", dir=_memory()) as name:
+        door = _Door(Path(name))
+        before_mb = _largest_mb()
+        for part in (what,) if what else WHATS:
+            for number in range(count):
+                rng = random.Random(f"{seed} {part} {number}")
+                try:
+                    outcomes[getattr(door, part)(rng)] += 1
+                except EdgemoeError as error:
+                    outcomes[type(error).__name__] += 1
+                except Exception as error:  # what this is about: none of these may happen
+                    faults.append(f"{part} {number}: {type(error).__name__}: {str(error)[:300]}")
+        grown_mb = _largest_mb() - before_mb
+    told = {"outcomes": dict(outcomes), "faults": len(faults), "first": faults[:KEPT], "grown_mb": round(grown_mb, 1)}
+    return told | {"ok": not faults and grown_mb < GROWTH_MB}
+
+
+class _Door:
+    """A good checkpoint and its store, put back after each trial."""
+
+    def __init__(self, folder: Path) -> None:
+        self._source, self._store, self._made = folder / "source", folder / "store", folder / "made"
+        self._source.mkdir()
+        _write_checkpoint(self._source)
+        pack(self._source, self._store)
+        self._source_files, self._store_files = _files(self._source), _files(self._store)
+        self._right = _use(self._store)
+
+    def files(self, rng: random.Random) -> str:
+        """One file damaged in some way."""
+        with _restored(self._store, self._store_files):
+            _damage(self._store / rng.choice(sorted(self._store_files)), rng)
+            assert _use(self._store) == self._right, "what was read is not what was packed"
+        return "unharmed"
+
+    def manifest(self, rng: random.Random) -> str:
+        """A manifest that lies, under a checksum that is right as far as it can be."""
+        tree = spoil(json.loads(self._store_files[MANIFEST]), rng)
+        with _restored(self._store, self._store_files):
+            try:
+                msgspec.convert(tree, Manifest).save(self._store)
+            except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
+                (self._store / MANIFEST).write_bytes(text_of(tree, rng))
+            for key, read in _use(self._store).items():
+                assert read == self._right.get(key), f"expert {key} is another's"
+        return "accepted"
+
+    def checkpoint(self, rng: random.Random) -> str:
+        """A checkpoint of which one part lies; packed, and used where it can be."""
+        with _restored(self._source, self._source_files):
+            name = rng.choice(("config.json", "config.json", "model.safetensors", "model.safetensors", "any"))
+            path = self._source / name
+            match name:
+                case "config.json":
+                    path.write_bytes(text_of(spoil(CONFIG, rng), rng))
+                case "model.safetensors":
+                    path.write_bytes(_lying_header(self._source_files[name], rng))
+                case "any":
+                    _damage(self._source / rng.choice(sorted(self._source_files)), rng)
+            try:
+                pack(self._source, self._made)
+                _use(self._made)
+            finally:
+                shutil.rmtree(self._made, ignore_errors=True)
+        return "packed"
+
+
+def _use(store: Path) -> Experts:
+    """Does what a daemon and `edgemoe models` do; the experts' bytes."""
+    models.verify(store)
+    models.table(store.parent)
+    manifest = Manifest.load(store)
+    spec = spec_of(manifest)
+    verify_copies(store, manifest)
+    verify_dense(store, manifest.dense, lambda share: None)
+    experts: Experts = {}
+    with ExpertStore(store, manifest, threads=1) as opened:
+        room = page_memory(padded(spec.expert_bytes))
+        for layer, entry in enumerate(manifest.layers):
+            for expert in entry.experts:
+                opened.read_into(layer, expert.expert, room)
+                experts[layer, expert.expert] = bytes(room[: expert.bytes])
+    return experts
+
+
+def _damage(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data) + 1)
+    way = rng.choice(("flip", "flip", "flip", "cut", "grow", "zero", "repeat", "gone", "folder", "fifo", "loop"))
+    match way:
+        case "flip":
+            for _ in range(rng.choice((1, 1, 2, 50))):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        case "cut":
+            del data[at:]
+        case "grow":
+            data += rng.randbytes(rng.choice((1, 8, 4096)))
+        case "zero":
+            data[at : at + 64] = bytes(len(data[at : at + 64]))
+        case "repeat":
+            data[at:at] = data[at : at + 512]
+    path.unlink()
+    match way:
+        case "gone":
+            pass
+        case "folder":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "loop":
+            path.symlink_to(path.name)
+        case _:
+            path.write_bytes(data)
+
+
+def _lying_header(raw: bytes, rng: random.Random) -> bytes:
+    size = int.from_bytes(raw[:8], "little")
+    header = text_of(spoil(json.loads(raw[8 : 8 + size]), rng), rng)
+    stated = rng.choice((len(header),) * 8 + (len(header) + 1, 0, 1 << 63, (1 << 64) - 1))
+    return stated.to_bytes(8, "little") + header + raw[8 + size :]
+
+
+def _write_checkpoint(folder: Path) -> None:
+    spec = spec_from_config(CONFIG)
+    shapes = dense_shapes(spec)
+    for layer in range(spec.layers):
+        for expert in range(spec.experts):
+            gate, up, down = spec.names.separate(layer, expert)
+            rows = (spec.expert_width, spec.hidden)
+            shapes |= {gate: rows, up: rows, down: (spec.hidden, spec.expert_width)}
+    draw = np.random.default_rng(1)
+    tensors = {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_text("{}")
+
+
+def _files(folder: Path) -> Files:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.stat().st_size
+    }
+
+
+@contextmanager
+def _restored(folder: Path, files: Files) -> Iterator[None]:
+    """Puts every file back that is not as it was."""
+    try:
+        yield
+    finally:
+        for name, data in files.items():
+            path = folder / name
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            if path.is_symlink() or path.is_fifo():
+                path.unlink()
+            if not path.exists() or path.read_bytes() != data:
+                path.write_bytes(data)
+
+
+def _memory() -> str | None:
+    """Where files are no work for a disk."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _largest_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

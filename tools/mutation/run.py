@@ -1,0 +1,95 @@
+"""Runs a room's tests on a copy of the tree, with one mutant in it at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.mutation.mutants import Mutant
+from tools.mutation.rooms import Room
+
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", ".wheels", "__pycache__", ".*_cache", ".hypothesis")
+FACTOR = 3.0  # a mutant may take so many times what the sources take, and `least_s` more
+
+
+def copy_tree(root: Path, into: Path) -> Path:
+    """A copy of the sources and tests, and of compiled kernels, which take long to make."""
+    copy = into / "tree"
+    shutil.copytree(root, copy, ignore=LEFT_OUT, symlinks=True)
+    if (root / ".cache/kernels").is_dir():
+        shutil.copytree(root / ".cache/kernels", copy / ".cache/kernels")
+    return copy
+
+
+class Bench:
+    """A copy of the tree whose tests are green."""
+
+    def __init__(self, copy: Path, room: Room, log: Path, least_s: float) -> None:
+        self._copy, self._room, self._log = copy, room, log
+        self._output = copy.with_name("output")
+        self._env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        self._least_s, self._limit_s = least_s, 3600.0
+        files = [*room.files(copy), *(copy / name for name in room.test_files(copy))]
+        self._tree = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+        self._known: dict[str, dict[str, Any]] = {}
+        if log.exists():
+            rows = map(json.loads, log.read_text().splitlines())
+            self._known = {row["key"]: row for row in rows if row["tree"] == self._tree}
+
+    def begin(self) -> str:
+        """Why nothing can be tried, or "". The unchanged sources say how long the tests take."""
+        if not self._room.test_files(self._copy):
+            return "there are no tests of this room"
+        outcome, seconds = self._run("")
+        self._limit_s = self._least_s + FACTOR * seconds
+        return "" if outcome == "survived" else f"the tests fail without any change: {self._said()}"
+
+    def try_out(self, mutant: Mutant) -> dict[str, Any]:
+        """What became of a mutant, as the log has it."""
+        if mutant.key in self._known:
+            return self._known[mutant.key]
+        path = self._copy / mutant.file
+        source = path.read_bytes()
+        path.write_bytes(mutant.apply(source))
+        try:
+            outcome, seconds = self._run(mutant.file)
+        finally:
+            path.write_bytes(source)
+        row = {"key": mutant.key, "outcome": outcome, "file": mutant.file, "line": mutant.line}
+        row |= {"diff": mutant.diff(source), "seconds": round(seconds, 1), "tree": self._tree}
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a") as log:
+            log.write(json.dumps(row) + "\n")
+        return row
+
+    def _run(self, mutated: str) -> tuple[str, float]:
+        """The outcome, and seconds."""
+        tests = self._room.test_files(self._copy, mutated)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+        began_s = time.monotonic()
+        with (
+            self._output.open("wb") as said,
+            subprocess.Popen(
+                command, cwd=self._copy, env=self._env, stdout=said, stderr=said, start_new_session=True
+            ) as process,
+        ):
+            try:
+                outcome = "survived" if process.wait(self._limit_s) == 0 else "killed"
+            except subprocess.TimeoutExpired:
+                outcome = "timed out"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return outcome, time.monotonic() - began_s
+
+    def _said(self) -> str:
+        return "\n".join(self._output.read_text(errors="replace").splitlines()[-5:])
