@@ -31,6 +31,7 @@ from edgemoe.cluster.wire.protocol import SPOKEN
 from edgemoe.config import Settings
 
 log = logging.getLogger(__name__)
+LOOK_S = 0.25  # between two looks at an engine
 STALLED_S = 3.0  # without a message from an engine that is ready: six of its Stats are missing
 SILENCE_S = 20.0  # without a message from an engine that is ready
 LOADING_SILENCE_S = 300.0  # without one from an engine that is coming up
@@ -49,7 +50,7 @@ class Engine:
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         self.stats = Stats(values={})
-        self.heard = time.monotonic()
+        self.heard = self._looked = time.monotonic()
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: Settings, address: str) -> Engine:
@@ -96,8 +97,14 @@ class Engine:
         return time.monotonic() - self.heard > STALLED_S
 
     def hangs(self) -> str:
-        """Why the engine is taken to hang; empty while it is not."""
-        silent_s = time.monotonic() - self.heard
+        """Why the engine is taken to hang; empty while it is not. Asked at each look.
+
+        By how much a look is late this process did not run, stopped or starved: that is no silence of the engine's.
+        """
+        now = time.monotonic()
+        self.heard = min(now, self.heard + max(0.0, now - self._looked - 2 * LOOK_S))
+        self._looked = now
+        silent_s = now - self.heard
         if silent_s > (SILENCE_S if self.ready else LOADING_SILENCE_S):
             return f"it has been silent for {silent_s:.0f} s"
         if self.stats.step_s > STEP_S:

@@ -40,12 +40,11 @@ from edgemoe.cluster.wire.messages import (
 from edgemoe.config import Settings
 from edgemoe.errors import EngineUnavailable, PeerOutdated, ReloadRefused, ServiceError, WireError
 from edgemoe.front.book import Book, Ticket
-from edgemoe.front.engine import STOP_S, Engine
+from edgemoe.front.engine import LOOK_S, STOP_S, Engine
 from edgemoe.types import Emission, ModelInfo, Request
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
 FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
 LONGEST_DELAY_S = 15.0
 RELOAD_S = 60.0  # that an engine has to load again what it is told to
@@ -230,7 +229,7 @@ class Supervisor:
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
         ended = asyncio.ensure_future(engine.ended())
         try:
-            while not (await asyncio.wait([ended], timeout=TICK_S))[0]:
+            while not (await asyncio.wait([ended], timeout=LOOK_S))[0]:
                 self.book.expire()
                 if why := engine.hangs():
                     log.error("engine hangs", extra={"why": why})
@@ -262,7 +261,7 @@ class Supervisor:
             self.book.expire()
             if self.state == "failed" and self.book.closed is not None:
                 self.book.closed = self._keeps_failing(until - time.monotonic())
-            await asyncio.sleep(min(TICK_S, max(0.0, until - time.monotonic())))
+            await asyncio.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
 
     def _keeps_failing(self, left_s: float) -> EngineUnavailable:
         """What clients are told while there is no next start for so long."""

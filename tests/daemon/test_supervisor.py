@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,18 @@ async def test_an_engine_hangs_by_the_age_of_its_step_alone(step_s: float, hangs
     engine = Engine(None, "boot")  # type: ignore[arg-type]
     engine.note(Stats(values={}, step_s=step_s))
     assert bool(engine.hangs()) == hangs
+
+
+async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now)
+    engine = Engine(None, "boot")  # type: ignore[arg-type]
+    now += 1000.0  # nothing was read meanwhile, and no look taken
+    assert not engine.hangs()
+    looks = 0
+    while not engine.hangs():
+        now, looks = now + engine_module.LOOK_S, looks + 1
+    assert looks * engine_module.LOOK_S == pytest.approx(engine_module.LOADING_SILENCE_S, abs=1.0)
 
 
 async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_dir: Path) -> None:
