@@ -4,8 +4,8 @@ It makes an engine's death invisible: a request's continuation is a function of 
 far, so `replay` submits each live one again as its next attempt, and `take` lets through only the current attempt's
 next index. So no token is delivered twice, changed or left out, whatever arrives late or from a dead incarnation.
 
-A request that kills engines must not take its neighbours along: those that have seen two die without a token in
-between are suspects and go to the third one after the other, each once the one before has proved harmless.
+A request that kills engines must not take its neighbours along: those that have seen two die without getting further
+in between are suspects and go to the third one after the other, each once the one before has proved harmless.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from edgemoe.cluster.wire.messages import Cancel, Submit
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
 from edgemoe.types import Emission, Request
 
-FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without a token in between
+FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without getting further in between
+# An attempt gets further by more tokens than this. Fewer may be what a dying engine never handed over, or what comes
+# out of each engine before the step that ends it.
+FURTHER_TOKENS = 8
 RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
 # A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
 # thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
@@ -77,7 +80,8 @@ class Live:
     emitted: list[int] = field(default_factory=list)
     attempt: int = 0  # 0: not yet submitted
     place: str = ""  # the engine that has it; "" while none does
-    fruitless: int = 0  # submissions since the last token
+    emitted_before: int = 0  # by earlier attempts
+    fruitless: int = 0  # submissions since it last got further
 
 
 class Book:
@@ -155,6 +159,8 @@ class Book:
                 self.gaps += 1
                 if live.place:
                     self._recall(live.place, Cancel(request=emission.request, attempt=live.attempt))
+                if len(live.emitted) > live.emitted_before:  # and nobody died
+                    live.fruitless = max(0, live.fruitless - 1)
                 self._submit(live)
             else:
                 self._deliver(live, emission)
@@ -240,7 +246,7 @@ class Book:
         live.place = ""
         if live.fruitless >= FRUITLESS_ATTEMPTS:
             self._forget(live)
-            reason = f"{FRUITLESS_ATTEMPTS} engines in a row ended while they worked on this request"
+            reason = f"{FRUITLESS_ATTEMPTS} engines in a row ended at about the same token of this request"
             self.blamed += 1
             live.ticket.fail(EngineCrashed(reason))
             return
@@ -253,14 +259,16 @@ class Book:
         if place := self._hand(message):
             live.place = place
             live.attempt += 1
+            live.emitted_before = len(live.emitted)
             live.fruitless += 1
 
     def _deliver(self, live: Live, emission: Emission) -> None:
         if emission.token is not None:
             live.emitted.append(emission.token)
-            live.fruitless = 0
-            if live.request.id == self._on_trial:
-                self._try_next()
+            if len(live.emitted) - live.emitted_before > FURTHER_TOKENS:
+                live.fruitless = 0
+                if live.request.id == self._on_trial:
+                    self._try_next()
         if emission.finish:
             self._mean_s += RATE_ALPHA * (self._now() - live.accepted - self._mean_s)
             self._forget(live)

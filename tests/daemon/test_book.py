@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgemoe.cluster.wire.messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
-from edgemoe.front.book import Book, Ticket
+from edgemoe.front.book import FURTHER_TOKENS, Book, Ticket
 from edgemoe.types import Emission, Request, Sampling
 
 
@@ -146,7 +146,8 @@ async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: F
             if "bad" not in running:  # this engine lives: each of the others says something
                 for name in ("good", "fine"):
                     if (live := book._live[name]).fruitless:
-                        book.take([token(len(live.emitted), live.attempt, name)])
+                        done = len(live.emitted)
+                        book.take([token(done + n, live.attempt, name) for n in range(FURTHER_TOKENS + 1)])
             engine.sent.clear()
             book.replay()
             book.check_integrity()
@@ -154,6 +155,32 @@ async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: F
             await drain(other)
         assert good.live == {"good"}
         assert other.live == {"fine"}
+
+
+async def test_a_request_that_fells_engines_at_one_of_its_tokens_is_given_up(engine: FakeEngine) -> None:
+    """What a dying engine had computed is handed over in part, a token more each time; its neighbour gets further."""
+    book = engine.book
+    with book.open([request("bad")], 10) as bad, book.open([request("good")], 10) as good:
+        book.take([token(n, 1, name) for n in range(36) for name in ("bad", "good")])
+        for _ in range(6):
+            book.replay()
+            book.check_integrity()
+            felled = "bad" in book._live and book.place_of("bad")[0] != ""
+            for name, count in (("bad", 1), ("good", 2 if felled else FURTHER_TOKENS + 1)):
+                if (live := book._live.get(name)) is not None and live.place:
+                    done = len(live.emitted)
+                    book.take([token(done + n, live.attempt, name) for n in range(count)])
+        with pytest.raises(EngineCrashed, match="in a row"):
+            await drain(bad)
+        assert good.live == {"good"}
+        assert book.blamed == 1
+
+
+async def test_a_skipped_token_is_no_death_of_an_engine(engine: FakeEngine) -> None:
+    with engine.book.open([request()], 10) as ticket:
+        for attempt in range(1, 8):
+            engine.book.take([token(attempt - 1, attempt), token(attempt + 1, attempt)])
+        assert ticket.live == {"r"}
 
 
 async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> None:
