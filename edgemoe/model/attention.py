@@ -34,12 +34,13 @@ class Prefill:
 
 
 def block_tables(batch: Batch, chosen: list[int]) -> tuple[IntArray, IntArray]:
-    """Tables [S, widest] (padded with block 0) and contexts [S] of the chosen sequences."""
+    """Tables [S, widest] (padded with the sequence's own last block) and contexts [S] of the chosen sequences."""
     contexts = np.array([batch.context_lens[s] for s in chosen], np.int64)
     tables = np.zeros((len(chosen), -(-int(contexts.max(initial=1)) // BLOCK_TOKENS)), np.int64)
     for row, s in enumerate(chosen):
         needed = -(-batch.context_lens[s] // BLOCK_TOKENS)
         tables[row, :needed] = batch.block_tables[s][:needed]
+        tables[row, needed:] = tables[row, needed - 1]
     return tables, contexts
 
 
@@ -63,9 +64,24 @@ class StepAttention:
         padded = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)  # [S, widest]
         self._blocks = padded[owner, batch.positions // BLOCK_TOKENS]  # [T], where new keys and values go
         self._places = batch.positions % BLOCK_TOKENS
+        if kernels is None:
+            self._clear_begun(batch)
 
     def _tensor(self, values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+    def _clear_begun(self, batch: Batch) -> None:
+        """Empties the blocks that the step begins and does not fill: gathering reads the whole of each.
+
+        A masked position has the weight 0, which takes no other request's NaN away.
+        """
+        begun = [
+            table[context // BLOCK_TOKENS]
+            for table, context, count in zip(batch.block_tables, batch.context_lens, batch.query_lens, strict=True)
+            if 0 < context % BLOCK_TOKENS <= count
+        ]
+        if begun:
+            self._kv.data[self._tensor(begun)] = 0.0
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, heads, D], k and v [T, kv_heads, D] after rotary, in the model's type -> [T, heads * D]."""

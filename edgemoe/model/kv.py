@@ -21,7 +21,6 @@ class KVCache:
 
     def __init__(self, spec: ModelSpec, blocks: int, device: torch.device | str = "cpu") -> None:
         shape = (blocks, spec.layers, 2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
-        # Zeros, not garbage: a masked position's value is multiplied by 0, and NaN would survive that.
         self.data = zeros(shape, DTYPES[spec.dtype], device)
 
     @property

@@ -107,6 +107,22 @@ def test_a_decode_batch_larger_than_the_kernels_take_gives_the_same_logits(make_
         assert _error(row, tiny.reference([*prompt, 9])[-1]) < TOLERANCE
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])
+def test_what_others_left_in_blocks_that_are_not_numbers_changes_not_a_bit(make_tiny: MakeTiny, fused: bool) -> None:
+    tiny = make_tiny("qwen3_moe", fused=fused)
+    chunks = [[_tokens(n, seed=n) for n in (33, 1, 16, 5)], *[[[6], [7], [8], [9]]] * 18, [[5], [5, 6], [], _tokens(9)]]
+
+    def logits(left: float) -> torch.Tensor:
+        session = Session(tiny, sequences=4)
+        session.kv.data.fill_(left)
+        return torch.cat([session.step(*each) for each in chunks])
+
+    clean = logits(0.0)
+    assert clean.isfinite().all()
+    assert torch.equal(logits(torch.nan), clean)
+    assert torch.equal(logits(torch.inf), clean)
+
+
 def test_only_the_wanted_rows_get_logits(make_tiny: MakeTiny) -> None:
     tiny, tokens = make_tiny("qwen3_moe"), _tokens(30)
     reference = tiny.reference(tokens)
