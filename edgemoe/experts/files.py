@@ -1,4 +1,4 @@
-"""The files of a store: blocks and checksums, reads of whole pages, writes that survive a crash, the lock.
+"""The files of a store: blocks and checksums, reads of whole pages, the lock.
 
 Imports no torch.
 """
@@ -185,26 +185,6 @@ def file_bytes(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise StoreError(f"{path} is not a regular file")
     return found.st_size
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes a small file so that after a crash it is there whole, or as it was before."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes renames in the directory survive a power loss."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def blocks(size_bytes: int) -> Iterator[slice]:

@@ -14,14 +14,9 @@ from typing import Annotated, Self
 import msgspec
 from msgspec import Meta
 
+from edgemoe.durable import replace_file
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
-from edgemoe.experts.files import (
-    ALIGN,
-    checksum,
-    file_bytes,
-    padded,
-    write_durably,
-)
+from edgemoe.experts.files import ALIGN, checksum, file_bytes, padded
 from edgemoe.types import Json
 
 VERSION = 1
@@ -142,7 +137,7 @@ class Manifest(Record, frozen=True):
     def save(self, directory: Path) -> None:
         """Writes `manifest.json`, replacing an older one in one step."""
         signed = msgspec.structs.replace(self, checksum=self._own_checksum())
-        write_durably(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(signed), indent=1))
+        replace_file(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(signed), indent=1), 0o644)
 
     def _own_checksum(self) -> str:
         return checksum(msgspec.json.encode(msgspec.structs.replace(self, checksum="")))

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from edgemoe.durable import replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
-from edgemoe.experts.files import LOCK, PageFile, checksum, lock_store, range_checksum, write_durably
+from edgemoe.experts.files import LOCK, PageFile, checksum, lock_store, range_checksum
 from edgemoe.experts.manifest import (
     DENSE,
     MANIFEST,
@@ -137,7 +138,7 @@ class _Packer:
         finished = self._finished()
         if not finished and not (journal.exists() and journal.read_bytes() == state):
             self._start_over()
-            write_durably(journal, state)
+            replace_file(journal, state, 0o644)
         for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
             leftover.unlink()
         (store / "experts").mkdir(exist_ok=True)

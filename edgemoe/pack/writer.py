@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.durable import sync_directory
 from edgemoe.errors import CheckpointError
 from edgemoe.experts.files import (
     ALIGN,
@@ -25,7 +26,6 @@ from edgemoe.experts.files import (
     open_direct,
     padded,
     page_memory,
-    sync_directory,
 )
 from edgemoe.pack.layout import NO_DIGEST, FilePlan, Piece, Run
 

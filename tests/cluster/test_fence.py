@@ -34,7 +34,7 @@ def test_a_damaged_file_is_an_error_and_not_epoch_zero(tmp_path: Path) -> None:
 def test_an_epoch_that_cannot_be_kept_is_not_obeyed(tmp_path: Path) -> None:
     fence = EpochFence(tmp_path / "epoch")
     fence.admit(3)
-    (tmp_path / "epoch.new").mkdir()  # nothing can be written there
+    (tmp_path / "epoch.tmp").mkdir()  # nothing can be written there
     with pytest.raises(CoordUnavailable, match="epoch 4 cannot be kept"):
         fence.admit(4)
     assert fence.highest == EpochFence(tmp_path / "epoch").highest == 3
@@ -42,7 +42,7 @@ def test_an_epoch_that_cannot_be_kept_is_not_obeyed(tmp_path: Path) -> None:
 
 def test_a_plan_that_cannot_be_kept_on_disk_is_gone_by_all_the_same(tmp_path: Path) -> None:
     keeper = PlanKeeper(tmp_path / "plan")
-    (tmp_path / "plan.new").mkdir()
+    (tmp_path / "plan.tmp").mkdir()
     plan = PlacementPlan(1, 1, "m", 1, 8, ("a",), (pack_bits(np.ones((1, 8), bool)),))
     keeper.adopt(plan)
     assert keeper.plan == plan

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edgemoe.cluster.control import durable, ops
+from edgemoe import durable
+from edgemoe.cluster.control import ops
 from edgemoe.cluster.control.coord import CoordState, PlanRef
 from edgemoe.cluster.control.journal import SEGMENT_BYTES, Damaged, Journal
 from edgemoe.cluster.control.recovery import open_journal
@@ -176,7 +177,7 @@ def test_what_was_written_in_part_is_taken_back(tmp_path: Path, monkeypatch: pyt
 
 def test_a_vote_that_cannot_be_kept_is_not_given(tmp_path: Path) -> None:
     journal = filled(tmp_path)
-    (tmp_path / "raft.vote.new").mkdir()
+    (tmp_path / "raft.vote.tmp").mkdir()
     with pytest.raises(OSError):
         journal.setCurrentTerm(4, "c")
     assert journal.failed
@@ -194,7 +195,7 @@ def test_a_file_is_fsynced_before_it_takes_the_others_place_and_the_directory_af
 
     monkeypatch.setattr(os, "fsync", fsync)
     durable.replace_file(tmp_path / "file", b"content")
-    assert done == ["/file.new False", " True"]
+    assert done == ["/file.tmp False", " True"]
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
 
 

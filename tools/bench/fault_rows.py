@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.telemetry import metrics
 from tools.bench.fault_state import STATE_BYTES, disk_full, guest_forgotten, power_loss, suspend, wrong_config
 from tools.bench.fault_trial import NODES, Record, Trial
 from tools.bench.intruder import GUEST, INTRUDER, KINDS, Intruder
@@ -129,21 +128,9 @@ def restart_all(trial: Trial) -> Record:
 
 def forward_kill(trial: Trial) -> Record:
     """Several requests at one front, which passes some on; a box that runs them is killed mid-stream."""
-    front = trial.cluster[trial.rng.choice(NODES)]
-    others, guests = trial.others(front), [0.0]
-    hits = [trial.rng.choice(others)]
-
-    def fault() -> None:
-        ends = time.monotonic() + 2.0
-        while time.monotonic() < ends and not guests[0]:
-            found = [(daemon.metrics().get(metrics.GUESTS, 0.0), daemon) for daemon in others]
-            guests[0], hits[0] = max(found, key=lambda pair: pair[0])
-        trial.mark()
-        hits[0].kill()
-
-    found = trial.requests([front] * 4, fault)
-    trial.again(hits[0])
-    return {"hit": hits[0].box.name, "requests": found, "guests": guests[0]}
+    hit, found = trial.forwarded(lambda hit, _: hit.kill())
+    trial.again(hit)
+    return found
 
 
 def wrong_key(trial: Trial) -> Record:

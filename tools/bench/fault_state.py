@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edgemoe.telemetry import metrics
 from tools.bench.fault_trial import NODES, Record, Trial, clock
 from tools.testbed.bed import BedError
 from tools.testbed.daemons import CONTROL_PORT, Daemon
@@ -112,22 +111,14 @@ def guest_forgotten(trial: Trial) -> Record:
 
     So the front is one that the box does not know, and its requests are dropped there.
     """
-    front = trial.cluster[trial.rng.choice(NODES)]
-    others, guests = trial.others(front), [0.0]
-    hits = [trial.rng.choice(others)]
 
-    def fault() -> None:
-        ends = time.monotonic() + 2.0
-        while time.monotonic() < ends and not guests[0]:
-            read = [(daemon.metrics().get(metrics.GUESTS, 0.0), daemon) for daemon in others]
-            guests[0], hits[0] = max(read, key=lambda pair: pair[0])
-        trial.mark()
-        relist(trial, hits[0], {front.box.name: CONTROL_PORT + 9})
-        relist(trial, hits[0], {})
+    def relist_front(hit: Daemon, front: Daemon) -> None:
+        relist(trial, hit, {front.box.name: CONTROL_PORT + 9})
+        relist(trial, hit, {})
 
-    found = trial.requests([front] * 4, fault)
+    _, found = trial.forwarded(relist_front)
     trial.cluster.settle()
-    return {"hit": hits[0].box.name, "requests": found, "guests": guests[0]}
+    return found
 
 
 def relist(trial: Trial, daemon: Daemon, ports: dict[str, object], within_s: float = 20.0) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from edgemoe.telemetry import metrics
 from tools.bench.obeyed import broken
 from tools.testbed.daemons import Answer, Cluster, Daemon
 
@@ -56,6 +57,23 @@ class Trial:
 
             stirred = self._ask(fronts, prompts, later)
         return [self._record(n, *row) for n, row in enumerate(zip(fronts, prompts, calm, stirred, strict=True))]
+
+    def forwarded(self, fault: Callable[[Daemon, Daemon], None]) -> tuple[Daemon, Record]:
+        """Several requests at one front, which passes some on; `fault` gets a box that runs them, and the front."""
+        front = self.cluster[self.rng.choice(NODES)]
+        others, guests = self.others(front), [0.0]
+        hits = [self.rng.choice(others)]
+
+        def come() -> None:
+            ends = time.monotonic() + 2.0
+            while time.monotonic() < ends and not guests[0]:
+                read = [(daemon.metrics().get(metrics.GUESTS, 0.0), daemon) for daemon in others]
+                guests[0], hits[0] = max(read, key=lambda pair: pair[0])
+            self.mark()
+            fault(hits[0], front)
+
+        found = self.requests([front] * 4, come)
+        return hits[0], {"hit": hits[0].box.name, "requests": found, "guests": guests[0]}
 
     def mark(self) -> None:
         """Now the fault comes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgemoe.cluster.control.durable import replace_file
+from edgemoe.durable import replace_file
 from edgemoe.errors import CoordUnavailable, EpochLeap, ServiceError, StaleEpoch
 
 MAX_LEAP = 10**6  # above what is known: more elections than that nobody has missed

@@ -24,7 +24,7 @@ import msgspec
 import pysyncobj.journal
 import xxhash
 
-from edgemoe.cluster.control.durable import replace_file, sync_directory, write_all
+from edgemoe.durable import replace_file, sync_directory, write_all
 
 log = logging.getLogger(__name__)
 MAGIC = b"edgemoe raft 1\0\0"

@@ -9,7 +9,7 @@ import msgspec
 
 from edgemoe.bounds import MAX_NODES
 from edgemoe.cluster.control.coord import PlanRef
-from edgemoe.cluster.control.durable import replace_file
+from edgemoe.durable import replace_file
 from edgemoe.errors import PeerRefused
 from edgemoe.types import PlacementPlan, digest_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from edgemoe.cluster.control.coord import CoordState
-from edgemoe.cluster.control.durable import replace_file
 from edgemoe.cluster.control.journal import Damaged, Entry, frame, unframe
+from edgemoe.durable import replace_file
 
 MAX_SNAPSHOT_BYTES = 1 << 20
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Makes `data` the file's content (0600). Raises OSError; what was there then still is."""
-    temporary = path.with_name(path.name + ".new")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+def replace_file(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Makes `data` the file's content. Raises OSError; what was there then still is."""
+    temporary = path.with_name(path.name + ".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         write_all(fd, data)
         os.fsync(fd)
