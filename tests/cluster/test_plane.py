@@ -463,10 +463,24 @@ async def test_a_witness_votes_and_holds_nothing(tmp_path: Path, monkeypatch: py
         await until(lambda: found["c"].plane.leader == other)
 
 
-async def test_a_box_that_was_listed_otherwise_for_a_while_is_known_again(three: dict[str, Front]) -> None:
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_box_that_was_not_listed_for_a_while_is_known_again(three: dict[str, Front], noticed: bool) -> None:
     a, b = three["a"], three["b"]
-    elsewhere = msgspec.structs.replace(a.peers["b"], address="127.0.0.1:1")
-    a.plane.list({**a.peers, "b": elsewhere})
-    await until(lambda: not b.plane.members.is_alive("a"))  # whose connection to a stands all the while
+    a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
+    if noticed:
+        await until(lambda: not b.plane.members.is_alive("a"))  # whose connection to a stands all the while
     a.plane.list(a.peers)
-    await until(lambda: a.plane.members["b"].card is not None)
+    assert a.plane.members["b"].card is None
+    await until(lambda: {e.node for e in a.plane.members.engines() if e.heard} == {"b", "c"})
+
+
+async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dict[str, Front]) -> None:
+    a, b = three["a"], three["b"]
+    known = a.plane.members["b"].card
+    a.plane.list({**a.peers, "b": msgspec.structs.replace(a.peers["b"], address="127.0.0.1:1")})
+    assert not a.plane.members["b"].up
+    assert (a.plane.members["b"].boot, a.plane.members["b"].card) == ("boot-b-1", known)
+    assert b.plane.members.is_alive("a")
+    a.plane.list(a.peers)
+    await until(lambda: a.plane.members["b"].up and b.plane.members["a"].up)
+    assert a.plane.members["b"].boot == "boot-b-1"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tools.bench.fault_trial import NODES, Record, Trial, clock
 from tools.testbed.bed import BedError
-from tools.testbed.daemons import CONTROL_PORT, Daemon
+from tools.testbed.daemons import Daemon
 
 STATE_BYTES = 8 << 20
 LEASE_S = 1.5  # cluster.lease_s, as the boxes have it
@@ -107,13 +107,13 @@ def wrong_config(trial: Trial) -> Record:
 
 
 def guest_forgotten(trial: Trial) -> Record:
-    """Several requests at one front, which passes some on; a box that runs them lists the front otherwise for a moment.
+    """Several requests at one front, which passes some on; a box that runs them does not list the front for a moment.
 
     So the front is one that the box does not know, and its requests are dropped there.
     """
 
     def relist_front(hit: Daemon, front: Daemon) -> None:
-        relist(trial, hit, {front.box.name: CONTROL_PORT + 9})
+        relist(trial, hit, {front.box.name: ""})
         relist(trial, hit, {})
 
     _, found = trial.forwarded(relist_front)
@@ -121,10 +121,10 @@ def guest_forgotten(trial: Trial) -> Record:
     return found
 
 
-def relist(trial: Trial, daemon: Daemon, ports: dict[str, object], within_s: float = 20.0) -> None:
-    """That box's list names other ports; returns when it has read the list again. Raises BedError."""
+def relist(trial: Trial, daemon: Daemon, keys: dict[str, object], within_s: float = 20.0) -> None:
+    """That box's list has other keys; returns when it has read the list again. Raises BedError."""
     mark, ends = daemon.log_bytes(), time.monotonic() + within_s
-    trial.cluster.write_peers(trial.cluster.peers_file(daemon.box.name), ports=ports)
+    trial.cluster.write_peers(trial.cluster.peers_file(daemon.box.name), keys=keys)
     while not any(event["event"] == "list of peers read again" for event in daemon.events(mark)):
         if time.monotonic() > ends:
             raise BedError(f"{daemon.box.name} did not read its list again")

@@ -187,14 +187,11 @@ class Cluster:
         for name in self.daemons:
             self.write_peers(self.peers_file(name), keys=instead)
 
-    def write_peers(
-        self, path: Path, *, keys: Settings | None = None, ports: Settings | None = None, silent: Sequence[str] = ()
-    ) -> None:
-        """A list of peers; some with other keys or ports, the `silent` without a vote."""
+    def write_peers(self, path: Path, *, keys: Settings | None = None, silent: Sequence[str] = ()) -> None:
+        """A list of peers; some with other keys, those with "" left out, the `silent` without a vote."""
         entries = []
         for name, key in {**self._keys, **(keys or {})}.items():
-            port = {**(ports or {})}.get(name, CONTROL_PORT)
-            where = 'address = ""' if name in self.empty else f'address = "{self.bed[name].address}:{port}"'
+            where = 'address = ""' if name in self.empty else f'address = "{self.bed[name].address}:{CONTROL_PORT}"'
             vote = "\nvoter = false" if name in self.empty or name in silent else ""
             if key:
                 entries.append(f'[[peer]]\nnode = "{name}"\n{where}{vote}\nkey = "{key}"\n')

@@ -31,10 +31,10 @@ def let_in(
 
 
 def same_box(now: Peer | None, before: Peer) -> bool:
-    """Whether it is listed as before, but perhaps with another key beside one that it had."""
+    """Whether it is listed as before, but perhaps elsewhere, or with another key beside one that it had."""
     if now is None or set(now.keys).isdisjoint(before.keys):
         return False
-    return now == msgspec.structs.replace(before, key=now.key, new_key=now.new_key)
+    return now == msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
 
 
 def with_addresses(listed: Mapping[str, Peer], said: Mapping[str, str]) -> tuple[Peer, ...]:

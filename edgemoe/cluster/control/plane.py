@@ -1,7 +1,7 @@
 """One box among the others, on the control lane: it says how it is, hears the others, follows the leader or leads.
 
     every beat   Beat to all; who has not been heard for DEAD_S is dead; a broken connection says so at once
-    on change    Announce to all, until each has taken note of it
+    on change    Announce to all, until each has taken note of it; again to who has none of it, by its beats
     a follower   obeys a leader whose epoch is not below the highest it has ever seen (`fence`): fetches the plan that
                  the leader names, checks its digest, keeps it on disk and hands it on
     the leader   (`leading`) makes plans and has them agreed; it names the plan in its beats
@@ -242,6 +242,8 @@ class ControlPlane:
             self._news.set()
         if beat.engine != before.engine:
             self.on_change()
+        if beat.unmet:
+            member.told = 0
         if member.gone_s != float("inf"):
             self._watch()
         if self._obeys(member, before):
@@ -326,9 +328,7 @@ class ControlPlane:
         for node in self.members.watch():
             alive = self.members.is_alive(node)
             self._say(logging.INFO, "box is here" if alive else "box is gone", node)
-            if alive:
-                self.members[node].told = 0  # it may have listed us otherwise meanwhile, and so forgotten us
-            elif self.leader == node:
+            if not alive and self.leader == node:
                 self.leader = ""
             self._changed()
 
@@ -356,7 +356,7 @@ class ControlPlane:
             plan_digest=ref.digest if ref else "",
         )
         for member in self.members:
-            self.lane.tell(member.peer.node, beat)
+            self.lane.tell(member.peer.node, msgspec.structs.replace(beat, unmet=member.card is None))
 
     async def _tell(self) -> None:
         """Announces this box to whoever has not heard the latest."""

@@ -1,7 +1,7 @@
 """The language of the control lane, front to front.
 
     Beat         told several times a second: that the box lives, whether it leads, which plan holds, how busy it is
-    Announce     asked when it has changed, answered Welcome (or refused): what the box is and has
+    Announce     asked when it has changed, or a Beat wants it, answered Welcome (or refused): what the box is and has
     GetPlan      answered PlanIs, with the plan as a tensor
     Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
     Tokens       what that engine emits, likewise; answered Taken, which names what nobody waits for any more
@@ -45,6 +45,7 @@ class Beat(Message, frozen=True, tag="Beat"):
     requests: Count = 0  # running and waiting there
     slots: Count = 0  # that run at once
     capacity: Count = 0  # that may be there, waiting ones included
+    unmet: bool = False  # the receiver's announcement is wanted: this box has none
 
 
 class EngineCard(msgspec.Struct, frozen=True):
