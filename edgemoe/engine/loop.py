@@ -59,7 +59,7 @@ class StepLoop:
         """`emit` gets what each step yields, on the compute thread. For `patience_s` a request may lack an expert."""
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._patience_s = patience_s
-        self.steps = Steps(runner)
+        self.steps, self._runner = Steps(runner), runner
         self._scheduler, self._bounds = scheduler, bounds
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -98,15 +98,16 @@ class StepLoop:
 
     def step(self) -> bool:
         """Takes what has arrived and computes one step; false if nothing could be computed."""
-        self._take()
-        now_s = self._clock()
-        for seq in self._scheduler.expired(now_s):
-            late = DeadlineExceeded("the deadline passed before the answer was complete")
-            self._end(seq, "error", seq.lacks or late)
-        works = [] if self._stopped else self._scheduler.schedule(now_s)
-        self._compute(works)
-        self._flush()
-        return any(work.seq.lacks is None for work in works)
+        with self._runner.in_step():
+            self._take()
+            now_s = self._clock()
+            for seq in self._scheduler.expired(now_s):
+                late = DeadlineExceeded("the deadline passed before the answer was complete")
+                self._end(seq, "error", seq.lacks or late)
+            works = [] if self._stopped else self._scheduler.schedule(now_s)
+            self._compute(works)
+            self._flush()
+            return any(work.seq.lacks is None for work in works)
 
     def _wait(self) -> None:
         now_s, requests = self._clock(), self._requests.values()

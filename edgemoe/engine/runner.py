@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple, Protocol
 
@@ -65,15 +66,24 @@ class Runner:
         """`observe` is shown what the gates chose, `expect` each step before it runs, on the compute thread."""
         # by phase ("prefill" where a prompt is in the step): steps, seconds, experts touched in all layers, and tokens
         self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
-        self.started_s: float | None = None  # of the step that is being computed
+        self.started_s: float | None = None  # of the step, or the attempt at it, that the compute thread is in
         self._decoder, self._kv, self._experts = decoder, kv, experts
         self._blocks, self._pace, self._device = blocks, pace, device
         self._observe, self._expect, self._clock = observe, expect, clock
 
     def step_age_s(self) -> float:
-        """How long the current step has been computing; 0 between steps. From any thread."""
+        """How long the current step, or the attempt at it, has taken; 0 between steps. From any thread."""
         started_s = self.started_s
         return 0.0 if started_s is None else self._clock() - started_s
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """All that happens within counts as the step, for a thread may hang anywhere."""
+        self.started_s = self._clock()
+        try:
+            yield
+        finally:
+            self.started_s = None
 
     @torch.inference_mode()
     def compute(self, works: Sequence[Work]) -> Computed:
@@ -81,13 +91,10 @@ class Runner:
         meta = describe(works)
         batch = make_batch(works, meta, self._device)
         started_s = self.started_s = self._clock()
-        try:
-            self._experts.begin_step(meta)
-            if self._expect is not None:
-                self._expect(meta)
-            logits = self._decoder.forward(batch, self._kv, self._experts)
-        finally:
-            self.started_s = None
+        self._experts.begin_step(meta)
+        if self._expect is not None:
+            self._expect(meta)
+        logits = self._decoder.forward(batch, self._kv, self._experts)
         return Computed(works, meta, logits, self._experts.end_step(), self._clock() - started_s)
 
     def book(self, step: Computed) -> None:

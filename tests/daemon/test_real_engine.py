@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from edgemoe.config import CacheSettings, DeviceSettings, MemorySettings
 from edgemoe.daemon import WORKER, Front
 from edgemoe.demo import model_path
 from edgemoe.experts.manifest import Manifest
+from edgemoe.front import engine
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.pack import ensure_store
 from edgemoe.telemetry import metrics
@@ -29,6 +31,7 @@ from scoutgate.embedding import load_embedding
 from scoutgate.model import ScoutGate, ScoutShape
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+HANGING = (sys.executable, str(Path(__file__).parents[1] / "fakes" / "hanging_worker.py"))
 FREE = {"ignore_eos": True}  # a random model ends its texts at random
 
 
@@ -105,6 +108,26 @@ async def test_a_kill_midstream_leaves_every_text_as_it_would_have_been(front: F
     os.kill(supervisor_of(front).describe()["engine"]["pid"], signal.SIGKILL)
     assert await dying == expected
     assert book.replayed
+
+
+async def test_a_compute_thread_that_hangs_is_noticed_and_every_text_goes_on_as_it_would_have(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "hang"
+    monkeypatch.setenv("HANG", str(told))
+    monkeypatch.setattr(engine, "STEP_S", 1.0)
+    settings = settings_for(tmp_path, store, service={"max_restarts": 50})
+    async with running(settings, HANGING) as front:
+        expected = await texts(front, 6, 120)
+        for place in ("forward", "sample"):
+            first = supervisor_of(front).describe()["engine"]["pid"]
+            streams = asyncio.ensure_future(texts(front, 6, 120))
+            await until(lambda: total(front) > 100)
+            told.write_text(place)
+            assert await streams == expected
+            assert "one step has taken" in supervisor_of(front).why
+            assert supervisor_of(front).describe()["engine"]["pid"] != first
+            assert not Path(f"/proc/{first}").exists()
 
 
 async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(

@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import Drive, prompt
+from engine_kit import Drive, PlainDecoder, prompt
 from test_sampler import VOCAB, random_logits, sequence, tokens
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from edgemoe.engine import loop, sampler
+from edgemoe.engine import loop, sampler, step
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.choose import pick
+from edgemoe.engine.loop import StepLoop
+from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampler import sample
-from edgemoe.engine.scheduler import PROMPT_ROWS
+from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.users import Users
 from edgemoe.types import BLOCK_TOKENS, Request, Sampling
 
 
-def test_between_steps_none_is_computing() -> None:
+@pytest.mark.parametrize(
+    ("owner", "stage"),
+    [(PlainDecoder, "forward"), (step, "sample"), (Runner, "book"), (Scheduler, "schedule"), (StepLoop, "_deliver")],
+)
+def test_a_step_has_an_age_wherever_it_is_and_none_is_computing_between_steps(
+    owner: Any, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drive, ages = Drive(), []
-    real = drive.model.decoder.forward
+    real = getattr(owner, stage)
 
-    def forward(*args: object) -> torch.Tensor:
+    def held(*args: object) -> object:
         started.set()
         assert seen.wait(20)
         return real(*args)
 
     started, seen = threading.Event(), threading.Event()
-    drive.model.decoder.forward = forward
+    monkeypatch.setattr(owner, stage, held)
     drive.submit(max_tokens=1)
     thread = threading.Thread(target=drive.step)
     thread.start()
@@ -43,6 +52,7 @@ def test_between_steps_none_is_computing() -> None:
     seen.set()
     thread.join(20)
     assert ages[0] > 0.0
+    assert drive.tokens()
     assert drive.engine.runner.step_age_s() == 0.0
     drive.model.decoder.forward = lambda *_: 1 / 0
     drive.submit(name="bad")

@@ -50,7 +50,9 @@ CONTROL = ("coord", "elect", "etcd", "fence", "journal", "lead", "member", "plan
 ROOMS = {name: _alike(name) for name in ALIKE} | {
     "cli": Room(("edgemoe/cli",), ("tests/shell/test_c*.py",)),
     "config": Room(("edgemoe/config_load.py", "edgemoe/config.py"), ("tests/shell/test_*config*.py",)),
-    "control": Room(("edgemoe/cluster/control",), (*_cluster(*CONTROL), "tests/store/test_durable.py")),
+    "control": Room(
+        ("edgemoe/cluster/control", "edgemoe/durable.py"), (*_cluster(*CONTROL), "tests/store/test_durable.py")
+    ),
     "data": Room(("edgemoe/cluster/data",), _cluster("data", "bulk", "lying")),
     "experts": Room(("edgemoe/experts",), ("tests/experts/test_*.py", "tests/store/test_store.py")),
     "front": Room(("edgemoe/front",), ("tests/daemon/test_[!b]*.py", "tests/daemon/test_book*.py")),
