@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class Box:
             transport=httpx.AsyncHTTPTransport(uds=str(self.socket)), base_url="http://box", timeout=60.0
         )
 
-    def start(self) -> None:
-        command = [sys.executable, "-m", "edgemoe", "serve", "--config", str(self.config)]
+    def start(self, *words: str) -> None:
+        command = [sys.executable, "-m", "edgemoe", "serve", "--config", str(self.config), *words]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -117,23 +118,37 @@ class Box:
         return (self.folder / "log").read_text(errors="replace")
 
 
+def own_section(folder: Path, port: int) -> dict[str, Any]:
+    """What its `[cluster]` says of a box alone."""
+    return {
+        "node": folder.name,
+        "key_file": str(folder / "key"),
+        "listen": f"127.0.0.1:{port}",
+        "state_dir": str(folder / "state"),
+    }
+
+
+def like(box: Box, folder: Path, port: int) -> Box:
+    """A box with the store and settings of another, that has a key and lists nobody."""
+    folder.mkdir()
+    generate(folder / "key")
+    sections = tomllib.loads(box.config.read_text())
+    del sections["cluster"]["peers_file"]
+    sections["cluster"] |= own_section(folder, port)
+    sections["api"]["socket"] = str(folder / "api.sock")
+    return Box(folder.name, folder, sections)
+
+
 def make_boxes(folder: Path, stores: Mapping[str, Path], ports: Sequence[int], **sections: dict[str, Any]) -> list[Box]:
     """Boxes that list each other, with a store each. `sections` go into every configuration, `cluster` among them."""
-    entries = []
+    entries, boxes = [], []
     for node, port in zip(stores, ports, strict=True):
         (folder / node).mkdir()
         key = generate(folder / node / "key").public.decode()
         entries.append(f'[[peer]]\nnode = "{node}"\naddress = "127.0.0.1:{port}"\nkey = "{key}"\n')
-    (folder / "peers.toml").write_text("\n".join(entries))
-    boxes = []
     for node, port in zip(stores, ports, strict=True):
-        own = {
-            "node": node,
-            "key_file": str(folder / node / "key"),
-            "listen": f"127.0.0.1:{port}",
-            "peers_file": str(folder / "peers.toml"),
-            "state_dir": str(folder / node / "state"),
-        }
+        (folder / node / "peers.toml").write_text("\n".join(entries))
+        own = own_section(folder / node, port) | {"peers_file": str(folder / node / "peers.toml")}
         merged = {**sections, "cluster": own | sections.get("cluster", {})}
         merged["model"] = {"path": str(stores[node])} | sections.get("model", {})
         merged["api"] = {"socket": str(folder / node / "api.sock")} | sections.get("api", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from box_processes import Box, make_boxes
+from box_processes import Box, like, make_boxes
 from checkpoints import partial_store, tiny_checkpoint
 from front_kit import byte_level_tokenizer, free_ports, write_model
 from kept import STORES
@@ -20,6 +21,7 @@ from waiting import until
 
 import edgemoe.cli
 from edgemoe.api.detokenize import Vocabulary
+from edgemoe.cluster.wire.keys import load_peers, load_secret
 from edgemoe.experts.files import padded
 from edgemoe.experts.manifest import Manifest
 from edgemoe.pack import ensure_store
@@ -92,14 +94,15 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
             await box.close()
 
 
-async def settled(boxes: Iterable[Box]) -> bool:
-    """Whether all are ready, see each other, and have every expert of one plan at home in memory."""
+async def settled(boxes: Iterable[Box], nodes: tuple[str, ...] = NODES) -> bool:
+    """Whether all are ready, see these nodes alone, and have every expert of one plan at home in memory."""
     told = [await box.health() for box in boxes]
     if any(one.get("status") != "ready" or not one["cluster"]["leader"] for one in told):
         return False
     plans = {one["cluster"]["plan"] and one["cluster"]["plan"]["digest"] for one in told}
-    members = [member for one in told for member in one["cluster"]["members"] if member["node"] in NODES]
+    members = [member for one in told for member in one["cluster"]["members"]]
     alive = all(member["state"] == "here" and member["homes"] for member in members)
+    alive = alive and all({m["node"] for m in one["cluster"]["members"]} == set(nodes) for one in told)
     return alive and len(plans) == 1 and None not in plans and not any([await box.missing() for box in boxes])
 
 
@@ -127,6 +130,28 @@ async def test_the_picture_of_the_cluster_is_drawn_from_any_box(
     assert "leads in epoch" in page
     assert "b (this box)" in page
     assert page.count("here") >= len(NODES)
+
+
+async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
+    boxes: dict[str, Box], oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Listed on a alone, and told of a alone; all others learn of it, give it homes, and lose it again."""
+    d, lists = like(boxes["b"], tmp_path / "d", *free_ports(1)), boxes["a"].folder / "peers.toml"
+    seed, before = load_peers(lists)["a"], lists.read_text()
+    key = load_secret(d.folder / "key").public.decode()
+    four = [*boxes.values(), d]
+    lists.write_text(f'{before}\n[[peer]]\nnode = "d"\naddress = ""\nkey = "{key}"\nvoter = false\n')
+    d.start("--join", f"a,{seed.address},{seed.key}")
+    try:
+        await until(lambda: settled(four, (*NODES, "d")), 60.0)
+        assert await d.complete("said by the fourth", 40) == oracle.complete("said by the fourth", 40)
+        for box in boxes.values():
+            assert edgemoe.cli.main(["status", "--cluster", "--socket", str(box.socket)]) == 0
+            assert re.search(r"(?m)^\W*d\b.*\bhere\b", capsys.readouterr().out)
+    finally:
+        await d.close()
+        lists.write_text(before)
+    await until(lambda: settled(boxes.values()), 60.0)
 
 
 async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_it(
