@@ -19,9 +19,9 @@ FILLING = "filling"
 
 
 def disk_full(trial: Trial) -> Record:
-    """No room for one box's state, during 3 s in which the leader stands still, so that another is to be elected."""
-    hit = trial.cluster[trial.rng.choice(NODES)]
+    """No room for the state of a box that does not lead, during 3 s in which the leader stands still."""
     leader, at_s = trial.leader(), [0.0]
+    hit = trial.rng.choice(trial.others(leader))
     filling = trial.cluster.state_dir(hit.box.name) / FILLING
     timers: list[threading.Timer] = []
 
@@ -32,8 +32,7 @@ def disk_full(trial: Trial) -> Record:
     def fault() -> None:
         at_s[0] = time.time()
         fill(filling)
-        if leader is not hit:
-            leader.box.pause()
+        leader.box.pause()
         timers.append(threading.Timer(3.0, end))
         timers[0].start()
 
@@ -76,13 +75,15 @@ def power_loss(trial: Trial) -> Record:
 def wrong_config(trial: Trial) -> Record:
     """A box is started again by other rules of who leads, alone or with other voters, and later by the right ones.
 
-    What it obeys by the wrong rules is its own affair, and logged aside; nobody else is to obey it.
+    What it obeys by the wrong rules is its own affair, and logged aside; nobody else is to obey it, and all others show
+    it as refused. Raises BedError where they do not, or it does not run.
     """
     hit, at_s = trial.cluster[trial.rng.choice(NODES)], [0.0]
     way = trial.rng.choice(("single", "voters"))
     others = hit.folder / "other-peers.toml"
-    trial.cluster.write_peers(others, silent=[trial.rng.choice([node for node in NODES if node != hit.box.name])])
-    wrong = {"cluster.coordination": "single"} if way == "single" else {"cluster.peers_file": others}
+    trial.cluster.write_peers(others, silent=[hit.box.name])
+    alone = {"cluster.coordination": "single", "cluster.leader": hit.box.name}
+    wrong = alone if way == "single" else {"cluster.peers_file": others}
     marks = {daemon.box.name: daemon.log_bytes() for daemon in trial.others(hit)}
 
     def fault() -> None:
@@ -91,19 +92,29 @@ def wrong_config(trial: Trial) -> Record:
         hit.start(wrong)
 
     found = trial.requests(trial.others(hit), fault)
-    with contextlib.suppress(BedError):  # it may find that nobody lets it take part
-        hit.wait_ready(10.0)
+    for daemon in trial.others(hit):
+        wait_refused(daemon, hit)
     time.sleep(2 * LEASE_S)
     obeyed = sum(
         event["event"] == "leader" and event["node"] == hit.box.name and clock(event) > at_s[0]
         for daemon in trial.others(hit)
         for event in daemon.events(marks[daemon.box.name])
     )
-    lived = hit.alive
     hit.kill()
     trial.again(hit)
-    told = {"way": way, "lived": lived, "wrong_obeyed": obeyed}
+    told = {"way": way, "wrong_obeyed": obeyed}
     return {"hit": hit.box.name, **told, "requests": found, **trial.coordination(at_s[0])}
+
+
+def wait_refused(daemon: Daemon, hit: Daemon, within_s: float = 30.0) -> None:
+    """Until that box shows the one that was hit as one that it hears and refuses. Raises BedError."""
+    ends, states = time.monotonic() + within_s, dict[str, str]()
+    while states.get(hit.box.name) != "refused":
+        if not hit.alive or time.monotonic() > ends:
+            raise BedError(f"{hit.box.name} {'runs' if hit.alive else 'ended'}; {daemon.box.name} shows {states}")
+        time.sleep(0.1)
+        members = daemon.http.get("/health").json()["cluster"]["members"]
+        states = {member["node"]: member["state"] for member in members}
 
 
 def guest_forgotten(trial: Trial) -> Record:
