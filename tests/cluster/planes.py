@@ -74,8 +74,8 @@ class Front:
     async def die(self) -> None:
         """Without a word to anybody."""
         if self.task is not None and not self.task.done():
-            if (leader := self.plane._leader) is not None and leader._electing is not None:
-                leader._election = None  # no resigning
+            if (leader := self.plane._leader) is not None and leader._election is not None:
+                leader._election._step_down()  # so that it does not resign
             self.task.cancel()
             await asyncio.gather(self.task, return_exceptions=True)
 

@@ -17,6 +17,7 @@ from planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
 from waiting import until
 
 from edgemoe.cluster.control import etcd, leading
+from edgemoe.cluster.control.clock import since_boot
 from edgemoe.cluster.control.fence import EpochFence
 from edgemoe.cluster.control.plans import PlanKeeper
 from edgemoe.cluster.control.stores import make_store
@@ -439,7 +440,7 @@ async def test_boxes_agree_by_an_etcd_with_certificates_and_a_password_and_nobod
             assert other.plane.epoch > epoch
         for wrong in ({"etcd_password_file": tls.file("ca.pem")}, {"etcd_ca": ""}):
             given = ClusterSettings(node="a", **{**settings, **wrong})
-            store = make_store(given, {}, EpochFence(tmp_path / "epoch"), None)  # type: ignore[arg-type]
+            store = make_store(given, {}, EpochFence(tmp_path / "epoch"), None, since_boot)  # type: ignore[arg-type]
             assert store is not None
             with pytest.raises(CoordUnavailable):
                 await store.start()

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -254,6 +255,89 @@ def test_a_vote_is_given_only_to_who_has_what_the_others_have_and_in_no_term_tha
     assert journal.getVotedForNodeId() == ""  # in term 8 it may have voted
     assert not recovery.may_vote(8, 8, 2)
     assert recovery.may_vote(9, 1, 1)  # PySyncObj compares the logs from here on
+
+
+def hear(made: World, name: str, source: str, **said: object) -> None:
+    """As if `source` had sent it."""
+    transport = made.running[name].transport
+    made.net.links[name].message(source, voters_digest(ABC) + msgspec.msgpack.encode(said))
+    transport._deliver(0, 0)
+
+
+def follower_of(made: World) -> tuple[str, str]:
+    """A leader, and a member that has applied all that it has; the third is down."""
+    made.start()
+    made.until(lambda: whole(made))
+    epoch = made.claim("a")
+    for _ in range(5):
+        made.agree("a", ops.Renew(epoch))
+    made.until(lambda: len(made.elected()) == 1 and len({m.raftLastApplied for m in made.running.values()}) == 1)
+    first = made.elected()[0]
+    other, third = (name for name in ABC if name != first)
+    made.stop(third)
+    return first, other
+
+
+def test_a_late_message_of_the_leader_takes_no_entries_away(abc: World) -> None:
+    """Nor does the answer to it count as word of entries that it did not have."""
+    first, other = follower_of(abc)
+    member = abc.running[other]
+    had, said = member.journal[:], list[dict[str, Any]]()
+    _, index, term = had[2]
+    abc.net.links[first].message = lambda _node, payload: said.append(msgspec.msgpack.decode(payload[8:]))
+    late = {"type": "append_entries", "term": member.raftCurrentTerm, "commit_index": 2}
+    hear(abc, other, first, **late, prevLogIdx=index, prevLogTerm=term, entries=had[3:5])
+    assert member.journal[:] == had
+    assert said[-1]["next_node_idx"] == had[4][1] + 1
+    more = (b"\1", had[-1][1] + 1, member.raftCurrentTerm)
+    hear(abc, other, first, **late, prevLogIdx=index, prevLogTerm=term, entries=[*had[3:], more])
+    assert member.journal[:] == [*had, more]
+    assert said[-1]["next_node_idx"] == more[1] + 1
+    other_term = (b"\1", more[1], member.raftCurrentTerm + 1)
+    late["term"] = member.raftCurrentTerm + 1
+    hear(abc, other, first, **late, prevLogIdx=had[-1][1], prevLogTerm=had[-1][2], entries=[other_term])
+    assert member.journal[:] == [*had, other_term]  # what was not agreed yet gives way
+
+
+def test_a_member_that_applied_what_its_leader_has_otherwise_is_as_one_that_is_damaged(abc: World) -> None:
+    first, other = follower_of(abc)
+    member = abc.running[other]
+    _, index, term = member.journal[3]
+    wrong = (b"\1", index + 1, term)
+    message = {"type": "append_entries", "term": member.raftCurrentTerm, "commit_index": index + 1}
+    assert member.journal[4] != wrong
+    hear(abc, other, first, **message, prevLogIdx=index, prevLogTerm=term, entries=[wrong])
+    assert member.journal[4] != wrong
+    abc.step()
+    assert other not in abc.running
+    abc.start(other)
+    assert not abc.running[other].journal.whole
+    assert (abc.directory / other / "raft.journal.aside").exists()
+    abc.until(lambda: abc.running[other].state == abc.running[first].state)
+
+
+def test_entries_are_taken_for_agreed_only_where_they_are_the_leaders(abc: World) -> None:
+    first, other = follower_of(abc)
+    member = abc.running[other]
+    applied = member.raftLastApplied
+    member.journal.add(b"\1", applied + 1, member.raftCurrentTerm)
+    said = {"type": "append_entries", "term": member.raftCurrentTerm, "commit_index": applied + 9}
+    hear(abc, other, first, **said, serialized=None)
+    assert member.raftCommitIndex == applied
+    last = member.journal[-2]
+    hear(abc, other, first, **said, prevLogIdx=last[1], prevLogTerm=last[2], entries=[])
+    assert member.raftCommitIndex == applied
+
+
+def test_what_was_said_to_a_leader_counts_in_its_term_only(abc: World) -> None:
+    first, other = follower_of(abc)
+    leader = abc.running[first]
+    ahead = leader.journal[-1][1] + 100
+    said = {"type": "next_node_idx", "next_node_idx": ahead, "reset": False, "success": True}
+    hear(abc, first, other, **said, term=leader.raftCurrentTerm - 1)
+    assert leader.getStatus()[f"match_idx_server_{other}"] < ahead - 1
+    hear(abc, first, other, **said, term=leader.raftCurrentTerm)
+    assert leader.getStatus()[f"match_idx_server_{other}"] == ahead - 1
 
 
 def test_a_member_without_a_vote_does_not_stand_for_election(abc: World) -> None:

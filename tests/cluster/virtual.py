@@ -9,18 +9,21 @@ import asyncio
 import random
 import selectors
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import msgspec
 import pysyncobj.syncobj
 from planes import ABC, card
+from pysyncobj.node import Node
 
+from edgemoe.cluster.control import leading, stores
 from edgemoe.cluster.control import plane as plane_module
-from edgemoe.cluster.control import stores
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.control.raft import BACK_S, TICK_S, RaftStore
 from edgemoe.cluster.wire.control_messages import CONTROL, Announce, EngineCard
@@ -203,8 +206,8 @@ class Box:
     async def die(self) -> None:
         """Without a word to anybody."""
         assert self.plane is not None
-        if (leader := self.plane._leader) is not None:
-            leader._election = None  # no resigning
+        if (leader := self.plane._leader) is not None and leader._election is not None:
+            leader._election._step_down()  # so that it does not resign
         self.plane = None
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
@@ -356,6 +359,8 @@ def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
             mock.patch.object(plane_module, "Lane", Lane),
             mock.patch.object(plane_module, "Net", net),
             mock.patch.object(stores, "RaftStore", Ticking),
+            mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
+            mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),
             mock.patch.object(pysyncobj.syncobj, "monotonicTime", loop.time),
             mock.patch("os.fsync"),
         ):

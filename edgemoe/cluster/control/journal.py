@@ -133,6 +133,17 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
         at = index - self._entries[0][1] if self._entries else -1
         return self._entries[at][2] if 0 <= at < len(self._entries) else 0
 
+    def after(self, index: int, term: int) -> list[Entry] | None:
+        """The entries that follow that one; None where it is not here."""
+        at = index - self._entries[0][1] if self._entries else -1
+        here = 0 <= at < len(self._entries) and self._entries[at][2] == term
+        return self._entries[at + 1 :] if here else None
+
+    def disown(self, why: str) -> None:
+        """What this member went by cannot be right: whoever opens the journal anew finds it damaged."""
+        self._append(["disowned", why])
+        self.failed = True
+
     def mark_whole(self) -> None:
         """From now on this member remembers all that it promises."""
         self._append(["whole"])
@@ -206,6 +217,8 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
                     del self._entries[first:]
                 case "whole", []:
                     self.whole = True
+                case "disowned", [str(why)]:
+                    raise Damaged(why)
                 case _:
                     raise Damaged(f"a record {kind!r}")
         return end

@@ -98,7 +98,7 @@ class ControlPlane:
         self._link = LaneLink(self.lane, [name for name in peers if name != settings.node])
         self._leader: Leader | None = None
         try:
-            store = make_store(settings, peers, self.fence, self._link)
+            store = make_store(settings, peers, self.fence, self._link, clock)
         except ConfigError:
             self.lane.close()
             self._net.close()

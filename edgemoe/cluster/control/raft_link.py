@@ -8,7 +8,9 @@ heard: two lists never make one majority.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from pysyncobj.transport import Transport
 
 from edgemoe.cluster.control.journal import Journal
 from edgemoe.cluster.control.ops import MAX_OP_BYTES
-from edgemoe.cluster.control.recovery import Count, Here, Recovery, Where
+from edgemoe.cluster.control.recovery import MAX_COUNT, Count, Here, Recovery, Where
 from edgemoe.cluster.wire.sparing import SparingLog
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class _NextNodeIdx(_Said, tag="next_node_idx"):
     next_node_idx: Count
     reset: bool
     success: bool
+    term: Count | UnsetType = UNSET  # of the leader that is told
 
 
 class _ApplyCommand(_Said, tag="apply_command"):
@@ -115,11 +118,12 @@ class LinkTransport(Transport):  # type: ignore[misc]
         self._say = SparingLog(log)
         self.rejected = 0  # messages that were not read, or that PySyncObj failed over
         self.recovery = Recovery(journal, others, clock)
-        self._link, self._journal, self._voters = link, journal, voters
+        self._sync_obj, self._link, self._journal, self._voters = sync_obj, link, journal, voters
         self._nodes = {name: Node(name) for name in others}
         self._up: set[str] = set()
         self._inbox: deque[tuple[str, str, bytes]] = deque()
         self._inbox_bytes = 0
+        self._shared = MAX_COUNT  # up to which entry the log is the leader's, while a message of its is taken in
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = sync_obj._poller
         self._poller.subscribe(self._wake, self._deliver, POLL_EVENT_TYPE.READ)
@@ -134,6 +138,9 @@ class LinkTransport(Transport):  # type: ignore[misc]
     def send(self, node: Node, message: dict[str, Any]) -> bool:
         if self._journal.failed:  # what could not be kept is not promised
             return False
+        if message["type"] == "next_node_idx":
+            next_index = min(message["next_node_idx"], self._shared + 1)
+            message = message | {"next_node_idx": next_index, "term": self._sync_obj.raftCurrentTerm}
         return self._link.send(node.id, self._voters + msgspec.msgpack.encode(message))
 
     def recover(self, term: int, agreed: int) -> None:
@@ -141,7 +148,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         if self._journal.whole:
             return
         if (asked := self.recovery.asks()) is not None:
-            for node in self._up.intersection(self.recovery.waits_for):
+            for node in self.recovery.waits_for:  # where there is no connection nothing is sent
                 self._link.send(node, self._voters + msgspec.msgpack.encode(asked))
         if self.recovery.follow(term, agreed):
             log.info("this box has caught up and votes again", extra={"term": term})
@@ -211,7 +218,38 @@ class LinkTransport(Transport):  # type: ignore[misc]
             case _AppendEntries() if not _is_sound(message):
                 self._reject(name, "entries that do not follow each other")
                 return
+            case _AppendEntries() if message.term >= self._sync_obj.raftCurrentTerm:
+                self._append(name, message)
+                return
+            case _NextNodeIdx() if message.term not in (UNSET, self._sync_obj.raftCurrentTerm):
+                return  # what it said to an earlier leader may hold no more
         self._onMessageReceived(self._nodes[name], _as_map(message))
+
+    def _append(self, name: str, said: _AppendEntries) -> None:
+        """What a leader sends. Of the log it takes away only what contradicts that, and nothing that was agreed.
+
+        PySyncObj would delete all that follows `prevLogIdx`: where a message came late, or in parts, entries among it
+        that this member has said it keeps. It would also take entries for agreed that it shares with no leader.
+        """
+        sync, before, term, entries = self._sync_obj, said.prevLogIdx, said.prevLogTerm, said.entries
+        have = self._journal.after(before, term) if isinstance(before, int) and isinstance(term, int) else None
+        if not isinstance(before, int) or entries is UNSET or have is None:
+            said.commit_index = 0
+        else:
+            same = sum(1 for _ in itertools.takewhile(operator.truth, map(operator.eq, have, entries)))
+            contradicts = same < min(len(have), len(entries))
+            if contradicts and before + same < max(sync.raftCommitIndex, sync.raftLastApplied):
+                self._journal.disown(f"{name} leads and has another entry {before + same + 1} than was agreed here")
+                return
+            self._shared = before + len(entries)
+            kept = have[: len(have) if same == len(entries) else same]
+            if kept:
+                _, said.prevLogIdx, said.prevLogTerm = kept[-1]
+            said.entries, said.commit_index = entries[same:], min(said.commit_index, self._shared)
+        try:
+            self._onMessageReceived(self._nodes[name], _as_map(said))
+        finally:
+            self._shared = MAX_COUNT
 
     def _let_stand(self) -> None:
         for name in self._up:

@@ -28,7 +28,8 @@ from edgemoe.cluster.control.snapshot import read_snapshot
 log = logging.getLogger(__name__)
 ASK_S = 0.25
 
-Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+MAX_COUNT = 1 << 62
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class Where(msgspec.Struct, frozen=True, tag="where", tag_field="type"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from edgemoe.cluster.control.agreement import voters_of
@@ -21,7 +21,11 @@ RAFT_VOTERS = 3  # fewer cannot lose one
 
 
 def make_store(
-    settings: ClusterSettings, peers: Mapping[str, Peer], fence: EpochFence, link: LaneLink
+    settings: ClusterSettings,
+    peers: Mapping[str, Peer],
+    fence: EpochFence,
+    link: LaneLink,
+    clock: Callable[[], float],
 ) -> CoordStore | None:
     """None where this box has no part in the agreement and follows whoever leads. Raises ConfigError."""
     node = settings.node
@@ -47,7 +51,8 @@ def make_store(
                 )
             others = [name for name in voters if name != node]
             readable = functools.partial(link.readable, others)
-            return RaftStore(node, others, Path(settings.state_dir), link, settings.lease_s, readable=readable)
+            directory = Path(settings.state_dir)
+            return RaftStore(node, others, directory, link, settings.lease_s, clock=clock, readable=readable)
         case "etcd":
             return EtcdStore(
                 [url.strip().rstrip("/") for url in settings.etcd.split(",")],
