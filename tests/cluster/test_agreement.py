@@ -110,7 +110,10 @@ async def test_nobody_is_obeyed_before_it_has_said_what_it_goes_by(tmp_path: Pat
     async with fronts(tmp_path) as found:
         await led(list(found.values()))
         a, member = found["a"].plane, found["a"].plane.members["b"]
-        member.card = None
+        card, member.card = member.card, None
+        a._hear_beat(member, Beat(leading=a.epoch + 1))
+        assert a.leader != "b"
+        member.card, member.boot = card, "another"  # as which it may go by something else
         a._hear_beat(member, Beat(leading=a.epoch + 1))
         assert a.leader != "b"
 

@@ -24,6 +24,7 @@ class Member:
     gone_s: float = float("-inf")  # since when it has not been alive
     beat: Beat = field(default_factory=Beat)
     card: Announce | None = None
+    card_boot: str = ""  # of which incarnation it is
     told: int = 0  # our announcement that it has taken note of
     refused: str = ""  # why it cannot take part
 

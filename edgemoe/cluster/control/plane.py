@@ -256,7 +256,7 @@ class ControlPlane:
     def _obeys(self, member: Member, before: Beat) -> bool:
         """Whether that box leads, by its beat, and may."""
         node, beat = member.peer.node, member.beat
-        if member.refused or member.card is None:
+        if member.refused or member.card is None or member.card_boot != member.boot:
             return False
         try:
             if beat.seen > self.fence.highest:
@@ -287,7 +287,7 @@ class ControlPlane:
             with_address = msgspec.structs.replace(member.peer, address=card.address)
             check_peer(with_address, f"what {member.peer.node} says of itself")
             self.lane.connect(with_address)
-        member.card, member.refused = card, ""
+        member.card, member.card_boot, member.refused = card, member.boot, ""
         if member.peer.node in self._listed:
             self._agreement.follow(card.agreement)
         if card.listed != (was_card.listed if was_card else ()) or not member.peer.address:
