@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from boxes import Box, Echo, running, secret
 from waiting import until
 
 from edgemoe.cluster.wire.envelope import seal
+from edgemoe.cluster.wire.intake import Intake
 from edgemoe.cluster.wire.keys import Peer, Secret
 from edgemoe.cluster.wire.net import Answer, Question
 from edgemoe.errors import PeerRefused
@@ -73,6 +77,28 @@ async def test_messages_that_end_are_never_cut_off_however_many_they_are() -> No
             answers = await asyncio.gather(*(a.lane.ask("b", Echo(str(number)), [payload], timeout_s=20) for _ in "12"))
             assert {answer.tensors[0].nbytes for answer in answers} == {len(payload)}
         assert a.lane.intake.cut == b.lane.intake.cut == 0
+
+
+@pytest.mark.parametrize(("waiting", "cut"), [(True, 1), (False, 0)])
+def test_messages_that_wait_to_be_read_count_and_those_that_were_read_do_not(waiting: bool, cut: int) -> None:
+    with socketpair() as (near, far):
+        one = Intake("test", 300_000)
+        one.note(zmq.EVENT_ACCEPTED, far.fileno())
+        for _ in range(4):
+            near.sendall(bytes(100_000))
+            far.recv(100_000, socket.MSG_WAITALL)
+            one.delivered(far.fileno(), [zmq.Frame(bytes(10_000))], waiting)
+            one.look()
+        assert one.cut == cut
+
+
+@contextmanager
+def socketpair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as near:
+        far, _ = door.accept()
+        with far:
+            yield near, far
 
 
 async def test_an_answer_without_an_end_is_cut_off_too() -> None:

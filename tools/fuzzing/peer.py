@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import struct
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,16 +19,23 @@ from edgemoe.cluster.wire import envelope
 from edgemoe.cluster.wire.control_messages import CONTROL
 from edgemoe.cluster.wire.keys import Secret
 from edgemoe.cluster.wire.messages import FRAMING, MAGIC, TO_ENGINE, Emissions
+from edgemoe.cluster.wire.net import Failure
 from edgemoe.cluster.wire.protocol import SPOKEN, Language
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
 HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")
-SEND_S = 300  # that the box has to take in what is under way
+SEND_S = 300  # that the box has to read what is under way
+PATIENCE_S = 20  # before another connection is tried
+WINDOW = 100  # messages that are under way at most
+FIRST_MARK = 1 << 61  # a question whose answer says that what was sent before it was read
 
 
 class HostilePeer:
-    """Sends messages drawn by `rng`. What comes back is counted in `answers`, by its kind."""
+    """Sends messages drawn by `rng`, as fast as the box reads them. What comes back is counted in `answers`, by kind.
+
+    A box cuts who sends much more than it reads.
+    """
 
     def __init__(
         self, node: str, key: Secret, server: bytes, address: str, lane: str, rng: random.Random, hints: Any = None
@@ -35,30 +43,56 @@ class HostilePeer:
         """`server` is the box's public key, `address` HOST:PORT of its lane."""
         self.answers: Counter[str] = Counter()
         self.sent = 0
+        self.largest = 0  # message, in bytes
+        self.lost = 0  # connections on which nothing came back any more
         self._lane, self._rng, self._values = lane, rng, Values(rng, hints)
         self._kinds = list(LANGUAGES[lane].messages.values())
         self._hints: Mapping[str, Sequence[Any]] = hints or {}
+        self._node, self._key, self._server, self._address = node, key, server, address
+        self._boot = secrets.token_hex(4)
+        self._mark = FIRST_MARK
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 256)
-        self._socket.set(zmq.SNDTIMEO, SEND_S * 1000)
-        self._socket.set(zmq.IDENTITY, f"{node}:{secrets.token_hex(4)}:{secrets.token_hex(8)}".encode())
-        self._socket.set(zmq.CURVE_SERVERKEY, server)
-        self._socket.set(zmq.CURVE_PUBLICKEY, key.public)
-        self._socket.set(zmq.CURVE_SECRETKEY, key.secret)
-        self._socket.connect(f"tcp://{address}")
+        self._socket = self._connect()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        """By a name of its own, under which no other connection stands."""
+        made = self._context.socket(zmq.DEALER)
+        made.set(zmq.LINGER, 0)
+        made.set(zmq.IDENTITY, f"{self._node}:{self._boot}:{secrets.token_hex(8)}".encode())
+        made.set(zmq.CURVE_SERVERKEY, self._server)
+        made.set(zmq.CURVE_PUBLICKEY, self._key.public)
+        made.set(zmq.CURVE_SECRETKEY, self._key.secret)
+        made.connect(f"tcp://{self._address}")
+        return made
 
     def close(self) -> None:
         self._socket.close(0)
         self._context.term()
 
     def send(self) -> None:
-        """One message, and whatever has come back so far. Raises zmq.Again where the box takes in nothing more."""
-        self._socket.send_multipart(self._frames())
+        """One message, and whatever has come back so far. Raises zmq.Again where the box reads nothing more."""
+        frames = self._frames()
+        self._socket.send_multipart(frames)
+        self.largest = max(self.largest, sum(map(len, frames)))
         self.sent += 1
-        while self._socket.poll(0):
-            self.answers[_kind(self._socket.recv_multipart())] += 1
+        if self.sent % WINDOW == 0:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits until all that was sent was read, or lost with its connection. Raises zmq.Again where it is not."""
+        ends = time.monotonic() + SEND_S
+        while time.monotonic() < ends:
+            self._mark += 1
+            self._socket.send_multipart(envelope.seal(Failure("failed", "read?"), id=self._mark))
+            while self._socket.poll(PATIENCE_S * 1000):
+                frames = self._socket.recv_multipart()
+                if _id(frames) == self._mark:
+                    return
+                self.answers[_kind(frames)] += 1
+            self.lost += 1
+            self._socket.close(0)
+            self._socket = self._connect()
+        raise zmq.Again
 
     def _frames(self) -> list[bytes]:
         rng = self._rng
@@ -135,3 +169,11 @@ def _kind(frames: Sequence[bytes]) -> str:
     except Exception:  # whatever it is, it is counted
         return "unreadable"
     return str(body.get("kind", body.get("type")))
+
+
+def _id(frames: Sequence[bytes]) -> int:
+    """Of the question that it answers; 0 where it cannot be read."""
+    try:
+        return envelope.unseal(frames).id
+    except Exception:  # whatever it is, it is no mark
+        return 0

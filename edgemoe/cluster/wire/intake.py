@@ -1,8 +1,10 @@
-"""Bounds what a connection brings before a whole message has come out of it.
+"""Bounds what a connection brings and nobody has read yet: whole messages that wait, and one that has no end.
 
-ZeroMQ bounds the bytes of a frame and the number of messages, but collects the frames of a message without an end. So
-the kernel is asked how many bytes each connection has brought; one that has brought more than a peer may have under
-way, since its last whole message, is cut.
+ZeroMQ bounds the bytes of a frame, but collects the frames of a message without an end. The messages that wait it could
+bound, but must not: a connection that it holds back for them, and that then breaks, ends the process (libzmq 4.3.5
+asserts `!_io_error`, where it next sends a heartbeat or answers one). So no socket has a mark at which it stops taking
+in. The kernel is asked how many bytes each connection has brought; one that has brought more than a peer may have under
+way, beyond what was read of it, is cut.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import zmq
 
@@ -20,8 +24,15 @@ from edgemoe.cluster.wire.sparing import SparingLog
 log = logging.getLogger(__name__)
 LOOK_S = 0.05  # between looks at all connections: what arrives meanwhile comes on top
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+FRAME_BYTES = 35  # that pass for a frame besides its own, at least
 _BYTES_RECEIVED = 128  # where tcpi_bytes_received lies in struct tcp_info (Linux 4.1)
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(slots=True)
+class _Connection:
+    inode: int
+    read: int = 0  # bytes of what it has brought
 
 
 class Intake:
@@ -31,32 +42,37 @@ class Intake:
         self.cut = 0
         self._say = SparingLog(log)
         self._lane, self._limit_bytes = lane, limit_bytes
-        self._known: dict[int, tuple[int, int]] = {}  # inode, and bytes when the last message came out
+        self._known: dict[int, _Connection] = {}
 
     def note(self, event: int, fd: int) -> None:
         """What ZeroMQ says of a connection."""
         if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
-            self._known[fd] = (_inode(fd), 0)
+            self._known[fd] = _Connection(_inode(fd))
         elif event & EVENTS:
             self._known.pop(fd, None)
 
-    def delivered(self, fd: int) -> None:
-        """A whole message has come out of it."""
-        if (known := self._known.get(fd)) is not None:
-            self._known[fd] = (known[0], _received(fd))
+    def delivered(self, fd: int, frames: Sequence[zmq.Frame], waiting: bool) -> None:
+        """A whole message has come out of it. `waiting` says whether others may be, which it has brought before."""
+        if (known := self._known.get(fd)) is None:
+            return
+        brought = _received(fd)
+        if waiting:
+            known.read = min(brought, known.read + sum(len(frame) + FRAME_BYTES for frame in frames))
+        else:
+            known.read = brought  # heartbeats too, which come out nowhere
 
     def look(self) -> None:
         """Cuts the connections that have brought too much."""
-        for fd, (inode, before) in list(self._known.items()):
-            brought = _received(fd) - before
-            if brought <= self._limit_bytes:
+        for fd, known in list(self._known.items()):
+            unread = _received(fd) - known.read
+            if unread <= self._limit_bytes:
                 continue
             del self._known[fd]
-            if inode and _inode(fd) == inode:
+            if known.inode and _inode(fd) == known.inode:
                 _libc.shutdown(fd, socket.SHUT_RDWR)
                 self.cut += 1
-                line = "a connection was cut: it sends a message without an end"
-                self._say(logging.WARNING, line, lane=self._lane, bytes=brought, limit=self._limit_bytes)
+                line = "a connection was cut: it sends more than is read, or a message without an end"
+                self._say(logging.WARNING, line, lane=self._lane, bytes=unread, limit=self._limit_bytes)
 
 
 def _received(fd: int) -> int:

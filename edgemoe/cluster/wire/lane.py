@@ -26,7 +26,7 @@ from edgemoe.cluster.wire import intake
 from edgemoe.cluster.wire.envelope import MAX_REMAINING_MS, MAX_TENSOR_BYTES, Buffer, Envelope, seal, unseal
 from edgemoe.cluster.wire.intake import LOOK_S, Intake
 from edgemoe.cluster.wire.keys import Peer
-from edgemoe.cluster.wire.link import NOT_MET, REFUSED, Link, fd_of, hand, key_of, until_closed, who
+from edgemoe.cluster.wire.link import NOT_MET, REFUSED, Link, fd_of, hand, key_of, until_closed, waiting, who
 from edgemoe.cluster.wire.net import Answer, Failure, Net, Question
 from edgemoe.cluster.wire.protocol import Language, Versions, check_known
 from edgemoe.cluster.wire.sparing import SparingLog
@@ -34,11 +34,10 @@ from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable,
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")
-HWM_MESSAGES = 256
+HWM_MESSAGES = 256  # to be sent to one peer
 SERVED_AT_ONCE = 64  # questions of one peer; beyond it they are sent away
 ASKED_AT_ONCE = 48  # at most, of one peer: others wait for credits
 BURST = 16  # messages read in one go
-REFUSED_S = 0.5  # before a peer that refused our key is tried again
 MESSAGE_BYTES = 32 << 20
 RECONNECT_MS = 250
 DEAF_MS = 3000  # without an acknowledgement of what was sent, after which a connection is taken for broken
@@ -86,8 +85,6 @@ class Lane(Generic[M]):
         self._ids = itertools.count(1)
         self._router = self._socket(zmq.ROUTER)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
-        # A box that lost its connection may be back before this end has noticed: else ZeroMQ would ignore the new one.
-        self._router.set(zmq.ROUTER_HANDOVER, 1)
         self._router.set(zmq.CURVE_SERVER, 1)
         self._monitor = self._router.get_monitor_socket(intake.EVENTS)
         self._group: asyncio.TaskGroup | None = None
@@ -151,11 +148,21 @@ class Lane(Generic[M]):
             for key in reversed(peer.keys):  # whether they are keys; the first one holds
                 socket.set(zmq.CURVE_SERVERKEY, key.encode())
             link = Link[M](peer, socket, self._credits_bytes)
-            socket.connect(link.address)
+            self._connect(link)
         except zmq.ZMQError:
             socket.close(linger=0) if link is None else link.close()
             raise
         return link
+
+    def _connect(self, link: Link[M]) -> None:
+        """Each connection has a name of its own: a box may be back before its peer has noticed that it was gone.
+
+        No peer lets one take over the name of another that stands: what arrives on the old one would not be read, and
+        ZeroMQ ends the process where such a connection breaks.
+        """
+        link.apart = False
+        link.socket.set(zmq.IDENTITY, f"{self._net.node}:{self._net.boot}:{secrets.token_hex(8)}".encode())
+        link.socket.connect(link.address)
 
     def disconnect(self, node: str) -> None:
         self._speaks.pop(node, None)
@@ -262,6 +269,8 @@ class Lane(Generic[M]):
                 self._count_failure(link.node)
 
     def _note(self, link: Link[M], event: int) -> None:
+        if link.apart:
+            return  # of a connection that was left meanwhile
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.up = True
             self.on_up(link.node)
@@ -273,8 +282,19 @@ class Lane(Generic[M]):
             link.refusals += 1
             if link.refusals == 2:  # one who has just come may not have heard of us yet
                 self._say(logging.WARNING, "a peer refuses our key; list it there", link.node, lane=self.name)
-            asyncio.get_running_loop().call_later(REFUSED_S, self._connect_again, link)
-        elif event == zmq.EVENT_DISCONNECTED and link.up:
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._leave(link)
+
+    def _leave(self, link: Link[M]) -> None:
+        """Comes back in a moment, under another name; ZeroMQ would do so under the same, and not where it was refused.
+
+        What refused our key may have learnt of it then.
+        """
+        link.apart = True
+        with contextlib.suppress(zmq.ZMQError):
+            link.socket.disconnect(link.address)
+        asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._connect_again, link)
+        if link.up:
             link.up = False
             self._speaks.pop(link.node, None)
             link.fail(PeerUnavailable(f"the connection to {link.node} broke ({self.name})"))
@@ -288,16 +308,13 @@ class Lane(Generic[M]):
             self.connect(link.peer.turned())
 
     def _connect_again(self, link: Link[M]) -> None:
-        """ZeroMQ takes a refusal for final; but the peer may learn of our key a moment later."""
-        if self._links.get(link.node) is link and not link.up:
-            with contextlib.suppress(zmq.ZMQError):
-                link.socket.disconnect(link.address)
-            link.socket.connect(link.address)
+        if self._links.get(link.node) is link:
+            self._connect(link)
 
     async def _read_answers(self, link: Link[M]) -> None:
         while True:
             frames = await link.socket.recv_multipart(copy=False)
-            self.intake.delivered(link.fd)
+            self.intake.delivered(link.fd, frames, waiting(link.socket))
             try:
                 self._take_answer(link, [frame.buffer for frame in frames])
             except WireError as error:
@@ -338,7 +355,7 @@ class Lane(Generic[M]):
                 await asyncio.sleep(0)
             first, *frames = await self._router.recv_multipart(copy=False)
             identity = bytes(first.buffer)
-            self.intake.delivered(fd_of(first if not frames else frames[0]))
+            self.intake.delivered(fd_of(first if not frames else frames[0]), frames, waiting(self._router))
             try:
                 self._take_question(identity, frames, group)
             except WireError as error:
@@ -430,15 +447,12 @@ class Lane(Generic[M]):
         socket = self._net.context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HWM_MESSAGES)
-        socket.set(zmq.RCVHWM, HWM_MESSAGES)
+        socket.set(zmq.RCVHWM, 0)  # see intake, which bounds it
         socket.set(zmq.MAXMSGSIZE, min(self._message_bytes, MAX_TENSOR_BYTES) + 1)
         socket.set(zmq.HANDSHAKE_IVL, 3000)
         socket.set(zmq.TCP_MAXRT, DEAF_MS)
         socket.set(zmq.CURVE_SECRETKEY, self._net.secret.secret)
         socket.set(zmq.CURVE_PUBLICKEY, self._net.secret.public)
-        if kind == zmq.DEALER:
-            # with a part that only the peer learns, so that nobody else can take the connection over
-            socket.set(zmq.IDENTITY, f"{self._net.node}:{self._net.boot}:{secrets.token_hex(8)}".encode())
         if self._heartbeat_s:
             socket.set(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
             socket.set(zmq.HEARTBEAT_TIMEOUT, int(self._heartbeat_s * 3000))

@@ -33,6 +33,7 @@ class Link(Generic[M]):
         self.pending: dict[int, asyncio.Future[Answer[M]]] = {}
         self.up = False
         self.fd = -1  # of the connection
+        self.apart = False  # left, and not connected again yet
         self.refusals = 0
         self.turning = False  # to the peer's other key, in a moment
         self.tasks: list[asyncio.Task[None]] = []
@@ -68,6 +69,11 @@ def key_of(frame: zmq.Frame) -> bytes:
 def fd_of(frame: zmq.Frame) -> int:
     """The connection that a frame came by."""
     return int(frame.get(zmq.SRCFD))
+
+
+def waiting(socket: zmq.asyncio.Socket) -> bool:
+    """Whether a message is there to be read."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def hand(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> None:
