@@ -157,7 +157,7 @@ class Worker:
         await ended
 
     def _emit(self, items: list[Emission]) -> None:
-        if items[-1].request != WARM_UP:
+        if self._warm.done() or items[-1].request != WARM_UP:
             self._wire.post(Emissions(items=items))
         elif items[-1].finish:
             self._loop.call_soon_threadsafe(self._warm.set_result, items[-1])

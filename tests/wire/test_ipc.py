@@ -15,7 +15,7 @@ import pytest
 
 from edgemoe.cluster.wire import ipc
 from edgemoe.cluster.wire.ipc import EngineEnd, FrontEnd, private_directory
-from edgemoe.cluster.wire.messages import Emissions, Ping, Refused, Stats, Stop, encode
+from edgemoe.cluster.wire.messages import MAGIC, Emissions, Ping, Refused, Stats, Stop, encode
 from edgemoe.cluster.wire.protocol import SPOKEN, Message, Versions
 from edgemoe.errors import PeerOutdated, ServiceError, WireError
 
@@ -133,6 +133,33 @@ async def test_an_engine_refuses_what_it_does_not_know_and_lives(front: FrontEnd
         _, refused = await anext(said)
     assert isinstance(refused, Refused)
     assert (refused.what, engine.unreadable) == ("Pong", 1)
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "ended"), [({"seed": 0.5}, "r"), ({"seed": 0.5, "id": "r" * 300}, ""), ({"seed": 0.5, "id": ""}, "")]
+)
+@pytest.mark.parametrize("attempt", [2, 0, 1 << 62, -(1 << 63)])
+async def test_the_end_of_a_request_that_cannot_be_read_can_be(
+    front: FrontEnd, changed: dict[str, Any], ended: str, attempt: int
+) -> None:
+    engine = EngineEnd(front.address, "boot-1")
+    heard, said = engine.messages(), front.messages()
+    engine.post(Stats(values={}))
+    await anext(said)
+    body = {"type": "Submit", "request": {"id": "r", "prompt": [1], "sampling": {}} | changed, "attempt": attempt}
+    frame = encode(Ping())[: len(MAGIC) + 3] + msgspec.msgpack.encode(body)
+    await front._socket.send_multipart([b"boot-1", frame])
+    front.send("boot-1", Ping())
+    async with asyncio.timeout(5):
+        assert await anext(heard) == Ping()
+        _, told = await anext(said)
+    if ended and attempt == 2:
+        assert isinstance(told, Emissions)
+        assert [(one.request, one.attempt, one.finish) for one in told.items] == [(ended, 2, "error")]
+    else:
+        assert isinstance(told, Refused)
+    assert front.undecodable == 0
     await engine.close()
 
 

@@ -142,6 +142,8 @@ async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tok
         first.tell(Submit(request=request("whole")))
         whole = await first.tokens("whole")
         assert len(whole) == 60
+        first.tell(Submit(request=request("\0warm-up")))
+        assert await first.tokens("\0warm-up") == whole, "no name keeps a request's tokens back"
         first.tell(Submit(request=request("cut")))
         begun = await first.tokens("cut", count=7)
         first.process.send_signal(signal.SIGKILL)

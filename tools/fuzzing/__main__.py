@@ -14,6 +14,7 @@ import json
 import sys
 
 DOORS = {  # name -> module
+    "engine": "tools.fuzzing.engine",
     "http": "tools.fuzzing.http",
     "journal": "tools.fuzzing.journal",
     "lane": "tools.fuzzing.lane",

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from edgemoe.bounds import Attempt, Name
 from edgemoe.cluster.wire.messages import (
     MAX_FRAME_BYTES,
     Emissions,
@@ -172,11 +173,15 @@ class EngineEnd:
             self._backlog.popleft()
 
 
-class _Submitted(msgspec.Struct):
-    """What is read of a Submit that cannot be read."""
+class _Named(msgspec.Struct):
+    id: Name
 
-    request: Any
-    attempt: int = 1
+
+class _Submitted(msgspec.Struct):
+    """What is read of a Submit that cannot be read: what its end needs, within the bounds of an Emission."""
+
+    request: _Named
+    attempt: Attempt = 1
     emitted: list[Any] = []
     type: str = ""
 
@@ -194,13 +199,12 @@ def end_of_unreadable(frame: bytes, why: str) -> Emission | None:
     """The end of the request that an unreadable Submit is about; None where none can be made out."""
     try:
         said = msgspec.msgpack.decode(body_of(frame), type=_Submitted)
-        name = said.request["id"]
-    except (WireError, *UNREADABLE, TypeError, KeyError):
+    except (WireError, *UNREADABLE):
         return None
-    if said.type != "Submit" or not isinstance(name, str):
+    if said.type != "Submit":
         return None
     return Emission(
-        request=name,
+        request=said.request.id,
         attempt=said.attempt,
         index=len(said.emitted),
         finish="error",

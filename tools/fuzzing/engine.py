@@ -1,0 +1,273 @@
+"""The engine's own door: a worker with the demo model in float32, and a front that sends it what no honest one would.
+
+Submits with whatever sampling, prompts and grammars their types allow, and beyond; names used again, cancels of what is
+not there, reloads, peers and plans. Meanwhile others' requests come by the same door, and must get the tokens that they
+got before; what was submitted once must end once, its tokens in order. The engine lives on, no larger than it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher
+
+from edgemoe.cluster.wire import protocol
+from edgemoe.cluster.wire.ipc import FrontEnd
+from edgemoe.cluster.wire.messages import (
+    FRAMING,
+    MAGIC,
+    Cancel,
+    Emissions,
+    Peers,
+    Ping,
+    Plan,
+    Reload,
+    Stop,
+    Submit,
+    decode_to_engine,
+)
+from edgemoe.config import MemorySettings, ModelSettings, Settings
+from edgemoe.daemon import WORKER
+from edgemoe.errors import WireError
+from edgemoe.front.engine import STOP_S, Engine
+from edgemoe.types import Emission, Request, Sampling
+from tools.fuzzing.lane import EARLY, GROWTH_MB, rss_mb
+from tools.fuzzing.values import Values
+from tools.testbed.model import float32_demo
+
+WHATS = ("submit", "cancel", "other")
+KINDS: dict[str, tuple[type[Any], ...]] = {
+    "submit": (Submit,),
+    "cancel": (Cancel,),
+    "other": (Ping, Reload, Peers, Plan),
+}
+WEIGHTS = (8, 2, 1)
+MEANT = 0.85  # of the fields below, as a share
+AT_ONCE = 48  # hostile requests that have not ended, at most
+OTHERS_EVERY = 50  # messages
+KV_BYTES = 16 << 20
+READY_S, ASK_S, LOOK_S = 120.0, 60.0, 2e-3
+TOKENS = 6  # of each of the others
+VOCAB = 4096
+HINTS: dict[str, Sequence[Any]] = {"id": ["r-1", "r-2", "\0warm-up"], "request": ["r-1", "r-2", "zebra"]}
+SCHEMA = '{"type":"object","properties":{"a":{"enum":[1,"x"]}},"required":["a"]}'
+GRAMMARS = (
+    *map(LLMatcher.grammar_from_regex, ("(ab)+", "[0-9]{40}", "(a{90}){90}", r"((a?){30}){30}", "(a|aa)*b", "")),
+    LLMatcher.grammar_from_json_schema(SCHEMA),
+    LLMatcher.grammar_from_json_schema('{"$ref":"#/x"}'),
+    *("", "{", "start: start", 'start: "a" start', 'start: ("a" | "b")*', "[" * 5000),
+)
+SAMPLING: dict[str, Sequence[Any]] = {
+    "max_tokens": [0, 1, 2, 3, 5, 8, 30, 1 << 31],
+    "temperature": [0.0, 0.0, 1e-6, 1e-300, 1.0, 2.0, 1e6],
+    "top_p": [1.0, 0.0, 1e-300, 0.5, 1 - 1e-16],
+    "top_k": [0, 1, 2, VOCAB, 1 << 31],
+    "min_p": [0.0, 1.0, 1e-300],
+    "repetition_penalty": [1.0, 0.01, 100.0],
+    "logit_bias": [{}, {}, {5: -1e6}, {6: 1e6, 0: -1e6}, {VOCAB: 1.0}, dict.fromkeys(range(VOCAB), -1e6)],
+    "stop_token_ids": [(), (), (5,), (0, 2), (VOCAB,), tuple(range(VOCAB))],
+    "min_tokens": [0, 0, 1, 1 << 31],
+    "logprobs": [None, None, 0, 20],
+    "prompt_logprobs": [None, None, None, 0, 20],
+    "grammar": [None] * 8,
+}
+
+
+def greet(number: int) -> Submit:
+    """An honest request."""
+    prompt, warm = tuple(range(20 + number, 20 + 9 * (number + 1))), number % 2
+    sampling = Sampling(temperature=float(warm), top_p=0.9 if warm else 1.0, max_tokens=TOKENS)
+    request = Request(id=f"other-{number}", prompt=prompt, sampling=sampling, seed=number, user=f"u{number}")
+    return Submit(request=request, remaining_ms=ASK_S * 1e3)
+
+
+class Messages:
+    """Draws what is sent; the same seed draws the same."""
+
+    def __init__(self, seed: int, what: str = "") -> None:
+        self._rng = random.Random(seed)
+        self._values = Values(self._rng, HINTS)
+        self._whats, self._weights = ((what,), None) if what else (WHATS, WEIGHTS)
+        self._count = 0
+
+    def draw(self) -> dict[str, Any]:
+        """The body of a message."""
+        (what,) = self._rng.choices(self._whats, self._weights)
+        body = self._values.message(self._rng.choice(KINDS[what]))
+        if what == "submit" and isinstance(body.get("request"), dict):
+            self._mean(body)
+        return body
+
+    def _mean(self, body: dict[str, Any]) -> None:
+        """Most of what is submitted could be asked for, and ends soon."""
+        rng, request = self._rng, body["request"]
+        self._count += 1
+        if rng.random() < 0.8:
+            request["id"] = f"h-{self._count}"
+        if rng.random() < MEANT:
+            request["prompt"] = self._prompt()
+            body["emitted"] = rng.choice(([], [], [], [7], [7] * 8, [VOCAB]))
+            body.setdefault("attempt", 1)
+        if isinstance(sampling := request.get("sampling"), dict):
+            sampling |= {name: rng.choice(values) for name, values in SAMPLING.items() if rng.random() < MEANT}
+            if rng.random() < 0.1:
+                sampling["grammar"] = rng.choice(GRAMMARS)
+        body["remaining_ms"] = rng.choice((0.0, 1.0, 50.0, 500.0, 500.0))
+
+    def _prompt(self) -> list[int]:
+        rng = self._rng
+        if rng.random() < 0.05:
+            return rng.choice(([], [VOCAB], [1 << 31], [9] * 4095, [9] * 5000, [0]))
+        first = rng.choice((0, 1, 2)) * 40  # many begin alike
+        return [(first + n) % VOCAB for n in range(rng.choice((1, 5, 16, 33, 90)))] + [rng.randrange(VOCAB)]
+
+
+class Followed:
+    """What the engine emits, held to its promises."""
+
+    def __init__(self) -> None:
+        self.ends: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.open: dict[str, int] = {}  # submitted once, and could be read -> the next index
+        self.over: set[str] = set()
+        self.tokens: dict[str, list[int]] = {}  # of the others, as they are asked for
+
+    def submitted(self, frame: bytes) -> None:
+        """Notes a request that is to be followed, if it has a name of its own."""
+        with contextlib.suppress(WireError):
+            message = decode_to_engine(frame)
+            if isinstance(message, Submit) and message.request.id.startswith("h-"):
+                self.open[message.request.id] = len(message.emitted)
+
+    def take(self, one: Emission) -> None:
+        name = one.request
+        if name in self.tokens and one.token is not None:
+            self.tokens[name].append(one.token)
+        if name in self.over:
+            self.wrong.append(f"{name} had ended: {one}"[:300])
+        if name in self.open:
+            if one.index != self.open[name]:
+                self.wrong.append(f"{name}: index {one.index} for {self.open[name]}")
+            self.open[name] = one.index + (one.token is not None)
+        if one.finish:
+            self.ends[f"{one.finish} {one.error_code}".strip()] += 1
+            if self.open.pop(name, None) is not None:
+                self.over.add(name)
+
+
+class Target:
+    """A running engine, spoken to as its front does."""
+
+    def __init__(self, engine: Engine, wire: FrontEnd) -> None:
+        self.engine, self.wire, self.followed = engine, wire, Followed()
+
+    async def listen(self) -> None:
+        async for _, message in self.wire.messages():
+            if isinstance(said := self.engine.note(message), Emissions):
+                for one in said.items:
+                    self.followed.take(one)
+
+    async def send(self, body: dict[str, Any]) -> None:
+        """Sends it as it is, well-formed or not."""
+        try:
+            frame = MAGIC + bytes((FRAMING, *protocol.SPOKEN)) + msgspec.msgpack.encode(body)
+        except (RecursionError, OverflowError):
+            return
+        self.followed.submitted(frame)
+        await self.wire._socket.send_multipart([self.engine.boot_id.encode(), frame])
+
+    async def ask(self) -> list[list[int]]:
+        """What the others get, asked all at once."""
+        asked = [greet(number) for number in range(4)]
+        self.followed.tokens = tokens = {one.request.id: [] for one in asked}
+        for one in asked:
+            self.wire.send(self.engine.boot_id, one)
+        with contextlib.suppress(TimeoutError):  # which what they have got by then tells
+            await self.until(lambda: all(len(got) == TOKENS for got in tokens.values()))
+        return list(tokens.values())
+
+    async def until(self, condition: Callable[[], bool], within_s: float = ASK_S) -> None:
+        """Waits for it. Raises TimeoutError, and RuntimeError where the engine has died meanwhile."""
+        async with asyncio.timeout(within_s):
+            while not condition():
+                if self.engine.process.returncode is not None:
+                    raise RuntimeError(f"the engine has died: {self.engine.failed}")
+                await asyncio.sleep(LOOK_S)
+
+    async def stop(self) -> int:
+        """Has it exit, which it does with 0 where nothing in it contradicts itself; its exit status."""
+        self.wire.send(self.engine.boot_id, Stop())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S * 2):
+                await self.engine.process.wait()
+        return -1 if self.engine.process.returncode is None else self.engine.process.returncode
+
+
+@asynccontextmanager
+async def target() -> AsyncIterator[Target]:
+    """An engine that is ready. What it logs goes to the standard error."""
+    store = float32_demo(Path(".cache"))
+    with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-") as name:
+        settings = Settings(
+            model=ModelSettings(path=str(store), name="demo", store_dir=str(store.parent)),
+            memory=MemorySettings(kv_bytes=KV_BYTES),
+        )
+        wire = FrontEnd(Path(name) / "run")
+        made = Target(await Engine.start(WORKER, settings, wire.address), wire)
+        listening = asyncio.ensure_future(made.listen())
+        try:
+            await made.until(lambda: made.engine.ready is not None, READY_S)
+            yield made
+        finally:
+            listening.cancel()
+            await made.engine.kill()
+            wire.close()
+
+
+def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
+    """Sends `count` messages to an engine."""
+    return asyncio.run(_attack(Messages(seed, what), count))
+
+
+async def _attack(messages: Messages, count: int) -> dict[str, Any]:
+    async with target() as box:
+        right, followed, pids = await box.ask(), box.followed, (box.engine.process.pid,)
+        others_wrong: list[list[list[int]]] = []
+        began_s, early = time.monotonic(), 0.0
+        for number in range(count):
+            if number == int(count * EARLY):
+                early = rss_mb(pids)
+            await box.send(messages.draw())
+            await box.until(lambda: len(followed.open) <= AT_ONCE)
+            if number % OTHERS_EVERY == 0 and (got := await box.ask()) != right:
+                others_wrong.append(got)
+        await box.until(lambda: not followed.open)
+        took_s, late = time.monotonic() - began_s, rss_mb(pids)
+        seen = {
+            "sent": count,
+            "a_second": round(count / took_s),
+            "ends": dict(followed.ends.most_common()),
+            "wrong": followed.wrong[:5],
+            "others_wrong": others_wrong[:2],
+            "answered_after": await box.ask() == right,
+            "unread": box.wire.undecodable,
+            "early_mb": early,
+            "late_mb": late,
+            "grown_mb": round(late - early, 1),
+            "exit": await box.stop(),
+        }
+    well = (
+        all(len(got) == TOKENS for got in right) and seen["answered_after"] and not seen["exit"] and not seen["unread"]
+    )
+    seen["ok"] = bool(well and not followed.wrong and not others_wrong and seen["grown_mb"] < GROWTH_MB)
+    return seen
