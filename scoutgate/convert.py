@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.manifest import Manifest
+from edgemoe.experts.predict.scoutgate_model import NO_TOKEN
+from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.recorder import SUFFIX, read_recording
-from edgemoe.types import StepRouting
+from edgemoe.types.routing import StepRouting
 from scoutgate.data import Meta, Routes, write
-from scoutgate.model import NO_TOKEN
 
 QUIET_STEPS = 2000  # after which a request that took no part in steps is over
 PUBLIC = {26: ("deepseek-ai/DeepSeek-V2-Lite", 64), 24: ("openai/gpt-oss-20b", 32)}  # layers -> model, experts

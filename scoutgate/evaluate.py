@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
 from scoutgate import baselines, calibrate
 from scoutgate.baselines import FloatArray, IntArray, Predictor
 from scoutgate.data import Recording, gather
 from scoutgate.embedding import embedding_for
 from scoutgate.metrics import Score
-from scoutgate.model import ScoutGate, ScoutShape
 
 HORIZONS = {"this_token": 0, "next_token": 1, "layer_ahead": 0}
 FIT_ROWS = 200_000  # (token, expert) pairs that one calibration is fitted on

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from edgemoe.experts.predict.next_use_model import NextUseNet
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape, cardinality
 from scoutgate.data import Inputs, k_hot
-from scoutgate.model import ScoutGate, ScoutShape, cardinality
-from scoutgate.nextuse import NextUseNet
 
 Network = ScoutGate | NextUseNet
 

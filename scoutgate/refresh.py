@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scoutgate import baselines, calibrate, export, train
+from edgemoe.experts.predict import scoutgate_export as export
+from scoutgate import baselines, calibrate, train
 from scoutgate.convert import recordings
 from scoutgate.data import Recording
 from scoutgate.embedding import embedding_for
@@ -77,7 +78,7 @@ def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float
 def from_settings(config: Path, model: str = "") -> tuple[Path, Path, Path]:
     """Recordings, store and export folder that the daemon uses. Raises ValueError where one is not set."""
     from edgemoe.cli.serve import with_store
-    from edgemoe.config_load import load
+    from edgemoe.config.loading import load
     from edgemoe.errors import EdgemoeError
 
     try:

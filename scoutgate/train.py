@@ -1,7 +1,7 @@
 """Trains ScoutGate: `python -m scoutgate.train --data DIR --model DIR --out DIR [--max-minutes N]`.
 
 The folder `--out` holds Lightning's checkpoints (for resuming only), CSV logs, and `best.safetensors` + `best.json`,
-which `scoutgate.evaluate` and `scoutgate.export` read. A killed run goes on where its last short epoch ended.
+which `scoutgate.evaluate` and `edgemoe.experts.predict.scoutgate_export` read. A killed run goes on where its last short epoch ended.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProg
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from edgemoe.experts.predict.scoutgate_model import VARIANTS, ScoutShape
 from scoutgate.data import Batches, Recording
 from scoutgate.embedding import embedding_for
-from scoutgate.model import VARIANTS, ScoutShape
 from scoutgate.module import KeepBest, Recipe, ScoutModule
 
 EPOCH_BATCHES = 200  # a short epoch: this many batches, then a validation and a checkpoint

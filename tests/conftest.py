@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
-from power import Disk
+from support.power import Disk
 
 from edgemoe.kernels.env import WORKER_ENV
 

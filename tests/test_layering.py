@@ -53,11 +53,17 @@ ONLY_IN = {  # module -> the room or file that may import it
     "pynvml": "telemetry/probes.py",
 }
 NOWHERE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "transformers", "lightning", "pytorch_lightning"}
-TORCH_FREE = ("edgemoe.daemon", "edgemoe.cli", "edgemoe.config_load", "edgemoe.budgets", "edgemoe.model.spec")
+TORCH_FREE = (
+    "edgemoe.front.main",
+    "edgemoe.cli",
+    "edgemoe.config.loading",
+    "edgemoe.config.budgets",
+    "edgemoe.families.spec",
+)
 
 
 def room_of(module: str) -> str:
-    """The room of "edgemoe.experts.store" is "experts", that of "edgemoe.cluster.wire.ipc" is "cluster.wire"."""
+    """The room of "edgemoe.store.reader" is "experts", that of "edgemoe.cluster.rpc.ipc" is "cluster.wire"."""
     parts = module.split(".")[1:]
     return ".".join(parts[:2]) if parts[:1] == ["cluster"] else parts[0] if parts else ""
 

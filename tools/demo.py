@@ -21,11 +21,11 @@ from rich.console import Console
 from edgemoe import demo
 from edgemoe.cli.client import Client
 from edgemoe.cli.status import take, tier_table
+from edgemoe.config.sizes import format_size
 from edgemoe.errors import EdgemoeError, ServiceError
-from edgemoe.experts.manifest import Manifest
-from edgemoe.pack import ensure_store
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry.metrics import BYTES_MOVED, select
-from edgemoe.units import format_size
 
 START_TIMEOUT_S, STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 180.0, 30.0, 60.0
 VRAM_SHARE, RAM_SHARE, LINK = 0.25, 0.50, "1GB/s"

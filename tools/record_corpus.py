@@ -26,7 +26,7 @@ from rich.progress import track
 
 from edgemoe import demo
 from edgemoe.cli.client import Client
-from edgemoe.pack import ensure_store
+from edgemoe.store.packer import ensure_store
 from scoutgate.convert import recordings
 from tools.demo import daemon, wait_until_ready
 from tools.demo_model import chat, corpus

@@ -20,20 +20,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import edgemoe
-from edgemoe.api import anthropic, chat, completions, http, responses, tokens
-from edgemoe.api.anthropic_format import MessageFormat
 from edgemoe.api.backend import Backend
-from edgemoe.api.bodies import Bodies
-from edgemoe.api.doorway import Doorway
-from edgemoe.api.job import Format, Job, run
+from edgemoe.api.endpoints import anthropic, chat, completions, responses
+from edgemoe.api.endpoints import models_and_tokens as tokens
+from edgemoe.api.endpoints.anthropic_format import MessageFormat
+from edgemoe.api.endpoints.responses_format import ResponseFormat
+from edgemoe.api.generate.generation import Format, Job, run
+from edgemoe.api.generate.sampling import Span
+from edgemoe.api.http import responding as http
+from edgemoe.api.http.bodies import Bodies
+from edgemoe.api.http.middleware import Doorway
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
-from edgemoe.api.responses_format import ResponseFormat
-from edgemoe.api.sampling import Span
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize, convert, decode
-from edgemoe.api.text import TextModel
-from edgemoe.config import ApiSettings
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import EdgemoeError, InvalidRequest, ModelNotFound, RequestError
-from edgemoe.types import Json, ModelInfo
+from edgemoe.types.arrays import Json
+from edgemoe.types.model_info import ModelInfo
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")

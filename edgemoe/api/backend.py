@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from edgemoe.types import Emission, ModelInfo, Request
+from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.request import Emission, Request
 
 State = Literal["loading", "ready", "draining", "failed", "stalled"]
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from edgemoe.bounds import Repetition
 from edgemoe.errors import InvalidRequest
+from edgemoe.types.bounds import Repetition
 
 B = TypeVar("B", bound="Body")
 

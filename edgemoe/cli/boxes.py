@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from edgemoe.config.sizes import format_rate
 from edgemoe.errors import ServiceError
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import select
-from edgemoe.types import Json
-from edgemoe.units import format_rate
+from edgemoe.types.arrays import Json
 
 COLOURS = {"here": "green", "leaving": "yellow", "gone": "red", "refused": "red"}
 

@@ -13,9 +13,9 @@ from typing import Self
 
 import httpx
 
-from edgemoe.config_load import load
+from edgemoe.config.loading import load
 from edgemoe.errors import EdgemoeError, ServiceError
-from edgemoe.types import Json
+from edgemoe.types.arrays import Json
 
 SERVICE_SOCKET = Path("/run/edgemoe/edgemoe.sock")
 _CONNECT_TIMEOUT_S, _SILENCE_TIMEOUT_S = 5.0, 900.0

@@ -7,8 +7,8 @@ import asyncio
 import os
 from pathlib import Path
 
-from edgemoe.cluster.wire.keys import Peer, check_peer, generate
-from edgemoe.config_load import load
+from edgemoe.cluster.rpc.keys import Peer, check_peer, generate
+from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError
 from edgemoe.guard import refuse_pickle
 from edgemoe.telemetry.log import configure, goes_to_journal

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from edgemoe import models
 from edgemoe.cli.output import console
-from edgemoe.config_load import load
+from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError
+from edgemoe.store import catalog as models
 
 EXIT_DAMAGED = 1
 

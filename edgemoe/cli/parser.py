@@ -232,7 +232,9 @@ def _config(commands: Any) -> None:
 
 
 def _service(commands: Any) -> None:
-    parser = _command(commands, "service", "edgemoe.cli.units:run", "install, uninstall or show the service", _SERVICE)
+    parser = _command(
+        commands, "service", "edgemoe.cli.service:run", "install, uninstall or show the service", _SERVICE
+    )
     parser.add_argument("action", choices=("install", "uninstall", "status"), nargs="?", default="status")
     parser.add_argument("--model", metavar="DIR", default="", help="what to serve (default: as in the settings)")
     parser.add_argument("--config", metavar="FILE", default="/etc/edgemoe/edgemoe.toml", help="its settings file")

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from edgemoe import demo
-from edgemoe.config import Settings
-from edgemoe.config_load import Loaded, Value, load
-from edgemoe.pack import Progress, ensure_store
+from edgemoe.config.loading import Loaded, Value, load
+from edgemoe.config.settings import Settings
+from edgemoe.store.packer import Progress, ensure_store
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ LOG_EVERY_S = 5.0
 
 def serve(args: argparse.Namespace) -> int:
     """Packs the model if need be, then runs the daemon until a signal ends it."""
-    from edgemoe import daemon
+    from edgemoe.front import main as daemon
 
     loaded = _loaded(args)
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
@@ -36,7 +36,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def pack(args: argparse.Namespace) -> int:
     """Packs one checkpoint and says where the store is."""
-    from edgemoe.pack import pack as write_store
+    from edgemoe.store.packer import pack as write_store
 
     configure(_loaded(args).settings.log)
     with _progress(f"packing {args.checkpoint}") as progress:
@@ -56,7 +56,7 @@ def with_store(settings: Settings) -> Settings:
         model = msgspec.structs.replace(model, path=str(demo.model_path()), name=model.name or demo.NAME)
     path = Path(model.path).expanduser()
     if not path.exists():
-        from edgemoe.models import resolve
+        from edgemoe.store.catalog import resolve
 
         path = resolve(model.path, model.store_dir)
     with _progress(f"packing {path.name}") as progress:
@@ -79,7 +79,7 @@ def _progress(what: str) -> AbstractContextManager[Progress]:
     if sys.stderr.isatty():
         from rich.console import Console
 
-        from edgemoe import models
+        from edgemoe.store import catalog as models
 
         return models.progress_bar(what, Console(stderr=True))
     return contextlib.nullcontext(_logged(what))

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from edgemoe.config_load import flatten, load, nearest
+from edgemoe.cli.systemd_units import templates
+from edgemoe.config.loading import flatten, load, nearest
+from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import ConfigError
-from edgemoe.service import templates
-from edgemoe.units import format_rate, format_size
 
 
 def run(args: argparse.Namespace) -> int:

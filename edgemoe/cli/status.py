@@ -16,10 +16,10 @@ from rich.table import Table
 from edgemoe.cli.boxes import boxes
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.output import console
+from edgemoe.config.sizes import format_size
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import select
-from edgemoe.types import Json
-from edgemoe.units import format_size
+from edgemoe.types.arrays import Json
 
 WATCH_S = 2.0
 RATES_S = 1.0  # between two looks at counters

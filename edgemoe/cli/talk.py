@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.errors import ConfigError
-from edgemoe.types import Json
+from edgemoe.types.arrays import Json
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from edgemoe.engine.scheduler import Work
-from edgemoe.experts.tiered import StepMeta
-from edgemoe.types import BLOCK_TOKENS, Batch, IntArray
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 
 def describe(works: Sequence[Work]) -> StepMeta:

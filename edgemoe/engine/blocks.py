@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.engine.sequence import Sequence, blocks_for
-from edgemoe.types import BLOCK_TOKENS, IntArray
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.step import BLOCK_TOKENS
 
 _pack = struct.Struct(f"<{BLOCK_TOKENS}i").pack
 

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from edgemoe.config import EngineSettings
+from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.figures import figures
+from edgemoe.engine.chunk_budget import Pace
+from edgemoe.engine.kv_swap import Parking
 from edgemoe.engine.loop import Emit, StepLoop
-from edgemoe.engine.pace import Pace
-from edgemoe.engine.parking import Parking
-from edgemoe.engine.request import Bounds
+from edgemoe.engine.metrics import figures
 from edgemoe.engine.runner import Decoder, Runner, StepExperts
 from edgemoe.engine.scheduler import Scheduler
-from edgemoe.experts.tiered import StepMeta
-from edgemoe.model.spec import ModelSpec
-from edgemoe.types import BLOCK_TOKENS, StepRouting
+from edgemoe.engine.validate import Bounds
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.families.spec import ModelSpec
+from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Grammars

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from edgemoe.engine.request import Bounds, check_request
 from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.step import BROKEN, Steps
+from edgemoe.engine.validate import Bounds, check_request
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,
@@ -32,7 +32,7 @@ from edgemoe.errors import (
     RequestError,
     StoreError,
 )
-from edgemoe.types import Emission, Request
+from edgemoe.types.request import Emission, Request
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Grammars, Matcher

@@ -13,10 +13,11 @@ import torch
 
 from edgemoe.engine.batch import describe, make_batch, token_blocks
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.pace import Pace
+from edgemoe.engine.chunk_budget import Pace
 from edgemoe.engine.scheduler import Work
-from edgemoe.experts.tiered import StepMeta
-from edgemoe.types import Batch, Experts, StepRouting
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import Batch, Experts
 
 KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.engine.choose import RUN, gather, largest, pick, richest, runs, top
+from edgemoe.engine.segmented_topk import RUN, gather, largest, pick, richest, runs, top
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest, RequestError
-from edgemoe.types import Request, TokenLogprob
+from edgemoe.types.request import Request, TokenLogprob
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher

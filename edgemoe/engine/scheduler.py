@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.config import EngineSettings
+from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.pace import Pace
-from edgemoe.engine.parking import Parking
+from edgemoe.engine.chunk_budget import Pace
+from edgemoe.engine.fairness import Users
+from edgemoe.engine.kv_swap import Parking
 from edgemoe.engine.sequence import Sequence, blocks_for
-from edgemoe.engine.users import Users
 from edgemoe.policy import sjf
-from edgemoe.types import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS
 
 AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgemoe.errors import StoreError
-from edgemoe.types import BLOCK_TOKENS, IntArray, Request, Sampling, TokenLogprob
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.request import Request, Sampling, TokenLogprob
+from edgemoe.types.step import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
-    from edgemoe.engine.parking import Parked
+    from edgemoe.engine.kv_swap import Parked
 
 
 class Sequence:

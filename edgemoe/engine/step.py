@@ -22,7 +22,7 @@ from edgemoe.engine.sampler import Sampled, sample, tell_prompt
 from edgemoe.engine.scheduler import Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import EdgemoeError, RequestError, StoreError
-from edgemoe.types import Request, Sampling, TokenLogprob
+from edgemoe.types.request import Request, Sampling, TokenLogprob
 
 log = logging.getLogger(__name__)
 

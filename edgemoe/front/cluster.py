@@ -15,10 +15,10 @@ import msgspec
 
 from edgemoe import __version__
 from edgemoe.api.backend import State
-from edgemoe.cluster.control.coord import wait_event
-from edgemoe.cluster.control.listing import read_join
+from edgemoe.cluster.control.coordination.store import wait_event
+from edgemoe.cluster.control.membership import read_join
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.wire.control_messages import (
+from edgemoe.cluster.rpc.control_messages import (
     Announce,
     Beat,
     Check,
@@ -29,8 +29,7 @@ from edgemoe.cluster.wire.control_messages import (
     Taken,
     Tokens,
 )
-from edgemoe.cluster.wire.keys import Peer, load_peers, load_secret
-from edgemoe.cluster.wire.messages import (
+from edgemoe.cluster.rpc.engine_messages import (
     Cancel,
     Emissions,
     Holds,
@@ -43,17 +42,19 @@ from edgemoe.cluster.wire.messages import (
     decode_from_engine,
     decode_to_engine,
 )
-from edgemoe.cluster.wire.net import Answer, Question
-from edgemoe.config import ClusterSettings, Settings
+from edgemoe.cluster.rpc.keys import Peer, load_peers, load_secret
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused
-from edgemoe.front import about
-from edgemoe.front.book import Book
-from edgemoe.front.guests import Guests
-from edgemoe.front.places import Places
+from edgemoe.front import status as about
+from edgemoe.front.hosted_requests import Guests
+from edgemoe.front.request_log import Book
+from edgemoe.front.router import Places
 from edgemoe.policy.route import Load
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.probes import look
-from edgemoe.types import Emission, PlacementPlan
+from edgemoe.types.placement import PlacementPlan
+from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0  # between looks at the list of peers, and at most at what others have

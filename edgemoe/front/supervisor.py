@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 from edgemoe.api.backend import State
-from edgemoe.cluster.wire.ipc import FrontEnd
-from edgemoe.cluster.wire.messages import (
+from edgemoe.cluster.rpc.engine_messages import (
     Cancel,
     Drain,
     Emissions,
@@ -37,11 +36,13 @@ from edgemoe.cluster.wire.messages import (
     Submit,
     ToEngine,
 )
-from edgemoe.config import Settings
+from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, PeerOutdated, ReloadRefused, ServiceError, WireError
-from edgemoe.front.book import Book, Ticket
-from edgemoe.front.engine import LOOK_S, STOP_S, Engine
-from edgemoe.types import Emission, ModelInfo, Request
+from edgemoe.front.engine_handle import LOOK_S, STOP_S, Engine
+from edgemoe.front.request_log import Book, Ticket
+from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.request import Emission, Request
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from edgemoe import __version__
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.wire.control_messages import Announce
-from edgemoe.cluster.wire.keys import load_secret
-from edgemoe.config import ClusterSettings
+from edgemoe.cluster.rpc.control_messages import Announce
+from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.config.settings import ClusterSettings
 from edgemoe.front.cluster import address_of, follow_list, listed
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from edgemoe.kernels.compute import Kernels, Paged
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import Kernels, Paged
 from edgemoe.model.kv import KVCache
-from edgemoe.model.spec import ModelSpec
-from edgemoe.types import BLOCK_TOKENS, Batch, IntArray
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 QUERY_TILE = 512  # tokens
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, rms_norm
 
-from edgemoe.kernels.compute import Kernels
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepAttention
 from edgemoe.model.fused import FusedDecoder
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Rope, turn
-from edgemoe.model.spec import ModelSpec
 from edgemoe.model.weights import LayerWeights, Weights, load_weights
-from edgemoe.types import Batch, Experts
+from edgemoe.types.step import Batch, Experts
 
 FUSED_TOKENS = 16  # beyond, torch's products are the faster ones
 

@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.kernels.compute import Kernels
-from edgemoe.kernels.layer import HEAD, LAYER, STEP
-from edgemoe.kernels.machine import place_of
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.decode_layer import HEAD, LAYER, STEP
+from edgemoe.kernels.cpu.intrinsics import place_of
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import block_tables, paged
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Rope
-from edgemoe.model.spec import ModelSpec
 from edgemoe.model.weights import LayerWeights, Weights
-from edgemoe.types import Batch, Experts
+from edgemoe.types.step import Batch, Experts
 
 Record = npt.NDArray[Any]
 IDS, WEIGHTS, DELTA = (place_of(STEP, name) for name in ("ids", "weights", "delta"))

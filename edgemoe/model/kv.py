@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from edgemoe.families.spec import ModelSpec
 from edgemoe.model.memory import zeros
-from edgemoe.model.spec import ModelSpec
-from edgemoe.types import BLOCK_TOKENS
+from edgemoe.types.step import BLOCK_TOKENS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

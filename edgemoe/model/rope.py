@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from edgemoe.model.spec import ModelSpec, RopeSpec
+from edgemoe.families.spec import ModelSpec, RopeSpec
 
 
 class Rope:

@@ -12,9 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
+from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.memory import zeros
-from edgemoe.model.spec import ModelSpec, dense_shapes
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.types import FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray, IntArray
 
 LIKELY = 0.5  # chance from which on an expert counts as needed, where ranks are no chances
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgemoe.policy.reuse import weight
-from edgemoe.types import FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray, IntArray
 
 ALPHA = 0.05
 GAMMA_PER_TOKEN = 0.2  # exp(-0.2) of an expert's worth goes with every token

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.types import BoolArray, FloatArray
+from edgemoe.types.arrays import BoolArray, FloatArray
 
 ETAS = np.linspace(0, 1, 21)
 DECAY = 0.995  # of the record, per outcome

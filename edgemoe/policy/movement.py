@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from edgemoe.policy.watermark import Watermark
-from edgemoe.types import BoolArray, ExpertId, FloatArray, IntArray, Move, Tier
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.experts import ExpertId, Move, Tier
 
 LEDGER_DECAY = 0.99  # per outcome
 TRIAL, GOOD_SHARE = 20.0, 0.55  # outcomes before wishes are carried out, and the share of good ones that it takes

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.types import BoolArray, IntArray
+from edgemoe.types.arrays import BoolArray, IntArray
 
 
 def uniform(

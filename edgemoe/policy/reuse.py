@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.types import FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray, IntArray
 
 
 def distance(layer: int, layers: int, *, literal: bool = False) -> IntArray:

@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from edgemoe.types import IntArray
+from edgemoe.types.arrays import IntArray
 
 Rule = Literal["linear", "gimbal", "fcfs"]
 Floats = np.typing.NDArray[np.float64]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from edgemoe.types import BoolArray, FloatArray, IntArray
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 FIRST_STEP, LEAST_STEP, MOST_STEP = 0.1, 0.002, 0.5  # relative to the price
 GROWTH, SHRINKAGE = 1.3, 0.5

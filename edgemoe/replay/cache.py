@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from edgemoe.types import BoolArray, FloatArray, IntArray
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 
 class Cache:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
-from edgemoe.units import parse_rate, parse_size
 
 if TYPE_CHECKING:
     from edgemoe.replay.run import Figures

@@ -11,7 +11,8 @@ from edgemoe.errors import ConfigError
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA, Paper
 from edgemoe.replay.trace import Trace, chosen
-from edgemoe.types import CachePolicy, IntArray
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import CachePolicy
 
 Maker = Callable[[Trace, int], CachePolicy]  # of a trace and its batch size
 
@@ -21,7 +22,7 @@ def _belady(trace: Trace, batch: int) -> CachePolicy:
 
 
 def _full(trace: Trace, batch: int) -> CachePolicy:
-    from edgemoe.experts.full import Full  # imports numba
+    from edgemoe.experts.predict.learned_policy import Full  # imports numba
 
     return Full(trace.layers, trace.experts, trace.top_k)
 
@@ -30,8 +31,8 @@ def nextuse(directory: Path) -> Maker:
     """`full` with the trained network that was exported to `directory`. Raises ConfigError where there is none."""
     import torch  # takes seconds
 
-    from edgemoe.experts.foresight import Foreseen
-    from scoutgate.nextuse_export import read
+    from edgemoe.experts.predict.next_use_export import read
+    from edgemoe.experts.predict.next_use_network import Foreseen
 
     torch.set_num_threads(1)  # its products are small
     try:

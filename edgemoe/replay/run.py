@@ -12,7 +12,7 @@ from edgemoe.replay.box import Box, DoubleArray, Machine
 from edgemoe.replay.cache import Cache
 from edgemoe.replay.policies import MAKERS, Maker
 from edgemoe.replay.trace import Ids, Trace, chosen
-from edgemoe.types import CachePolicy
+from edgemoe.types.experts import CachePolicy
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from edgemoe.errors import ConfigError, StoreError
 from edgemoe.telemetry.recorder import SUFFIX, read_recording
-from edgemoe.types import IntArray
+from edgemoe.types.arrays import IntArray
 
 Ids = npt.NDArray[np.int16]
 ROUND = 4  # experts per layer are a multiple of it where nobody says: rare ones may not occur in a trace

@@ -22,9 +22,9 @@ from typing import BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
-from edgemoe.config import RecordSettings
+from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import StoreError
-from edgemoe.types import StepRouting
+from edgemoe.types.routing import StepRouting
 
 log = logging.getLogger(__name__)
 

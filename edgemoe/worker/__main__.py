@@ -9,8 +9,8 @@ import sys
 
 import msgspec
 
-from edgemoe.cluster.wire.messages import Boot
-from edgemoe.config import Settings
+from edgemoe.cluster.rpc.engine_messages import Boot
+from edgemoe.config.settings import Settings
 from edgemoe.kernels.env import WORKER_ENV
 from edgemoe.telemetry.log import configure, goes_to_journal
 from edgemoe.worker.process import settle

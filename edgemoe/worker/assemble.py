@@ -13,34 +13,37 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from llguidance import LLTokenizer
 
-from edgemoe.api.text import TextModel
-from edgemoe.budgets import Budgets, ModelNeeds, resolve_budgets
-from edgemoe.cluster.data.bulk import PeerStore
-from edgemoe.config import Settings
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.cluster.data.expert_fetch import PeerStore
+from edgemoe.config.budgets import Budgets, ModelNeeds, resolve_budgets
+from edgemoe.config.settings import Settings
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
 from edgemoe.errors import CapacityError, ConfigError
-from edgemoe.experts.arena import ExpertShape
-from edgemoe.experts.controller import Controller
-from edgemoe.experts.devices import Tiers
-from edgemoe.experts.files import checksum
-from edgemoe.experts.host import ExpertShelf
-from edgemoe.experts.manifest import DENSE, Manifest
-from edgemoe.experts.scout import Scout, Served
-from edgemoe.experts.store import ExpertStore
-from edgemoe.experts.tiered import StepMeta
-from edgemoe.experts.verify import verify_copies, verify_dense
-from edgemoe.kernels.compute import Kernels
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.spec import ModelSpec
-from edgemoe.pack.fits import spec_of
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA, Paper
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.files import checksum
+from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.reader import ExpertStore
+from edgemoe.store.verify import verify_copies, verify_dense
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Header, Recorder
-from edgemoe.types import BLOCK_TOKENS, LivePolicy, ModelInfo, StepRouting, Tier
+from edgemoe.types.experts import LivePolicy, Tier
+from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import BLOCK_TOKENS
 from scoutgate.embedding import load_embedding
 
 log = logging.getLogger(__name__)

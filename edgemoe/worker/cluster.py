@@ -10,17 +10,19 @@ from pathlib import Path
 
 from edgemoe.cluster.data.messages import Model
 from edgemoe.cluster.data.plane import DataPlane
-from edgemoe.cluster.wire.keys import load_secret
-from edgemoe.cluster.wire.messages import FromEngine, Holds, Listening, Peers, PeerSeen, Plan
-from edgemoe.config import ClusterSettings
+from edgemoe.cluster.rpc.engine_messages import FromEngine, Holds, Listening, Peers, PeerSeen, Plan
+from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
-from edgemoe.experts.host import ExpertHost
-from edgemoe.experts.residency import Horizon
-from edgemoe.experts.victims import ALWAYS
-from edgemoe.kernels.compute import Kernels
+from edgemoe.experts.compute.peer_compute import ExpertHost
+from edgemoe.experts.tiers.eviction import ALWAYS
+from edgemoe.experts.tiers.residency import Horizon
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
-from edgemoe.types import BoolArray, Move, PlacementPlan, Tier, pack_bits
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.experts import Move, Tier
+from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.assemble import Assembly
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ import os
 
 import torch
 
-from edgemoe.cluster.wire.ipc import EngineEnd
-from edgemoe.cluster.wire.messages import (
+from edgemoe.cluster.rpc.engine_messages import (
     Boot,
     Cancel,
     Drain,
@@ -33,11 +32,13 @@ from edgemoe.cluster.wire.messages import (
     Submit,
     ToEngine,
 )
-from edgemoe.config import Settings
+from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError
-from edgemoe.experts.figures import figures
+from edgemoe.experts.metrics import figures
 from edgemoe.guard import refuse_pickle
-from edgemoe.types import BLOCK_TOKENS, Emission, Request, Sampling
+from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble, load_scout
 from edgemoe.worker.cluster import ClusterSide
 

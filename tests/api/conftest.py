@@ -9,12 +9,12 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from front_kit import STORES, http_client, openai_client, running, settings_for, write_model
+from support.front_kit import STORES, http_client, openai_client, running, settings_for, write_model
 
-from edgemoe.api.text import TextModel
-from edgemoe.daemon import WORKER, Front
+from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.demo import model_path
-from edgemoe.pack import ensure_store
+from edgemoe.front.main import WORKER, Front
+from edgemoe.store.packer import ensure_store
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ import httpx2
 import pytest
 import pytest_asyncio
 
-from edgemoe.config import Settings
-from edgemoe.daemon import Front
+from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable
+from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'

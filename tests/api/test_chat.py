@@ -9,13 +9,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from front_kit import openai_client, ready
-from waiting import until
+from support.front_kit import openai_client, ready
+from support.waiting import until
 
-from edgemoe.api.chat import render
+from edgemoe.api.endpoints.chat import render
 from edgemoe.api.schema import Chat, convert
-from edgemoe.api.text import TextModel
-from edgemoe.daemon import Front
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'

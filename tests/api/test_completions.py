@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from waiting import until
+from support.waiting import until
 
-from edgemoe.api.choice import Choice
-from edgemoe.api.job import Job, Prompt, requests
-from edgemoe.api.text import TextModel
-from edgemoe.types import Emission, Sampling
+from edgemoe.api.generate.choice import Choice
+from edgemoe.api.generate.generation import Job, Prompt, requests
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.types.request import Emission, Sampling
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from front_kit import MARKS, openai_client
+from support.front_kit import MARKS, openai_client
 
-from edgemoe.daemon import Front
+from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from front_kit import MARKS, byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
+from support.front_kit import MARKS, byte_level_tokenizer
 from tokenizers import Tokenizer
 
-from edgemoe.api.grammar import Form, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from waiting import until
+from support.waiting import until
 
-from edgemoe.api import bodies
-from edgemoe.api import http as answering
 from edgemoe.api.app import PREPARE_THREADS
-from edgemoe.api.bodies import HELD
-from edgemoe.daemon import Front
+from edgemoe.api.http import bodies
+from edgemoe.api.http import responding as answering
+from edgemoe.api.http.bodies import HELD
+from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 MAX = 1 << 20  # of a body, in these tests

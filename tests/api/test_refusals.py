@@ -12,10 +12,10 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from waiting import until
+from support.waiting import until
 
 from edgemoe.api.schema import REFUSED, Chat, Completion
-from edgemoe.daemon import Front
+from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 MESSAGES = [{"role": "user", "content": "SAY{x}END"}]

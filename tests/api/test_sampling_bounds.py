@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from front_kit import write_model
 from msgspec import inspect
+from support.front_kit import write_model
 
 from edgemoe.api.schema import Chat, Completion
-from edgemoe.api.text import TextModel
-from edgemoe.daemon import Front
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.front.main import Front
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ASKS: dict[type[Any], tuple[str, dict[str, Any]]] = {

@@ -11,9 +11,9 @@ import pytest_asyncio
 
 import edgemoe
 from edgemoe.api.app import Api, build
-from edgemoe.api.text import TextModel
-from edgemoe.config import ApiSettings
-from edgemoe.types import ModelInfo
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.config.settings import ApiSettings
+from edgemoe.types.model_info import ModelInfo
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEY = {"authorization": "Bearer 0123456789abcdef"}

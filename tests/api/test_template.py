@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from front_kit import TEMPLATE
+from support.front_kit import TEMPLATE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from edgemoe.api.template import ChatTemplate, special_tokens
+from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
 from edgemoe.errors import CheckpointError, InvalidRequest
 
 MIXTRAL = """\

@@ -6,16 +6,16 @@ import itertools
 import json
 
 import pytest
-from front_kit import MARKS, byte_level_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from support.front_kit import MARKS, byte_level_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from edgemoe.api.choice import Choice, Delta
-from edgemoe.api.detokenize import SPACE, Detokenizer, Vocabulary
-from edgemoe.api.parse import Marks, Parser, Pieces
-from edgemoe.api.stops import Stops, held_back
-from edgemoe.types import Emission
+from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.text.detokenize import SPACE, Detokenizer, Vocabulary
+from edgemoe.api.text.output_parser import Marks, Parser, Pieces
+from edgemoe.api.text.stop_strings import Stops, held_back
+from edgemoe.types.request import Emission
 
 TOKENIZER = byte_level_tokenizer()
 SPECIAL = byte_level_tokenizer(special_marks=True)

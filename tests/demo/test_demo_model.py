@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from edgemoe.api.template import ChatTemplate
+from edgemoe.api.text.chat_template import ChatTemplate
 from edgemoe.demo import model_path
 
 RECORD = json.loads((model_path().parent / "training.json").read_text())

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from edgemoe.api.template import ChatTemplate
+from edgemoe.api.text.chat_template import ChatTemplate
 from tools.demo_model import arithmetic, chat, corpus, export, tokens
 from tools.demo_model.network import HeadLoss, Network, Shape
 from tools.demo_model.training import Recipe, Trainer

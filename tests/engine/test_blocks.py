@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.parking import Parking
+from edgemoe.engine.kv_swap import Parking
 from edgemoe.engine.sequence import Sequence, blocks_for
-from edgemoe.types import BLOCK_TOKENS, Request, Sampling
+from edgemoe.types.request import Request, Sampling
+from edgemoe.types.step import BLOCK_TOKENS
 
 LAYERS, EXPERTS, TOP_K = 2, 5, 2
 

@@ -8,20 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import Drive, PlainDecoder, prompt
+from support.engine_kit import Drive, PlainDecoder, prompt
 from test_sampler import VOCAB, random_logits, sequence, tokens
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from edgemoe.engine import loop, sampler, step
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.choose import pick
+from edgemoe.engine.fairness import Users
 from edgemoe.engine.loop import StepLoop
 from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampler import sample
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
+from edgemoe.engine.segmented_topk import pick
 from edgemoe.engine.sequence import Sequence
-from edgemoe.engine.users import Users
-from edgemoe.types import BLOCK_TOKENS, Request, Sampling
+from edgemoe.types.request import Request, Sampling
+from edgemoe.types.step import BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(

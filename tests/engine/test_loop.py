@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_kit import SPEC, Drive, prompt
 from llguidance import LLMatcher
+from support.engine_kit import SPEC, Drive, prompt
+from support.waiting import wait_until
 from test_sampler import SCHEMA, byte_tokenizer
-from waiting import wait_until
 
 from edgemoe.engine.grammar import Grammars
-from edgemoe.types import BLOCK_TOKENS, Emission
+from edgemoe.types.request import Emission
+from edgemoe.types.step import BLOCK_TOKENS
 
 STYLES: list[dict[str, Any]] = [
     {},

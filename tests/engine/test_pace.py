@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.engine.pace import Pace
+from edgemoe.engine.chunk_budget import Pace
 
 AIM_S, STEP_TOKENS, PROMPT = 0.25, 512, 16384
 

@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import tiny_checkpoint, tiny_model
-from engine_kit import Drive, Model, prompt
-from kept import KERNELS
+from support.checkpoints import tiny_checkpoint, tiny_model
+from support.engine_kit import Drive, Model, prompt
+from support.kept import KERNELS
 
-from edgemoe.budgets import DeviceBudget
-from edgemoe.experts.arena import ExpertShape
-from edgemoe.experts.devices import Tiers
-from edgemoe.experts.manifest import DENSE
-from edgemoe.experts.store import ExpertStore
-from edgemoe.kernels.compute import Kernels
+from edgemoe.config.budgets import DeviceBudget
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.families.spec import spec_from_config
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.spec import spec_from_config
-from edgemoe.pack import pack
 from edgemoe.policy.baselines import LRU
-from edgemoe.types import Tier
+from edgemoe.store.manifest import DENSE
+from edgemoe.store.packer import pack
+from edgemoe.store.reader import ExpertStore
+from edgemoe.types.experts import Tier
 
 LENGTHS = [3, 40, 17, 70, 1, 33, 20]
 STYLES: list[dict[str, Any]] = [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.3}]

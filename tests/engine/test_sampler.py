@@ -24,7 +24,7 @@ from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.sampler import Sampled, sample, uniform
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
-from edgemoe.types import Request, Sampling
+from edgemoe.types.request import Request, Sampling
 
 VOCAB = 50
 

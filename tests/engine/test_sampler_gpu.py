@@ -9,7 +9,7 @@ import torch
 
 from edgemoe.engine.sampler import Sampled, sample
 from edgemoe.engine.sequence import Sequence
-from edgemoe.types import Request, Sampling
+from edgemoe.types.request import Request, Sampling
 
 STYLES: list[dict[str, Any]] = [
     {"temperature": 0.0},

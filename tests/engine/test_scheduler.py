@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waiting import wait_until
+from support.waiting import wait_until
 
-from edgemoe.config import EngineSettings
+from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.pace import FIRST_CHUNK_TOKENS, Pace
+from edgemoe.engine.chunk_budget import FIRST_CHUNK_TOKENS, Pace
 from edgemoe.engine.scheduler import AGING_SHARE, PATIENCE_S, Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.policy.sjf import LEAD_S
-from edgemoe.types import BLOCK_TOKENS, Request, Sampling
+from edgemoe.types.request import Request, Sampling
+from edgemoe.types.step import BLOCK_TOKENS
 
 
 class Engine:

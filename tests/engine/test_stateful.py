@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_kit import Drive, prompt
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
+from support.engine_kit import Drive, prompt
 
-from edgemoe.engine.users import MAX_USERS
+from edgemoe.engine.fairness import MAX_USERS
 
 BLOCKS = 12  # so few that sequences are paused
 SEQUENCES, QUEUE = 3, 4

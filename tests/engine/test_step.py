@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kit import SPEC, Drive, PlainDecoder, plain_model, prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from support.engine_kit import SPEC, Drive, PlainDecoder, plain_model, prompt
 from test_loop import STYLES
 from test_sampler import byte_tokenizer
 
 from edgemoe.engine import loop, sampler, step
 from edgemoe.engine.grammar import Grammars, Matcher
-from edgemoe.types import Batch, Sampling
+from edgemoe.types.request import Sampling
+from edgemoe.types.step import Batch
 
 LENGTHS = [3, 17, 40, 9, 70, 5]
 POISON = 261  # a token that no other prompt has

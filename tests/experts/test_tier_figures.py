@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from tiers_kit import SMALL, FileStore, Weights, running, small_tiers
+from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 
-from edgemoe.experts.figures import figures
+from edgemoe.experts.metrics import figures
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import select
 

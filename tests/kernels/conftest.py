@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kept import KERNELS
+from support.kept import KERNELS
 
-from edgemoe.kernels.compute import Kernels
+from edgemoe.kernels.cpu.runtime import Kernels
 
 
 @pytest.fixture(scope="session", params=[False, True], ids=["float32", "bfloat16"])

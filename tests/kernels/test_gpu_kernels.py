@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kept import STORES
+from support.kept import STORES
 
-from edgemoe.experts.fused import ROWS
-from edgemoe.kernels import gpu_experts
+from edgemoe.experts.compute.gpu_calls import ROWS
+from edgemoe.kernels.gpu import experts as gpu_experts
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 

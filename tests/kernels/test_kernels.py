@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from edgemoe.kernels.compute import Kernels, Paged
+from edgemoe.kernels.cpu.runtime import Kernels, Paged
 
 BLOCK = 16
 

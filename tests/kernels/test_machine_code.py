@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgemoe.kernels.machine import INT, address_of, call_chunk, chunk, code, give_way, i64_at
-from edgemoe.kernels.machine_code import Code, link
+from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_chunk, chunk, code, give_way, i64_at
+from edgemoe.kernels.cpu.object_cache import Code, link
 
 RUN = (
     "import sys\n"
     "from pathlib import Path\n"
     "from test_machine_code import make, result\n"
-    "from edgemoe.kernels.machine_code import link\n"
+    "from edgemoe.kernels.cpu.object_cache import link\n"
     "codes = make()\n"
     "link(codes, Path(sys.argv[1]))\n"
     "print(result(codes[1]), 'compiled' in codes[1].__dict__)\n"

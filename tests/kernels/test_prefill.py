@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from edgemoe.kernels.compute import Kernels, Paged
-from edgemoe.kernels.tile import make_tile, panel_words
+from edgemoe.kernels.cpu.gemm_tile import make_tile, panel_words
+from edgemoe.kernels.cpu.runtime import Kernels, Paged
 
 BLOCK = 16
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from edgemoe.kernels import products
-from edgemoe.kernels.compute import Kernels
-from edgemoe.kernels.products import ExpertMath, ExpertSlab, one_by_one
+from edgemoe.kernels.cpu import expert_math as products
+from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, one_by_one
+from edgemoe.kernels.cpu.runtime import Kernels
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
 

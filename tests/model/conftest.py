@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from kept import KERNELS
 from safetensors.torch import save_file
-from tiny_models import FAMILIES, SIZES, ResidentExperts, Tiny
+from support.kept import KERNELS
+from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Tiny
 
-from edgemoe.kernels.compute import Kernels
+from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.spec import ModelSpec, dense_shapes, spec_from_config
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, Session, Tiny
+from support.tiny_models import FAMILIES, Session, Tiny
 
 MakeTiny = Callable[..., Tiny]
 TOLERANCE = 1e-4

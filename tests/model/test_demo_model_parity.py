@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import ResidentExperts, Session, Tiny
+from support.tiny_models import ResidentExperts, Session, Tiny
 from tokenizers import Tokenizer
 
 from edgemoe.demo import model_path
-from edgemoe.kernels.compute import Kernels
+from edgemoe.families.spec import spec_from_config
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
-from edgemoe.model.spec import spec_from_config
 
 TEXTS = ["def main(argv):\n    ", "The file system", "12 + 30 =", 'msgid "Cancel"\nmsgstr "']
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_models import FAMILIES, ResidentExperts, Session, Tiny
+from support.tiny_models import FAMILIES, ResidentExperts, Session, Tiny
 
+from edgemoe.families.spec import dense_shapes
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.spec import dense_shapes
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, Session, Tiny
+from support.tiny_models import FAMILIES, Session, Tiny
 
 from edgemoe.model import attention
 from edgemoe.model.attention import StepAttention

@@ -8,7 +8,7 @@ import pytest
 
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement import uniform
-from edgemoe.types import PlacementPlan, pack_bits, unpack_bits
+from edgemoe.types.placement import PlacementPlan, pack_bits, unpack_bits
 
 NODES = ("a", "b", "c")
 

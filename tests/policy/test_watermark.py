@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgemoe.policy.movement import Side, plan
 from edgemoe.policy.watermark import Watermark, contained, density, floor, miss_cost
-from edgemoe.types import Tier
+from edgemoe.types.experts import Tier
 
 RECOVERY_VISITS = 60  # within which a price finds back after a shift
 

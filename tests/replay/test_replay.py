@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_kit import LAW, events_of, naive_misses, random_trace
+from support.replay_kit import LAW, events_of, naive_misses, random_trace
 
 from edgemoe.errors import ConfigError
 from edgemoe.replay import main

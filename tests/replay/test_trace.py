@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replay_kit import LAW, random_trace
+from support.replay_kit import LAW, random_trace
 
 from edgemoe.errors import ConfigError
 from edgemoe.replay.trace import Trace, load, parse_table, strip_template

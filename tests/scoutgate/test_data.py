@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import EXPERTS, TOP_K, dataset, requests
+from support.synthetic import EXPERTS, TOP_K, dataset, requests
 
-from edgemoe.types import StepRouting
+from edgemoe.experts.predict.scoutgate_model import NO_TOKEN, ScoutShape
+from edgemoe.types.routing import StepRouting
 from scoutgate.convert import public_meta, public_requests, requests_of
 from scoutgate.data import SPLITS, Batches, Meta, Recording, Routes, flat_ids, gather, k_hot, write
-from scoutgate.model import NO_TOKEN, ScoutShape
 
 SHAPE = ScoutShape(EXPERTS, TOP_K, embedding=4)
 

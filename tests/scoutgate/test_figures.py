@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import EXPERTS, dataset
+from support.synthetic import EXPERTS, dataset
 
 from scoutgate import baselines, calibrate
 from scoutgate.data import Recording

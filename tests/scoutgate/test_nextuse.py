@@ -11,16 +11,18 @@ import pytest
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.foresight import Foreseen
+from edgemoe.experts.predict import next_use_export as nextuse_export
+from edgemoe.experts.predict.next_use_model import AFTER, FROM_HERE, NextUseNet, NextUseShape
+from edgemoe.experts.predict.next_use_network import Foreseen
 from edgemoe.replay.box import Machine
 from edgemoe.replay.command import main as replay_command
 from edgemoe.replay.policies import nextuse
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import Trace
-from scoutgate import nextuse_data, nextuse_export, nextuse_train
 from scoutgate.module import Recipe
-from scoutgate.nextuse import AFTER, FROM_HERE, NextUseNet, NextUseShape
-from scoutgate.nextuse_data import Routing
+from scoutgate.next_use import data as nextuse_data
+from scoutgate.next_use import train as nextuse_train
+from scoutgate.next_use.data import Routing
 
 L, E, K = 3, 12, 2
 SHAPE = NextUseShape(L, E, K, looks=3, token=16, context=16, key=8, rank=8, hidden=4)
@@ -135,7 +137,7 @@ def test_what_is_served_is_what_was_trained() -> None:
 
 
 def test_several_sequences_at_once_and_a_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgemoe.experts.foresight.MOST_SLOTS", 40)
+    monkeypatch.setattr("edgemoe.experts.predict.next_use_network.MOST_SLOTS", 40)
     torch.manual_seed(1)
     network = NextUseNet(SHAPE).eval().requires_grad_(False)
     trace = Trace(cycles(requests=9, tokens=14), E)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from synthetic import checkpoint, dataset
+from support.synthetic import checkpoint, dataset
 
-from edgemoe.experts.manifest import Manifest
-from scoutgate import export, refresh
+from edgemoe.experts.predict import scoutgate_export as export
+from edgemoe.store.manifest import Manifest
+from scoutgate import refresh
 
 FAST = ("--batch", "128", "--lr", "0.01")
 

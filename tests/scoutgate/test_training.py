@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthetic import EXPERTS, checkpoint, dataset
+from support.synthetic import EXPERTS, checkpoint, dataset
 
-from scoutgate import export
+from edgemoe.experts.predict import scoutgate_export as export
 from scoutgate.evaluate import Judged, judge_run, plot, table
 from scoutgate.train import arguments, train
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import tiny_checkpoint
+from support.checkpoints import tiny_checkpoint
 
-from edgemoe.pack import pack
+from edgemoe.store.packer import pack
 
 Make = Callable[..., Path]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from power import Disk
+from support.power import Disk
 
 from edgemoe.durable import replace_file
-from edgemoe.pack import pack
+from edgemoe.store.packer import pack
 
 
 def test_a_packed_store_survives_a_power_loss(checkpoint: Callable[..., Path], tmp_path: Path, disk: Disk) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from edgemoe import models
 from edgemoe.errors import CorruptExpert, StoreError
-from edgemoe.experts.manifest import MANIFEST, Manifest
-from edgemoe.experts.store import ExpertStore
-from edgemoe.pack import JOURNAL, ensure_store, pack
+from edgemoe.store import catalog as models
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.packer import JOURNAL, ensure_store, pack
+from edgemoe.store.reader import ExpertStore
 
 Make = Callable[..., Path]
 

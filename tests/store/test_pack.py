@@ -15,15 +15,15 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
-from waiting import wait_until
+from support.waiting import wait_until
 
 from edgemoe.errors import CheckpointError, StoreError, StoreVersionError, UnsupportedModel
-from edgemoe.experts.files import lock_store
-from edgemoe.experts.manifest import MANIFEST, Manifest
-from edgemoe.experts.store import ExpertStore
-from edgemoe.model.spec import dense_shapes, spec_from_config
-from edgemoe.pack import JOURNAL, ensure_store, pack
-from edgemoe.pack.writer import to_bfloat16
+from edgemoe.families.spec import dense_shapes, spec_from_config
+from edgemoe.store.files import lock_store
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.packer import JOURNAL, ensure_store, pack
+from edgemoe.store.reader import ExpertStore
+from edgemoe.store.writer import to_bfloat16
 
 Make = Callable[..., Path]
 FAMILIES = ("mixtral", "qwen3_moe")

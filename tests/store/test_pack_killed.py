@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from edgemoe.errors import StoreError
-from edgemoe.experts.manifest import MANIFEST, Manifest
-from edgemoe.pack import JOURNAL, ensure_store, pack
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.packer import JOURNAL, ensure_store, pack
 
 Make = Callable[..., Path]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from edgemoe.errors import CheckpointError
-from edgemoe.pack.checkpoint import parse_header, read_header
+from edgemoe.store.checkpoint import parse_header, read_header
 
 HERE = Path("x.safetensors")
 JSON = st.recursive(

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from edgemoe.errors import CorruptExpert, MissingExpert, StoreError
-from edgemoe.experts import files
-from edgemoe.experts.files import ALIGN, BLOCK_BYTES, checksum, combine, lock_store, padded, page_memory
-from edgemoe.experts.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from edgemoe.experts.store import ExpertStore
-from edgemoe.pack import pack
-from edgemoe.pack.fits import spec_of
+from edgemoe.store import files
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.files import ALIGN, BLOCK_BYTES, checksum, combine, lock_store, padded, page_memory
+from edgemoe.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from edgemoe.store.packer import pack
+from edgemoe.store.reader import ExpertStore
 
 Make = Callable[..., Path]
 

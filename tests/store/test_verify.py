@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from front_kit import SCRIPTED, settings_for, write_model
+from support.front_kit import SCRIPTED, settings_for, write_model
 
-from edgemoe.config import MemorySettings, ModelSettings, Settings
-from edgemoe.daemon import Front
+from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import StoreError
-from edgemoe.experts.files import BLOCK_BYTES, checksum
-from edgemoe.experts.manifest import DENSE, DenseEntry, Manifest
-from edgemoe.experts.verify import verify_copies, verify_dense, verify_weights
-from edgemoe.pack import pack
+from edgemoe.front.main import Front
+from edgemoe.store.files import BLOCK_BYTES, checksum
+from edgemoe.store.manifest import DENSE, DenseEntry, Manifest
+from edgemoe.store.packer import pack
+from edgemoe.store.verify import verify_copies, verify_dense, verify_weights
 from edgemoe.worker.assemble import assemble
 
 Make = Callable[..., Path]

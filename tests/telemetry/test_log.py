@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from edgemoe.config import LogSettings
+from edgemoe.config.settings import LogSettings
 from edgemoe.telemetry.log import configure
 
 

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.config import RecordSettings
+from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, MAGIC, Header, Recorder, read_recording
-from edgemoe.types import StepRouting
+from edgemoe.types.routing import StepRouting
 
 HEADER = Header("digest", 3, 16, 2)
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from edgemoe.cluster.control import journal, recovery
+from edgemoe.cluster.control.coordination import journal, recovery
 from tools.fuzzing.journal import WHATS, fuzz
 
 

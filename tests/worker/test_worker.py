@@ -14,12 +14,11 @@ from typing import TypeVar
 
 import msgspec
 import pytest
-from checkpoints import tiny_checkpoint
-from kept import STORES
-from waiting import wait_until
+from support.checkpoints import tiny_checkpoint
+from support.kept import STORES
+from support.waiting import wait_until
 
-from edgemoe.cluster.wire.ipc import FrontEnd
-from edgemoe.cluster.wire.messages import (
+from edgemoe.cluster.rpc.engine_messages import (
     Boot,
     Cancel,
     Drain,
@@ -34,7 +33,8 @@ from edgemoe.cluster.wire.messages import (
     Submit,
     ToEngine,
 )
-from edgemoe.config import (
+from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.config.settings import (
     DeviceSettings,
     EngineSettings,
     LogSettings,
@@ -43,9 +43,9 @@ from edgemoe.config import (
     RecordSettings,
     Settings,
 )
-from edgemoe.pack import pack
+from edgemoe.store.packer import pack
 from edgemoe.telemetry.recorder import read_recording
-from edgemoe.types import Emission, Request, Sampling
+from edgemoe.types.request import Emission, Request, Sampling
 
 M = TypeVar("M", bound=FromEngine)
 START_S, ANSWER_S = 120, 30

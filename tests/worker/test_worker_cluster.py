@@ -12,17 +12,25 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from checkpoints import tiny_checkpoint
-from kept import STORES
+from support.checkpoints import tiny_checkpoint
+from support.kept import STORES
 from test_worker import EXPERT_BYTES, START_S, Child
 
-from edgemoe.cluster.wire.ipc import FrontEnd
-from edgemoe.cluster.wire.keys import Secret, generate
-from edgemoe.cluster.wire.messages import Boot, Holds, Listening, PeerEngine, Peers, PeerSeen, Ready, Submit
-from edgemoe.config import ClusterSettings, EngineSettings, LogSettings, MemorySettings, ModelSettings, Settings
-from edgemoe.experts.manifest import Manifest
-from edgemoe.pack import pack
-from edgemoe.types import Request, Sampling, unpack_bits
+from edgemoe.cluster.rpc.engine_messages import Boot, Holds, Listening, PeerEngine, Peers, PeerSeen, Ready, Submit
+from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.cluster.rpc.keys import Secret, generate
+from edgemoe.config.settings import (
+    ClusterSettings,
+    EngineSettings,
+    LogSettings,
+    MemorySettings,
+    ModelSettings,
+    Settings,
+)
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import pack
+from edgemoe.types.placement import unpack_bits
+from edgemoe.types.request import Request, Sampling
 
 LAYERS, EXPERTS = 3, 6
 

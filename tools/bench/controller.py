@@ -21,12 +21,12 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 import numpy as np
 import torch
 
-from edgemoe.experts.controller import Controller
-from edgemoe.experts.full import Full
-from edgemoe.experts.predictor import NextUse
+from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict.learned_policy import Full
+from edgemoe.experts.predict.next_use import NextUse
 from edgemoe.replay.cache import Cache
 from edgemoe.replay.trace import chosen, load
-from edgemoe.types import IntArray
+from edgemoe.types.arrays import IntArray
 from tools.bench.stats import interval
 
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))

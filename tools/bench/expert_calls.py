@@ -28,20 +28,21 @@ import numpy as np
 import torch
 import zmq
 
-from edgemoe.cluster.data.bulk import PeerStore
+from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.cluster.data.messages import Model
 from edgemoe.cluster.data.plane import DataPlane
-from edgemoe.cluster.wire.keys import Peer, Secret
-from edgemoe.cluster.wire.lane import Lane
-from edgemoe.cluster.wire.messages import PeerEngine
-from edgemoe.cluster.wire.net import Answer, Failure, Question
-from edgemoe.experts.arena import ExpertShape
-from edgemoe.experts.compute import Group
-from edgemoe.experts.devices import Tiers
-from edgemoe.experts.host import ExpertHost
-from edgemoe.kernels.compute import Kernels
+from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.engine_messages import PeerEngine
+from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.transport import Answer, Failure, Question
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.compute.peer_compute import ExpertHost
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
-from edgemoe.types import ExpertWork, RemoteCall, Tier
+from edgemoe.types.experts import Tier
+from edgemoe.types.peers import ExpertWork, RemoteCall
 from tools.testbed.bed import Bed
 
 EXPERTS = 16

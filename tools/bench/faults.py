@@ -29,9 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.experts.files import padded
-from edgemoe.experts.manifest import Manifest
-from edgemoe.model.spec import spec_from_config
+from edgemoe.families.spec import spec_from_config
+from edgemoe.store.files import padded
+from edgemoe.store.manifest import Manifest
 from tools.bench.fault_rows import ROWS, Kind
 from tools.bench.fault_trial import NODES, TOKENS, Answers, Record, Trial
 from tools.testbed.bed import Bed

@@ -28,14 +28,14 @@ import xxhash
 import zmq
 
 from edgemoe.cluster.data.messages import BULK, CALLS, Call, Fetch, Hello
-from edgemoe.cluster.wire import envelope
-from edgemoe.cluster.wire.control_messages import CONTROL, Announce, Beat, RaftPayload
-from edgemoe.cluster.wire.envelope import Envelope, seal, unseal
-from edgemoe.cluster.wire.keys import Secret
-from edgemoe.cluster.wire.lane import Lane
-from edgemoe.cluster.wire.net import Answer, Net, Question
-from edgemoe.cluster.wire.protocol import Language
-from edgemoe.cluster.wire.zap import AllowList
+from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.auth import AllowList
+from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, Beat, RaftPayload
+from edgemoe.cluster.rpc.envelope import Envelope, seal, unseal
+from edgemoe.cluster.rpc.keys import Secret
+from edgemoe.cluster.rpc.protocol import Language
+from edgemoe.cluster.rpc.transport import Answer, Net, Question
 
 LANES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
 MARK = 5.0e5  # the remaining_ms of messages whose sums are right

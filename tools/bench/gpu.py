@@ -25,13 +25,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from edgemoe.experts.arena import ExpertShape
-from edgemoe.experts.devices import Tiers
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.spec import ModelSpec, dense_shapes, spec_from_config
 from edgemoe.policy.baselines import LRU
-from edgemoe.types import BLOCK_TOKENS, Batch, Tier
+from edgemoe.types.experts import Tier
+from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 CONTEXT = 256  # tokens in the cache before a decode step is timed
 BATCHES = (1, 8, 64, 512)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgemoe.model.spec import FAMILIES, Family, ModelSpec, dense_shapes, spec_from_config
+from edgemoe.families.spec import FAMILIES, Family, ModelSpec, dense_shapes, spec_from_config
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30

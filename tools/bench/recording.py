@@ -31,11 +31,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from edgemoe import demo
-from edgemoe.config import DeviceSettings, EngineSettings, MemorySettings, ModelSettings, RecordSettings, Settings
-from edgemoe.experts.manifest import Manifest
-from edgemoe.pack import ensure_store
+from edgemoe.config.settings import (
+    DeviceSettings,
+    EngineSettings,
+    MemorySettings,
+    ModelSettings,
+    RecordSettings,
+    Settings,
+)
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry.recorder import Filling, Recorder
-from edgemoe.types import Emission, Request, Sampling, StepRouting
+from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.types.routing import StepRouting
 from edgemoe.worker import assemble as worker
 from tools.bench.stats import interval
 

@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edgemoe.config import EngineSettings
+from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.pace import Pace
+from edgemoe.engine.chunk_budget import Pace
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.sequence import Sequence
-from edgemoe.types import Request, Sampling
+from edgemoe.types.request import Request, Sampling
 from tools.bench.stats import interval
 
 console = Console(stderr=True)

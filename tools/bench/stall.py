@@ -38,21 +38,23 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from edgemoe import demo
-from edgemoe.experts.arena import ExpertShape
-from edgemoe.experts.controller import Controller
-from edgemoe.experts.devices import Tiers
-from edgemoe.experts.manifest import DENSE, Manifest
-from edgemoe.experts.scout import Scout, Served
-from edgemoe.experts.store import ExpertStore
-from edgemoe.experts.tiered import StepMeta
-from edgemoe.kernels.compute import Kernels
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.families.spec import ModelSpec, spec_from_config
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.spec import ModelSpec, spec_from_config
-from edgemoe.pack.packer import pack
 from edgemoe.policy.baselines import LRU
 from edgemoe.policy.ewma import EWMA, Paper
-from edgemoe.types import BLOCK_TOKENS, Batch, StepRouting, Store, Tier
+from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.packer import pack
+from edgemoe.store.reader import ExpertStore
+from edgemoe.types.experts import Store, Tier
+from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import BLOCK_TOKENS, Batch
 from scoutgate.embedding import load_embedding
 from tools.bench.decode import RandomStore, _random_decoder
 from tools.bench.make_model import make_config

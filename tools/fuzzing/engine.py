@@ -21,9 +21,8 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from edgemoe.cluster.wire import protocol
-from edgemoe.cluster.wire.ipc import FrontEnd
-from edgemoe.cluster.wire.messages import (
+from edgemoe.cluster.rpc import protocol
+from edgemoe.cluster.rpc.engine_messages import (
     FRAMING,
     MAGIC,
     Cancel,
@@ -36,11 +35,12 @@ from edgemoe.cluster.wire.messages import (
     Submit,
     decode_to_engine,
 )
-from edgemoe.config import MemorySettings, ModelSettings, Settings
-from edgemoe.daemon import WORKER
+from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import WireError
-from edgemoe.front.engine import STOP_S, Engine
-from edgemoe.types import Emission, Request, Sampling
+from edgemoe.front.engine_handle import STOP_S, Engine
+from edgemoe.front.main import WORKER
+from edgemoe.types.request import Emission, Request, Sampling
 from tools.fuzzing.lane import EARLY, GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
 from tools.testbed.model import float32_demo

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from edgemoe.api import anthropic, responses
+from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize
 from tools.fuzzing.lane import EARLY, GROWTH_MB, Target, rss_mb, target
 from tools.fuzzing.values import Values

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from edgemoe.cluster.control import ops
-from edgemoe.cluster.control.coord import CoordState, PlanRef
-from edgemoe.cluster.control.journal import Journal
-from edgemoe.cluster.control.recovery import open_journal
-from edgemoe.cluster.control.snapshot import Snapshot, write_snapshot
+from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination.journal import Journal
+from edgemoe.cluster.control.coordination.recovery import open_journal
+from edgemoe.cluster.control.coordination.snapshot import Snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 
 WHATS = ("journal", "snapshot", "vote")
 VOTERS = b"abcdefgh"

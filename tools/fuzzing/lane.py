@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import zmq
 
-from edgemoe.cluster.wire.keys import Secret, generate, load_secret
+from edgemoe.cluster.rpc.keys import Secret, generate, load_secret
 from edgemoe.demo import model_path
 from tools.fuzzing.peer import HostilePeer
 from tools.testbed.daemons import listens

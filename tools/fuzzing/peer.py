@@ -15,12 +15,12 @@ import xxhash
 import zmq
 
 from edgemoe.cluster.data.messages import BULK, CALLS
-from edgemoe.cluster.wire import envelope
-from edgemoe.cluster.wire.control_messages import CONTROL
-from edgemoe.cluster.wire.keys import Secret
-from edgemoe.cluster.wire.messages import FRAMING, MAGIC, TO_ENGINE, Emissions
-from edgemoe.cluster.wire.net import Failure
-from edgemoe.cluster.wire.protocol import SPOKEN, Language
+from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.control_messages import CONTROL
+from edgemoe.cluster.rpc.engine_messages import FRAMING, MAGIC, TO_ENGINE, Emissions
+from edgemoe.cluster.rpc.keys import Secret
+from edgemoe.cluster.rpc.protocol import SPOKEN, Language
+from edgemoe.cluster.rpc.transport import Failure
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}

@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from edgemoe.cli.settings import as_toml
-from edgemoe.config import DeviceSettings, Settings
-from edgemoe.config_load import flatten, load
+from edgemoe.cli.systemd_units import templates
+from edgemoe.config.loading import flatten, load
+from edgemoe.config.settings import DeviceSettings, Settings
 from edgemoe.errors import ConfigError
-from edgemoe.service import templates
 
 WHATS = ("file", "set", "damaged")
 GROWTH_MB, KEPT = 100.0, 5

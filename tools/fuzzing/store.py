@@ -22,15 +22,15 @@ import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgemoe import models
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.files import padded, page_memory
-from edgemoe.experts.manifest import MANIFEST, Manifest
-from edgemoe.experts.store import ExpertStore
-from edgemoe.experts.verify import verify_copies, verify_dense
-from edgemoe.model.spec import dense_shapes, spec_from_config
-from edgemoe.pack import pack
-from edgemoe.pack.fits import spec_of
+from edgemoe.families.spec import dense_shapes, spec_from_config
+from edgemoe.store import catalog as models
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.files import padded, page_memory
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.packer import pack
+from edgemoe.store.reader import ExpertStore
+from edgemoe.store.verify import verify_copies, verify_dense
 from tools.fuzzing.trees import spoil, text_of
 
 WHATS = ("files", "manifest", "checkpoint")

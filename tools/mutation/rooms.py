@@ -49,7 +49,7 @@ ALIKE = ("api", "engine", "kernels", "model", "policy", "replay", "telemetry", "
 CONTROL = ("coord", "elect", "etcd", "fence", "journal", "lead", "member", "plan", "raft", "recover", "voter")
 ROOMS = {name: _alike(name) for name in ALIKE} | {
     "cli": Room(("edgemoe/cli",), ("tests/shell/test_c*.py",)),
-    "config": Room(("edgemoe/config_load.py", "edgemoe/config.py"), ("tests/shell/test_*config*.py",)),
+    "config": Room(("edgemoe/config/loading.py", "edgemoe/config/settings.py"), ("tests/shell/test_*config*.py",)),
     "control": Room(
         ("edgemoe/cluster/control", "edgemoe/durable.py"), (*_cluster(*CONTROL), "tests/store/test_durable.py")
     ),

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from edgemoe.cluster.wire.keys import generate
+from edgemoe.cluster.rpc.keys import generate
 from edgemoe.telemetry.metrics import parse
 from tools.testbed.bed import Bed, BedError, Box
 

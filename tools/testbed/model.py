@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edgemoe.demo import model_path
-from edgemoe.experts.manifest import MANIFEST, Manifest
-from edgemoe.pack import ensure_store
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.packer import ensure_store
 
 
 def float32_demo(folder: Path, width: int = 0) -> Path:

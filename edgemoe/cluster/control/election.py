@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 
-from edgemoe.cluster.control.coord import CoordStore
+from edgemoe.cluster.control.coordination.store import CoordStore
 from edgemoe.errors import CoordUnavailable, StaleEpoch
 
 log = logging.getLogger(__name__)

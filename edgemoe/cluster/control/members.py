@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from edgemoe.cluster.wire.control_messages import Announce, Beat
-from edgemoe.cluster.wire.keys import Peer
-from edgemoe.cluster.wire.messages import PeerEngine
+from edgemoe.cluster.rpc.control_messages import Announce, Beat
+from edgemoe.cluster.rpc.engine_messages import PeerEngine
+from edgemoe.cluster.rpc.keys import Peer
 
 BEAT_S = 0.4
 DEAD_S = 1.6  # without a beat

@@ -19,16 +19,18 @@ from pathlib import Path
 
 import msgspec
 
-from edgemoe.cluster.control.agreement import Agreement
-from edgemoe.cluster.control.clock import since_boot
-from edgemoe.cluster.control.fence import EpochFence
-from edgemoe.cluster.control.leading import Leader
-from edgemoe.cluster.control.link import LaneLink
-from edgemoe.cluster.control.listing import let_in, same_box, with_addresses
+from edgemoe.cluster.control.coordination.choice import make_store
+from edgemoe.cluster.control.coordination.clock import since_boot
+from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.coordination.fingerprint import Agreement
+from edgemoe.cluster.control.coordination.raft_channel import LaneLink
+from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.members import BEAT_S, Member, Members
-from edgemoe.cluster.control.plans import PlanKeeper, read_plan
-from edgemoe.cluster.control.stores import make_store
-from edgemoe.cluster.wire.control_messages import (
+from edgemoe.cluster.control.membership import let_in, same_box, with_addresses
+from edgemoe.cluster.control.plan_store import PlanKeeper, read_plan
+from edgemoe.cluster.rpc.auth import AllowList
+from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.control_messages import (
     CONTROL,
     Announce,
     Beat,
@@ -41,14 +43,12 @@ from edgemoe.cluster.wire.control_messages import (
     Tokens,
     Welcome,
 )
-from edgemoe.cluster.wire.keys import Peer, Secret, check_peer
-from edgemoe.cluster.wire.lane import Lane
-from edgemoe.cluster.wire.net import Answer, Net, Question
-from edgemoe.cluster.wire.sparing import SparingLog
-from edgemoe.cluster.wire.zap import AllowList
-from edgemoe.config import ClusterSettings
+from edgemoe.cluster.rpc.keys import Peer, Secret, check_peer
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.cluster.rpc.transport import Answer, Net, Question
+from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, CoordError, EpochLeap, PeerError, PeerRefused, StaleEpoch
-from edgemoe.types import PlacementPlan
+from edgemoe.types.placement import PlacementPlan
 
 log = logging.getLogger(__name__)
 ASK_S = 2.0

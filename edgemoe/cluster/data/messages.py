@@ -17,12 +17,14 @@ from typing import Annotated, get_args
 import numpy as np
 from msgspec import Meta
 
-from edgemoe.bounds import Bitmap, Bytes, Seconds, Small, Word
-from edgemoe.cluster.wire.envelope import Buffer
-from edgemoe.cluster.wire.net import Failure
-from edgemoe.cluster.wire.protocol import Language, Message
+from edgemoe.cluster.rpc.envelope import Buffer
+from edgemoe.cluster.rpc.protocol import Language, Message
+from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.errors import PeerRefused
-from edgemoe.types import BoolArray, ExpertWork, pack_bits, unpack_bits
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.bounds import Bitmap, Bytes, Seconds, Small, Word
+from edgemoe.types.peers import ExpertWork
+from edgemoe.types.placement import pack_bits, unpack_bits
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
 MAX_ROWS = 1 << 16  # of one call

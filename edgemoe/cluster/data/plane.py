@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from edgemoe.cluster.data.bulk import BulkServer, PeerStore, Shelf
-from edgemoe.cluster.data.calls import Calls, Holdings
+from edgemoe.cluster.data.expert_client import Calls, Holdings
+from edgemoe.cluster.data.expert_fetch import BulkServer, PeerStore, Shelf
+from edgemoe.cluster.data.expert_server import ExpertServer, Host
 from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, Hello, Model
-from edgemoe.cluster.data.server import ExpertServer, Host
-from edgemoe.cluster.wire.keys import Peer, Secret
-from edgemoe.cluster.wire.lane import Lane
-from edgemoe.cluster.wire.messages import PeerEngine
-from edgemoe.cluster.wire.net import Answer, Net, Question
-from edgemoe.cluster.wire.sparing import SparingLog
-from edgemoe.cluster.wire.zap import AllowList
+from edgemoe.cluster.rpc.auth import AllowList
+from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.engine_messages import PeerEngine
+from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.cluster.rpc.transport import Answer, Net, Question
 from edgemoe.errors import PeerRefused
 
 log = logging.getLogger(__name__)

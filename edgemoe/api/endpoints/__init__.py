@@ -1,0 +1,1 @@
+"""The bodies and answers of each endpoint."""

@@ -1,0 +1,189 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, one turn of text and tools. A Chat underneath.
+
+A last message of the assistant's is gone on with. Without `thinking` the model is asked not to reason, as there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from edgemoe.api import schema
+from edgemoe.api.generate.origin import Origin
+from edgemoe.api.schema import Chat, convert
+from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.types.arrays import Json
+
+FIELDS = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences"}
+ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+ERRORS |= {500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """Any content block; which fields it has depends on `type`."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    user_id: schema.Label | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
+    format: OutputFormat | None = None
+
+
+class Create(schema.Body, frozen=True, kw_only=True):
+    """The body of both endpoints; counting needs no `max_tokens`."""
+
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    system: str | list[Block] | None = None
+    stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
+    tools: list[CustomTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    metadata: Metadata | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def as_chat(body: Create) -> tuple[Chat, Origin]:
+    """The chat request that says the same, and where its parts stood. Raises InvalidRequest."""
+    origin = Origin(FIELDS)
+    messages = _messages(body, origin)
+    choice, thinking = body.tool_choice, body.thinking is not None and body.thinking.type != "disabled"
+    common = {field: getattr(body, field) for field in schema.Body.__struct_fields__}
+    chat = {
+        **common,
+        "n": 1,
+        "user": body.metadata.user_id if body.metadata else body.user,
+        "stop": body.stop_sequences,
+        "messages": messages,
+        "tools": [_tool(tool, at) for at, tool in enumerate(body.tools or ())] or None,
+        "tool_choice": _tool_choice(choice),
+        "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+        "response_format": _response_format(body.output_config),
+        "chat_template_kwargs": {"enable_thinking": thinking, **(body.chat_template_kwargs or {})},
+    }
+    if messages[-1]["role"] == "assistant" and messages[-1]["content"] and "tool_calls" not in messages[-1]:
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    with origin.named():
+        return convert(chat, Chat), origin
+
+
+def error_body(error: RequestError) -> Json:
+    """Anthropic's error object, which has no place for the field but its message."""
+    message = str(error) if not error.param or error.param in str(error) else f"{error.param}: {error}"
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _messages(body: Create, origin: Origin) -> list[Json]:
+    messages: list[Json] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text(body.system, "system")})
+        origin.messages.append("system")
+    for at, turn in enumerate(body.messages):
+        where = f"messages[{at}]"
+        for message in _turn(turn, where):
+            messages.append(message)
+            origin.messages.append(where)
+    return messages
+
+
+def _turn(turn: Turn, where: str) -> list[Json]:
+    """One turn as messages: results of tools are messages of their own, before what the user says."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    results: list[Json] = []
+    own: Json = {"role": turn.role, "content": ""}
+    for at, block in enumerate(turn.content):
+        match block.type:
+            case "text":
+                own["content"] += block.text or ""
+            case "thinking":
+                own["reasoning_content"] = own.get("reasoning_content", "") + (block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                function = {"name": block.name, "arguments": block.input or {}}
+                own.setdefault("tool_calls", []).append({"id": block.id, "function": function})
+            case "tool_result":
+                text = _result(block, f"{where}.content[{at}]")
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            case other:
+                raise _unreadable(f"{where}.content[{at}]", other)
+    return results + ([own] if len(own) > 2 or own["content"] or not results else [])
+
+
+def _result(block: Block, where: str) -> str:
+    if not isinstance(block.content, list):
+        return block.content or ""
+    return _text([convert(part, Block) for part in block.content], f"{where}.content")
+
+
+def _text(content: str | list[Block], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    for at, block in enumerate(content):
+        if block.type != "text":
+            raise _unreadable(f"{where}[{at}]", block.type)
+    return "".join(block.text or "" for block in content)
+
+
+def _unreadable(where: str, kind: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: this model reads text only, not {kind!r}", param=where, code="invalid_value")
+
+
+def _tool(tool: CustomTool, at: int) -> Json:
+    if tool.type not in (None, "custom"):
+        raise InvalidRequest(f"tools[{at}].type: only custom tools can be called", param=f"tools[{at}].type")
+    return {"function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}}
+
+
+def _tool_choice(choice: ToolChoice | None) -> Any:
+    if choice is None or choice.type == "tool":
+        return {"function": {"name": choice.name}} if choice else None
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(config: OutputConfig | None) -> Json | None:
+    if config is None or config.format is None:
+        return None
+    return {"type": config.format.type, "json_schema": {"schema": config.format.schema}}

@@ -1,0 +1,126 @@
+"""How /v1/messages writes an answer: content blocks (thinking, text, tool_use), streamed as typed events."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from edgemoe.api.endpoints.anthropic import error_body
+from edgemoe.api.generate.choice import Delta
+from edgemoe.api.generate.generation import Job
+from edgemoe.api.http.sse import event
+from edgemoe.api.text.output_parser import ToolCall
+from edgemoe.errors import RequestError
+from edgemoe.types.arrays import Json
+
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageFormat:
+    """Deltas as message events, or all together as one message."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._open = ""  # the kind of the block under way
+        self._blocks = 0
+        self._begun = False
+
+    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield self._event("message_start", message=self._message([]))
+        for delta in deltas:
+            if delta.reasoning:
+                yield from self._grow("thinking", delta.reasoning)
+            if delta.text:
+                yield from self._grow("text", delta.text)
+            for call in delta.calls:
+                yield from self._call(call)
+
+    def end(self) -> Iterable[bytes]:
+        yield from self.events([])  # where nothing at all was said
+        yield from self._close()
+        yield self._event("message_delta", delta=self._stop(), usage=self._usage())
+        yield self._event("message_stop")
+
+    def error(self, error: RequestError) -> Iterable[bytes]:
+        yield event(error_body(error), "error")
+
+    def whole(self, choices: list[Delta]) -> Json:
+        (delta,) = choices
+        content: list[Json] = []
+        if delta.reasoning:
+            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
+        if delta.text:
+            content.append({"type": "text", "text": delta.text})
+        content += [_tool_use(call, _input(call)) for call in delta.calls]
+        return self._message(content) | self._stop()
+
+    def _grow(self, kind: str, text: str) -> Iterator[bytes]:
+        if self._open != kind:
+            yield from self._close()
+            self._open = kind
+            empty = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+            yield self._event("content_block_start", index=self._blocks, content_block=empty)
+        yield self._event("content_block_delta", index=self._blocks, delta={"type": f"{kind}_delta", kind: text})
+
+    def _call(self, call: ToolCall) -> Iterator[bytes]:
+        yield from self._close()
+        self._open = "tool_use"
+        yield self._event("content_block_start", index=self._blocks, content_block=_tool_use(call, {}))
+        delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(_input(call)).decode()}
+        yield self._event("content_block_delta", index=self._blocks, delta=delta)
+        yield from self._close()
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open:
+            yield self._event("content_block_stop", index=self._blocks)
+            self._open = ""
+            self._blocks += 1
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    def _message(self, content: list[Json]) -> Json:
+        return {
+            "id": self._job.id.replace("-", "_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self._job.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
+
+    def _stop(self) -> Json:
+        choice = self._job.choices[0]
+        if choice.stop_string:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
+        return {"stop_reason": REASONS.get(choice.finish, choice.finish), "stop_sequence": None}
+
+    def _usage(self) -> Json:
+        job = self._job
+        cached = min(job.cached_tokens(), job.prompt_tokens)
+        return {
+            "input_tokens": job.prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": job.choices[0].tokens,
+        }
+
+
+def _tool_use(call: ToolCall, given: Json) -> Json:
+    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name, "input": given}
+
+
+def _input(call: ToolCall) -> Json:
+    """A call's arguments as an object, whatever the model wrote."""
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+        arguments = msgspec.json.decode(call.arguments)
+        if isinstance(arguments, dict):
+            return arguments
+    return {"arguments": call.arguments}

@@ -1,0 +1,214 @@
+"""POST /v1/chat/completions: from a body to a job, and from deltas to OpenAI's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.generate.generation import Job, Prompt, requests
+from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.generate.sampling import Span, room, sampling
+from edgemoe.api.http.sse import DONE, FINGERPRINT, call_body, chat_logprobs, error_body, event
+from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
+from edgemoe.api.text.chat_messages import for_template, tools_for_template
+from edgemoe.api.text.output_parser import END_THINK, THINK, Marks
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.types.arrays import Json
+
+MANY_CALLS = 128
+
+
+def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, prefix: str = "chatcmpl") -> Job:
+    """The job that `body` asks for: its prompt rendered and tokenized, its grammar checked. Raises InvalidRequest."""
+    tools, calls = _tools(body)
+    prompt_text = render(body, tools, text)
+    marks = _marks(prompt_text, text, calls, tools)
+    prompt = text.encode(prompt_text, add_special_tokens=False)
+    settings = sampling(
+        body,
+        text,
+        room_tokens=room(prompt, span, "messages"),
+        wanted_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        vocab=span.vocab,
+        logprobs=_logprobs(body),
+        grammar=_grammar(body, tools, marks, text),
+    )
+    n = body.n or 1
+    return Job(
+        prefix=prefix,
+        model=model,
+        requests=requests([Prompt(tuple(prompt), settings)], n, body.seed, user),
+        choices=[Choice(at, text.vocabulary, stop_strings(body.stop), marks) for at in range(n)],
+        prompt_tokens=len(prompt),
+    )
+
+
+def prompt_of(body: Chat, text: TextModel) -> list[int]:
+    """The tokens of the prompt. Raises InvalidRequest."""
+    return text.encode(render(body, _tools(body)[0], text), add_special_tokens=False)
+
+
+def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
+    """The prompt as text. Raises InvalidRequest."""
+    if text.template is None:
+        raise InvalidRequest("this model has no chat template; use /v1/completions", code="no_chat_template")
+    if tools and not text.template.takes_tools:
+        raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
+    extra = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            extra.setdefault("enable_thinking", False)
+    messages, shown = for_template(body.messages), tools_for_template(tools)
+    if body.continue_final_message:
+        return _continued(
+            body, text.template.render(messages, shown, add_generation_prompt=False, extra=extra), messages
+        )
+    begin = body.add_generation_prompt is not False
+    return text.template.render(messages, shown, add_generation_prompt=begin, extra=extra)
+
+
+def _continued(body: Chat, rendered: str, messages: list[Json]) -> str:
+    """The prompt up to the end of the last message's text, which the answer goes on with."""
+    if body.add_generation_prompt:
+        message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+        raise InvalidRequest(message, param="continue_final_message")
+    last: str = messages[-1]["content"]
+    begin, found, _ = rendered.rpartition(last.strip()) if last.strip() else ("", "", "")
+    if not found:
+        message = "continue_final_message: the last message has no text to go on with, or the template leaves it out"
+        raise InvalidRequest(message, param="continue_final_message")
+    rest = rendered[len(begin) + len(found) :]
+    space = last[len(last.rstrip()) :]
+    return begin + found + (space if rest.startswith(space) else "")
+
+
+def _marks(prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks:
+    """Templates open <think> for the model, or close it at once, or leave it to the model."""
+    thinks = text.template is not None and text.template.thinks
+    tail = prompt[-64:].rstrip()
+    thinking = thinks and tail.endswith(THINK)
+    functions = frozenset(tool.function.name for tool in tools)
+    return Marks(think=thinks and not tail.endswith(END_THINK), thinking=thinking, calls=calls, functions=functions)
+
+
+def _tools(body: Chat) -> tuple[list[Tool], int]:
+    """The tools that the model is told of, and how many calls are taken at most."""
+    tools, choice = body.tools or [], body.tool_choice
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise InvalidRequest(f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice")
+        return tools, 1
+    if choice not in (None, "none", "auto", "required"):
+        raise InvalidRequest(f"tool_choice {choice!r} is none of none, auto, required", param="tool_choice")
+    if choice == "required" and not tools:
+        raise InvalidRequest("tool_choice is required, but there are no tools", param="tool_choice")
+    if choice == "none" or not tools:
+        return [], 0
+    return tools, 1 if body.parallel_tool_calls is False else MANY_CALLS
+
+
+def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> str | None:
+    form = Form(text.vocabulary.added, marks.think, marks.thinking)
+    if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
+        return tool_grammar(tools, marks.calls > 1, form)
+    plain = body.response_format is None or body.response_format.type == "text"
+    return (
+        free_grammar(tools, marks.calls > 1, form) if tools and plain else response_grammar(body.response_format, form)
+    )
+
+
+def _logprobs(body: Chat) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+class ChatFormat:
+    """Deltas as chat.completion.chunk, or all together as chat.completion."""
+
+    def __init__(self, job: Job, body: Chat, text: TextModel) -> None:
+        self._job = job
+        self._vocabulary = text.vocabulary
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._begun: set[int] = set()
+        self._calls = [0] * len(job.choices)
+
+    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+        for delta in deltas:
+            if delta.choice not in self._begun:
+                self._begun.add(delta.choice)
+                yield self._chunk([self._choice(delta.choice, {"role": "assistant", "content": ""}, None, None)])
+            logprobs = chat_logprobs(delta, self._vocabulary)
+            last = self._job.finished and delta is deltas[-1]
+            choice = self._choice(delta.choice, self._delta(delta), logprobs, delta.finish or None)
+            yield self._chunk([choice], last=last)
+
+    def end(self) -> Iterable[bytes]:
+        if self._usage:
+            yield self._chunk([], self._job.usage(), last=True)
+        yield DONE
+
+    def error(self, error: RequestError) -> Iterable[bytes]:
+        yield event(error_body(error))
+        yield DONE
+
+    def whole(self, choices: list[Delta]) -> Json:
+        return self._head("chat.completion") | {
+            "choices": [
+                {
+                    "index": delta.choice,
+                    "message": _message(delta),
+                    "logprobs": chat_logprobs(delta, self._vocabulary),
+                    "finish_reason": delta.finish or None,
+                }
+                for delta in choices
+            ],
+            "usage": self._job.usage(),
+            "timings": self._job.timings(),
+        }
+
+    def _head(self, kind: str) -> Json:
+        job = self._job
+        return {
+            "id": job.id,
+            "object": kind,
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def _chunk(self, choices: list[Json], usage: Json | None = None, last: bool = False) -> bytes:
+        head = self._head("chat.completion.chunk") | {"choices": choices}
+        head |= {"timings": self._job.timings()} if last else {}
+        return event(head | {"usage": usage} if self._usage else head)
+
+    def _choice(self, index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _delta(self, delta: Delta) -> Json:
+        body: Json = {}
+        if delta.text:
+            body["content"] = delta.text
+        if delta.reasoning:
+            body["reasoning_content"] = body["reasoning"] = delta.reasoning
+        if delta.calls:
+            first = self._calls[delta.choice]
+            self._calls[delta.choice] += len(delta.calls)
+            body["tool_calls"] = [{"index": first + at, **call_body(call)} for at, call in enumerate(delta.calls)]
+        return body
+
+
+def _message(delta: Delta) -> Json:
+    message: Json = {
+        "role": "assistant",
+        "content": None if delta.calls and not delta.text else delta.text,
+        "refusal": None,
+    }
+    if delta.reasoning:
+        message["reasoning_content"] = message["reasoning"] = delta.reasoning
+    if delta.calls:
+        message["tool_calls"] = [call_body(call) for call in delta.calls]
+    return message

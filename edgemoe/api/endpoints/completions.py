@@ -1,0 +1,140 @@
+"""POST /v1/completions: text or token ids in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.generate.generation import Job, Prompt, requests
+from edgemoe.api.generate.grammar import response_grammar
+from edgemoe.api.generate.sampling import Span, check_ids, room, sampling
+from edgemoe.api.http.sse import DONE, FINGERPRINT, Told, error_body, event, text_logprobs
+from edgemoe.api.schema import Completion, stop_strings
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.types.arrays import Json
+
+DEFAULT_TOKENS = 16  # as OpenAI has it
+MAX_PROMPTS = 1024
+
+
+def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str) -> Job:
+    """The job that `body` asks for; choice p*n + c is choice c of prompt p. Raises InvalidRequest."""
+    tokens = prompts(body.prompt, text, span.vocab)
+    grammar = response_grammar(body.response_format)
+    wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    if not wanted and not body.echo:
+        raise InvalidRequest(
+            "max_tokens: 0 is for echo, which shows the prompt", param="max_tokens", code="invalid_value"
+        )
+    ready = [
+        Prompt(
+            tuple(prompt),
+            sampling(
+                body,
+                text,
+                room_tokens=room(prompt, span, "prompt"),
+                wanted_tokens=max(1, wanted),
+                vocab=span.vocab,
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+                grammar=grammar,
+            ),
+        )
+        for prompt in tokens
+    ]
+    n = body.n or 1
+    return Job(
+        prefix="cmpl",
+        model=model,
+        requests=requests(ready, n, body.seed, user),
+        choices=[
+            Choice(at, text.vocabulary, stop_strings(body.stop), prompt_only=not wanted)
+            for at in range(n * len(tokens))
+        ],
+        prompt_tokens=sum(map(len, tokens)),
+    )
+
+
+def prompts(prompt: str | list[str | int | list[int]], text: TextModel, vocab: int) -> list[list[int]]:
+    """Token ids of each prompt: a string, a list of strings, a list of ids, or a list of lists of ids."""
+    if isinstance(prompt, str):
+        return [text.encode(prompt, add_special_tokens=True)]
+    if all(isinstance(one, int) for one in prompt):
+        prompt = [[one for one in prompt if isinstance(one, int)]]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} at a time", param="prompt")
+    return [_one(one, at, text, vocab) for at, one in enumerate(prompt)]
+
+
+def _one(prompt: str | int | list[int], at: int, text: TextModel, vocab: int) -> list[int]:
+    if isinstance(prompt, str):
+        return text.encode(prompt, add_special_tokens=True)
+    if isinstance(prompt, int):
+        raise InvalidRequest(f"prompt[{at}]: a list of prompts holds texts or lists of token ids", param="prompt")
+    check_ids(prompt, vocab, f"prompt[{at}]")
+    return prompt
+
+
+class CompletionFormat:
+    """Deltas as text_completion objects."""
+
+    def __init__(self, job: Job, body: Completion, text: TextModel) -> None:
+        self._job = job
+        self._vocabulary = text.vocabulary
+        self._usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._echoes = [
+            text.vocabulary.text(request.prompt, skip_special=True) if body.echo else "" for request in job.requests
+        ]
+        self._offsets = [0] * len(job.choices)
+        self._tells_prompt = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
+
+    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+        for delta in deltas:
+            echo, self._echoes[delta.choice] = self._echoes[delta.choice], ""
+            yield self._chunk([self._choice(delta, echo)], last=self._job.finished and delta is deltas[-1])
+
+    def end(self) -> Iterable[bytes]:
+        if self._usage:
+            yield self._chunk([], self._job.usage(), last=True)
+        yield DONE
+
+    def error(self, error: RequestError) -> Iterable[bytes]:
+        yield event(error_body(error))
+        yield DONE
+
+    def whole(self, choices: list[Delta]) -> Json:
+        done = [self._choice(delta, self._echoes[delta.choice]) for delta in choices]
+        return self._head() | {"choices": done, "usage": self._job.usage(), "timings": self._job.timings()}
+
+    def _head(self) -> Json:
+        job = self._job
+        return {
+            "id": job.id,
+            "object": "text_completion",
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def _chunk(self, choices: list[Json], usage: Json | None = None, last: bool = False) -> bytes:
+        head = self._head() | {"choices": choices}
+        head |= {"timings": self._job.timings()} if last else {}
+        return event(head | {"usage": usage} if self._usage else head)
+
+    def _choice(self, delta: Delta, echo: str) -> Json:
+        logprobs, at = None, delta.choice
+        told: list[Told] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
+        if self._tells_prompt[at]:
+            self._tells_prompt[at] = False
+            first, *rest = self._job.requests[at].prompt
+            of_rest = zip(rest, delta.prompt_logprobs, strict=True)
+            told = [(first, None, ()), *((token, *likely) for token, likely in of_rest), *told]
+        if told:
+            logprobs, self._offsets[at] = text_logprobs(told, self._vocabulary, self._offsets[at])
+        return {
+            "index": delta.choice,
+            "text": echo + delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish or None,
+        }

@@ -1,0 +1,53 @@
+"""GET /v1/models, POST /tokenize and /detokenize: what a model is, and its tokenizer by itself."""
+
+from __future__ import annotations
+
+import time
+
+from edgemoe.api.generate.sampling import Span, check_ids
+from edgemoe.api.schema import Detokenize, Tokenize
+from edgemoe.api.text.chat_messages import for_template
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import InvalidRequest
+from edgemoe.types.arrays import Json
+from edgemoe.types.model_info import ModelInfo
+
+_STARTED = int(time.time())
+
+
+def model_card(info: ModelInfo, context_tokens: int) -> Json:
+    """OpenAI's model object, with what is worth knowing besides."""
+    return {
+        "id": info.id,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "edgemoe",
+        "max_model_len": context_tokens,
+        "family": info.family,
+        "digest": info.digest,
+        "dtype": info.dtype,
+    }
+
+
+def tokenize(body: Tokenize, text: TextModel, span: Span) -> Json:
+    """The token ids of a text, or of messages under the chat template. Raises InvalidRequest."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if body.messages is None:
+        ids = text.encode(body.prompt or "", body.add_special_tokens)
+    elif text.template is None:
+        raise InvalidRequest("this model has no chat template", param="messages", code="no_chat_template")
+    else:
+        prompt = text.template.render(
+            for_template(body.messages),
+            add_generation_prompt=body.add_generation_prompt,
+            extra=body.chat_template_kwargs,
+        )
+        ids = text.encode(prompt, add_special_tokens=False)
+    return {"count": len(ids), "max_model_len": span.context_tokens, "tokens": ids}
+
+
+def detokenize(body: Detokenize, text: TextModel, span: Span) -> Json:
+    """The text of token ids, special ones included. Raises InvalidRequest."""
+    check_ids(body.tokens, span.vocab, "tokens")
+    return {"prompt": text.vocabulary.text(body.tokens)}

@@ -1,0 +1,1 @@
+"""One generating request, from its settings to deltas, whichever endpoint asked."""

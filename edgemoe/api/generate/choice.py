@@ -1,0 +1,109 @@
+"""One choice's way from emissions to what an app sees: text, reasoning, tool calls, logprobs, an end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from edgemoe.api.text.detokenize import Detokenizer, Vocabulary
+from edgemoe.api.text.output_parser import Marks, Parser, Pieces, ToolCall
+from edgemoe.api.text.stop_strings import Stops
+from edgemoe.types.request import Emission, TokenLogprob
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. `finish` is "", "stop", "length" or "tool_calls"."""
+
+    choice: int
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[Emission] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the second token and on
+    finish: str = ""
+
+    def add(self, other: Delta | Pieces) -> None:
+        """Appends what follows."""
+        self.text += other.text
+        self.reasoning += other.reasoning
+        self.calls += other.calls
+        if isinstance(other, Delta):
+            self.logprobs += other.logprobs
+            self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
+            self.finish = self.finish or other.finish
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls or self.finish)
+
+
+class Choice:
+    """The state of one choice in the front: all of it follows from the tokens taken."""
+
+    def __init__(
+        self,
+        index: int,
+        vocabulary: Vocabulary,
+        stops: Iterable[str] = (),
+        marks: Marks | None = None,
+        prompt_only: bool = False,
+    ):
+        """`prompt_only`: no token is wanted, but what is said of the prompt, which comes with the first one."""
+        self.index = index
+        self._prompt_only = prompt_only
+        self.tokens = 0
+        self.reasoning_tokens = 0
+        self.cached_tokens = 0
+        self.finish = ""
+        marks = marks or Marks()
+        self._detokenizer = Detokenizer(vocabulary, shown=marks.names)
+        self._stops = Stops(tuple(stops))
+        self._parser = Parser(marks, vocabulary.special)
+        self._called = False
+        self._delta = Delta(index)
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, or none."""
+        return self._stops.matched
+
+    def take(self, emission: Emission) -> bool:
+        """Adds one emission; none may follow once `finish` is set.
+
+        True where the text has ended by itself (a stop string, the last tool call), which the engine cannot know.
+        """
+        if emission.index == 0:
+            self.cached_tokens = emission.cached_tokens
+            self._delta.prompt_logprobs = emission.prompt_logprobs
+        if emission.token is not None and not self._prompt_only:
+            self._token(emission, emission.token)
+        if emission.finish and not self.finish:
+            rest = "" if self._stops.stopped else self._stops.feed(self._detokenizer.flush()) + self._stops.flush()
+            self._end("length" if self._prompt_only else emission.finish, rest)
+        return bool(self.finish) and not emission.finish
+
+    def delta(self) -> Delta:
+        """What is new since the last call; falsy where there is nothing to show yet."""
+        if not self._delta:
+            return Delta(self.index)
+        delta, self._delta = self._delta, Delta(self.index)
+        return delta
+
+    def _token(self, emission: Emission, token: int) -> None:
+        self.tokens += 1
+        self.reasoning_tokens += self._parser.reasoning
+        if emission.logprob is not None:
+            self._delta.logprobs.append(emission)
+        self._add(self._parser.feed(self._stops.feed(self._detokenizer.feed(token))))
+        if self._stops.stopped or self._parser.done:
+            self._end("stop", "")
+
+    def _end(self, reason: str, rest: str) -> None:
+        self._add(self._parser.feed(rest))
+        if not self._parser.done:
+            self._add(self._parser.flush())
+        self.finish = self._delta.finish = "tool_calls" if self._called and reason == "stop" else reason
+
+    def _add(self, pieces: Pieces) -> None:
+        self._called = self._called or bool(pieces.calls)
+        self._delta.add(pieces)

@@ -1,0 +1,152 @@
+"""One generating HTTP request, from accepted to answered: runs it on the backend and turns emissions into deltas."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from edgemoe.api.backend import Backend
+from edgemoe.api.generate.choice import Choice, Delta
+from edgemoe.api.metrics import Clock, Metrics
+from edgemoe.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, QueueFull, RequestError
+from edgemoe.types.arrays import Json
+from edgemoe.types.request import Emission, Request, Sampling
+
+ENGINE_ERRORS: dict[str, type[RequestError]] = {
+    error.code: error for error in (DeadlineExceeded, EngineUnavailable) if error.code
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of one prompt and how to continue it."""
+
+    tokens: tuple[int, ...]
+    sampling: Sampling
+
+
+class Format(Protocol):
+    """How an endpoint writes deltas down."""
+
+    def events(self, deltas: list[Delta]) -> Iterable[bytes]:
+        """Server-sent events for what is new."""
+
+    def end(self) -> Iterable[bytes]:
+        """The last events of a stream that ended well."""
+
+    def error(self, error: RequestError) -> Iterable[bytes]:
+        """The last events of a stream that ended in `error`."""
+
+    def whole(self, choices: list[Delta]) -> Json:
+        """The body of an answer that is not streamed; one delta for each choice, in order."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What one HTTP request asks for, ready to run."""
+
+    prefix: str  # of its id: "chatcmpl", "cmpl", "resp"
+    model: str
+    requests: list[Request]
+    choices: list[Choice]
+    prompt_tokens: int
+    id: str = field(default="")
+    created: int = field(default_factory=lambda: int(time.time()))
+    clock: Clock | None = None  # once it runs
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{self.prefix}-{secrets.token_hex(12)}"
+
+    def usage(self) -> Json:
+        """OpenAI's usage object for what has been generated so far."""
+        completion = sum(choice.tokens for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": min(self.cached_tokens(), self.prompt_tokens)},
+            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)},
+        }
+
+    def timings(self) -> Json:
+        """llama.cpp's timings object for what has been generated so far."""
+        return self.clock.timings(self.prompt_tokens, self.cached_tokens()) if self.clock is not None else {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish for choice in self.choices)
+
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache supplied, each prompt counted once."""
+        return sum(
+            choice.cached_tokens
+            for choice, request in zip(self.choices, self.requests, strict=True)
+            if not request.choice
+        )
+
+
+def requests(prompts: Sequence[Prompt], n: int, seed: int | None, user: str) -> list[Request]:
+    """`n` requests for each prompt. Without a `seed` one is drawn, as a replay must draw the same numbers."""
+    name = secrets.token_hex(8)
+    return [
+        Request(
+            id=f"{name}-{at}-{choice}",
+            prompt=prompt.tokens,
+            sampling=prompt.sampling,
+            seed=(secrets.randbits(63) if seed is None else seed) & (2**64 - 1),
+            choice=choice,
+            user=user,
+        )
+        for at, prompt in enumerate(prompts)
+        for choice in range(n)
+    ]
+
+
+async def run(job: Job, backend: Backend, metrics: Metrics, timeout_s: float) -> AsyncGenerator[list[Delta], None]:
+    """The deltas of all choices as they come. Raises RequestError."""
+    choices = {request.id: choice for request, choice in zip(job.requests, job.choices, strict=True)}
+    with backend.open(job.requests, timeout_s) as ticket:
+        clock = job.clock = Clock(metrics)
+        metrics.prompt_tokens.inc(job.prompt_tokens)
+        async for emissions in ticket:
+            touched: dict[str, Choice] = {}
+            for emission in emissions:
+                choice = choices[emission.request]
+                if choice.finish:
+                    continue
+                _check(emission)
+                touched[emission.request] = choice
+                if choice.take(emission):
+                    ticket.cancel(emission.request)
+                clock.emitted(emission, ended=bool(choice.finish))
+            if deltas := [delta for choice in touched.values() if (delta := choice.delta())]:
+                yield deltas
+
+
+async def collect(job: Job, deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+    """Every choice as one delta, in order."""
+    whole = [Delta(choice.index) for choice in job.choices]
+    async with aclosing(deltas):
+        async for some in deltas:
+            for delta in some:
+                whole[delta.choice].add(delta)
+    return whole
+
+
+def _check(emission: Emission) -> None:
+    """Raises the RequestError that the engine ended a request with."""
+    if emission.finish != "error":
+        return
+    message = emission.error or "the engine could not go on with this request"
+    if emission.error_code == QueueFull.code:
+        raise QueueFull(message, retry_after_s=emission.retry_after_s or 1.0)
+    if emission.error_code in ENGINE_ERRORS:
+        raise ENGINE_ERRORS[emission.error_code](message)
+    if emission.error_code in ("invalid_request", "context_length_exceeded", "invalid_grammar"):
+        raise InvalidRequest(message, code=emission.error_code)
+    raise RequestError(message, code=emission.error_code or "engine_error")

@@ -1,0 +1,81 @@
+"""From the fields of a body, and the model's own defaults, to the Sampling that travels to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from edgemoe.api.schema import Body
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import InvalidRequest
+from edgemoe.types.request import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the served model can take, as the engine reports it."""
+
+    context_tokens: int  # prompt and output of one request
+    vocab: int
+
+
+def sampling(
+    body: Body,
+    text: TextModel,
+    *,
+    room_tokens: int,
+    wanted_tokens: int | None,
+    vocab: int,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    grammar: str | None = None,
+) -> Sampling:
+    """`body` with defaults filled in. At most `wanted_tokens` (None: all of `room_tokens`). Raises InvalidRequest."""
+    max_tokens = room_tokens if wanted_tokens is None else min(wanted_tokens, room_tokens)
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens: {min_tokens} is more than the {max_tokens} allowed", param="min_tokens")
+    check_ids(body.logit_bias or {}, vocab, "logit_bias")
+    check_ids(body.stop_token_ids or (), vocab, "stop_token_ids")
+    defaults = text.defaults
+    eos = () if body.ignore_eos else (token for token in text.eos if token < vocab)
+    return Sampling(
+        temperature=float(_or(body.temperature, defaults.get("temperature", 1.0))),
+        top_p=float(_or(body.top_p, defaults.get("top_p", 1.0))),
+        top_k=max(0, int(_or(body.top_k, defaults.get("top_k", 0)))),
+        min_p=float(_or(body.min_p, defaults.get("min_p", 0.0))),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=float(_or(body.repetition_penalty, defaults.get("repetition_penalty", 1.0))),
+        logit_bias=dict(body.logit_bias or {}),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys([*eos, *(body.stop_token_ids or ())])),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        grammar=grammar,
+    )
+
+
+def room(prompt: Sequence[int], span: Span, param: str) -> int:
+    """Tokens that may follow `prompt`. Raises InvalidRequest where it is empty or fills the context."""
+    if not prompt:
+        raise InvalidRequest(f"{param}: the prompt is empty", param=param)
+    if len(prompt) >= span.context_tokens:
+        raise InvalidRequest(
+            f"This model's maximum context length is {span.context_tokens} tokens, prompt and answer together, "
+            f"and the prompt has {len(prompt)}: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return span.context_tokens - len(prompt)
+
+
+def check_ids(ids: Sequence[int] | Mapping[int, float], vocab: int, param: str) -> None:
+    """Raises InvalidRequest where a token id is none of the model's."""
+    if ids and max(ids) >= vocab:
+        raise InvalidRequest(f"{param}: token {max(ids)} is not one of the model's {vocab}", param=param)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,95 @@
+"""The bodies of requests, from their first byte until they have been decoded, which share one budget of memory.
+
+Where they are more than the budget together, the largest one that is still arriving gives way, so that whoever sends
+long bodies, or many that never end, is in nobody's way but his own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from edgemoe.api.http.responding import ClientGone
+from edgemoe.errors import QueueFull
+
+BODY_S = 60.0  # time that a client may take to send a body
+HELD = 8  # bodies of the greatest length that are held at once
+RETRY_S = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class Body:
+    """One body under way."""
+
+    bytes: int = 0
+    arriving: asyncio.Timeout | None = None
+    gave_way: bool = False
+
+
+class Bodies:
+    """All bodies that are held."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` of each; of all together eight times as much."""
+        self.held_bytes = 0
+        self._max_bytes = max_bytes
+        self._bodies: set[Body] = set()
+
+    @contextmanager
+    def open(self) -> Iterator[Body]:
+        """A body yet to be read, held until the block is left."""
+        body = Body()
+        self._bodies.add(body)
+        try:
+            yield body
+        finally:
+            self._bodies.discard(body)
+            self.held_bytes -= body.bytes
+
+    async def read(self, body: Body, request: Request) -> bytes:
+        """The bytes of a body. Raises HTTPException (413, 408), QueueFull where it has to give way, and ClientGone."""
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_long()
+        whole = bytearray()
+        try:
+            async with asyncio.timeout(BODY_S) as body.arriving:
+                async for chunk in request.stream():
+                    whole += chunk
+                    if len(whole) > self._max_bytes:
+                        raise self._too_long()
+                    self._grow(body, len(chunk))
+        except TimeoutError:
+            if not body.gave_way:
+                raise HTTPException(408, f"the body did not arrive within {BODY_S:.0f} s") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        finally:
+            body.arriving = None
+        if body.gave_way:
+            raise QueueFull("there is no memory for so many long bodies at once; try again", retry_after_s=RETRY_S)
+        return bytes(whole)
+
+    def _grow(self, body: Body, size: int) -> None:
+        if body.gave_way:
+            return
+        body.bytes += size
+        self.held_bytes += size
+        while self.held_bytes > HELD * self._max_bytes:
+            arriving = [one for one in self._bodies if one.arriving is not None and not one.gave_way]
+            if not arriving:
+                return
+            largest = max(arriving, key=lambda one: one.bytes)
+            largest.gave_way = True
+            self.held_bytes -= largest.bytes
+            largest.bytes = 0
+            if largest.arriving is not None:
+                largest.arriving.reschedule(0)
+
+    def _too_long(self) -> HTTPException:
+        return HTTPException(413, f"the body is longer than {self._max_bytes} bytes (api.max_body_bytes)")

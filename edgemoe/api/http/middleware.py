@@ -1,0 +1,87 @@
+"""What every request passes on its way in and out: a name, the key where one is needed, a count of how it ended."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edgemoe.api.http import responding as http
+from edgemoe.api.metrics import Metrics
+from edgemoe.errors import InvalidRequest, RequestError
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+OPEN = ("/health",)  # without a key: a word only, for who watches
+
+
+class Doorway:
+    """Around the application."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes], metrics: Metrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        name = given if REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        status = 499  # the client hung up before it was told anything
+
+        async def numbered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers_out = MutableHeaders(scope=message)
+                headers_out["x-request-id"] = headers_out["request-id"] = name  # OpenAI's and Anthropic's
+            await send(message)
+
+        try:
+            if refusal := self._refusal(scope, headers):
+                await refusal(scope, receive, numbered)
+            else:
+                await self._app(scope, receive, numbered)
+        except http.ClientGone:
+            log.debug("a client hung up", extra={"request": name})
+        except Exception as error:
+            log.error("a request failed unexpectedly", exc_info=error, extra={"request": name})
+            if status != 499:
+                raise  # part of the answer is out: only closing the connection can tell
+            failure = RequestError("an internal error; the log has more")
+            await http.error_response(failure, scope["path"])(scope, receive, numbered)
+        finally:
+            route = scope.get("route")
+            self._metrics.answered(getattr(route, "path", "other"), status)
+
+    def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        if "content-length" in headers and "transfer-encoding" in headers:  # two readers might see two requests
+            twice = InvalidRequest("give Content-Length or Transfer-Encoding, not both", code="http_400")
+            response = http.error_response(twice, scope["path"])
+            response.headers["connection"] = "close"
+            return response
+        scope.setdefault("state", {})["known"] = known = self._knows(scope, headers)
+        if known or scope["path"] in OPEN:
+            return None
+        error = InvalidRequest("this listener needs `Authorization: Bearer KEY`", code="invalid_api_key")
+        error.status, error.kind = 401, http.KINDS[401]
+        response = http.error_response(error, scope["path"])
+        response.headers["www-authenticate"] = "Bearer"
+        return response
+
+    def _knows(self, scope: Scope, headers: Headers) -> bool:
+        """Whether the client has come by the Unix socket, or has a key."""
+        if scope.get("state", {}).get("peer_uid") is not None or not self._keys:
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = (key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
+        return any([hmac.compare_digest(given, known) for known in self._keys])  # noqa: C419 (every key, always)

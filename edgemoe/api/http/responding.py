@@ -1,0 +1,115 @@
+"""Noticing that a client has hung up, and sending answers: the parts that know ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Send
+
+from edgemoe.api.endpoints import anthropic
+from edgemoe.api.generate.choice import Delta
+from edgemoe.api.generate.generation import Format, Job, collect
+from edgemoe.api.http.sse import error_body
+from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.types.arrays import Json
+
+log = logging.getLogger(__name__)
+
+SEND_S = 60.0  # time that a client may leave a piece of its answer unread
+RETRY_AFTER_S = 2.0  # told with every 503
+KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ClientGone(Exception):
+    """The client hung up, or stopped reading: there is nobody to answer."""
+
+
+@asynccontextmanager
+async def while_connected(receive: Receive) -> AsyncIterator[None]:
+    """Cancels the block when the client hangs up, and raises ClientGone. The request's body must have been read."""
+
+    async def watch(scope: asyncio.Timeout) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.reschedule(0)
+
+    try:
+        async with asyncio.timeout(None) as scope:
+            watcher = asyncio.ensure_future(watch(scope))
+            try:
+                yield
+            finally:
+                watcher.cancel()
+                await asyncio.wait([watcher])
+    except TimeoutError:
+        raise ClientGone from None
+
+
+async def reply(send: Send, job: Job, form: Format, deltas: AsyncGenerator[list[Delta], None], stream: bool) -> None:
+    """Sends the answer. Raises RequestError only while nothing has been sent."""
+    if not stream:
+        body = msgspec.json.encode(form.whole(await collect(job, deltas)))
+        await _start(send, 200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
+        await _send(send, body, more=False)
+        return
+    async with aclosing(deltas):
+        first: list[Delta] = await anext(deltas, [])  # an error before the first token still has its own status
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await _start(send, 200, [*headers, (b"x-accel-buffering", b"no")])
+        try:
+            await _send(send, b"".join(form.events(first)))
+            async for some in deltas:
+                await _send(send, b"".join(form.events(some)))
+        except RequestError as error:
+            await _send(send, b"".join(form.error(error)), more=False)
+            return
+    await _send(send, b"".join(form.end()), more=False)
+
+
+async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send(send: Send, body: bytes, more: bool = True) -> None:
+    try:
+        async with asyncio.timeout(SEND_S):
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+    except (TimeoutError, OSError):
+        raise ClientGone from None
+
+
+def error_response(error: RequestError, path: str) -> Response:
+    """The answer to a request that failed before anything was sent, in the form that clients of `path` expect."""
+    headers = {}
+    if (wait_s := getattr(error, "retry_after_s", RETRY_AFTER_S if error.status == 503 else None)) is not None:
+        headers["retry-after"] = str(max(1, round(wait_s)))
+    if not error.again:
+        headers["x-should-retry"] = "false"  # clients of OpenAI's and Anthropic's go by it
+    return JSONResponse(_body(error, path), error.status, headers)
+
+
+def _body(error: RequestError, path: str) -> Json:
+    return anthropic.error_body(error) if path.startswith("/v1/messages") else error_body(error)
+
+
+def http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals (404, 405, 413, ...) as OpenAI's error object."""
+    assert isinstance(error, HTTPException)
+    detail = str(error.detail)
+    if error.status_code == 404:
+        detail = f"there is no {request.url.path} here; see /v1/models and the documentation"
+    elif error.status_code == 405:
+        detail = f"{request.method} is not allowed for {request.url.path}"
+    refusal = InvalidRequest(detail, code=f"http_{error.status_code}")
+    refusal.status, refusal.kind = error.status_code, KINDS.get(error.status_code, refusal.kind)
+    headers = dict(error.headers or {})
+    if error.status_code in (408, 413):
+        headers["connection"] = "close"  # the rest of the body is not going to be read
+    return JSONResponse(_body(refusal, request.url.path), error.status_code, headers)

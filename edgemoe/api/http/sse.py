@@ -1,0 +1,78 @@
+"""Server-sent events, and the parts that several endpoints write the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+import edgemoe
+from edgemoe.api.generate.choice import Delta
+from edgemoe.api.text.detokenize import Vocabulary
+from edgemoe.api.text.output_parser import ToolCall
+from edgemoe.errors import RequestError
+from edgemoe.types.arrays import Json
+from edgemoe.types.request import Emission
+
+DONE = b"data: [DONE]\n\n"
+LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
+Told = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, how likely it was, and the likeliest ones
+_encode = msgspec.json.Encoder().encode
+
+
+def event(value: Any, name: str = "") -> bytes:
+    """One server-sent event with `value` as JSON."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"".join((head, b"data: ", _encode(value), b"\n\n"))
+
+
+def error_body(error: RequestError) -> Json:
+    """OpenAI's error object."""
+    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def call_body(call: ToolCall) -> Json:
+    """OpenAI's tool call object."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def chat_logprobs(delta: Delta, vocabulary: Vocabulary) -> Json | None:
+    """The `logprobs` of a chat choice; None where there are none."""
+    if not delta.logprobs:
+        return None
+    return {"content": [_logprob(emission, vocabulary) for emission in delta.logprobs], "refusal": None}
+
+
+def _logprob(emission: Emission, vocabulary: Vocabulary) -> Json:
+    top = [_token(token, logprob, vocabulary) for token, logprob in emission.top]
+    return {**_token(emission.token or 0, emission.logprob or 0.0, vocabulary), "top_logprobs": top}
+
+
+def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
+    return {
+        "token": vocabulary.name(token),
+        "logprob": max(logprob, LEAST),
+        "bytes": list(vocabulary.bytes_of(token)),
+    }
+
+
+def text_logprobs(told: Iterable[Told], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
+    """The `logprobs` of a completion's tokens, of which the next starts at `offset`; and where the one after starts."""
+    offsets, told = [], list(told)
+    for token, _, _ in told:
+        offsets.append(offset)
+        offset += len(vocabulary.text([token], skip_special=True))
+    body = {
+        "tokens": [vocabulary.name(token) for token, _, _ in told],
+        "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _ in told],
+        "top_logprobs": [None if logprob is None else _top(top, vocabulary) for _, logprob, top in told],
+        "text_offset": offsets,
+    }
+    return body, offset
+
+
+def _top(top: Iterable[tuple[int, float]], vocabulary: Vocabulary) -> dict[str, float]:
+    """The likeliest tokens by name; where two have the same, the likelier one counts."""
+    return {vocabulary.name(token): max(logprob, LEAST) for token, logprob in reversed(tuple(top))}

@@ -1,0 +1,107 @@
+"""What the front knows of a model: its tokenizer, chat template, end-of-sequence tokens and default sampling.
+
+Read from the files that lie beside the weights: tokenizer.json, tokenizer_config.json, generation_config.json,
+config.json and the chat template. No weights, and no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from edgemoe.api.schema import Body, convert
+from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
+from edgemoe.api.text.detokenize import Vocabulary
+from edgemoe.errors import CheckpointError, InvalidRequest
+from edgemoe.types.arrays import Json
+
+log = logging.getLogger(__name__)
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class TextModel:
+    """Text in, token ids out; and back. Safe to use from several threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError where a file is missing or unreadable."""
+        tokenizer_config = read_json(directory / "tokenizer_config.json")
+        generation = read_json(directory / "generation_config.json")
+        self._tokenizer = _tokenizer(directory / "tokenizer.json")
+        self.vocabulary = Vocabulary(self._tokenizer)
+        self.template = ChatTemplate.load(directory, tokenizer_config)
+        self._config = tokenizer_config
+        self.eos = self._eos(tokenizer_config, generation, read_json(directory / "config.json"))
+        self.defaults = _defaults(generation)
+
+    @property
+    def vocab_tokens(self) -> int:
+        """One past the highest token id."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def about(self) -> Json:
+        """For clients that want to know the tokenizer: its configuration, with the chat template in use."""
+        return {
+            **self._config,
+            "tokenizer_class": self._config.get("tokenizer_class", "PreTrainedTokenizerFast"),
+            "vocab_size": self.vocab_tokens,
+            "eos_token_ids": self.eos,
+            "chat_template": self.template.source if self.template is not None else None,
+        }
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids. Lets other threads run meanwhile, which `Tokenizer.encode` does not."""
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _eos(self, tokenizer_config: Json, generation: Json, config: Json) -> tuple[int, ...]:
+        """Every token that ends a text: generation_config's list, or else config's; and the tokenizer's own."""
+        ids = generation.get("eos_token_id")
+        ids = config.get("eos_token_id") if ids is None else ids
+        listed = [ids] if isinstance(ids, int) else list(ids or ())
+        own = special_tokens(tokenizer_config).get("eos_token")
+        own_id = None if own is None else self._tokenizer.token_to_id(own)
+        return tuple(dict.fromkeys([*listed, *([] if own_id is None else [own_id])]))
+
+
+def _defaults(generation: Json) -> dict[str, float]:
+    """The sampling that a model's files ask for, within the bounds that hold for clients, too."""
+    defaults: dict[str, float] = {}
+    for key in SAMPLING_DEFAULTS:
+        try:
+            value = getattr(convert({key: generation.get(key)}, Body), key)
+        except InvalidRequest as error:
+            log.warning(
+                "generation_config.json has a value that cannot be honoured: left out", extra={"why": str(error)}
+            )
+        else:
+            defaults |= {} if value is None else {key: value}
+    return defaults
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty where there is no such file. Raises CheckpointError."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds {type(value).__name__}, not an object")
+    return value
+
+
+def _tokenizer(file: Path) -> Tokenizer:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing; a model is served with its tokenizer.json (of a fast tokenizer)")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,1 @@
+"""What boxes must agree on, kept by one box, an embedded Raft or etcd."""

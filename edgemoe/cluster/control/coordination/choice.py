@@ -1,0 +1,85 @@
+"""The agreement that the settings ask for."""
+
+from __future__ import annotations
+
+import functools
+import ssl
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.coordination.etcd import EtcdStore
+from edgemoe.cluster.control.coordination.fingerprint import voters_of
+from edgemoe.cluster.control.coordination.raft import RaftStore
+from edgemoe.cluster.control.coordination.raft_channel import LaneLink
+from edgemoe.cluster.control.coordination.store import CoordStore, Single
+from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import ConfigError
+
+RAFT_VOTERS = 3  # fewer cannot lose one
+
+
+def make_store(
+    settings: ClusterSettings,
+    peers: Mapping[str, Peer],
+    fence: EpochFence,
+    link: LaneLink,
+    clock: Callable[[], float],
+) -> CoordStore | None:
+    """None where this box has no part in the agreement and follows whoever leads. Raises ConfigError."""
+    node = settings.node
+    if settings.join and settings.coordination != "etcd":
+        return None
+    match settings.coordination:
+        case "single":
+            if settings.leader and settings.leader != node and settings.leader not in peers:
+                raise ConfigError(f"cluster.leader is {settings.leader}, which is not in {settings.peers_file}")
+            if not settings.leader and len(set(peers) - {node}):
+                raise ConfigError(
+                    "several boxes need a leader: set cluster.leader to the same node on all, or cluster.coordination"
+                )
+            return Single(fence.highest, fence.admit) if settings.leader in ("", node) else None
+        case "raft":
+            voters = voters_of(peers)
+            if node not in voters:
+                return None
+            if len(voters) < RAFT_VOTERS:
+                raise ConfigError(
+                    f"raft needs {RAFT_VOTERS} voters or more, {settings.peers_file} has {len(voters)}: add a box, "
+                    'an `edgemoe witness`, or use coordination = "single" with a leader'
+                )
+            others = [name for name in voters if name != node]
+            readable = functools.partial(link.readable, others)
+            directory = Path(settings.state_dir)
+            return RaftStore(node, others, directory, link, settings.lease_s, clock=clock, readable=readable)
+        case "etcd":
+            return EtcdStore(
+                [url.strip().rstrip("/") for url in settings.etcd.split(",")],
+                settings.etcd_prefix,
+                settings.lease_s,
+                _tls(settings),
+                settings.etcd_user,
+                _password(settings),
+            )
+
+
+def _tls(settings: ClusterSettings) -> ssl.SSLContext | None:
+    if not settings.etcd_ca and not settings.etcd_cert:
+        return None
+    try:
+        context = ssl.create_default_context(cafile=settings.etcd_ca or None)
+        if settings.etcd_cert:
+            context.load_cert_chain(settings.etcd_cert, settings.etcd_key or None)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"the certificates for etcd cannot be used: {error}") from error
+    return context
+
+
+def _password(settings: ClusterSettings) -> str:
+    if not settings.etcd_password_file:
+        return ""
+    try:
+        return Path(settings.etcd_password_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster.etcd_password_file cannot be read: {error}") from error

@@ -1,0 +1,296 @@
+"""The embedded agreement: PySyncObj's Raft over our own links, with our own journal, operations and snapshots.
+
+What PySyncObj would pickle, or number by the order of its methods' names, is replaced here: its log holds operations
+(`ops`), its files are checksummed (`journal`), its messages are checked (`raft_link`). A member that cannot write
+leaves the agreement, and comes back from what is on disk as soon as it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+from pysyncobj import FAIL_REASON, SyncObj, SyncObjConf
+from pysyncobj.node import Node
+
+from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination.clock import since_boot
+from edgemoe.cluster.control.coordination.journal import Damaged, Journal
+from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
+from edgemoe.cluster.control.coordination.recovery import open_journal
+from edgemoe.cluster.control.coordination.snapshot import Snapshot, read_snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.store import CoordState, PlanRef, View, plan_outcome, wait_event
+from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.errors import CoordUnavailable, StaleEpoch
+
+log = logging.getLogger(__name__)
+TICK_S = 0.05
+BACK_S = 1.0  # before a member that could not write tries again
+OPERATION = 0  # PySyncObj's types of entries
+NO_OPERATION = b"\1"
+
+
+class Replica(SyncObj):  # type: ignore[misc]
+    """The replicated CoordState. Operations are applied on every member in the same order, on PySyncObj's thread."""
+
+    def __init__(
+        self,
+        name: str,
+        others: Sequence[str],
+        directory: Path,
+        link: RaftLink,
+        lease_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        voters = voters_digest([name, *others])
+        self.journal: Journal = open_journal(directory, voters)
+        self.state = CoordState()
+        self._say = SparingLog(log)
+        self.skipped = 0  # operations that this release cannot read, or that are none
+        self.renewed_at = clock()
+        self.on_applied: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._exceptions = 0
+        conf = SyncObjConf(
+            autoTick=False,
+            fullDumpFile=str(directory / "raft.snapshot"),
+            serializer=self._save,
+            deserializer=self._restore,
+            useFork=False,
+            appendEntriesUseBatch=False,
+            appendEntriesPeriod=lease_s / 30,
+            raftMinTimeout=lease_s / 3,
+            raftMaxTimeout=lease_s * 2 / 3,
+            leaderFallbackTimeout=lease_s * 2 / 3,
+            commandsWaitLeader=False,
+            commandsQueueSize=1000,
+            dynamicMembershipChange=False,
+        )
+        super().__init__(
+            Node(name),
+            [Node(other) for other in others],
+            conf,
+            transportClass=lambda sync_obj, _self, _others: LinkTransport(
+                sync_obj, others, link, self.journal, voters, clock
+            ),
+        )
+        self.transport.listen()
+
+    # --- in place of PySyncObj's own --------------------------------------------------------------------------
+
+    @property
+    def _SyncObj__raftLog(self) -> Journal:
+        """PySyncObj's journal is a sparse map of memory: a full disk would be a SIGBUS, a flipped byte go unnoticed."""
+        return self.journal
+
+    @_SyncObj__raftLog.setter
+    def _SyncObj__raftLog(self, _: object) -> None:
+        """The one that PySyncObj makes, in memory, is not used."""
+
+    def _SyncObj__doApplyCommand(self, command: bytes) -> Any:
+        """PySyncObj's unpickles a call. This one is total: what cannot be read changes nothing, and is counted."""
+        if command[:1] == NO_OPERATION:
+            return None
+        op = ops.decode(command[1:]) if command[:1] == bytes([OPERATION]) else None
+        if op is None:
+            self.skipped += 1
+            self._say(logging.ERROR, "an operation of the agreement is passed over: another release wrote it")
+            return None
+        answer = self.state.apply(op)
+        if answer and isinstance(op, ops.Claim | ops.Renew):
+            self.renewed_at = self._clock()
+        self.on_applied()
+        return answer
+
+    # --- ours -------------------------------------------------------------------------------------------------
+
+    @property
+    def transport(self) -> LinkTransport:
+        found: LinkTransport = self._SyncObj__transport
+        return found
+
+    def propose(self, op: bytes, done: Callable[[Any, int], None]) -> None:
+        """`done(answer, failure)` on PySyncObj's thread; never where the outcome stays unknown."""
+        self._applyCommand(op, done, OPERATION)
+
+    def tick(self, wait_s: float = TICK_S) -> bool:
+        """One step, waiting so long for messages; False once journal or snapshot cannot be used."""
+        try:
+            self.doTick(wait_s)
+            self.transport.recover(self.raftCurrentTerm, self.raftCommitIndex)
+        except Exception:
+            self._exceptions += 1
+            if self._exceptions & (self._exceptions - 1) == 0 and not self.journal.failed:
+                log.exception("raft step failed; going on", extra={"times": self._exceptions})
+        return not self.journal.failed
+
+    def _save(self, file_name: str, raft: tuple[Any, ...]) -> None:
+        last, before, _cluster = raft
+        write_snapshot(Path(file_name), Snapshot(self.state, last, before))
+
+    def _restore(self, file_name: str) -> tuple[Any, ...]:
+        try:
+            snapshot = read_snapshot(Path(file_name))
+        except (Damaged, OSError):
+            self.journal.failed = True  # the good one has been replaced already: all is read anew
+            raise
+        self.state, self.renewed_at = snapshot.state, self._clock()  # its last renewal may be a moment ago
+        self.on_applied()
+        return snapshot.last, snapshot.before, set()
+
+
+class RaftStore:
+    """CoordStore over the embedded Raft. `peers` are the other members' node names; three or more in all."""
+
+    def __init__(
+        self,
+        name: str,
+        peers: Sequence[str],
+        directory: Path,
+        link: RaftLink,
+        lease_s: float = 1.5,
+        *,
+        clock: Callable[[], float] = since_boot,
+        readable: Callable[[], int] = lambda: SPOKEN.highest,
+    ) -> None:
+        """`readable` is the version of the protocol that every voter is known to speak."""
+        self.lease_s = lease_s
+        self._name, self._peers, self._directory, self._link = name, tuple(peers), directory, link
+        self._clock, self._readable = clock, readable
+        self._event = asyncio.Event()
+        self._stop = threading.Event()
+        self._replica: Replica | None = None
+        self._thread: threading.Thread | None = None
+        self._started_at = 0.0
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._replica = self._open()
+        except OSError as error:
+            raise CoordUnavailable(f"{self._directory}: no journal can be kept there: {error.strerror}") from error
+        self._started_at = self._clock()
+        self._launch()
+
+    def _launch(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="raft", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        self._stop.set()
+        if self._thread:
+            await asyncio.to_thread(self._thread.join, 5.0)
+
+    def view(self) -> View:
+        replica = self._joined()
+        lives = self._clock() - max(replica.renewed_at, self._started_at) < self.lease_s
+        return replica.state.view(lease_lives=lives)
+
+    async def changed(self, timeout_s: float) -> None:
+        await wait_event(self._event, timeout_s)
+
+    async def claim(self, node: str, above: int) -> int:
+        replica = self._joined()
+        renewals, view = replica.state.renewals, self.view()
+        if view.leader and view.leader != node:
+            raise StaleEpoch(f"{view.leader} leads already, in epoch {view.epoch}")
+        epoch = await self._agree(ops.Claim(node, max(view.epoch, above) + 1, view.epoch, renewals))
+        if not epoch:
+            raise StaleEpoch(f"another box claimed an epoch after {view.epoch} first")
+        return int(epoch)
+
+    async def renew(self, epoch: int) -> None:
+        if not await self._agree(ops.Renew(epoch)):
+            raise StaleEpoch(f"epoch {epoch} is over; the present one is {self.view().epoch}")
+
+    async def resign(self, epoch: int) -> None:
+        await self._agree(ops.Resign(epoch))
+
+    async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
+        outcome = await self._agree(ops.CommitPlan(epoch, plan.version, plan.digest))
+        plan_outcome(outcome, epoch, plan, self.view().plan)
+
+    @property
+    def trouble(self) -> str:
+        """Why this box has no vote now; "" while it has one."""
+        if self._replica is None or self._replica.journal.failed:
+            return f"{self._directory} cannot be written: this box takes no part in the agreement"
+        waits_for = self._replica.transport.recovery.waits_for
+        return f"no vote before a leader, or word of {', '.join(waits_for)}, is heard" if waits_for else ""
+
+    def agreed(self) -> tuple[int, str]:
+        """How many entries have been applied here, and the digest of the state that they made."""
+        replica = self._joined()
+        return replica.raftLastApplied, xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(replica.state))
+
+    def _joined(self) -> Replica:
+        assert self._replica is not None, "start() first"
+        return self._replica
+
+    async def _agree(self, op: ops.Op) -> Any:
+        """Has the operation applied by all; its answer once a majority has it."""
+        if self._readable() < op.SINCE:
+            raise CoordUnavailable(f"not every voter knows what {type(op).__name__} means: bring all to this release")
+        future: asyncio.Future[Any] = self._loop.create_future()
+
+        def done(answer: Any, failure: int) -> None:
+            self._loop.call_soon_threadsafe(self._settle, future, answer, failure)
+
+        self._joined().propose(ops.encode(op), done)
+        try:
+            async with asyncio.timeout(self.lease_s):
+                return await future
+        except TimeoutError as error:
+            raise CoordUnavailable(f"no majority of the members answered within {self.lease_s:g} s") from error
+
+    @staticmethod
+    def _settle(future: asyncio.Future[Any], answer: Any, failure: int) -> None:
+        if future.done():
+            return
+        if failure == FAIL_REASON.SUCCESS:
+            future.set_result(answer)
+        else:
+            future.set_exception(CoordUnavailable(f"the members could not agree now (reason {failure})"))
+
+    def _open(self) -> Replica:
+        """Raises OSError."""
+        replica = Replica(self._name, self._peers, self._directory, self._link, self.lease_s, self._clock)
+        replica.on_applied = self._post_change
+        return replica
+
+    def _post_change(self) -> None:
+        self._loop.call_soon_threadsafe(self._event.set)
+
+    def _run(self) -> None:
+        replica = self._joined()
+        while not self._stop.is_set():
+            if replica.tick():
+                continue
+            log.error("the journal cannot be used; leaving the agreement", extra={"directory": str(self._directory)})
+            replica.destroy()
+            if (found := self._come_back()) is None:
+                return
+            replica = self._replica = found
+        replica.destroy()
+
+    def _come_back(self) -> Replica | None:
+        """A replica from what is on disk, as soon as it can be written; None once closed."""
+        while not self._stop.wait(BACK_S):
+            try:
+                return self._open()
+            except OSError:
+                continue
+        return None
+
+
+def voters_digest(voters: Sequence[str]) -> bytes:
+    """What members with the same voters have in common."""
+    return xxhash.xxh3_64_digest("\n".join(sorted(voters)).encode())

@@ -1,0 +1,277 @@
+"""PySyncObj's messages over our own authenticated links: read strictly, bounded, kept apart by who votes.
+
+    payload = digest of the voters (8) | msgpack map: type, fields
+
+PySyncObj would open a TCP port of its own and unpickle what arrives there. What members with other voters say is not
+heard: two lists never make one majority.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from pysyncobj import SyncObj
+from pysyncobj.node import Node
+from pysyncobj.poller import POLL_EVENT_TYPE
+from pysyncobj.transport import Transport
+
+from edgemoe.cluster.control.coordination.journal import Journal
+from edgemoe.cluster.control.coordination.ops import MAX_OP_BYTES
+from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, Here, Recovery, Where
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+
+log = logging.getLogger(__name__)
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_INBOX = 10_000
+MAX_INBOX_BYTES = 16 << 20
+
+Command = Annotated[bytes, Meta(min_length=1, max_length=MAX_OP_BYTES + 1)]
+Entries = Annotated[list[tuple[Command, Count, Count]], Meta(max_length=1 << 16)]
+Error = Annotated[int, Meta(ge=0, le=100)]
+
+
+class _Said(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class _RequestVote(_Said, tag="request_vote"):
+    term: Count
+    last_log_index: Count
+    last_log_term: Count
+
+
+class _ResponseVote(_Said, tag="response_vote"):
+    term: Count
+
+
+class _AppendEntries(_Said, tag="append_entries"):
+    term: Count
+    commit_index: Count
+    prevLogIdx: Count | UnsetType | None = UNSET
+    prevLogTerm: Count | UnsetType | None = UNSET
+    entries: Entries | UnsetType = UNSET
+    serialized: tuple[bytes, bool, bool] | UnsetType | None = UNSET
+
+
+class _NextNodeIdx(_Said, tag="next_node_idx"):
+    next_node_idx: Count
+    reset: bool
+    success: bool
+    term: Count | UnsetType = UNSET  # of the leader that is told
+
+
+class _ApplyCommand(_Said, tag="apply_command"):
+    command: Command
+    request_id: Count | UnsetType = UNSET
+
+
+class _Response(_Said, tag="apply_command_response"):
+    request_id: Count
+    error: Error | UnsetType = UNSET
+    log_idx: Count | UnsetType = UNSET
+    log_term: Count | UnsetType = UNSET
+
+
+_Message = _RequestVote | _ResponseVote | _AppendEntries | _NextNodeIdx | _ApplyCommand | _Response | Where | Here
+_decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+
+
+class RaftLink(Protocol):
+    """Authenticated, lossy, ordered datagrams between the members. Callbacks may come on any thread."""
+
+    def send(self, node: str, payload: bytes) -> bool:
+        """Queues `payload` for `node`; False where there is no connection. Never blocks, any thread."""
+
+    def listen(
+        self,
+        on_message: Callable[[str, bytes], None],
+        on_up: Callable[[str], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        """Names who is told of messages and connections; at once told of those that stand already."""
+
+
+class LinkTransport(Transport):  # type: ignore[misc]
+    """Carries PySyncObj's messages over a RaftLink, and delivers what arrives on PySyncObj's own thread.
+
+    To PySyncObj a member that may not vote is connected to nobody, so that it never stands for election.
+    """
+
+    def __init__(
+        self,
+        sync_obj: SyncObj,
+        others: Sequence[str],
+        link: RaftLink,
+        journal: Journal,
+        voters: bytes,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(sync_obj, None, [])
+        self._say = SparingLog(log)
+        self.rejected = 0  # messages that were not read, or that PySyncObj failed over
+        self.recovery = Recovery(journal, others, clock)
+        self._sync_obj, self._link, self._journal, self._voters = sync_obj, link, journal, voters
+        self._nodes = {name: Node(name) for name in others}
+        self._up: set[str] = set()
+        self._inbox: deque[tuple[str, str, bytes]] = deque()
+        self._inbox_bytes = 0
+        self._shared = MAX_COUNT  # up to which entry the log is the leader's, while a message of its is taken in
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = sync_obj._poller
+        self._poller.subscribe(self._wake, self._deliver, POLL_EVENT_TYPE.READ)
+
+    def listen(self) -> None:
+        self._link.listen(
+            lambda node, payload: self._post("message", node, payload),
+            lambda node: self._post("up", node, b""),
+            lambda node: self._post("down", node, b""),
+        )
+
+    def send(self, node: Node, message: dict[str, Any]) -> bool:
+        if self._journal.failed:  # what could not be kept is not promised
+            return False
+        if message["type"] == "next_node_idx":
+            next_index = min(message["next_node_idx"], self._shared + 1)
+            message = message | {"next_node_idx": next_index, "term": self._sync_obj.raftCurrentTerm}
+        return self._link.send(node.id, self._voters + msgspec.msgpack.encode(message))
+
+    def recover(self, term: int, agreed: int) -> None:
+        """Once a tick: asks for what is missing before this member may vote; see `Recovery`."""
+        if self._journal.whole:
+            return
+        if (asked := self.recovery.asks()) is not None:
+            for node in self.recovery.waits_for:  # where there is no connection nothing is sent
+                self._link.send(node, self._voters + msgspec.msgpack.encode(asked))
+        if self.recovery.follow(term, agreed):
+            log.info("this box has caught up and votes again", extra={"term": term})
+            self._let_stand()
+
+    def destroy(self) -> None:
+        self._link.listen(lambda _n, _p: None, lambda _n: None, lambda _n: None)
+        self._poller.unsubscribe(self._wake)
+        os.close(self._wake)
+        self._wake = -1
+
+    def _post(self, what: str, node: str, payload: bytes) -> None:
+        full = len(self._inbox) >= MAX_INBOX or self._inbox_bytes + len(payload) > MAX_INBOX_BYTES
+        if node not in self._nodes or self._wake < 0:
+            return
+        if what == "message" and (full or len(payload) > MAX_MESSAGE_BYTES):
+            self._reject(node, "too much at once")
+            return
+        self._inbox_bytes += len(payload)
+        self._inbox.append((what, node, payload))
+        os.eventfd_write(self._wake, 1)
+
+    def _deliver(self, _descriptor: int, _mask: int) -> None:
+        os.eventfd_read(self._wake)
+        while self._inbox:
+            what, name, payload = self._inbox.popleft()
+            self._inbox_bytes -= len(payload)
+            if what == "up":
+                self._up.add(name)
+                if not self.recovery.waits_for:
+                    self._onNodeConnected(self._nodes[name])
+            elif what == "down":
+                self._up.discard(name)
+                self._onNodeDisconnected(self._nodes[name])
+            else:
+                self._hear(name, payload)
+
+    def _hear(self, name: str, payload: bytes) -> None:
+        """One message; whatever it is, it costs no more than itself."""
+        if payload[: len(self._voters)] != self._voters:
+            self._reject(name, "it names other voters")
+            return
+        try:
+            message = _decoder.decode(payload[len(self._voters) :])
+            self._take(name, message)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            self._reject(name, str(error))
+        except Exception as error:  # PySyncObj believes what members say
+            self._reject(name, repr(error))
+
+    def _take(self, name: str, message: _Message) -> None:
+        match message:
+            case Where():
+                self._link.send(name, self._voters + msgspec.msgpack.encode(self.recovery.answer(message)))
+                return
+            case Here():
+                waited = bool(self.recovery.waits_for)
+                self.recovery.hear(name, message)
+                if waited and not self.recovery.waits_for:
+                    log.info("every voter has said how far its log goes; this box votes")
+                    self._let_stand()
+                return
+            case _RequestVote() if not self.recovery.may_vote(
+                message.term, message.last_log_term, message.last_log_index
+            ):
+                return
+            case _AppendEntries() if not _is_sound(message):
+                self._reject(name, "entries that do not follow each other")
+                return
+            case _AppendEntries() if message.term >= self._sync_obj.raftCurrentTerm:
+                self._append(name, message)
+                return
+            case _NextNodeIdx() if message.term not in (UNSET, self._sync_obj.raftCurrentTerm):
+                return  # what it said to an earlier leader may hold no more
+        self._onMessageReceived(self._nodes[name], _as_map(message))
+
+    def _append(self, name: str, said: _AppendEntries) -> None:
+        """What a leader sends. Of the log it takes away only what contradicts that, and nothing that was agreed.
+
+        PySyncObj would delete all that follows `prevLogIdx`: where a message came late, or in parts, entries among it
+        that this member has said it keeps. It would also take entries for agreed that it shares with no leader.
+        """
+        sync, before, term, entries = self._sync_obj, said.prevLogIdx, said.prevLogTerm, said.entries
+        have = self._journal.after(before, term) if isinstance(before, int) and isinstance(term, int) else None
+        if not isinstance(before, int) or entries is UNSET or have is None:
+            said.commit_index = 0
+        else:
+            same = sum(1 for _ in itertools.takewhile(operator.truth, map(operator.eq, have, entries)))
+            contradicts = same < min(len(have), len(entries))
+            if contradicts and before + same < max(sync.raftCommitIndex, sync.raftLastApplied):
+                self._journal.disown(f"{name} leads and has another entry {before + same + 1} than was agreed here")
+                return
+            self._shared = before + len(entries)
+            kept = have[: len(have) if same == len(entries) else same]
+            if kept:
+                _, said.prevLogIdx, said.prevLogTerm = kept[-1]
+            said.entries, said.commit_index = entries[same:], min(said.commit_index, self._shared)
+        try:
+            self._onMessageReceived(self._nodes[name], _as_map(said))
+        finally:
+            self._shared = MAX_COUNT
+
+    def _let_stand(self) -> None:
+        for name in self._up:
+            self._onNodeConnected(self._nodes[name])
+
+    def _reject(self, node: str, why: str) -> None:
+        self.rejected += 1
+        self._say(logging.WARNING, "a raft message was dropped", node, why=why[:200])
+
+
+def _is_sound(message: _AppendEntries) -> bool:
+    """Whether the entries follow `prevLogIdx` one by one, in terms that do not exceed the leader's."""
+    if message.entries is UNSET:
+        return message.serialized is not UNSET
+    before = message.prevLogIdx
+    if not isinstance(before, int):
+        return not message.entries and before is None
+    follow = all(index == before + n for n, (_, index, _) in enumerate(message.entries, 1))
+    return follow and all(term <= message.term for *_, term in message.entries)
+
+
+def _as_map(message: Any) -> dict[str, Any]:
+    """The message as PySyncObj knows it."""
+    fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not UNSET}
+    return {"type": type(message).__struct_config__.tag, **fields}

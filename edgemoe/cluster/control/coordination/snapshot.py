@@ -1,0 +1,39 @@
+"""The replicated state as it was at one entry of the log, in a file; a member that lags far behind is sent it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from edgemoe.cluster.control.coordination.journal import Damaged, Entry, frame, unframe
+from edgemoe.cluster.control.coordination.store import CoordState
+from edgemoe.durable import replace_file
+
+MAX_SNAPSHOT_BYTES = 1 << 20
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """`state` after `last`, the entry that follows `before`."""
+
+    state: CoordState
+    last: Entry
+    before: Entry
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Raises OSError."""
+    replace_file(path, frame(msgspec.msgpack.encode(snapshot)))
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Raises Damaged, OSError."""
+    if (size := path.stat().st_size) > MAX_SNAPSHOT_BYTES:
+        raise Damaged(f"{size} bytes; {MAX_SNAPSHOT_BYTES} are read")
+    try:
+        snapshot = msgspec.msgpack.decode(unframe(path.read_bytes()), type=Snapshot)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(str(error)) from error
+    if snapshot.last[1] != snapshot.before[1] + 1:
+        raise Damaged("its entries do not follow each other")
+    return snapshot

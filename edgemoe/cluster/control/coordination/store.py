@@ -1,0 +1,191 @@
+"""What boxes must agree on, a few bytes of it: leader and epoch, the plan's version and digest.
+
+`CoordStore` is the door; three engines stand behind it: `Single` (one box), `raft` (PySyncObj, embedded) and `etcd`
+(external). Leadership is an epoch that only rises; every change carries the epoch of the leader that makes it and is
+refused when a higher one exists. A leader holds a lease: it counts itself deposed when the last renewal that went
+well was sent longer ago than the lease, by its own clock, and nobody else may claim before that: a claim quotes the
+last renewal that the claimant knows of, and fails where there has been another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP
+from edgemoe.errors import PlanConflict, StaleEpoch
+
+
+class PlanRef(msgspec.Struct, frozen=True):
+    """Names a placement plan by content; the plan itself travels between the boxes."""
+
+    version: int  # from 1, rises by one with each plan
+    digest: str
+
+
+class View(msgspec.Struct, frozen=True):
+    """What this box knows of the agreement. `leader` is "" while there is none or its lease has lapsed."""
+
+    epoch: int = 0
+    leader: str = ""
+    plan: PlanRef | None = None
+
+
+class CoordStore(Protocol):
+    """The agreement. Every call has a deadline of its own; CoordUnavailable means that the outcome is unknown."""
+
+    lease_s: float
+
+    @property
+    def trouble(self) -> str:
+        """Why this box has no part in it at the moment; "" while it has."""
+
+    async def start(self) -> None:
+        """Joins the agreement. Raises CoordUnavailable where it cannot be reached."""
+
+    async def close(self) -> None:
+        """Leaves it; what was agreed stays."""
+
+    def view(self) -> View:
+        """The last known state; never waits."""
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when the view may have changed, or after `timeout_s`."""
+
+    async def claim(self, node: str, above: int) -> int:
+        """Becomes leader; the new epoch, higher than `above`. Raises StaleEpoch while another's lease lives."""
+
+    async def renew(self, epoch: int) -> None:
+        """Extends the lease of `epoch`. Raises StaleEpoch once deposed."""
+
+    async def resign(self, epoch: int) -> None:
+        """Gives the lease of `epoch` back at once. Not an error when already deposed."""
+
+    async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
+        """Makes `plan` the plan. Raises StaleEpoch, or PlanConflict unless its version follows the present one."""
+
+
+@dataclass(slots=True)
+class CoordState:
+    """The replicated state and its transitions: deterministic, so that every member reaches the same answer.
+
+    Repeating an operation whose first try went through, outcome unknown, answers the same again.
+    """
+
+    epoch: int = 0
+    leader: str = ""
+    plan: PlanRef | None = None
+    renewals: int = 0  # of leases, all told
+
+    def apply(self, op: ops.Op) -> int | bool | str:
+        """The answer to one operation of the embedded agreement's log."""
+        match op:
+            case ops.Claim():
+                return self.claim(op.node, op.epoch, op.expect_epoch, op.expect_renewals)
+            case ops.Renew():
+                return self.renew(op.epoch)
+            case ops.Resign():
+                return self.resign(op.epoch)
+            case ops.CommitPlan():
+                return self.commit_plan(op.epoch, op.version, op.digest)
+
+    def claim(self, node: str, epoch: int, expect_epoch: int, expect_renewals: int) -> int:
+        """`epoch`, or 0 where the epoch or the last renewal is no longer the expected one, or the epoch leaps."""
+        expected = (self.epoch, self.renewals) == (expect_epoch, expect_renewals)
+        if expected and expect_epoch < epoch <= expect_epoch + MAX_LEAP:
+            self.epoch, self.leader = epoch, node
+        return self.epoch if (self.epoch, self.leader) == (epoch, node) else 0
+
+    def renew(self, epoch: int) -> bool:
+        held = self._holds(epoch)
+        self.renewals += held
+        return held
+
+    def resign(self, epoch: int) -> bool:
+        if epoch == self.epoch:
+            self.leader = ""
+        return True
+
+    def commit_plan(self, epoch: int, version: int, digest: str) -> str:
+        """ "ok", "stale" or "conflict"."""
+        if not self._holds(epoch):
+            return "stale"
+        plan = PlanRef(version, digest)
+        if plan != self.plan and version != (self.plan.version if self.plan else 0) + 1:
+            return "conflict"
+        self.plan = plan
+        return "ok"
+
+    def view(self, lease_lives: bool) -> View:
+        return View(self.epoch, self.leader if lease_lives else "", self.plan)
+
+    def _holds(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.leader != ""
+
+
+def plan_outcome(outcome: str, epoch: int, plan: PlanRef, present: PlanRef | None) -> None:
+    """Raises what `CoordState.commit_plan` answered."""
+    if outcome == "stale":
+        raise StaleEpoch(f"plan {plan.version} was not committed: epoch {epoch} is over")
+    if outcome == "conflict":
+        raise PlanConflict(f"plan {plan.version} does not follow the present plan {present and present.version}")
+
+
+class Single:
+    """The agreement of a box with itself: always the leader, nothing to lose."""
+
+    def __init__(self, epoch: int, on_epoch: Callable[[int], None] = lambda _: None) -> None:
+        """`epoch` is the highest that this box has seen; `on_epoch` keeps a higher one."""
+        self.lease_s = 10.0  # nobody waits for it to lapse
+        self._state = CoordState(epoch=epoch)
+        self._on_epoch = on_epoch
+        self._event = asyncio.Event()
+        self.trouble = ""
+
+    async def start(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+    def view(self) -> View:
+        return self._state.view(lease_lives=True)
+
+    async def changed(self, timeout_s: float) -> None:
+        await wait_event(self._event, timeout_s)
+
+    async def claim(self, node: str, above: int) -> int:
+        state = self._state
+        if state.leader not in ("", node):
+            raise StaleEpoch(f"{state.leader} leads already, in epoch {state.epoch}")
+        epoch = state.claim(node, max(state.epoch, above) + 1, state.epoch, state.renewals)
+        self._on_epoch(epoch)
+        self._event.set()
+        return epoch
+
+    async def renew(self, epoch: int) -> None:
+        if not self._state.renew(epoch):
+            raise StaleEpoch(f"epoch {epoch} is over; the present one is {self._state.epoch}")
+
+    async def resign(self, epoch: int) -> None:
+        self._state.resign(epoch)
+        self._event.set()
+
+    async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
+        plan_outcome(self._state.commit_plan(epoch, plan.version, plan.digest), epoch, plan, self._state.plan)
+        self._event.set()
+
+
+async def wait_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for `event` and clears it; returns after `timeout_s` at the latest."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+    event.clear()

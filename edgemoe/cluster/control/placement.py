@@ -1,0 +1,78 @@
+"""When a leader makes a new plan, and from what. Pure: what the boxes have in, a plan or the reason for none out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgemoe.errors import PlacementInfeasible
+from edgemoe.policy.placement import uniform
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.placement import PlacementPlan, pack_bits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Box:
+    """A box as a home of experts, and which it has. Without `disk` nothing is known of it yet."""
+
+    node: str
+    room: int = 0  # experts
+    disk: BoolArray | None = None  # [L, E]
+    ram: BoolArray | None = None
+    absent_s: float = 0.0
+    leaving: bool = False
+
+    @property
+    def there(self) -> bool:
+        return self.disk is not None and not self.absent_s and not self.leaving
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The model whose experts are placed."""
+
+    digest: str
+    layers: int
+    experts: int
+    expert_bytes: int
+
+
+def why_anew(plan: PlacementPlan | None, shape: Shape, boxes: Sequence[Box], absent_s: float) -> str:
+    """Why a new plan is due; "" while the present one will do, or something may still come back."""
+    known = {box.node: box for box in boxes}
+    if plan is None or (plan.model, plan.layers, plan.experts) != (shape.digest, shape.layers, shape.experts):
+        awaited = [box for box in boxes if not box.there and not box.leaving and box.absent_s < absent_s]
+        return "" if awaited else "there is none for this model"
+    for node in plan.nodes:
+        box = known.get(node)
+        if box is None or box.leaving:
+            return f"{node} leaves"
+        if box.absent_s >= absent_s:
+            return f"{node} is gone"
+        if box.disk is not None and int(plan.homes_of(node).sum()) > box.room:
+            return f"{node} has less room"
+    if any(not box.there and not box.leaving and box.node in plan.nodes for box in boxes):
+        return ""  # one of them may come back in a moment; then all is decided at once
+    return next(
+        (f"{box.node} has joined" for box in boxes if box.there and box.room and box.node not in plan.nodes), ""
+    )
+
+
+def make_plan(shape: Shape, boxes: Sequence[Box], replicas: int, epoch: int, version: int) -> PlacementPlan:
+    """The uniform plan over the boxes that are there. Raises PlacementInfeasible."""
+    there = sorted((box for box in boxes if box.there and box.room), key=lambda box: box.node)
+    if not there:
+        raise PlacementInfeasible("no box has room for experts yet", shape.layers * shape.experts * shape.expert_bytes)
+    homes = uniform(
+        [box.node for box in there],
+        {box.node: box.room for box in there},
+        {box.node: box.disk for box in there if box.disk is not None},
+        shape.layers,
+        shape.experts,
+        replicas,
+        in_ram={box.node: box.ram for box in there if box.ram is not None},
+        expert_bytes=shape.expert_bytes,
+    )
+    nodes = tuple(box.node for box in there)
+    bits = tuple(pack_bits(homes[node]) for node in nodes)
+    return PlacementPlan(epoch, version, shape.digest, shape.layers, shape.experts, nodes, bits)

@@ -1,0 +1,211 @@
+"""Asking peers to compute experts: implements `types.Peers` over the calls lane.
+
+The compute thread reads snapshots and posts calls; everything else happens on the engine's event loop. One hop leads
+from the compute thread to the loop, and one queue leads back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from queue import SimpleQueue
+
+import numpy as np
+
+from edgemoe.cluster.data.messages import CallMessage, Hello, Model, Result
+from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerState
+from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.peers import ExpertWork, Offer, RemoteCall, work_units
+
+log = logging.getLogger(__name__)
+HELLO_S = 1.0  # between hellos to each peer
+PROBE_EVERY = 10  # hellos, one of which carries a payload that measures the rate
+PROBE_BYTES = 128 << 10
+
+Holdings = Callable[[], tuple[BoolArray, BoolArray]]  # experts [L, E] in memory, and on the disk
+
+
+class Calls:
+    """The peers of this engine. `add` and `remove` them on the loop; `offers`, `fetch_s`, `call` from anywhere."""
+
+    def __init__(self, lane: Lane[CallMessage], model: Model, holdings: Holdings, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.peers: dict[str, PeerState] = {}  # replaced as a whole, so that any thread may read it
+        self._lane, self._model, self._holdings = lane, model, holdings
+        self._loop = asyncio.get_running_loop()
+        self._group: asyncio.TaskGroup | None = None
+        self._numbers = itertools.count()
+        self._say = SparingLog(log)
+        lane.on_up, lane.on_down = self._up, self._down
+
+    # --- the compute thread's side --------------------------------------------------------------------------
+
+    def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
+        """What the peers that can be reached would take for some experts [n] of a layer."""
+        now_s, model = time.monotonic(), self._model
+        found = (
+            peer.offer(layer, experts, model.row_bytes, model.expert_bytes, now_s)
+            for peer in self.peers.values()
+            if peer.reachable
+        )
+        return [offer for offer in found if offer is not None]
+
+    def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
+        """Seconds to bring each expert's bytes [n] here from a peer, some left out; inf where none has it."""
+        best = np.full(len(experts), np.inf, np.float32)
+        for peer in self.peers.values():
+            if peer.reachable and peer.node not in without:
+                has = (peer.ram[layer] | peer.disk[layer])[experts]
+                best[has] = np.minimum(best[has], peer.latency_s + self._model.expert_bytes * peer.s_per_byte)
+        return best
+
+    def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
+        """Asks a peer; puts the call into `answers` when it has a result or an error."""
+        call = RemoteCall(node, work, time.monotonic())
+        self._loop.call_soon_threadsafe(self._begin, call, answers)
+        return call
+
+    # --- the loop's side ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Says hello to every peer once in a while, until cancelled; calls under way then fail."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for count in itertools.count():
+                    for peer in self.peers.values():
+                        if self._lane.is_up(peer.node):
+                            self._spawn(self._greet(peer, probe=count % PROBE_EVERY == 1))
+                    await asyncio.sleep(HELLO_S)
+        finally:
+            self._group = None
+
+    def add(self, node: str, boot: str) -> None:
+        """A peer that may now be connected."""
+        self.peers = {**self.peers, node: PeerState(node, boot, self._model.layers, self._model.experts)}
+
+    def remove(self, node: str) -> None:
+        self.peers = {name: peer for name, peer in self.peers.items() if name != node}
+
+    def heed(self, node: str, heard: bool) -> None:
+        """Whether the peer's box is heard: while it is not, nothing is asked, and what was asked is not waited for."""
+        peer = self.peers.get(node)
+        if peer is None or peer.heard == heard:
+            return
+        peer.heard = heard
+        if heard and self._lane.is_up(node):
+            self._spawn(self._greet(peer, probe=False))
+        elif not heard:
+            self._lane.give_up(node, f"{node} is not heard")
+
+    def learn(self, node: str, hello: Hello) -> Hello:
+        """What a peer says of itself; our own hello. Raises PeerRefused for another model."""
+        ram, disk = self._model.read_hello(node, hello)
+        if (peer := self.peers.get(node)) is not None:
+            peer.ram, peer.disk = ram, disk
+            peer.ready = self._lane.is_up(node)
+        return self._model.hello(*self._holdings())
+
+    def _up(self, node: str) -> None:
+        if (peer := self.peers.get(node)) is not None:
+            self._spawn(self._greet(peer, probe=False))
+
+    def _down(self, node: str) -> None:
+        if (peer := self.peers.get(node)) is not None:
+            peer.ready = peer.silent = False
+
+    async def _greet(self, peer: PeerState, *, probe: bool) -> None:
+        """One hello, there and back."""
+        began_s = time.monotonic()
+        payload = [bytes(PROBE_BYTES)] if probe else []
+        try:
+            hello = self._model.hello(*self._holdings())
+            answer = await self._lane.ask(peer.node, hello, payload, timeout_s=self.timeout_s)
+            if not isinstance(answer.message, Hello):
+                raise PeerRefused(f"{peer.node} answers a hello with a {type(answer.message).__name__}")
+            peer.ram, peer.disk = self._model.read_hello(peer.node, answer.message)
+        except PeerRefused as error:
+            if not peer.refused:
+                self._say(logging.WARNING, "a peer cannot help", peer.node, why=str(error))
+            peer.refused, peer.ready = str(error), False
+        except EdgemoeError:
+            peer.failed(time.monotonic() - began_s)
+        else:
+            size = len(hello.ram) + len(hello.disk) + sum(map(len, payload))
+            peer.measure_way(size if probe else min(size, SMALL_BYTES), time.monotonic() - began_s)
+            peer.ready, peer.silent, peer.refused, peer.heard_s = True, False, "", time.monotonic()
+
+    def _begin(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
+        if self._group is not None:
+            self._spawn(self._ask(call, answers))
+        else:
+            call.error = PeerUnavailable("the engine is stopping")
+            answers.put(call)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        if self._group is not None:
+            self._group.create_task(work)
+        else:
+            work.close()
+
+    async def _ask(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
+        peer, number, served_s, absent = self.peers.get(call.node), next(self._numbers), 0.0, 0
+        try:
+            if peer is None:
+                raise PeerUnavailable(f"{call.node} is no member any more")
+            peer.under_way[number] = call
+            absent = peer.absent(call.work)  # now: what it reads for the call, it has in memory then
+            body, tensors = self._model.call(call.work)
+            answer = await self._lane.ask(call.node, body, tensors, timeout_s=self.timeout_s)
+            sizes = [tensor.nbytes for tensor in answer.tensors]
+            if not isinstance(answer.message, Result) or sizes != [call.work.hidden.nbytes]:
+                raise PeerRefused(f"{call.node} answered a call with something else")
+            call.result, served_s = answer.tensors[0], answer.message.served_s
+        except EdgemoeError as error:
+            call.error = error
+            if peer is not None:
+                self._note_failure(peer, call, error)
+        except asyncio.CancelledError:
+            call.error = PeerUnavailable("the engine is stopping")
+            raise
+        except Exception as error:  # whatever it is, the compute thread may not be left waiting
+            self._say(logging.ERROR, "an expert call went wrong", call.node, exc_info=True)
+            call.error = PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
+        finally:
+            answers.put(call)
+            if peer is not None:
+                peer.under_way.pop(number, None)
+        if peer is not None and call.result is not None:
+            self._measure(peer, call, served_s, absent)
+
+    def _measure(self, peer: PeerState, call: RemoteCall, served_s: float, absent: int) -> None:
+        now_s, before_s, size = time.monotonic(), peer.answered_s, call.work.hidden.nbytes
+        took_s = now_s - call.asked_s
+        way_s = max(0.0, took_s - served_s)
+        peer.heard_s = peer.answered_s = now_s
+        peer.silent = False
+        peer.calls += 1
+        peer.busy_s += took_s
+        if before_s <= call.asked_s:
+            peer.measure_way(2 * size, way_s)
+        else:  # it waited for others, on the way and there
+            served_s = min(served_s, now_s - before_s)
+            if size > SMALL_BYTES:
+                peer.measure_flow(size, min(way_s / 2, now_s - before_s))
+        units = float(work_units(call.work.offsets).sum())
+        if absent:
+            peer.measure_reads(absent * self._model.expert_bytes, units, served_s)
+        else:
+            peer.measure_work(units, served_s)
+
+    def _note_failure(self, peer: PeerState, call: RemoteCall, error: EdgemoeError) -> None:
+        took_s = time.monotonic() - call.asked_s
+        peer.failed(took_s)
+        late = isinstance(error, PeerUnavailable) and took_s >= 0.9 * self.timeout_s
+        peer.silent = late and peer.heard_s < call.asked_s
+        self._say(logging.INFO, "expert call failed", call.node, layer=call.work.layer, why=str(error))

@@ -1,0 +1,201 @@
+"""Computing experts for peers: calls that wait are computed together, and what would come too late is shed.
+
+One thread of its own computes, so that a step of this box never delays a peer's. It takes the call that has waited
+longest, and with it all others of the same layer, from whichever peers. Small work that needs no waiting is computed
+where it arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from edgemoe.cluster.data.messages import CallMessage, Model, Result
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
+from edgemoe.telemetry.unit_time import Pace
+from edgemoe.types.peers import ExpertWork, work_units
+
+log = logging.getLogger(__name__)
+QUEUE_CALLS = 256  # that wait; beyond it callers are sent away
+QUEUE_BYTES = 256 << 20
+TOGETHER_ROWS = 512  # of calls computed at once
+FIRST_UNIT_S = 5e-5
+AT_ONCE_S = 4e-4  # work that is expected to take no longer is done on the loop
+
+
+class Host(Protocol):
+    """Whoever has experts: computes for peers, on the server's thread."""
+
+    def refuses(self, work: ExpertWork) -> str:
+        """Why the work cannot be done here; "" where it can. From the event loop."""
+
+    def compute(self, works: Sequence[ExpertWork]) -> Sequence[Any]:
+        """The result of each work, all of one layer, as buffers [r, H]. Raises EdgemoeError."""
+
+    def compute_at_once(self, work: ExpertWork) -> Any | None:
+        """The work's result if that needs no waiting; else None. Never beside `compute`."""
+
+
+@dataclass(slots=True)
+class Job:
+    work: ExpertWork
+    units: float
+    deadline: float  # by the loop's clock
+    done: asyncio.Future[Any]
+
+
+class ExpertServer:
+    """`serve` on the loop; `start` the thread, `close` to end it."""
+
+    def __init__(self, model: Model, host: Host) -> None:
+        self.served = self.shed = self.batches = 0
+        self.busy_s = 0.0
+        self._model, self._host = model, host
+        self._say = SparingLog(log)
+        self._loop = asyncio.get_running_loop()
+        self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
+        self._units = 0.0
+        self._pace = Pace(FIRST_UNIT_S)
+        self._closed = False
+        self._inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self._waiting: deque[Job] = deque()  # touched on the thread only
+        self._thread = threading.Thread(target=self._run, name="expert-server", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lets the batch under way end; what waits is never answered."""
+        self._closed = True
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10)
+
+    async def serve(self, question: Question[CallMessage]) -> Answer[CallMessage]:
+        """The answer to a Call. Raises PeerBusy, PeerRefused."""
+        began_s = time.monotonic()
+        call: Any = question.message
+        work = self._model.read_call(call, question.tensors)
+        if why := self._host.refuses(work):
+            raise PeerRefused(why)
+        units = float(work_units(work.offsets).sum())
+        small = not self._pending and units * self._pace.mean_s < AT_ONCE_S
+        if small and (sums := self._compute_at_once(work, units)) is not None:
+            return Answer(Result(time.monotonic() - began_s), [sums])
+        job = Job(work, units, question.deadline, self._loop.create_future())
+        self._admit(job)
+        self._pending += 1
+        self._units += job.units
+        self._bytes += work.hidden.nbytes
+        try:
+            self._inbox.put(job)
+            sums = await job.done
+        except PeerBusy:
+            self.shed += 1
+            raise
+        finally:
+            self._pending -= 1
+            self._units -= job.units
+            self._bytes -= work.hidden.nbytes
+        self.served += 1
+        return Answer(Result(time.monotonic() - began_s), [sums])
+
+    def _compute_at_once(self, work: ExpertWork, units: float) -> Any | None:
+        """On the loop: for small work, two hand-overs between threads would take longer than the work."""
+        began_s = time.monotonic()
+        sums = self._host.compute_at_once(work)
+        if sums is not None:
+            self.served += 1
+            self._account(units, time.monotonic() - began_s)
+        return sums
+
+    def _account(self, units: float, took_s: float) -> None:
+        self._pace.measure(took_s / units, time.monotonic())
+        self.batches += 1
+        self.busy_s += took_s
+
+    def _admit(self, job: Job) -> None:
+        """Raises PeerBusy for a call that would wait for longer than its caller.
+
+        Where nothing is computed, nothing measures: the pace fades, so that big calls are not sent away for ever.
+        """
+        unit_s = self._pace.mean_s if self._pending else self._pace.at(time.monotonic())
+        late = (self._units + job.units) * unit_s > job.deadline - self._loop.time()
+        if late or self._pending >= QUEUE_CALLS or self._bytes > QUEUE_BYTES:
+            self.shed += 1
+            raise PeerBusy(f"{self._pending} calls wait here; this one would not be computed in time")
+
+    # --- the server's thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._take():
+            if batch := self._next_layer():
+                self._compute(batch)
+
+    def _take(self) -> bool:
+        """Takes in what has arrived, and waits where there is nothing; false when closed."""
+        if not self._waiting and (job := self._inbox.get()) is not None:
+            self._waiting.append(job)
+        while not self._inbox.empty():
+            if (job := self._inbox.get_nowait()) is not None:
+                self._waiting.append(job)
+        return not self._closed
+
+    def _next_layer(self) -> list[Job]:
+        """Waiting calls of the layer that has waited longest; those that are too late are sent away."""
+        taken: list[Job] = []
+        kept: deque[Job] = deque()
+        rows, now = 0, self._loop.time()
+        for job in self._waiting:
+            if job.deadline < now:
+                self._post(_fail, job, PeerBusy("the call waited here until it was too late"))
+            elif not taken or (job.work.layer == taken[0].work.layer and rows < TOGETHER_ROWS):
+                taken.append(job)
+                rows += len(job.work.hidden)
+            else:
+                kept.append(job)
+        self._waiting = kept
+        return taken
+
+    def _compute(self, batch: list[Job]) -> None:
+        began_s = time.monotonic()
+        try:
+            results = self._host.compute([job.work for job in batch])
+        except Exception as error:  # the peers must hear of it, whatever it is
+            if len(batch) > 1:  # one of them is to blame
+                for job in batch:
+                    self._compute([job])
+                return
+            if not isinstance(error, EdgemoeError):
+                self._say(logging.ERROR, "computing for a peer failed", exc_info=True)
+                error = PeerRefused(f"it failed here: {error!r}")
+            self._post(_settle, batch, (), error)
+        else:
+            self._post(_settle, batch, results, None)
+        self._account(sum(job.units for job in batch), time.monotonic() - began_s)
+
+    def _post(self, what: Any, *arguments: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+
+def _settle(batch: list[Job], results: Sequence[Any], error: EdgemoeError | None) -> None:
+    for i, job in enumerate(batch):
+        if error is not None:
+            _fail(job, error)
+        elif not job.done.done():
+            job.done.set_result(results[i])
+
+
+def _fail(job: Job, error: EdgemoeError) -> None:
+    if not job.done.done():
+        job.done.set_exception(error)

@@ -1,0 +1,270 @@
+"""The messages between a front and an engine, and their encoding. One frame is one message.
+
+    frame = magic (4 bytes) | framing (1) | lowest, highest version that the sender speaks (1, 1) | msgpack of a message
+
+Whatever arrives is checked: length, magic, versions, tag, every field's type and bound. What does not fit raises
+WireError (WireVersionError where no version is common, UnknownMessage for a tag of another release); nothing else is
+ever raised by `decode_*`. The receiver answers it with Refused, or with the end of the one request that it was about.
+
+    front -> engine   Submit Cancel Drain Stop Ping Reload Refused, and among several boxes Peers Plan
+    engine -> front   Loading* Ready (Emissions | Stats | Reloaded)* ; Refused; Failed at any time, before it exits
+                      among several boxes Listening once before Ready, then Holds and PeerSeen
+
+Times are remaining or elapsed, never clock readings, so that a message means the same on any machine.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+import msgspec
+from msgspec import Meta
+
+from edgemoe.cluster.rpc import protocol
+from edgemoe.cluster.rpc.protocol import Language, Message, Versions
+from edgemoe.errors import WireError, WireVersionError
+from edgemoe.types.bounds import (
+    MAX_NODES,
+    Attempt,
+    Bitmap,
+    Count,
+    Finite,
+    LongText,
+    Milliseconds,
+    Name,
+    Port,
+    Rate,
+    Seconds,
+    Share,
+    Text,
+    Tokens,
+)
+from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.placement import PlacementPlan
+from edgemoe.types.request import Emission, Request
+
+MAGIC = b"EMOE"
+FRAMING = 2
+_HEADER_BYTES = len(MAGIC) + 3
+MAX_FRAME_BYTES = 64 << 20  # a prompt of a million tokens with a large grammar stays well below
+
+
+MAX_EMISSIONS = 1 << 16  # in one message
+MAX_FIGURES = 1 << 14
+
+
+class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
+    """Runs `request` from its prompt and the tokens `emitted` so far; the next index is `len(emitted)`.
+
+    `attempt` counts this front's submissions of the request, from 1; every Emission carries it back.
+    """
+
+    request: Request
+    emitted: Tokens = ()
+    attempt: Attempt = 1
+    remaining_ms: Milliseconds = 600_000.0
+
+
+class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
+    """Forgets the request if it still runs as `attempt`; no emission of it follows the next step."""
+
+    request: Name
+    attempt: Attempt
+
+
+class Drain(Message, frozen=True, kw_only=True, tag="Drain"):
+    """Finish what runs; nothing more will be submitted."""
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="Stop"):
+    """Exit now, cleanly."""
+
+
+class Ping(Message, frozen=True, kw_only=True, tag="Ping"):
+    """Answered with Stats at once."""
+
+
+class Reload(Message, frozen=True, kw_only=True, tag="Reload"):
+    """Read the ScoutGate export that the settings name again. Answered with Reloaded."""
+
+
+Keys = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=2)]
+
+
+class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """Another box's engine, and where its lanes listen ("host:port").
+
+    One whose box is not heard at the moment is not to be asked, but stays connected.
+    """
+
+    node: Name
+    boot: Name
+    calls: Name
+    bulk: Name
+    heard: bool = True
+
+
+class Peers(Message, frozen=True, kw_only=True, tag="Peers"):
+    """Whose keys may speak (node -> its public key, or two while it is replaced), and their engines, to connect to.
+
+    Both are complete: a key that is not in it is revoked, an engine that is not in it is disconnected.
+    """
+
+    keys: Annotated[dict[Name, Keys], Meta(max_length=MAX_NODES)] = msgspec.field(default_factory=dict)
+    engines: Annotated[tuple[PeerEngine, ...], Meta(max_length=MAX_NODES)] = ()
+
+
+class Plan(Message, frozen=True, kw_only=True, tag="Plan"):
+    """Adopt this plan: keep what is at home here."""
+
+    plan: PlacementPlan
+
+
+class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
+    """The ports that the engine's lanes listen on, and the model that it is loading."""
+
+    calls_port: Port
+    bulk_port: Port
+    model: ModelInfo
+
+
+class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
+    """Experts as bitmaps of L * E bits (`types.pack_bits`): readable from the disk, and at home in memory.
+
+    `budget_experts` is how many can be at home here. Sent when it has changed, at most once a second.
+    """
+
+    disk: Bitmap
+    ram: Bitmap
+    budget_experts: Count
+
+
+class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
+    """The link to a peer as measured: a round trip, and bytes per second. At most once a second for each."""
+
+    node: Name
+    boot: Name
+    latency_s: Seconds
+    bytes_per_s: Rate
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine can take, decided when it worked out its memory."""
+
+    context_tokens: Count  # prompt and output of one request, at most
+    kv_tokens: Count  # of all running requests together
+    max_sequences: Count  # running at once
+    max_queue: Count  # waiting behind them
+
+
+class Loading(Message, frozen=True, kw_only=True, tag="Loading"):
+    """The engine is coming up: a short word and the share done."""
+
+    phase: Name  # pack | weights | experts | warm-up
+    fraction: Share = 0.0
+
+
+class Ready(Message, frozen=True, kw_only=True, tag="Ready"):
+    """The engine takes Submits from now on."""
+
+    boot_id: Name
+    model: ModelInfo
+    limits: Limits
+
+
+class Emissions(Message, frozen=True, kw_only=True, tag="Emissions"):
+    """What one step added, all requests in one message."""
+
+    items: Annotated[list[Emission], Meta(max_length=MAX_EMISSIONS)]
+
+
+class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
+    """Sent every half second and on Ping, by the engine's event loop: it is the heartbeat too.
+
+    `values` maps final Prometheus names, labels included, to numbers. `step_s` is the age of the step that the
+    compute thread is in (0 between steps): how the front sees a compute thread that hangs.
+    """
+
+    values: Annotated[dict[LongText, Finite], Meta(max_length=MAX_FIGURES)]
+    step_s: Seconds = 0.0
+
+
+class Reloaded(Message, frozen=True, kw_only=True, tag="Reloaded"):
+    """What came of a Reload, in words; where it was refused, what was in use before still is."""
+
+    message: LongText
+    refused: bool = False
+
+
+class Failed(Message, frozen=True, kw_only=True, tag="Failed"):
+    """The engine cannot go on and is about to exit; `fatal` if starting it again would fail the same way."""
+
+    error: Name  # the error's class
+    message: LongText
+    fatal: bool = False
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="Refused"):
+    """A message of the other side's that could not be read, by its tag, and why. From either side."""
+
+    what: Text
+    why: LongText
+
+
+class Boot(msgspec.Struct, frozen=True, kw_only=True):
+    """What `python -m edgemoe.worker` reads from its standard input, as JSON, up to end of file."""
+
+    boot_id: Name  # drawn by the front for each start; the DEALER's identity
+    address: LongText  # of the front's ROUTER
+    speaks: Versions = Versions(1, 1)  # the front
+    settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
+
+
+ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | Peers | Plan | Refused
+FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen | Refused
+TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
+FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message, speaks: Versions | None = None) -> bytes:
+    """The frame for `message`. Raises WireError where it would be longer than a frame may be."""
+    frame = MAGIC + bytes((FRAMING, *(speaks or protocol.SPOKEN))) + _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise WireError(f"{type(message).__name__} of {len(frame)} bytes is over the {MAX_FRAME_BYTES} of a frame")
+    return frame
+
+
+def decode_to_engine(frame: bytes | memoryview) -> ToEngine:
+    """The message in a frame that a front sent. Raises WireError."""
+    return TO_ENGINE.read(body_of(frame))
+
+
+def decode_from_engine(frame: bytes | memoryview) -> FromEngine:
+    """The message in a frame that an engine sent. Raises WireError."""
+    return FROM_ENGINE.read(body_of(frame))
+
+
+def versions_of(frame: bytes | memoryview) -> Versions:
+    """Which versions of the protocol the sender speaks. Raises WireError where it is no frame of ours."""
+    view = memoryview(frame)
+    if len(view) > MAX_FRAME_BYTES:
+        raise WireError(f"a frame of {len(view)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    if view[: len(MAGIC)] != MAGIC or len(view) <= _HEADER_BYTES:
+        raise WireError(f"a frame of {len(view)} bytes does not start with {MAGIC!r}: not one of ours")
+    framing, lowest, highest = view[len(MAGIC) : _HEADER_BYTES]
+    if framing != FRAMING:
+        raise WireVersionError(f"a frame of framing {framing}, {FRAMING} is read here; run the same release on both")
+    return Versions(lowest, highest)
+
+
+def body_of(frame: bytes | memoryview) -> memoryview:
+    """The message itself, not yet looked at. Raises WireError."""
+    theirs = versions_of(frame)
+    if not protocol.SPOKEN.common(theirs):
+        raise WireVersionError(
+            f"the other side speaks versions {theirs} of the protocol and this one {protocol.SPOKEN}; "
+            "run neighbouring releases of edgemoe"
+        )
+    return memoryview(frame)[_HEADER_BYTES:]

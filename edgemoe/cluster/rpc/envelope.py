@@ -1,0 +1,102 @@
+"""What two boxes say to each other, as frames: an envelope, then raw tensors.
+
+    frame 0 = magic (4) | framing (1) | xxh3-64 of the rest (8) | msgpack of Envelope
+    frame n = raw bytes; their lengths and xxh3-64 sums stand in the envelope
+
+Everything is checked before it is looked at: magic, framing, sums, lengths, number of frames, then the body's tag and
+every field. What does not fit raises WireError, or WireVersionError for another framing. Which versions of the protocol
+the sender speaks stands in the envelope.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from edgemoe.cluster.rpc import protocol
+from edgemoe.cluster.rpc.protocol import UNREADABLE, Versions
+from edgemoe.errors import WireError, WireVersionError
+from edgemoe.types.bounds import Count, Sum64
+
+MAGIC = b"EMPR"
+FRAMING = 2
+MAX_FRAMES = 16
+MAX_ENVELOPE_BYTES = 1 << 20
+MAX_TENSOR_BYTES = 64 << 20
+MAX_REMAINING_MS = 600_000.0
+_HEAD = struct.Struct("<4sB8s")
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """`id` 0 wants no answer. `remaining_ms` is how long the sender still waits; clocks are never compared.
+
+    Its fields are known by their places: what a later version adds stands at the end and has a default.
+    """
+
+    id: Count
+    answer: bool
+    speaks: Versions
+    remaining_ms: Annotated[float, Meta(ge=0, le=MAX_REMAINING_MS)]
+    sizes: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_TENSOR_BYTES)], ...], Meta(max_length=MAX_FRAMES)]
+    sums: Annotated[tuple[Sum64, ...], Meta(max_length=MAX_FRAMES)]
+    body: msgspec.Raw
+
+
+_decoder = msgspec.msgpack.Decoder(Envelope)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def seal(
+    body: msgspec.Struct,
+    tensors: Sequence[Buffer] = (),
+    *,
+    id: int = 0,
+    answer: bool = False,
+    speaks: Versions | None = None,
+    remaining_ms: float = 0.0,
+) -> list[Buffer]:
+    """The frames that carry `body` and `tensors`. Raises WireError where they are too many or too large."""
+    sizes = tuple(memoryview(t).nbytes for t in tensors)
+    if len(sizes) > MAX_FRAMES or any(size > MAX_TENSOR_BYTES for size in sizes):
+        raise WireError(f"{len(sizes)} tensors of up to {max(sizes)} bytes: too many or too large for one message")
+    sums = tuple(xxhash.xxh3_64_intdigest(t) for t in tensors)
+    raw = msgspec.Raw(_encoder.encode(body))
+    packed = _encoder.encode(Envelope(id, answer, speaks or protocol.SPOKEN, remaining_ms, sizes, sums, raw))
+    if len(packed) > MAX_ENVELOPE_BYTES:
+        raise WireError(f"a {type(body).__name__} of {len(packed)} bytes; {MAX_ENVELOPE_BYTES} fit into an envelope")
+    return [_HEAD.pack(MAGIC, FRAMING, xxhash.xxh3_64_digest(packed)) + packed, *tensors]
+
+
+def unseal(frames: Sequence[Buffer]) -> Envelope:
+    """The checked envelope of a message; its tensors are `frames[1:]`. Raises WireError, WireVersionError."""
+    if not frames or not _HEAD.size < (size := memoryview(frames[0]).nbytes) <= MAX_ENVELOPE_BYTES + _HEAD.size:
+        raise WireError("a message without an envelope")
+    magic, framing, checksum = _HEAD.unpack_from(frames[0])
+    if magic != MAGIC:
+        raise WireError(f"{size} bytes that do not start with {MAGIC!r}: not one of ours")
+    if framing != FRAMING:
+        raise WireVersionError(f"a message of framing {framing} arrived, {FRAMING} is read here: run the same release")
+    packed = memoryview(frames[0])[_HEAD.size :]
+    if xxhash.xxh3_64_digest(packed) != checksum:
+        raise WireError("an envelope whose bytes changed on the way")
+    try:
+        envelope = _decoder.decode(packed)
+    except UNREADABLE as error:
+        raise WireError(f"an envelope that cannot be read: {error}") from error
+    _check_tensors(envelope, frames[1:])
+    return envelope
+
+
+def _check_tensors(envelope: Envelope, tensors: Sequence[Buffer]) -> None:
+    if not len(tensors) == len(envelope.sizes) == len(envelope.sums) <= MAX_FRAMES:
+        raise WireError(f"{len(tensors)} tensors arrived, the envelope names {len(envelope.sizes)}")
+    for n, (tensor, size, wanted) in enumerate(zip(tensors, envelope.sizes, envelope.sums, strict=True)):
+        if memoryview(tensor).nbytes != size or xxhash.xxh3_64_intdigest(tensor) != wanted:
+            raise WireError(f"tensor {n} of {size} bytes changed on the way")

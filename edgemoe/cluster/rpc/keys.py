@@ -1,0 +1,141 @@
+"""CURVE keys: each box has a secret key; the list of peers names every box's public key and address.
+
+A secret key lies in a file that only its owner can read, or comes as a systemd credential. The list of peers is TOML:
+
+    [[peer]]
+    node = "kitchen"
+    address = "192.0.2.7:7540"
+    key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+
+While a box's key is replaced, its entry has the next one beside it, as `new_key`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+import tomllib
+from pathlib import Path
+
+import msgspec
+import zmq
+from zmq.utils import z85
+
+from edgemoe.errors import ConfigError
+from edgemoe.types.bounds import MAX_NODES, Text, Word
+
+NODE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+HOST = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[0-9A-Za-z_.-]{1,15})?\]")
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """A box's secret key and the public key that belongs to it, as 40 characters of Z85 each."""
+
+    secret: bytes
+    public: bytes
+
+    def __repr__(self) -> str:
+        return f"Secret(public={self.public!r})"
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A box that may connect, and where it is reached. Ports of further lanes are told on the control lane.
+
+    `voter` says whether it has a vote in the embedded agreement; the voters must be the same in every box's list.
+    One without a vote may be listed on a single box: the others take it from there, and its address, if that is "",
+    from itself. While its key is replaced both stand for it, `key` and `new_key`.
+    """
+
+    node: Text
+    address: Text
+    key: Word
+    voter: bool = True
+    new_key: Word = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The one or two that stand for it."""
+        return (self.key, self.new_key) if self.new_key else (self.key,)
+
+    def turned(self) -> Peer:
+        """The same box, its other key first."""
+        return msgspec.structs.replace(self, key=self.new_key, new_key=self.key) if self.new_key else self
+
+
+class _Entry(Peer, frozen=True, forbid_unknown_fields=True):
+    """A peer as the owner writes it down, where a word that is not known is a slip."""
+
+
+def generate(path: Path) -> Secret:
+    """Writes a new secret key to `path` (0600). Raises ConfigError rather than replace a key."""
+    public, secret = zmq.curve_keypair()
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"{path}: a key is there already; remove it first if it is to be replaced") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: the key cannot be written: {error.strerror}") from error
+    with os.fdopen(fd, "wb") as file:
+        file.write(secret + b"\n")
+    return Secret(secret, public)
+
+
+def load_secret(path: Path) -> Secret:
+    """Reads a secret key. Raises ConfigError where the file is missing, readable by others, or no key."""
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            text = file.read(256).strip()
+    except OSError as error:
+        raise ConfigError(f"{path}: the key cannot be read: {error.strerror}; make one with edgemoe keygen") from error
+    if stat.S_IMODE(info.st_mode) & 0o077 and not _is_credential(path):
+        raise ConfigError(f"{path}: others can read this secret key; chmod 600 it")
+    if not _is_key(text.decode("ascii", "replace")):
+        raise ConfigError(f"{path}: holds no secret key; make one with edgemoe keygen")
+    return Secret(text, zmq.curve_public(text))
+
+
+def load_peers(path: Path) -> dict[str, Peer]:
+    """The peers listed in a TOML file, by node name. Raises ConfigError."""
+    try:
+        entries = msgspec.convert(tomllib.loads(path.read_text()).get("peer", []), list[_Entry])
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: the list of peers cannot be read: {error}") from error
+    peers = [Peer(**msgspec.structs.asdict(entry)) for entry in entries]
+    if len(peers) > MAX_NODES:
+        raise ConfigError(f"{path}: lists {len(peers)} boxes; {MAX_NODES} are possible")
+    for peer in peers:
+        check_peer(peer, path)
+    named = {"node": [peer.node for peer in peers], "key": [key for peer in peers for key in peer.keys]}
+    for what, values in named.items():
+        if twice := sorted({v for v in values if values.count(v) > 1}):
+            raise ConfigError(f"{path}: the same {what} is listed twice: {twice[0]}")
+    return {peer.node: peer for peer in peers}
+
+
+def check_peer(peer: Peer, where: Path | str) -> None:
+    """Raises ConfigError for a name, address or keys that cannot be one."""
+    host, _, port = peer.address.rpartition(":")
+    if not NODE_NAME.fullmatch(peer.node):
+        raise ConfigError(f"{where}: node name {peer.node!r}: use lower-case letters, digits and dashes, at most 63")
+    said_later = not peer.address and not peer.voter
+    if not said_later and not (HOST.fullmatch(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+        raise ConfigError(f"{where}: address {peer.address!r} of {peer.node}: write HOST:PORT, or [HOST]:PORT for IPv6")
+    if not all(_is_key(key) for key in peer.keys):
+        raise ConfigError(f"{where}: the key of {peer.node} is no public key; edgemoe keygen prints it")
+
+
+def _is_key(text: str) -> bool:
+    """Whether it is 32 bytes in Z85."""
+    try:
+        return len(text) == 40 and len(z85.decode(text)) == 32
+    except (KeyError, ValueError, struct.error):
+        return False
+
+
+def _is_credential(path: Path) -> bool:
+    """systemd hands credentials over in a directory of their own that only the service can enter."""
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    return directory is not None and path.parent == Path(directory)

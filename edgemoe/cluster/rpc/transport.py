@@ -1,0 +1,108 @@
+"""What the lanes of one process share, and what passes over them: questions, answers, credits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Generic, TypeVar
+
+import zmq.asyncio
+from msgspec import Meta
+
+from edgemoe.cluster.rpc import protocol
+from edgemoe.cluster.rpc.auth import AllowList, Authenticator
+from edgemoe.cluster.rpc.envelope import Envelope
+from edgemoe.cluster.rpc.keys import Secret
+from edgemoe.cluster.rpc.protocol import Message, Versions
+from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerOutdated, PeerRefused, UnknownMessage
+from edgemoe.types.bounds import Word
+
+M = TypeVar("M")
+
+
+FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
+
+
+class Failure(Message, frozen=True, tag="Failure"):
+    """The answer to a question that was not served. Part of every lane's language.
+
+    `kind` is "busy"; "unknown" for a message that the release does not have; "failed" where serving it went wrong; or
+    "refused", as which any other is taken.
+    """
+
+    kind: Word
+    message: Annotated[str, Meta(max_length=FAILURE_CHARS)]
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """What to tell whoever asked."""
+        text = str(error) if isinstance(error, EdgemoeError) else f"it went wrong: {error!r}"
+        kinds = ((PeerBusy, "busy"), (UnknownMessage, "unknown"), (EdgemoeError, "refused"), (Exception, "failed"))
+        text = text[:FAILURE_CHARS].encode("utf-8", "replace").decode()  # a file's name may hold what no text can
+        return cls(next(kind for of, kind in kinds if isinstance(error, of)), text)
+
+    def error(self, node: str) -> PeerError:
+        """What it is to whoever asked `node`."""
+        kind = {"busy": PeerBusy, "unknown": PeerOutdated}.get(self.kind, PeerRefused)
+        return kind(f"{node}: {self.message}")
+
+
+@dataclass(frozen=True, slots=True)
+class Question(Generic[M]):
+    """What a peer asked (or, with envelope.id 0, told) us."""
+
+    peer: str
+    boot: str
+    envelope: Envelope
+    message: M
+    tensors: Sequence[memoryview]
+    deadline: float  # by the loop's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[M]):
+    message: M
+    tensors: Sequence[memoryview] = ()
+
+
+class Credits:
+    """Bytes under way to one peer. A question larger than all credits goes alone."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = self._free = limit_bytes
+        self._changed = asyncio.Condition()
+
+    async def take(self, size_bytes: int) -> int:
+        """Waits until `size_bytes` may be sent; returns what to give back."""
+        size_bytes = min(size_bytes, self._limit)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= size_bytes)
+            self._free -= size_bytes
+        return size_bytes
+
+    async def give(self, size_bytes: int) -> None:
+        async with self._changed:
+            self._free += size_bytes
+            self._changed.notify_all()
+
+
+class Net:
+    """What the lanes of one process share: ZeroMQ's context, our keys, who may speak, our name and incarnation."""
+
+    def __init__(
+        self, node: str, boot: str, secret: Secret, allowed: AllowList, speaks: Versions | None = None
+    ) -> None:
+        self.node, self.boot, self.secret, self.allowed = node, boot, secret, allowed
+        self.speaks = speaks or protocol.SPOKEN
+        self.context = zmq.asyncio.Context()
+        self.authenticator = Authenticator(self.context, allowed)
+
+    async def run(self) -> None:
+        """Answers who may connect, until cancelled. Without it no peer gets in."""
+        await self.authenticator.run()
+
+    def close(self) -> None:
+        """After every lane is closed."""
+        self.authenticator.close()
+        self.context.term()

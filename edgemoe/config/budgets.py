@@ -1,0 +1,197 @@
+"""Memory, decided once: from settings, the machine and the model's sizes to bytes for every arena.
+
+Host RAM holds the RAM arena, the slabs of emulated devices and, where no GPU computes, dense weights and KV.
+A GPU holds its expert slab; the first one also dense weights and KV. Headroom stays free on both. A budget that
+is stated is kept or refused, never bent; one that is left at 0 takes what is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgemoe.config.settings import DeviceSettings, Settings
+from edgemoe.config.sizes import format_rate, format_size
+from edgemoe.errors import CapacityError
+from edgemoe.telemetry.probes import Machine
+from edgemoe.types.step import BLOCK_TOKENS
+
+PAGE_BYTES = 4096
+TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
+KV_SHARE = 0.25  # the default KV budget takes at most this part of what dense weights leave
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """The sizes that decide the budgets."""
+
+    dense_bytes: int  # all weights but the experts'
+    kv_bytes_per_token: int
+    expert_bytes: int  # one expert
+    experts: int  # of all layers together
+    context_tokens: int
+    min_slots: int = 1  # fewest experts that a tier must hold for a step to run
+
+    @property
+    def stride_bytes(self) -> int:
+        """One slot: an expert, rounded up to whole pages."""
+        return -(-self.expert_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def all_bytes(self) -> int:
+        """Every expert resident."""
+        return self.experts * self.stride_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """One device and its expert slab; `expert_bytes` is 0 for the cpu, whose slab is the RAM arena."""
+
+    kind: str  # cpu | emulated | cuda:N
+    expert_bytes: int
+    link_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes of every arena, and the threads and context that follow from the machine."""
+
+    dense_bytes: int
+    kv_bytes: int
+    ram_bytes: int  # expert arena in host RAM
+    devices: tuple[DeviceBudget, ...]
+    threads: int
+    context_tokens: int  # longest sequence: the model's or the setting's, where KV can hold it
+    containment: bool  # what is in VRAM is in RAM too
+    stride_bytes: int
+    all_bytes: int
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether the fastest tier holds every expert, so that none ever has to go."""
+        slabs = [device.expert_bytes for device in self.devices if device.kind != "cpu"] or [self.ram_bytes]
+        return sum(size_bytes // self.stride_bytes for size_bytes in slabs) * self.stride_bytes >= self.all_bytes
+
+    def lines(self) -> list[str]:
+        """What to print at start, a line each."""
+        rows = [f"dense weights {format_size(self.dense_bytes)}, KV {format_size(self.kv_bytes)}"]
+        rows.append(self._row("RAM experts", self.ram_bytes))
+        for device in self.devices:
+            if device.kind != "cpu":
+                link = f", link {format_rate(device.link_bytes_per_s)}" if device.link_bytes_per_s else ""
+                rows.append(self._row(f"{device.kind} experts", device.expert_bytes) + link)
+        return [*rows, f"{self.threads} threads, context of {self.context_tokens} tokens"]
+
+    def _row(self, name: str, size_bytes: int) -> str:
+        share = size_bytes / self.all_bytes
+        slots = size_bytes // self.stride_bytes
+        return f"{name} {format_size(size_bytes)} ({slots} slots, {share:.0%} of all experts)"
+
+
+def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> Budgets:
+    """Every budget in bytes. Raises CapacityError naming the bytes that are missing and the setting to change."""
+    devices = _devices(settings, machine)
+    on_gpu = devices[0].kind.startswith("cuda:")
+    emulated_bytes = sum(_slab(device, needs) for device in devices if device.kind == "emulated")
+    host_free = machine.ram_available_bytes - settings.memory.headroom_bytes - emulated_bytes
+    host_free -= 0 if on_gpu else needs.dense_bytes
+    first_free = _gpu_free(settings, machine, devices[0]) - needs.dense_bytes if on_gpu else host_free
+    context_tokens = min(settings.engine.context_tokens or needs.context_tokens, needs.context_tokens)
+    kv_bytes = _kv_bytes(settings, needs, first_free, context_tokens)
+    ram_bytes = _arena(
+        settings.memory.ram_bytes,
+        host_free - (0 if on_gpu else kv_bytes),
+        needs,
+        "RAM for experts",
+        "memory.ram_bytes",
+    )
+    slabs = []
+    for index, device in enumerate(devices):
+        free = first_free - kv_bytes if index == 0 else _gpu_free(settings, machine, device)
+        slabs.append(_device_budget(index, device, free, needs))
+    return Budgets(
+        dense_bytes=needs.dense_bytes,
+        kv_bytes=kv_bytes,
+        ram_bytes=ram_bytes,
+        devices=tuple(slabs),
+        threads=settings.engine.threads or machine.cpus,
+        context_tokens=min(context_tokens, kv_bytes // needs.kv_bytes_per_token),
+        containment=_containment(settings, ram_bytes, slabs, needs),
+        stride_bytes=needs.stride_bytes,
+        all_bytes=needs.all_bytes,
+    )
+
+
+def _devices(settings: Settings, machine: Machine) -> Sequence[DeviceSettings]:
+    """The devices with "auto" decided: the first GPU, else the cpu."""
+    first = settings.device[0]
+    if first.kind != "auto":
+        return settings.device
+    kind = "cuda:0" if machine.gpus else "cpu"
+    return (DeviceSettings(kind=kind, expert_bytes=first.expert_bytes if machine.gpus else 0),)
+
+
+def _gpu_free(settings: Settings, machine: Machine, device: DeviceSettings) -> int:
+    if not device.kind.startswith("cuda:"):
+        return 0
+    number = int(device.kind.removeprefix("cuda:"))
+    if number >= len(machine.gpus):
+        found = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in machine.gpus) or "none"
+        raise CapacityError(f"there is no {device.kind} on this machine; found: {found}")
+    return machine.gpus[number].free_bytes - settings.memory.vram_headroom_bytes
+
+
+def _kv_bytes(settings: Settings, needs: ModelNeeds, free: int, context_tokens: int) -> int:
+    block_bytes = BLOCK_TOKENS * needs.kv_bytes_per_token
+    stated = settings.memory.kv_bytes
+    if stated:
+        _demand(stated, 2 * block_bytes, "keys and values", "memory.kv_bytes")
+        return stated // block_bytes * block_bytes
+    _demand(free, 2 * block_bytes, "dense weights, keys and values", "a lower memory.headroom_bytes")
+    one = -(-context_tokens // BLOCK_TOKENS) * block_bytes
+    typical = settings.engine.max_sequences * min(one, TYPICAL_TOKENS * needs.kv_bytes_per_token)
+    wanted = min(max(one, typical), int(free * KV_SHARE))
+    return max(2, wanted // block_bytes) * block_bytes
+
+
+def _slab(device: DeviceSettings, needs: ModelNeeds) -> int:
+    return min(device.expert_bytes, needs.all_bytes) // needs.stride_bytes * needs.stride_bytes
+
+
+def _arena(stated: int, free: int, needs: ModelNeeds, what: str, setting: str) -> int:
+    """Whole slots: as many as stated, else as many as are free, and never more than there are experts."""
+    size_bytes = min(stated or free, needs.all_bytes)
+    _demand(size_bytes, needs.min_slots * needs.stride_bytes, what, setting)
+    if stated:
+        _demand(free, size_bytes, what, f"a lower {setting}, or another budget")
+    return size_bytes // needs.stride_bytes * needs.stride_bytes
+
+
+def _device_budget(index: int, device: DeviceSettings, free: int, needs: ModelNeeds) -> DeviceBudget:
+    if device.kind == "cpu":
+        return DeviceBudget("cpu", 0)
+    if device.kind == "emulated":
+        free = device.expert_bytes  # already taken from the host's
+    slab = _arena(device.expert_bytes, free, needs, f"experts on {device.kind}", f"device.{index}.expert_bytes")
+    return DeviceBudget(device.kind, slab, device.link_bytes_per_s)
+
+
+def _containment(settings: Settings, ram_bytes: int, slabs: Sequence[DeviceBudget], needs: ModelNeeds) -> bool:
+    """Whether RAM holds VRAM's experts too: it needs room for all of them and one to come.
+
+    Where no budget is stated and RAM is the smaller one, containment is given up; stated budgets are refused.
+    """
+    slabs_bytes = sum(slab.expert_bytes for slab in slabs)
+    if not settings.cache.containment or not slabs_bytes:
+        return False
+    held = min(slabs_bytes + needs.stride_bytes, needs.all_bytes)
+    if ram_bytes < held and not settings.memory.ram_bytes and not any(d.expert_bytes for d in settings.device):
+        return False
+    _demand(ram_bytes, held, "RAM for experts, which holds VRAM's too", "memory.ram_bytes, or cache.containment=false")
+    return True
+
+
+def _demand(have: int, need: int, what: str, remedy: str) -> None:
+    if have < need:
+        have_text, missing = format_size(max(0, have)), format_size(need - max(0, have))
+        raise CapacityError(f"{what}: {format_size(need)} needed, {have_text} there, {missing} missing; set {remedy}")

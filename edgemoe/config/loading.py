@@ -1,0 +1,276 @@
+"""From TOML files and `--set section.key=value` to Settings, keeping for every value where it came from.
+
+Later sources win: defaults, /etc/edgemoe/edgemoe.toml, $XDG_CONFIG_HOME/edgemoe/edgemoe.toml, --set; `--config FILE`
+stands in for both files. Every source is flattened to "section.key" -> value first, so that an error can name
+the one setting, its line and its nearest known neighbour.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from edgemoe.config.settings import DeviceSettings, Settings, check
+from edgemoe.config.sizes import parse_rate, parse_size
+from edgemoe.errors import ConfigError
+
+FILE_NAME = "edgemoe.toml"
+MAX_FILE_BYTES = 1 << 20
+NOT_TOML = (ValueError, RecursionError)  # what tomllib raises: for an endless number and endless nesting too
+SHOWN_CHARS = 120  # of a key or a value in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting as one source states it; `origin` is "default", "FILE:LINE" or "--set"."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Validated settings with the paths filled in, and the origin of every "section.key"."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+    files: tuple[Path, ...]
+
+
+def load(
+    config: Path | None = None,
+    sets: Sequence[str] = (),
+    options: Mapping[str, Value] = MappingProxyType({}),
+    *,
+    env: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> Loaded:
+    """The effective settings. `config` is the only file read if given; `options` win over all. Raises ConfigError."""
+    files = (config,) if config else tuple(path for path in search_path(env, root) if path.is_file())
+    stated: dict[str, Value] = {}
+    for file in files:
+        values = _checked(_file_values(file))
+        if any(key.startswith("device.") for key in values):  # a file states all devices or none
+            stated = {key: value for key, value in stated.items() if not key.startswith("device.")}
+        stated |= values
+    stated |= _checked(_set_values(sets)) | _checked(options.items())
+    settings = fill_paths(check(_build(stated)), env)
+    origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
+    return Loaded(settings, origins, files)
+
+
+def flatten(settings: Settings) -> dict[str, Any]:
+    """ "section.key" -> value, in the order of the structs; devices are "device.0.kind" and so on."""
+    flat: dict[str, Any] = {}
+    for name in settings.__struct_fields__:
+        section = getattr(settings, name)
+        for prefix, part in (
+            ((f"{name}.{index}", one) for index, one in enumerate(section)) if name == "device" else [(name, section)]
+        ):
+            flat |= {f"{prefix}.{key}": getattr(part, key) for key in part.__struct_fields__}
+    return flat
+
+
+def search_path(env: Mapping[str, str], root: Path = Path("/")) -> tuple[Path, ...]:
+    """Where settings are looked for when no file is named; the later one wins."""
+    user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/")) / ".config")
+    return root / "etc/edgemoe" / FILE_NAME, user / "edgemoe" / FILE_NAME
+
+
+def fill_paths(settings: Settings, env: Mapping[str, str]) -> Settings:
+    """`settings` with the paths that depend on the environment, which nothing downstream reads, made explicit."""
+    socket = Path(settings.api.socket or default_socket(env)).absolute()
+    state = env.get("STATE_DIRECTORY", "").partition(":")[0] or _cache(env)
+    stores = Path(settings.model.store_dir or Path(state) / "stores").absolute()
+    runtime = Path(settings.service.runtime_dir or beside(socket)).absolute()
+    settings = _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime))
+    cluster = settings.cluster
+    if cluster.node and not cluster.state_dir:
+        cluster = msgspec.structs.replace(cluster, state_dir=str(stores.with_name("cluster") / cluster.node))
+        settings = msgspec.structs.replace(settings, cluster=cluster)
+    return settings
+
+
+def beside(socket: Path) -> Path:
+    """The runtime directory of a daemon that listens at `socket`, where the settings name none."""
+    return socket.with_suffix(".run")
+
+
+def default_socket(env: Mapping[str, str]) -> Path:
+    """The service's socket under systemd and for root, else one in the user's runtime directory."""
+    service = env.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    if service or (os.geteuid() == 0 and not env.get("XDG_RUNTIME_DIR")):
+        return Path(service or "/run/edgemoe") / "edgemoe.sock"
+    return Path(env.get("XDG_RUNTIME_DIR") or _cache(env)) / "edgemoe.sock"
+
+
+def _cache(env: Mapping[str, str]) -> Path:
+    return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "/")) / ".cache") / "edgemoe"
+
+
+def _replaced(settings: Settings, *, socket: str, stores: str, runtime: str) -> Settings:
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        model=replace(settings.model, store_dir=stores),
+        api=replace(settings.api, socket=socket),
+        service=replace(settings.service, runtime_dir=runtime),
+    )
+
+
+# --- sources, flattened ----------------------------------------------------------------------------------------
+
+
+def _file_values(file: Path) -> Iterator[tuple[str, Value]]:
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the settings in {file}: {error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{file} is too large for a file of settings, which has {MAX_FILE_BYTES} bytes at most")
+    try:
+        tables = tomllib.loads(text)
+    except NOT_TOML as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+    lines = dict(_key_lines(text))
+    for key, value in _flat_tables(tables):
+        yield key, Value(value, f"{file}:{lines[key]}" if key in lines else str(file))
+
+
+def _flat_tables(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, table in tables.items():
+        if section == "device" and isinstance(table, list) and all(isinstance(one, dict) for one in table):
+            for index, one in enumerate(table):
+                yield from ((f"device.{index}.{key}", value) for key, value in one.items())
+        elif isinstance(table, dict):
+            prefix = "device.0" if section == "device" else section
+            yield from ((f"{prefix}.{key}", value) for key, value in table.items())
+        else:
+            yield section, table  # a key outside any section: refused as unknown, with the nearest name
+
+
+def _key_lines(text: str) -> Iterator[tuple[str, int]]:
+    """Where each "section.key" stands; keys written in unusual ways (dotted, inline) are left out."""
+    section, devices = "", -1
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w.]+)\s*\]", line):
+            section = header[2]
+            if section == "device":
+                devices += 1
+                section = f"device.{devices}"
+        elif key := re.match(r"\s*(\w+)\s*=", line):
+            yield f"{section}.{key[1]}" if section else key[1], number
+
+
+def _set_values(sets: Iterable[str]) -> Iterator[tuple[str, Value]]:
+    for text in sets:
+        key, equals, word = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: write --set section.key=value")
+        try:
+            value = tomllib.loads(f"value = {word}")["value"]
+        except NOT_TOML:
+            value = word
+        key = key.strip()
+        if _holds_text(key) and not isinstance(value, str):
+            value = word  # --set model.name=3 means the name "3"
+        yield key, Value(value, "--set")
+
+
+# --- one value -------------------------------------------------------------------------------------------------
+
+
+def _checked(values: Iterable[tuple[str, Value]]) -> dict[str, Value]:
+    """Each value converted to its field's type. Raises ConfigError naming the origin, the key and the remedy."""
+    return {key: Value(_convert(key, value), value.origin) for key, value in values}
+
+
+def _convert(key: str, stated: Value) -> Any:
+    expected = _type_of(key)
+    if expected is None:
+        raise ConfigError(f"{stated.origin}: unknown setting {_shown(key)}{nearest(key)}")
+    value = stated.value
+    try:
+        if isinstance(value, str) and (parse := _unit_parser(key)):
+            value = parse(value)
+        return msgspec.convert(value, expected)
+    except (ConfigError, msgspec.ValidationError, OverflowError, UnicodeError) as error:
+        choices = get_args(expected) if get_origin(expected) is Literal else ()
+        hint = f"; one of {', '.join(choices)}" if choices else ""
+        raise ConfigError(
+            f"{stated.origin}: {key} = {_shown(stated.value)}: {str(error)[-SHOWN_CHARS:]}{hint}"
+        ) from None
+
+
+def _shown(value: Any) -> str:
+    """As much of a value as an error should quote."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number with more digits than Python writes
+        text = f"an endless {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+
+
+def _unit_parser(key: str) -> Callable[[str], float] | None:
+    return parse_rate if key.endswith("_bytes_per_s") else parse_size if key.endswith("_bytes") else None
+
+
+def _sections() -> dict[str, type[msgspec.Struct]]:
+    sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    return sections | {"device": DeviceSettings}
+
+
+def _type_of(key: str) -> Any:
+    """The type of "section.key" or "device.N.key"; None where there is no such setting."""
+    section, _, name = key.partition(".")
+    if section == "device":
+        index, _, name = name.partition(".")
+        section = section if re.fullmatch("[0-9]{1,4}", index) else ""
+    struct = _sections().get(section)
+    fields = msgspec.structs.fields(struct) if struct else ()
+    return next((field.type for field in fields if field.name == name), None)
+
+
+def _holds_text(key: str) -> bool:
+    expected = _type_of(key)
+    return get_origin(expected) is Literal or str in (expected, *get_args(expected)[:1])
+
+
+def nearest(key: str) -> str:
+    """The end of a sentence about an unknown key: which one may be meant."""
+    known = [
+        f"{section}.{field.name}" for section, struct in _sections().items() for field in msgspec.structs.fields(struct)
+    ]
+    plain = re.sub(r"^device\.\d+", "device", key[:SHOWN_CHARS])
+    leaf = plain.rpartition(".")[2]
+    same_leaf = [name for name in known if name.endswith(f".{leaf}")]
+    close = same_leaf or difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
+    if not close:
+        close = [name for name in known if difflib.get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.6)]
+    return f"; did you mean {close[0].replace('device.', 'device.0.')!r}?" if close else "; see `edgemoe config`"
+
+
+def _build(stated: Mapping[str, Value]) -> Settings:
+    groups: dict[str, Any] = {}
+    for key, value in stated.items():
+        section, _, name = key.rpartition(".")
+        groups.setdefault(section, {})[name] = value.value
+    numbers = sorted(int(match[1]) for group in list(groups) if (match := re.fullmatch(r"device\.(\d+)", group)))
+    if numbers != list(range(len(numbers))):
+        raise ConfigError(f"device.{numbers[-1]} is set, but not every device before it; devices are counted from 0")
+    devices = [groups.pop(f"device.{number}") for number in numbers]
+    try:
+        return msgspec.convert(groups | ({"device": devices} if devices else {}), Settings)
+    except msgspec.ValidationError as error:  # of all together: too many devices
+        raise ConfigError(f"these settings cannot be: {error}") from error

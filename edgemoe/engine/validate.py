@@ -1,0 +1,59 @@
+"""What the engine demands of a request. The front has looked at it too; here it is what keeps the step loop alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from edgemoe.errors import InvalidRequest
+from edgemoe.types.bounds import MAX_TOLD
+from edgemoe.types.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one request may span and name."""
+
+    context_tokens: int  # prompt and output; no more than the KV blocks hold
+    vocab: int
+    grammars: bool = True  # whether there is a tokenizer to follow grammars with
+
+
+def check_request(request: Request, emitted: Sequence[int], bounds: Bounds) -> None:
+    """Raises InvalidRequest naming the field at fault."""
+    tokens = len(request.prompt) + len(emitted)
+    if not request.prompt:
+        raise _invalid("prompt", "is empty; it needs at least one token")
+    if len(request.prompt) >= bounds.context_tokens or tokens > bounds.context_tokens:
+        raise InvalidRequest(
+            f"the prompt has {len(request.prompt)} tokens and the context is {bounds.context_tokens}, "
+            "with room needed for the answer; shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    try:
+        unsaid = msgspec.structs.replace(request, prompt=())
+        msgspec.convert(msgspec.to_builtins(unsaid), Request)  # holds the bounds that its type declares
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"the request is out of bounds: {error}", code="invalid_request") from error
+    _check_tokens("prompt", request.prompt, bounds.vocab)
+    _check_tokens("emitted", emitted, bounds.vocab)
+    _check_tokens("logit_bias", list(request.sampling.logit_bias), bounds.vocab)
+    _check_tokens("stop_token_ids", request.sampling.stop_token_ids, bounds.vocab)
+    told = request.sampling.prompt_logprobs
+    if told is not None and len(request.prompt) * (1 + told) > MAX_TOLD:
+        raise _invalid("logprobs", f"are of more than {MAX_TOLD} tokens with those of the prompt; shorten the prompt")
+    if request.sampling.grammar is not None and not bounds.grammars:
+        raise _invalid("response_format", "cannot be followed: the model's tokenizer does not say what its tokens are")
+
+
+def _check_tokens(param: str, tokens: Sequence[int], vocab: int) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab):
+        worst = min(tokens) if min(tokens) < 0 else max(tokens)
+        raise _invalid(param, f"has token {worst}, and the model's tokens are 0 to {vocab - 1}")
+
+
+def _invalid(param: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} {why}", param=param, code="invalid_request")

@@ -1,0 +1,163 @@
+"""From budgets to a working set of tiers: arenas, residency, links and arithmetic, for every kind of device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from edgemoe.errors import ConfigError
+from edgemoe.experts.compute.cost_model import Costs
+from edgemoe.experts.compute.cpu_experts import Beside
+from edgemoe.experts.compute.dispatch import Compute, HostCompute
+from edgemoe.experts.compute.moe import TieredExperts
+from edgemoe.experts.compute.peer_layer_step import Remote
+from edgemoe.experts.tiers.residency import Horizon, Residency
+from edgemoe.experts.tiers.slab import ExpertShape, HostArena
+from edgemoe.experts.tiers.slots import Pool
+from edgemoe.experts.transfer.links import EmulatedLink, Link
+from edgemoe.experts.transfer.loader import Mover
+from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.experts import ExpertId, LivePolicy, Move, Store, Tier
+from edgemoe.types.peers import Peers
+
+
+class DeviceBudget(Protocol):
+    """One device and what of it is the experts'."""
+
+    @property
+    def kind(self) -> str:
+        """cpu | emulated | cuda:N"""
+
+    @property
+    def expert_bytes(self) -> int:
+        """The slab; not used for the cpu, which computes from RAM."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Speed of an emulated device's link."""
+
+
+class Device(NamedTuple):
+    """A device's parts; the slab belongs to link and compute."""
+
+    slots: int
+    link: Link
+    compute: Compute
+
+
+class Tiers:
+    """All that one engine needs to run experts from NVMe, RAM and devices.
+
+    `experts` is for the decoder; `run` belongs on the engine's asyncio loop, in a task that is cancelled to stop;
+    `close` comes after it. `residency` and `mover` are for the controller.
+    """
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        store: Store,
+        ram_bytes: int,
+        devices: Sequence[DeviceBudget],
+        policies: Mapping[Tier, LivePolicy],
+        kernels: Kernels | None,
+        *,
+        containment: bool = True,
+        prefetch: bool = True,
+        keep_hints: bool = False,
+        lock_ram: bool = False,
+        deadline_s: float = 60.0,
+        on_disk: BoolArray | None = None,
+        cpu_helps: bool = True,
+    ) -> None:
+        """`policies` for VRAM and RAM may be one object; `kernels` serve what the CPU computes.
+
+        `on_disk` [L, E] marks what the store can read without help, where that is not everything. `cpu_helps`: computes
+        from RAM what devices lack, where that is sooner. Raises CapacityError for a budget that holds no expert.
+        """
+        ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
+        self.shape, self.ram, self.ram_bytes = shape, ram, ram.size_bytes
+        self.on_disk = np.ones((shape.layers, shape.experts), np.bool_) if on_disk is None else on_disk
+        math = ExpertMath(kernels)
+        math.calibrate(shape.hidden, shape.width, shape.bf16)
+        self._math = math
+        self.devices = [_open(device, shape, ram, math) for device in devices if device.kind != "cpu"]
+        pools = [
+            Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices
+        ]
+        ram_pool = Pool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
+        host = HostCompute(_matrices(ram, shape), math)
+        self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
+        self.residency = Residency(ram_pool, pools, containment=containment)
+        self.mover = Mover(self.residency, store, ram, [device.link for device in self.devices])
+        self.experts = TieredExperts(
+            shape,
+            self.residency,
+            self.mover,
+            computes,
+            Beside(self.residency, host, Costs(self.residency, self.mover, shape.stride_bytes, cpu_helps=cpu_helps)),
+            prefetch=prefetch,
+            keep_hints=keep_hints,
+            deadline_s=deadline_s,
+        )
+
+    def join(self, peers: Peers) -> None:
+        """From here on peers help with what is missing here."""
+        self.experts.remote = remote = Remote(
+            self.shape, self.residency, self.experts.beside.costs, peers, self.on_disk
+        )
+        self.mover.elsewhere = remote.elsewhere
+
+    def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
+        """The same experts for one more thread, which brings its own kernels."""
+        math = self._math.twin(kernels)
+        computes = [compute.twin(math) for compute in self._computes]
+        beside = self.experts.beside.twin(math, Costs(self.residency, self.mover, self.shape.stride_bytes))
+        return TieredExperts(
+            self.shape, self.residency, self.mover, computes, beside, prefetch=False, deadline_s=deadline_s
+        )
+
+    async def run(self) -> None:
+        """Fills free slots in idle time and serves loads, until cancelled."""
+        self.mover.prefetch(self._fill(), Horizon.FILL)
+        await self.mover.run()
+
+    def close(self) -> None:
+        """Ends the links. To be called when `run` has ended; forwards that wait fail."""
+        for device in self.devices:
+            device.link.close()
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Asserts residency's invariants; with `idle`, also that nothing is pinned or on its way."""
+        self.residency.check_integrity(idle=idle)
+
+    def _fill(self) -> Iterator[Move]:
+        """Experts for all slots, the same ones of every layer."""
+        layers, experts = self.residency.device_of.shape
+        target = Tier.VRAM if self.devices else Tier.RAM
+        everything = (ExpertId(layer, expert) for expert in range(experts) for layer in range(layers))
+        readable = (expert for expert in everything if self.on_disk[expert])
+        for expert in itertools.islice(readable, self.residency.ram.slots):
+            yield Move(expert, Tier.NVME, target, 0.0)
+
+
+def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena, math: ExpertMath) -> Device:
+    slots = shape.slots(device.expert_bytes, f"experts on {device.kind}")
+    if device.kind == "emulated":
+        slab = HostArena(slots, shape.stride_bytes)
+        link = EmulatedLink(ram, slab, device.link_bytes_per_s)
+        return Device(slots, link, HostCompute(_matrices(slab, shape), math))
+    if device.kind.startswith("cuda:"):
+        from edgemoe.experts.compute.cuda import open_cuda
+
+        return Device(slots, *open_cuda(device.kind, slots, shape, ram))
+    raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
+
+
+def _matrices(arena: HostArena, shape: ExpertShape) -> ExpertSlab:
+    return ExpertSlab(torch.from_numpy(arena.slab), shape.hidden, shape.width, shape.bf16)

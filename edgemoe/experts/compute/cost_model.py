@@ -1,0 +1,127 @@
+"""What this box can do with an expert that is not where it is computed, and what each way has shown itself to cost.
+
+An expert that a device lacks goes up the link, or the CPU computes it straight from RAM while the link and the disk
+work. Which of them go which way is resolved for each layer-step. Source: the design page, section 5; here the compute
+thread is one channel for the devices and the CPU, for it launches the ones' work and does the other's itself.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import BoolArray
+from edgemoe.experts.transfer.links import Clock, Link
+from edgemoe.experts.transfer.loader import Mover
+from edgemoe.policy.resolve import Costs as CostArray
+from edgemoe.policy.resolve import Ways, finish_s, resolve
+from edgemoe.telemetry.unit_time import Pace
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import Tier
+from edgemoe.types.peers import work_units
+
+COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; the links are followed by what the caller adds
+TOP, CPU, FIRST_ELSEWHERE = range(3)  # ways; TOP: on the fastest tier, which the expert is brought to
+# assumed until measured; of the CPU the most that one could hope for, so that it is tried
+READ_BYTES_PER_S, COPY_BYTES_PER_S, CPU_BYTES_PER_S = 1e9, 8e9, 50e9
+FIRST_UNIT_S = 1e-4
+FEW = 16  # experts that are all looked at; of more only the CPU's fastest ones, as many as it has time for
+WORTH_S = 1e-3  # that a layer must gain: deciding, and copying up later, cost something too
+RECENT = 0.1
+
+
+class Costs:
+    """Costs on one box. Measured by one compute thread."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        mover: Mover,
+        stride_bytes: int,
+        *,
+        cpu_helps: bool = True,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._cpu_helps = cpu_helps
+        self._residency, self._mover, self._stride_bytes, self._clock = residency, mover, stride_bytes, clock
+        self.thread_unit_s = FIRST_UNIT_S  # of the compute thread, for a unit of work on the top tier
+        self.device_unit_s = 0.0  # of a device that works beside it, likewise
+        self.cpu = Pace(stride_bytes / CPU_BYTES_PER_S)  # for one that the CPU does beside devices
+
+    def observe(self, units: float, seconds: float) -> None:
+        """Work on the top tier took the compute thread so long."""
+        self.thread_unit_s += RECENT * (seconds / units - self.thread_unit_s)
+
+    def observe_device(self, units: float, seconds: float) -> None:
+        """Work that the compute thread launched took its device so long."""
+        self.device_unit_s += RECENT * (seconds / units - self.device_unit_s)
+
+    @property
+    def unit_s(self) -> float:
+        """A unit of work on the top tier: launching and computing overlap."""
+        return max(self.thread_unit_s, self.device_unit_s)
+
+    def observe_cpu(self, units: float, seconds: float) -> None:
+        """Work that the CPU did beside devices took so long."""
+        self.cpu.measure(seconds / units, self._clock())
+
+    def read_s(self) -> float:
+        """One expert from the disk."""
+        return self._stride_bytes / (self._mover.stats.bytes_per_s or READ_BYTES_PER_S)
+
+    def _copy_s(self, link: Link) -> float:
+        return self._stride_bytes / (link.stats.unhindered_bytes_per_s or COPY_BYTES_PER_S)
+
+    def load(
+        self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray, more: tuple[int, int] = (0, 0)
+    ) -> CostArray:
+        """What each expert [n], now in `tiers` [n], loads the channels [c] with, by way, [n, w, c]; see `Ways`.
+
+        Behind the ways of this box and its channels there are so many `more` ways and channels, filled with 0.
+        """
+        links = self._mover.links
+        load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
+        load[:, TOP, COMPUTE] = self.unit_s * units
+        load[:, TOP, DISK] = np.where(tiers == Tier.NVME, self.read_s(), 0.0)
+        load[:, CPU, COMPUTE] = np.inf
+        for i, link in enumerate(links):
+            its = self._residency.device_of[layer, experts] == i
+            load[its, TOP, FIRST_LINK + i] = self._copy_s(link)
+            if self._cpu_helps and link.stats.bytes_per_s:  # else the link goes first, so that it is measured
+                load[its & (tiers == Tier.RAM), CPU, COMPUTE] = self.cpu.at(self._clock())
+        load[:, CPU, COMPUTE] *= units
+        return load
+
+    def for_cpu(self, layer: int, group: Group) -> BoolArray | None:
+        """Which of the group's experts [n] the CPU computes from RAM to have the layer finished soonest; None: none."""
+        if not self._mover.links or not self._cpu_helps:
+            return None
+        tiers = self._residency.tiers_of(layer, group.experts)
+        in_ram, missing = tiers == Tier.RAM, int(np.count_nonzero(tiers != Tier.VRAM))
+        copy_s, cpu_s = [self._copy_s(link) for link in self._mover.links], self.cpu.at(self._clock())
+        if not in_ram.any() or (missing + 0.5) * max(copy_s) <= cpu_s + WORTH_S:
+            return None
+        chosen = self._split(layer, group.experts, tiers, work_units(group.offsets))
+        return chosen if chosen.any() else None
+
+    def _split(self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray) -> BoolArray:
+        """Which of the experts [n] the CPU computes, where neither way is the better one for all."""
+        missing, chosen = np.flatnonzero(tiers != Tier.VRAM), np.zeros(len(experts), np.bool_)
+        load = self.load(layer, experts[missing], tiers[missing], units[missing])
+        alone, busy = load.sum(axis=2), np.zeros(load.shape[2])
+        busy[COMPUTE] = self.unit_s * (units.sum() - units[missing].sum())
+        for i, link in enumerate(self._mover.links):
+            busy[FIRST_LINK + i] = 0.0 if link.idle() else self._copy_s(link) / 2  # of a wish that is under way
+        ways = Ways(load, alone, np.zeros_like(busy), busy)
+        late_s, order = finish_s(ways, np.full(len(missing), TOP)), np.argsort(alone[:, CPU], kind="stable")
+        in_time = int(np.searchsorted(np.cumsum(alone[order, CPU]), late_s))  # so many can the CPU do until then
+        if in_time:
+            some, rest = np.split(order, [max(in_time, FEW)])
+            ways = Ways(load[some], alone[some], ways.opening, busy + load[rest, TOP].sum(axis=0))
+            best = resolve(ways)
+            if late_s - best.finish_s >= WORTH_S:
+                chosen[missing[some]] = best.way == CPU
+        return chosen

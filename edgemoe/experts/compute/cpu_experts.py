@@ -1,0 +1,73 @@
+"""The CPU beside the devices: it computes experts from the RAM tier while others come up the link."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from edgemoe.experts.compute.cost_model import Costs
+from edgemoe.experts.compute.dispatch import Compute, Group
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import BoolArray
+from edgemoe.kernels.cpu.expert_math import ExpertMath
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.peers import work_units
+
+NO_SLOTS: IntArray = np.empty(0, np.int64)
+
+
+class Beside:
+    """What the CPU does of one thread's layer-steps: `begin`, any number of `claim`, `compute`, `drop`, then `end`."""
+
+    def __init__(self, residency: Residency, compute: Compute, costs: Costs) -> None:
+        """`compute` works on the RAM tier's slots."""
+        self.costs = costs
+        self.experts, self.took_s = 0, 0.0  # computed; in all
+        self._residency, self._compute = residency, compute
+        self._slots = NO_SLOTS  # pinned, to be computed
+
+    def begin(self, hidden: torch.Tensor) -> None:
+        """Starts a layer: `hidden` [T, H], on any device; not copied unless it is needed."""
+        self._hidden, self._used = hidden, False
+
+    def claim(self, layer: int, group: Group, scan: BoolArray | None) -> BoolArray | None:
+        """Pins those of the group's experts that the CPU is to compute, and says which they are, [n]; None: none."""
+        chosen = self.costs.for_cpu(layer, group)
+        if chosen is None:
+            return None
+        if not self._used:  # now: behind the devices' work it would wait for that
+            self._compute.begin(self._hidden.to("cpu"))
+            self._used = True
+        slots = self._residency.hold_all(layer, group.experts[chosen], None if scan is None else scan[chosen])
+        self._slots = slots[slots >= 0]
+        chosen[chosen] = slots >= 0  # less what was evicted meanwhile
+        self._group = group.only(chosen)
+        return chosen if len(self._slots) else None
+
+    def compute(self) -> None:
+        """Computes what was claimed, if anything was, and unpins it."""
+        if not len(self._slots):
+            return
+        began_s = time.perf_counter()
+        self._compute.add(self._slots, self._group)
+        took_s = time.perf_counter() - began_s
+        self.costs.observe_cpu(float(work_units(self._group.offsets).sum()), took_s)
+        self.experts += len(self._slots)
+        self.took_s += took_s
+        self.drop()
+
+    def drop(self) -> None:
+        """Unpins what was claimed and not computed."""
+        slots, self._slots = self._slots, NO_SLOTS
+        if len(slots):
+            self._residency.let_go(slots)
+
+    def end(self) -> torch.Tensor | None:
+        """The sum, [T, H] float32; None where nothing was computed."""
+        return self._compute.end() if self._used else None
+
+    def twin(self, math: ExpertMath, costs: Costs) -> Beside:
+        """Another one over the same slots, for another thread, which measures for itself."""
+        return type(self)(self._residency, self._compute.twin(math), costs)

@@ -1,0 +1,250 @@
+"""Experts on an NVIDIA GPU: one slab of slots, copies into it beside the computation, products out of it.
+
+A copy is issued at once on a stream of its own and counts as arrived: whatever computes from its slot first waits,
+on the GPU, for that copy's event and no other. A slot's next copy waits likewise for the last computation that
+read the old expert, and for the last copy into the slot. The host waits for neither: how long copies and computations
+took, and how long these waited for those, is read off the GPU's own clock once they have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+from collections import deque
+from queue import SimpleQueue
+from typing import Self
+
+import torch
+
+from edgemoe.errors import CapacityError, ConfigError
+from edgemoe.experts.compute.dispatch import Group, Spent
+from edgemoe.experts.compute.gpu_calls import Fused
+from edgemoe.experts.tiers.slab import ExpertShape, HostArena
+from edgemoe.experts.tiers.slots import Load
+from edgemoe.experts.transfer.links import Dock, LinkStats
+from edgemoe.kernels.cpu.expert_math import ExpertMath
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.peers import work_units
+
+log = logging.getLogger(__name__)
+
+ROUSE, CLOSE = "rouse", "close"  # what the link's thread is told beside copies
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+MARKS = 64  # computations remembered; of older ones the oldest remembered is waited for
+
+
+def open_cuda(kind: str, slots: int, shape: ExpertShape, ram: HostArena) -> tuple[CudaLink, CudaCompute]:
+    """Link and arithmetic of device `cuda:N`.
+
+    Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
+    """
+    device = torch.device(kind)
+    try:
+        slab = torch.empty((slots, shape.stride_bytes), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        raise CapacityError(
+            f"{kind} has {free_bytes} bytes free, the slab of its experts takes {slots * shape.stride_bytes}; "
+            "lower the device's expert_bytes"
+        ) from error
+    order = Order(slots)
+    return CudaLink(ram, slab, order), CudaCompute(slab, shape, order)
+
+
+class Order:
+    """Which GPU work waits for which, slot by slot. The compute thread computes, any thread copies."""
+
+    def __init__(self, slots: int) -> None:
+        self._copies: dict[int, torch.cuda.Event] = {}  # slot -> a copy that no computation has waited for
+        self._readers = [0] * slots  # number of the last computation that read each slot
+        self._computed = 0
+        self._marks = [torch.cuda.Event() for _ in range(MARKS)]  # type: ignore[no-untyped-call]
+
+    def before_copy(self, slot: int, stream: torch.cuda.Stream) -> None:
+        """What `stream` copies into the slot from here on waits for what was in it."""
+        if (copy := self._copies.get(slot)) is not None:
+            stream.wait_event(copy)
+        if reader := self._readers[slot]:
+            stream.wait_event(self._marks[reader % MARKS])  # of that computation or a later one
+
+    def copied(self, slot: int, copy: torch.cuda.Event) -> None:
+        self._copies[slot] = copy
+
+    def before_compute(self, slots: list[int], stream: torch.cuda.Stream) -> torch.cuda.Event | None:
+        """What `stream` computes from the slots from here on waits for the copies into them.
+
+        Returns the moment from which it waits; None where there is nothing to wait for.
+        """
+        began = None
+        if self._copies:
+            for slot in slots:
+                if (copy := self._copies.get(slot)) is not None:
+                    began = began or _moment(stream)
+                    stream.wait_event(copy)
+                    self._copies.pop(slot, None)  # not before: another thread that reads the slot need not wait then
+        return began
+
+    def computed(self, slots: list[int], stream: torch.cuda.Stream) -> None:
+        number = self._computed + 1
+        self._marks[number % MARKS].record(stream)
+        for slot in slots:
+            self._readers[slot] = number
+        self._computed = number
+
+
+class CudaLink:
+    """RAM -> one GPU. Implements `Link`; a thread of its own notices when copies end."""
+
+    def __init__(self, source: HostArena, slab: torch.Tensor, order: Order) -> None:
+        self.stats = LinkStats()
+        self._source, self._slab, self._order = source, slab, order
+        _pin(source)
+        self._host = torch.from_numpy(source.slab)
+        self._streams = tuple(torch.cuda.Stream(slab.device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self._flying = 0
+        self._last: torch.cuda.Event | None = None  # the end of the last copy that ended
+        self._ends: SimpleQueue[tuple[Load, torch.cuda.Event, torch.cuda.Event] | str] = SimpleQueue()
+        self._thread = threading.Thread(target=self._reap, name="edgemoe-copies", daemon=True)
+
+    def attach(self, dock: Dock) -> None:
+        self._dock = dock
+        self._thread.start()
+
+    def copy(self, load: Load) -> None:
+        try:
+            start, end = self._issue(load)
+        except RuntimeError as error:
+            self._dock.failed(load, error)
+            return
+        self._dock.arrived(load)
+        self._ends.put((load, start, end))
+
+    def idle(self) -> bool:
+        return not self._flying
+
+    def rouse(self) -> None:
+        self._ends.put(ROUSE)
+
+    def close(self) -> None:
+        self._ends.put(CLOSE)
+        self._thread.join(timeout=10)
+        _unpin(self._source)
+
+    def _issue(self, load: Load) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """The copy's start and end."""
+        stream = self._streams[load.demand]
+        with self._lock, torch.cuda.stream(stream):
+            self._order.before_copy(load.slot, stream)
+            start = _moment(stream)
+            self._slab[load.slot].copy_(self._host[load.source], non_blocking=True)
+            end = _moment(stream, blocking=True)
+            self._order.copied(load.slot, end)
+            self._flying += 1
+            self.stats.begin()
+        return start, end
+
+    def _reap(self) -> None:
+        while (flight := self._ends.get()) is not CLOSE:
+            if isinstance(flight, str):
+                self._dock.roused(self)
+            else:
+                self._end(*flight)
+
+    def _end(self, load: Load, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        try:
+            end.synchronize()
+            seconds = self._charged_s(start, end)
+        except RuntimeError:
+            log.exception("a copy to the GPU failed")
+            seconds = None
+        with self._lock:
+            self._flying -= 1
+            if seconds is None:
+                self.stats.abort()
+            else:
+                self.stats.end(self._source.stride_bytes, seconds)
+        self._dock.released(load)
+
+    def _charged_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """The copy's own time: where copies overlap, each is charged what passed since the one before it ended."""
+        milliseconds = [start.elapsed_time(end)]
+        if self._last is not None:
+            milliseconds.append(self._last.elapsed_time(end))
+        self._last = end
+        return max(0.0, float(min(milliseconds))) / 1e3
+
+
+class CudaCompute:
+    """Experts computed where they lie in the slab, by two kernels for all of them."""
+
+    def __init__(self, slab: torch.Tensor, shape: ExpertShape, order: Order) -> None:
+        """Compiles the kernels. Raises ConfigError where that cannot be done."""
+        self._shape, self._order, self._device = shape, order, slab.device
+        self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
+        try:
+            self._fused = Fused(slab, shape)
+        except Exception as error:  # no Triton, no C compiler, a GPU that is too old: whoever compiles says what
+            raise ConfigError(
+                f"the experts' kernels cannot be compiled for {slab.device}: {error!r}; install the Triton that this "
+                "torch asks for and a C compiler, or take the GPU out of `devices`"
+            ) from error
+
+    def begin(self, hidden: torch.Tensor) -> None:
+        self._hidden = hidden.to(self._device, non_blocking=True).contiguous()
+        rows = len(hidden) * self._shape.top_k
+        self._out = torch.zeros((rows, self._shape.hidden), dtype=torch.float32, device=self._device)
+
+    def add(self, slots: IntArray, group: Group) -> None:
+        stream, read = torch.cuda.current_stream(self._device), slots.tolist()
+        began = self._order.before_compute(read, stream)
+        ready = began and _moment(stream)
+        self._fused.add(slots, group, self._hidden, self._out)
+        self._order.computed(read, stream)
+        if began and ready:
+            self._timed.append((float(work_units(group.offsets).sum()), [began, ready, _moment(stream)]))
+
+    def end(self) -> torch.Tensor:
+        return self._out.view(len(self._hidden), self._shape.top_k, -1).sum(1)
+
+    def spent(self) -> Spent:
+        units = waited_s = computed_s = 0.0
+        while self._timed and self._timed[0][1][-1].query():  # type: ignore[no-untyped-call]
+            more, (began, ready, ended) = self._timed.popleft()
+            units += more
+            waited_s += began.elapsed_time(ready) / 1e3
+            computed_s += ready.elapsed_time(ended) / 1e3
+        return Spent(units, waited_s, computed_s)
+
+    def twin(self, math: ExpertMath) -> Self:
+        twin = copy.copy(self)  # with hidden states and sums of its own; all threads use the device's default stream
+        twin._timed = deque(maxlen=MARKS)
+        return twin
+
+
+def _moment(stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.Event:
+    """When the stream gets here."""
+    event = torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+def _pin(arena: HostArena) -> None:
+    """Registers the arena for DMA, exactly as it lies; where that is refused, copies go on, slower."""
+    if arena.pinned:
+        return
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cudart.cudaHostRegister(arena.address, arena.size_bytes, PORTABLE))
+    arena.pinned = not code
+    if code:
+        log.warning("RAM for experts is not pinned, copies will be slow", extra={"cuda_error": code})
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # takes the error with it, which else the next kernel would report
+
+
+def _unpin(arena: HostArena) -> None:
+    if arena.pinned:
+        arena.pinned = False
+        torch.cuda.cudart().cudaHostUnregister(arena.address)  # type: ignore[no-untyped-call]

@@ -1,0 +1,106 @@
+"""The arithmetic of experts: tokens grouped by expert, and the products on host memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+
+from edgemoe.experts.tiers.slots import BoolArray
+from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
+from edgemoe.types.arrays import FloatArray, IntArray
+
+
+class Group(NamedTuple):
+    """Distinct experts [n] of T tokens' calls for k each; the i-th has the calls `offsets[i]:offsets[i + 1]`."""
+
+    experts: IntArray  # [n]
+    offsets: IntArray  # [n + 1]
+    calls: IntArray  # [m] the call's place among all, token * k + j
+    tokens: IntArray  # [m] its token
+    weights: FloatArray  # [m] its routing weight
+
+    @classmethod
+    def of(cls, ids: IntArray, weights: FloatArray) -> Self:
+        """The calls of T tokens for k experts each: `ids` and `weights` [T, k]."""
+        tokens, k = ids.shape
+        flat = ids.ravel()
+        if tokens == 1:  # a token's experts are distinct
+            return cls(flat, *_of_one_token(k), weights.ravel())
+        order = np.argsort(flat, kind="stable")
+        ordered = flat[order]
+        starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        offsets = np.concatenate((starts, [len(flat)]))
+        return cls(ordered[starts], offsets, order, order // k, weights.ravel()[order])
+
+    def only(self, chosen: BoolArray) -> Self:
+        """The calls of the chosen [n] experts."""
+        counts = np.diff(self.offsets)
+        kept = np.repeat(chosen, counts)
+        offsets = np.concatenate(([0], np.cumsum(counts[chosen])))
+        return type(self)(self.experts[chosen], offsets, self.calls[kept], self.tokens[kept], self.weights[kept])
+
+    def within(self, rows: IntArray) -> Self:
+        """The calls of some tokens, sorted, between which no other token of the group lies."""
+        kept = np.flatnonzero((self.tokens >= rows[0]) & (self.tokens <= rows[-1]))
+        ends = np.searchsorted(kept, self.offsets)
+        used = np.flatnonzero(np.diff(ends))
+        offsets = np.append(ends[used], len(kept))
+        return type(self)(self.experts[used], offsets, self.calls[kept], self.tokens[kept], self.weights[kept])
+
+
+@functools.cache
+def _of_one_token(k: int) -> tuple[IntArray, IntArray, IntArray]:
+    return np.arange(k + 1), np.arange(k), np.zeros(k, np.int64)
+
+
+class Spent(NamedTuple):
+    """What a device that works beside its caller has done, by its own clock."""
+
+    units: float = 0.0  # of work, see `work_units`
+    waited_s: float = 0.0  # for copies of experts
+    computed_s: float = 0.0
+
+
+class Compute(Protocol):
+    """Experts' products on one device. Called on the compute thread only."""
+
+    def begin(self, hidden: torch.Tensor) -> None:
+        """Starts a layer: `hidden` [T, H]."""
+
+    def add(self, slots: IntArray, group: Group) -> None:
+        """Adds the weighted outputs of the group's experts, the i-th lying in `slots[i]`."""
+
+    def end(self) -> torch.Tensor:
+        """The sum, [T, H] float32."""
+
+    def spent(self) -> Spent:
+        """What work took that waited for copies and has ended since the last call; nothing where `add` ends it."""
+
+    def twin(self, math: ExpertMath) -> Self:
+        """Another one over the same slots, for another thread; `math` serves where the CPU computes."""
+
+
+class HostCompute:
+    """Experts in a slab of host memory, computed by the CPU."""
+
+    def __init__(self, slab: ExpertSlab, math: ExpertMath) -> None:
+        self._slab, self._math = slab, math
+
+    def begin(self, hidden: torch.Tensor) -> None:
+        self._hidden = hidden.contiguous()
+        self._out = torch.zeros(hidden.shape, dtype=torch.float32)
+
+    def add(self, slots: IntArray, group: Group) -> None:
+        self._math.add(self._slab, slots, group.offsets, group.tokens, group.weights, self._hidden, self._out)
+
+    def end(self) -> torch.Tensor:
+        return self._out
+
+    def spent(self) -> Spent:
+        return Spent()
+
+    def twin(self, math: ExpertMath) -> Self:
+        return type(self)(self._slab, math)

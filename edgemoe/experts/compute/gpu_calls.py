@@ -1,0 +1,67 @@
+"""The GPU kernels of experts, as a layer's calls are handed to them: packed, in blocks, in one copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.types.arrays import IntArray
+
+ROWS = (16, 32, 64)  # calls of one expert that one program takes on
+
+
+class Fused:
+    """Two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
+
+    def __init__(self, slab: torch.Tensor, shape: ExpertShape) -> None:
+        """Compiles for all sizes of batches. Raises what Triton raises where it cannot."""
+        from edgemoe.kernels.gpu import experts as gpu_experts
+
+        self._experts = gpu_experts.experts
+        self._slab = slab.view(torch.bfloat16 if shape.bf16 else torch.float32).view(-1)
+        self._sizes = (shape.top_k, shape.hidden, shape.width, shape.stride_bytes // shape.item_bytes)
+        hidden = torch.zeros((1, shape.hidden), dtype=self._slab.dtype, device=slab.device)
+        for calls in ROWS:
+            repeated = np.zeros(calls, np.int64)  # one token's one call, again and again
+            group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
+            self.add(repeated[:1], group, hidden, torch.zeros((shape.top_k, shape.hidden), device=slab.device))
+
+    def add(self, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the weighted outputs of the group's calls."""
+        rows = block_rows(int(np.diff(group.offsets).max()))
+        blocks = blocks_of(slots, group.offsets, rows)
+        parts = [blocks.ravel(), group.calls.astype(np.int32), group.weights.view(np.int32)]
+        starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])  # 16-byte aligned, as Triton likes it
+        packed = np.zeros(starts[-1], np.int32)
+        for start, part in zip(starts, parts, strict=False):
+            packed[start : start + len(part)] = part
+        there = torch.from_numpy(packed).to(hidden.device, non_blocking=True)
+        on_gpu = [there[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
+        with torch.cuda.device(hidden.device):
+            self._experts(
+                hidden,
+                self._slab,
+                out,
+                on_gpu[0].view(-1, 3),
+                on_gpu[1],
+                on_gpu[2].view(torch.float32),
+                self._sizes,
+                rows,
+            )
+
+
+def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.int32]:
+    """The calls of each slot cut into blocks of at most `rows`: slot, first call, last call + 1, [B, 3]."""
+    counts = -(-np.diff(offsets) // rows)
+    expert = np.repeat(np.arange(len(slots)), counts)
+    within = np.arange(len(expert)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = offsets[expert] + within * rows
+    return np.stack([slots[expert], first, np.minimum(first + rows, offsets[expert + 1])], axis=1).astype(np.int32)
+
+
+def block_rows(calls: int) -> int:
+    """Rows of a block where an expert has at most so many calls."""
+    return next((rows for rows in ROWS if calls <= rows), ROWS[-1])

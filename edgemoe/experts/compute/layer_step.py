@@ -1,0 +1,179 @@
+"""One layer-step that has to wait for experts: what is there is computed while the rest is on its way.
+
+Where the experts outnumber the slots they pass through in waves: what has been computed makes room for the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+
+import numpy as np
+
+from edgemoe.errors import MissingExpert
+from edgemoe.experts.compute.dispatch import Compute, Group
+from edgemoe.experts.tiers.residency import Claim, Residency
+from edgemoe.experts.tiers.slots import NONE, BoolArray, Load
+from edgemoe.experts.transfer.loader import Mover
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import Tier
+
+SCAN_SHARE = 8  # a scan has at most one slot in so many on their way at once
+
+
+class Part:
+    """The experts [n] of a layer-step that belong to one device, and how far each has come."""
+
+    def __init__(self, device: int, slots: int, compute: Compute, group: Group, scan: BoolArray | None) -> None:
+        """`slots` of the device in all; `scan` [n] marks experts that only prefill needs."""
+        self.device, self.compute, self.group, self.scan = device, compute, group, scan
+        n = len(group.experts)
+        self.slots: IntArray = np.full(n, NONE, np.int64)
+        self.ready: BoolArray = np.zeros(n, np.bool_)  # there, and not computed yet
+        self.pinned: BoolArray = np.zeros(n, np.bool_)
+        self.waiting: dict[int, int] = {}  # expert on its way -> index
+        # indices without a slot yet, those that decode needs first
+        self.left: IntArray = np.arange(n) if scan is None else np.argsort(scan, kind="stable")
+        self._most = n if scan is None else max(1, slots // SCAN_SHARE)
+
+    @property
+    def limit(self) -> int:
+        """Loads that may be begun now."""
+        return self._most - len(self.waiting)
+
+    def absorb(self, claim: Claim) -> None:
+        """Takes over what was claimed for the experts that were left."""
+        asked, got = self.left, claim.slots >= 0
+        self.slots[asked] = claim.slots
+        self.pinned[asked[got]] = True
+        self.ready[asked[claim.ready]] = True
+        coming = asked[got & ~claim.ready]
+        self.waiting.update(zip(self.group.experts[coming].tolist(), coming.tolist(), strict=True))
+        self.left = asked[~got]
+
+
+class Waves:
+    """Computes a layer-step's parts, waiting for what is missing."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        mover: Mover,
+        layer: int,
+        parts: Sequence[Part],
+        deadline_s: float,
+        all_there: Callable[[], object],
+    ) -> None:
+        """`all_there` is called once, when the last expert has arrived, before it is computed."""
+        self._residency, self._mover, self._layer, self._parts = residency, mover, layer, parts
+        self._all_there = all_there
+        self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
+        self._arrivals: SimpleQueue[Load] = SimpleQueue()
+        self.stall_s = [0.0, 0.0, 0.0]  # by the tier that was waited for
+        self._version = 0
+
+    def run(self, all_claimed: Callable[[], object], meanwhile: Callable[[], object]) -> None:
+        """Returns when all is computed; calls `all_claimed` once, when the last load has been begun.
+
+        Calls `meanwhile` once, when loads have been begun and the devices have their first work.
+        Raises what a load failed with, and MissingExpert at the deadline. Leaves no slot pinned.
+        """
+        claimed = begun = False
+        try:
+            while True:
+                for part in self._parts:
+                    self._claim(part)
+                if not self._left and not claimed:
+                    claimed = True
+                    all_claimed()
+                last = not self._waiting and not self._left
+                if last:
+                    self._all_there()
+                computed = [self._compute(part) for part in self._parts]
+                if not begun:
+                    begun = True
+                    meanwhile()
+                if last:
+                    return
+                if not (self._left and any(computed)):  # else there is room again
+                    self._wait()
+        finally:
+            for part in self._parts:
+                self._release(part, part.pinned)
+
+    @property
+    def _left(self) -> bool:
+        return any(len(part.left) for part in self._parts)
+
+    @property
+    def _waiting(self) -> bool:
+        return any(part.waiting for part in self._parts)
+
+    def _claim(self, part: Part) -> None:
+        if not len(part.left) or part.limit <= 0:
+            return
+        claim = self._residency.acquire(
+            part.device,
+            self._layer,
+            part.group.experts[part.left],
+            self._arrivals,
+            scan=None if part.scan is None else part.scan[part.left],
+            limit=part.limit,
+        )
+        self._version = claim.version
+        part.absorb(claim)
+        self._mover.start(claim.loads)
+
+    def _compute(self, part: Part) -> bool:
+        """Computes what is ready, if anything is. Its pins are kept to the end, unless others still need room."""
+        if not part.ready.any():
+            return False
+        computed = part.ready.copy()
+        part.ready[:] = False
+        part.compute.add(part.slots[computed], part.group.only(computed))
+        self._residency.done(self._layer, part.group.experts[computed])
+        if self._left:
+            self._release(part, part.pinned & computed)
+        return True
+
+    def _wait(self) -> None:
+        """Returns when at least one expert is ready, or there may be room for more."""
+        began_s = time.perf_counter()
+        if self._waiting:
+            tier = self._settle(self._next_arrival())
+            while not self._arrivals.empty():
+                self._settle(self._arrivals.get_nowait())
+        else:
+            tier = Tier.NVME
+            if not self._residency.wait_for_change(self._version, self._remaining_s):
+                raise self._overdue()
+        self.stall_s[tier] += time.perf_counter() - began_s
+
+    def _next_arrival(self) -> Load:
+        try:
+            return self._arrivals.get(timeout=self._remaining_s)
+        except Empty:
+            raise self._overdue() from None
+
+    def _settle(self, load: Load) -> Tier:
+        """Notes that an expert is there; the tier that it came from."""
+        if load.error is not None:
+            raise load.error
+        part = next(part for part in self._parts if self._residency.tops[part.device] is load.pool)
+        part.ready[part.waiting.pop(load.expert)] = True
+        return Tier.NVME if load.cold else Tier.RAM
+
+    @property
+    def _remaining_s(self) -> float:
+        return max(0.0, self._end_s - time.monotonic())
+
+    def _overdue(self) -> MissingExpert:
+        late = [expert for part in self._parts for expert in (*part.waiting, *part.group.experts[part.left].tolist())]
+        return MissingExpert(self._layer, late[0], f"it was not loaded within {self._deadline_s:g} s")
+
+    def _release(self, part: Part, which: BoolArray) -> None:
+        slots = part.slots[which]
+        part.pinned &= ~which
+        if len(slots):
+            self._residency.release(part.device, slots)

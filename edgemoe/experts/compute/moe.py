@@ -1,0 +1,331 @@
+"""The experts of a model that is larger than its memory, as the decoder calls them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgemoe.experts.compute.cpu_experts import Beside
+from edgemoe.experts.compute.dispatch import Compute, Group
+from edgemoe.experts.compute.layer_step import Part, Waves
+from edgemoe.experts.compute.peer_layer_step import Remote
+from edgemoe.experts.predict.gate_lookahead import LookAhead
+from edgemoe.experts.tiers.eviction import ALWAYS
+from edgemoe.experts.tiers.residency import Horizon, Residency
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.experts.tiers.slots import BoolArray
+from edgemoe.experts.transfer.idle_window import Gap
+from edgemoe.experts.transfer.loader import Mover
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.peers import work_units
+from edgemoe.types.routing import StepRouting
+
+NOBODY: IntArray = np.empty(0, np.int64)
+CERTAIN = (1.0, ALWAYS)  # chance and worth
+SCAN_CALLS = 2  # expert calls per expert of a layer, from which on nearly all of its experts are needed
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """What the engine knows of a step before it runs; the fields are those of `StepRouting`."""
+
+    requests: tuple[str, ...]  # [S]
+    query_lens: IntArray  # [S]
+    decode: npt.NDArray[np.bool_]  # [S]
+    tokens: IntArray  # [T]
+    positions: IntArray  # [T]
+
+
+class Observations:
+    """What the gates choose in one step, layer by layer."""
+
+    def __init__(self, meta: StepMeta, shape: ExpertShape) -> None:
+        self.meta = meta
+        self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
+        if not meta.decode.all():
+            self.decode = np.repeat(meta.decode, meta.query_lens)
+        self.ids = np.empty((shape.layers, len(meta.tokens), shape.top_k), np.int16)
+        self.weights = np.empty(self.ids.shape, np.float32)
+        self.hints: dict[int, FloatArray] = {}
+        self.stall_s = 0.0
+        self._began_s = time.perf_counter()
+
+    def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
+        """One layer's choice, [T, k]."""
+        self.ids[layer] = ids
+        self.weights[layer] = weights
+
+    def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
+        """What `layer` will choose, as it looks `distance` layers ahead, [T, E]."""
+        if distance not in self.hints:
+            self.hints[distance] = np.zeros((len(self.ids), *probs.shape), np.float32)
+        self.hints[distance][layer] = probs
+
+    def scan(self, ids: IntArray, group: Group) -> BoolArray | None:
+        """Which of the group's experts only prefill needs, [n]; None: none of them."""
+        if self.decode is None:
+            return None
+        return ~np.isin(group.experts, ids[self.decode])
+
+    def routing(self) -> StepRouting:
+        """The whole step; it ends now."""
+        meta = self.meta
+        return StepRouting(
+            requests=meta.requests,
+            query_lens=meta.query_lens,
+            decode=meta.decode,
+            tokens=meta.tokens,
+            positions=meta.positions,
+            ids=self.ids,
+            weights=self.weights,
+            hints=self.hints,
+            step_s=time.perf_counter() - self._began_s,
+            stall_s=self.stall_s,
+        )
+
+
+class TieredExperts:
+    """Implements `types.Experts` on residency, mover and the devices' arithmetic. Compute thread only.
+
+    Between `begin_step` and `end_step` it observes what the gates choose, and tells prefill from decode: what
+    only prefill needs passes through without taking the place of what decode uses. Outside, all is decode.
+    """
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        residency: Residency,
+        mover: Mover,
+        computes: Sequence[Compute],
+        beside: Beside,
+        *,
+        prefetch: bool = True,
+        keep_hints: bool = False,
+        deadline_s: float = 60.0,
+    ) -> None:
+        """`computes` in the order of the residency's devices; `keep_hints` puts hints into the observations."""
+        self.shape, self.residency, self.mover = shape, residency, mover
+        self.lookahead = int(prefetch or keep_hints)
+        self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
+        self._gap = mover.gap if prefetch else Gap(shape.layers)
+        self._ahead = LookAhead(shape.layers, shape.top_k)
+        self._policy = residency.tops[0].policy
+        self._computes, self.beside = tuple(computes), beside
+        self._prefetch, self._keep_hints, self._deadline_s = prefetch, keep_hints, deadline_s
+        self._step: Observations | None = None
+        self._next_layer = 0  # the one whose experts are computed next
+        self._wished: dict[Horizon, int] = {}  # horizons with wishes, and for which layer
+        self.remote: Remote | None = None  # the boxes that help, if any
+
+    def begin_step(self, meta: StepMeta) -> None:
+        """Observes from here on; a step that failed before its end is forgotten."""
+        self._step = Observations(meta, self.shape)
+        self._next_layer = 0
+
+    def end_step(self) -> StepRouting:
+        """What the step's gates chose."""
+        self._note_spent()
+        step, self._step = self._step, None
+        assert step is not None, "end_step without begin_step"
+        return step.routing()
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of the chosen experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
+        chosen, shares = ids.numpy(force=True), weights.numpy(force=True)  # [T, k]
+        group, scan = Group.of(chosen, shares), None
+        if self._step is not None:
+            self._step.observe(layer, chosen, shares)
+            scan = self._step.scan(chosen, group)
+        self._next_layer = layer + 1
+        self._gap.demand(layer)
+        self._ahead.learn(layer, chosen)
+        if self._wished:
+            self._drop_wishes(layer)
+        return self.compute(layer, hidden, group, scan)
+
+    def compute(self, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None = None) -> torch.Tensor:
+        """Weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
+        for compute in self._computes:
+            compute.begin(hidden)
+        self.beside.begin(hidden)
+        helped: torch.Tensor | None = None
+        if not self._all_there(layer, group, scan):
+            if self.remote is None:
+                self._wait_for(layer, group, scan)
+            else:
+                helped = self._share(self.remote, layer, hidden, group, scan)
+        first, *others = (compute.end() for compute in self._computes)
+        for other in others:
+            first += other.to(first.device)
+        if (spared := self.beside.end()) is not None:
+            first += spared.to(first.device)
+        if helped is not None:
+            first += helped
+        return first
+
+    def compute_if_there(self, layer: int, hidden: torch.Tensor, group: Group) -> torch.Tensor | None:
+        """As `compute` where that needs no waiting for any expert; else None."""
+        if len(self._computes) > 1 or not self.residency.all_on_top(layer, group.experts):
+            return None
+        self._computes[0].begin(hidden)
+        return self._computes[0].end() if self._all_there(layer, group, None) else None
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        """What `layer` will likely need, [T, E]: fetched while the layers before it compute."""
+        scores: FloatArray = probs.numpy(force=True)
+        if self._keep_hints and self._step is not None:
+            self._step.hint(layer, layer - self._next_layer, scores)
+        if self._prefetch and len(scores) * self.shape.top_k < SCAN_CALLS * self.shape.experts:
+            self._ahead.hear(layer, scores)
+            self._wish_likely(layer, scores)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _all_there(self, layer: int, group: Group, scan: BoolArray | None) -> bool:
+        """Opens the layer-step; where one device has all of its experts, computes it."""
+        if len(self._computes) > 1:
+            self.residency.begin(layer, group.experts if scan is None else group.experts[~scan])
+            return False
+        slots = self.residency.begin_here(0, layer, group.experts, scan)
+        if slots is None:
+            return False
+        try:
+            self._stream_next(layer, scan, len(group.tokens))
+            self._begin_gap(layer)
+            self._computes[0].add(slots, group)
+        finally:
+            self.residency.release(0, slots)
+        return True
+
+    def _begin_gap(self, layer: int) -> None:
+        """The layer has all of its experts: until the next one demands its own, wishes may be served."""
+        self._gap.begin(layer)
+        self.mover.serve_wishes()
+
+    def _share(
+        self, remote: Remote, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None
+    ) -> torch.Tensor | None:
+        """Computes a layer-step with the peers' help; what they add to the sum."""
+        waited_s = remote.stall_s
+        try:
+            return remote.run(layer, hidden, group, scan, lambda part, scan: self._wait_for(layer, part, scan))
+        finally:
+            if self._step is not None:
+                self._step.stall_s += remote.stall_s - waited_s
+
+    def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> None:
+        """Computes a layer-step some of whose experts are missing, or that several devices share."""
+        calls, beside, used = len(group.tokens), self.beside, NOBODY
+        try:
+            if (spared := beside.claim(layer, group, scan)) is not None:
+                used = group.experts[spared if scan is None else spared & ~scan]
+                group, scan = group.only(~spared), None if scan is None else scan[~spared]
+            parts = [part for device in range(len(self._computes)) if (part := self._part(device, layer, group, scan))]
+            waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s, lambda: self._begin_gap(layer))
+            units = float(work_units(group.offsets).sum())
+            self._run(waves, lambda: self._stream_next(layer, scan, calls), lambda: self._spare(layer, used), units)
+        finally:
+            beside.drop()
+
+    def _spare(self, layer: int, used: IntArray) -> None:
+        """The CPU's part; what decode uses of it is copied up behind what is demanded, for the next time."""
+        self.beside.compute()
+        if len(used):  # not before: the copying would get in the CPU's way
+            wishes = (Move(ExpertId(layer, expert), Tier.RAM, Tier.VRAM, ALWAYS) for expert in used.tolist())
+            self.mover.prefetch(wishes, Horizon.USED)
+
+    def _run(self, waves: Waves, all_claimed: Callable[[], None], meanwhile: Callable[[], None], units: float) -> None:
+        """Computes so many units of work in waves, and what the CPU takes on meanwhile."""
+        began_s, other_s = time.perf_counter(), self.beside.took_s
+        try:
+            waves.run(all_claimed, meanwhile)
+        finally:
+            waited_s = sum(waves.stall_s)
+            self.stall_s = [old + new for old, new in zip(self.stall_s, waves.stall_s, strict=True)]
+            if self._step is not None:
+                self._step.stall_s += waited_s
+        self._note_spent()
+        if units:
+            other_s = self.beside.took_s - other_s + waited_s
+            self.beside.costs.observe(units, max(0.0, time.perf_counter() - began_s - other_s))
+
+    def _note_spent(self) -> None:
+        """What devices that work beside this thread have waited for and computed, as far as it is known by now."""
+        for compute in self._computes:
+            spent = compute.spent()
+            if spent.units:
+                self.beside.costs.observe_device(spent.units, spent.computed_s)
+                self.stall_s[Tier.RAM] += spent.waited_s
+                if self._step is not None:
+                    self._step.stall_s += spent.waited_s
+
+    def _part(self, device: int, layer: int, group: Group, scan: BoolArray | None) -> Part | None:
+        slots = self.residency.tops[device].slots
+        if len(self._computes) == 1:
+            return Part(device, slots, self._computes[0], group, scan)
+        here = self.residency.device_of[layer, group.experts] == device
+        if not here.any():
+            return None
+        return Part(device, slots, self._computes[device], group.only(here), None if scan is None else scan[here])
+
+    def _stream_next(self, layer: int, scan: BoolArray | None, calls: int) -> None:
+        """While a scan's last experts of a layer are computed, those of the next one come in."""
+        whole = scan is not None and calls >= SCAN_CALLS * self.shape.experts
+        if whole and self._prefetch and layer + 1 < self.shape.layers:
+            self._wish(layer + 1, np.arange(self.shape.experts), Horizon.SCAN)
+
+    def _wish_likely(self, layer: int, probs: FloatArray) -> None:
+        """Wishes for what a hint [T, E] makes likely and is missing, each with its chance and its worth."""
+        likely = _likely(probs, self.shape.top_k)
+        if self.residency.all_on_top(layer, likely):
+            self._wish(layer, NOBODY, Horizon.NEAR)
+            return
+        chance, worth = self._policy.foresee(layer, likely, self._ahead.chances(probs)[likely])
+        order = np.argsort(-chance, kind="stable")
+        order = order[worth[order] > -ALWAYS]
+        self._wish(layer, likely[order], Horizon.NEAR, zip(chance[order].tolist(), worth[order].tolist(), strict=True))
+
+    def _wish(
+        self, layer: int, experts: IntArray, horizon: Horizon, odds: Iterable[tuple[float, float]] | None = None
+    ) -> None:
+        """Replaces the wishes of one horizon: `experts` [n], best first, as far as they are missing.
+
+        `odds`: chance and worth of each; certain if not given.
+        """
+        moves: list[Move] = []
+        if not self.residency.all_on_top(layer, experts):
+            fastest = Tier.VRAM if self.residency.devices else Tier.RAM
+            ids = [ExpertId(layer, expert) for expert in experts.tolist()]
+            tiers = [Tier(tier) for tier in self.residency.tiers_of(layer, experts).tolist()]
+            moves = [
+                Move(expert, tier, fastest, worth, chance)
+                for expert, tier, (chance, worth) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
+                if tier is not fastest
+            ]
+        if moves or horizon in self._wished:
+            self.mover.prefetch(moves, horizon)
+            self._wished.pop(horizon, None)
+            if moves:
+                self._wished[horizon] = layer
+
+    def _drop_wishes(self, layer: int) -> None:
+        """Wishes for a layer that runs now come too late."""
+        for horizon in [horizon for horizon, wished in self._wished.items() if wished <= layer]:
+            self._wish(layer, NOBODY, horizon)
+
+
+def _likely(probs: FloatArray, k: int) -> IntArray:
+    """The union of each token's k likeliest experts, the likeliest first; `probs` [T, E]."""
+    best = probs[0] if len(probs) == 1 else probs.max(axis=0)
+    top = probs.argpartition(-k, axis=1)[:, -k:].ravel()
+    if len(probs) > 1:
+        top = np.unique(top)
+    likely: IntArray = top[best[top].argsort()[::-1]]
+    return likely

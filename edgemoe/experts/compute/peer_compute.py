@@ -1,0 +1,160 @@
+"""This box's experts for others: computed on their hidden states, or handed out as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.compute.moe import TieredExperts
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slab import HostArena
+from edgemoe.experts.tiers.slots import NONE
+from edgemoe.store.files import page_memory
+from edgemoe.store.manifest import Manifest
+from edgemoe.types.arrays import BoolArray, IntArray
+from edgemoe.types.experts import ExpertId, Store
+from edgemoe.types.peers import ExpertWork
+
+KEPT_READS = 2  # experts read for others and kept until all of their parts are fetched
+
+
+class ExpertHost:
+    """Computes for peers, on the one thread that serves them. Their calls are demands like our own."""
+
+    def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
+        """`experts` is that thread's own; `on_disk` [L, E] as the store can read."""
+        self._experts, self._on_disk = experts, on_disk
+        self._residency, self._shape = experts.residency, experts.shape
+        self.experts = 0  # of layer-steps, computed for peers
+        self._dtype = torch.bfloat16 if self._shape.bf16 else torch.float32
+        self._threads: int | None = torch.get_num_threads()  # OpenMP keeps this by thread
+
+    def refuses(self, work: ExpertWork) -> str:
+        """Why the work cannot be done here; "" where it can."""
+        if len(work.rows) > self._shape.top_k and np.bincount(work.rows).max() > self._shape.top_k:
+            return f"a row with more calls than the {self._shape.top_k} that a token has"
+        absent = (self._residency.ram.where[work.layer, work.experts] < 0) & ~self._on_disk[work.layer, work.experts]
+        if absent.any():
+            return f"expert {int(work.experts[absent][0])} of layer {work.layer} is not here"
+        return ""
+
+    @torch.inference_mode()
+    def compute(self, works: Sequence[ExpertWork]) -> Sequence[memoryview]:
+        """The result of each work, all of one layer. Raises StoreError."""
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
+        first = list(itertools.accumulate((len(work.hidden) for work in works), initial=0))
+        group = _merge(works, first, self._shape.top_k)
+        hidden = self._hidden(np.concatenate([work.hidden for work in works]))
+        rows = self._bytes(self._experts.compute(works[0].layer, hidden, group))
+        self.experts += len(group.experts)
+        return [rows[a:b].data.cast("B") for a, b in itertools.pairwise(first)]
+
+    @torch.inference_mode()
+    def compute_at_once(self, work: ExpertWork) -> memoryview | None:
+        """The work's result if all of its experts are where they are computed; else None. Never beside `compute`."""
+        group = _merge([work], [0], self._shape.top_k)
+        sums = self._experts.compute_if_there(work.layer, self._hidden(work.hidden.copy()), group)
+        if sums is None:
+            return None
+        self.experts += len(group.experts)
+        return self._bytes(sums).data.cast("B")
+
+    def _hidden(self, rows: npt.NDArray[np.uint8]) -> torch.Tensor:
+        return torch.from_numpy(rows).view(self._dtype)  # [R, H]
+
+    def _bytes(self, sums: torch.Tensor) -> npt.NDArray[np.uint8]:
+        rows: npt.NDArray[np.uint8] = sums.to("cpu", self._dtype).contiguous().view(torch.uint8).numpy()
+        return rows
+
+
+def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> Group:
+    """The calls of all works as one group; work i's rows begin at `first[i]`."""
+    if len(works) == 1:
+        (work,) = works
+        return Group(work.experts, work.offsets, _places(work.rows, k), work.rows, work.weights)
+    experts = np.concatenate([np.repeat(work.experts, np.diff(work.offsets)) for work in works])
+    rows = np.concatenate([work.rows + start for work, start in zip(works, first, strict=False)])
+    weights = np.concatenate([work.weights for work in works])
+    order = np.argsort(experts, kind="stable")
+    experts, rows, weights = experts[order], rows[order], weights[order]
+    starts = np.flatnonzero(np.concatenate(([True], experts[1:] != experts[:-1])))
+    offsets = np.concatenate((starts, [len(experts)]))
+    return Group(experts[starts], offsets, _places(rows, k), rows, weights)
+
+
+def _places(rows: IntArray, k: int) -> IntArray:
+    """A place of its own for each call, row * k + j."""
+    if rows.max() == 0:
+        return np.arange(len(rows))
+    order, counts = np.argsort(rows, kind="stable"), np.bincount(rows)
+    within = np.empty_like(rows)
+    within[order] = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows * k + within
+
+
+class ExpertShelf:
+    """Experts as bytes: from RAM where they are there, else from the disk. On the event loop."""
+
+    def __init__(self, manifest: Manifest, store: Store, expert_bytes: int) -> None:
+        self._manifest, self._store, self._size = manifest, store, expert_bytes
+        self._residency: Residency | None = None
+        self._learned: dict[ExpertId, str] = {}
+        self._reads: OrderedDict[ExpertId, asyncio.Task[memoryview]] = OrderedDict()
+
+    def attach(self, residency: Residency, ram: HostArena) -> None:
+        """Once there is a RAM tier to take from."""
+        self._residency, self._ram = residency, ram
+
+    def on_disk(self, layers: int, experts: int) -> BoolArray:
+        """What the store can read, [L, E]."""
+        present: npt.NDArray[np.bool_] = np.zeros((layers, experts), np.bool_)
+        for layer, entry in enumerate(self._manifest.layers):
+            present[layer, list(entry.by_expert)] = True
+        return present
+
+    def has(self, layer: int, expert: int) -> bool:
+        return self._manifest.present(layer, expert)
+
+    def checksum(self, layer: int, expert: int) -> str | None:
+        """What the expert must hash to; None where nobody said so yet."""
+        if self._manifest.present(layer, expert):
+            return self._manifest.entry(layer, expert).xxh3_128
+        return self._learned.get(ExpertId(layer, expert))
+
+    def learn(self, layer: int, expert: int, checksum: str) -> None:
+        self._learned[ExpertId(layer, expert)] = checksum
+
+    async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
+        """A part of an expert that is in memory or on the disk. Raises StoreError."""
+        slot = NONE if self._residency is None else self._residency.hold(layer, expert)
+        if slot >= 0:
+            assert self._residency is not None
+            try:
+                return bytes(self._ram.view(slot)[offset : offset + size_bytes])
+            finally:
+                self._residency.let_go(slot)
+        whole = await asyncio.shield(self._read(ExpertId(layer, expert)))
+        return bytes(whole[offset : offset + size_bytes])
+
+    def _read(self, expert: ExpertId) -> asyncio.Task[memoryview]:
+        """One read for all parts that are asked for about the same time."""
+        if (task := self._reads.get(expert)) is None or (task.done() and task.exception() is not None):
+            task = self._reads[expert] = asyncio.ensure_future(self._load(expert))
+        self._reads.move_to_end(expert)
+        while len(self._reads) > KEPT_READS:
+            self._reads.popitem(last=False)
+        return task
+
+    async def _load(self, expert: ExpertId) -> memoryview:
+        room = page_memory(-(-self._size // 4096) * 4096)
+        await self._store.read(expert.layer, expert.expert, room)
+        return room

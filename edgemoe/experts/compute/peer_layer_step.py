@@ -1,0 +1,290 @@
+"""One layer-step with the help of peers: every missing expert goes the way that has the layer finished soonest.
+
+Here are the device's hits, what RAM or the disk have, and what can be fetched; each peer is a channel more. Peers are
+asked first, one message each, then what is ours is computed while they work, the way that is then the best here. A call
+that fails, or takes several times what was expected of it, is resolved another way; of two that run, the first answer
+counts. An answer is added whole or not at all. Source: the design page, section 5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+
+from edgemoe.errors import MissingExpert
+from edgemoe.experts.compute.cost_model import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, Costs
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.experts.tiers.slots import BoolArray
+from edgemoe.policy.resolve import Costs as CostArray
+from edgemoe.policy.resolve import Ways, candidates, resolve
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import Tier
+from edgemoe.types.peers import ExpertWork, Offer, Peers, RemoteCall, work_units
+
+HERE = -1
+# Calls on many rows are cut, so that both ways of the link and the peer work side by side: what the last part still
+# needs when all are sent is time in which the link lies idle.
+CALL_S = 0.01  # that a part takes on the link, there and back,
+CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
+LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
+AGAIN_S = 0.2  # between looks for another way where there was none
+PATIENCE_CALLS = 2  # time-outs of calls that a layer-step goes on asking peers; local work does not count
+NOWHERE = "it is not on the disk, and no box that can be reached has it"
+
+Tried = dict[str, float]  # peers that were asked -> when they may be asked again
+Local = Callable[[Group, BoolArray | None], None]  # computes a group here
+
+
+@dataclass(slots=True)
+class Job:
+    """Experts that one or more peers were asked to compute; the first answer counts."""
+
+    group: Group
+    rows: IntArray  # [r] tokens whose sums come back
+    late_s: float  # when another way is looked for
+    tried: Tried
+    live: int = 0
+    done: bool = False
+
+
+class Remote:
+    """What the layer-steps of one engine share: costs, counts, peers."""
+
+    def __init__(
+        self, shape: ExpertShape, residency: Residency, costs: Costs, peers: Peers, on_disk: BoolArray
+    ) -> None:
+        """`costs`: of this box; `on_disk` [L, E]: what the store can read itself."""
+        self.shape, self.residency, self.costs, self.peers, self.on_disk = shape, residency, costs, peers, on_disk
+        self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
+        self.experts = 0  # computed by peers
+        self.stall_s = 0.0  # waiting for answers
+
+    def run(
+        self, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None, local: Local
+    ) -> torch.Tensor | None:
+        """The peers' part of the layer's sum, [T, H] float32; the rest goes through `local`. Raises MissingExpert."""
+        end_s = time.monotonic() + PATIENCE_CALLS * self.peers.timeout_s
+        return LayerStep(self, layer, hidden, scan, local, end_s).run(group)
+
+    def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:
+        """Which experts [n] are not worth reading ahead: they would have to come from a peer, or a peer has them."""
+        away: BoolArray = ~self.on_disk[layer, experts]
+        for offer in self.peers.offers(layer, experts):
+            away |= offer.wait_s <= 0
+        return away
+
+
+@dataclass(slots=True)
+class LayerStep:
+    """One layer-step under way."""
+
+    remote: Remote
+    layer: int
+    hidden: torch.Tensor
+    scan: BoolArray | None  # [n] of the whole group
+    local: Local
+    end_s: float  # until when peers are asked; then what is missing is computed here, or raises MissingExpert
+    out: FloatArray | None = None  # [T, H]
+    answers: SimpleQueue[RemoteCall] = field(default_factory=SimpleQueue)
+    jobs: dict[RemoteCall, Job] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)  # by peer, why it was of no help
+    scanned: BoolArray | None = None  # [E]
+    host: torch.Tensor | None = None
+
+    def run(self, group: Group) -> torch.Tensor | None:
+        if self.scan is not None:
+            self.scanned = np.zeros(self.remote.shape.experts, np.bool_)
+            self.scanned[group.experts] = self.scan
+        self._assign(group, {})
+        while any(not job.done for job in self.jobs.values()):
+            self._wait()
+        return None if self.out is None else torch.from_numpy(self.out).to(self.hidden.device)
+
+    # --- which way ----------------------------------------------------------------------------------------------
+
+    def _assign(self, group: Group, tried: Tried) -> None:
+        """Asks peers for what is theirs to compute, then computes the rest here."""
+        offers = self._offers(group, tried)
+        way = self._choose(group, offers, ())
+        for i, offer in enumerate(offers):
+            if (chosen := way == i).any():
+                self._ask(offer, group.only(chosen), chosen, tried)
+        here = way == HERE
+        if here.any():
+            self._compute(group if here.all() else group.only(here))
+
+    def _offers(self, group: Group, tried: Tried) -> list[Offer]:
+        """What peers would take for the group's experts; their disks are taken to be no faster than ours."""
+        now_s = time.monotonic()
+        if now_s >= self.end_s:
+            return []
+        read_s, offers = self.remote.costs.read_s(), self.remote.peers.offers(self.layer, group.experts)
+        return [
+            offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, read_s), 0.0))
+            for offer in offers
+            if tried.get(offer.node, 0.0) <= now_s
+        ]
+
+    def _choose(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
+        """Index of the offer that each expert [n] is computed by, or HERE. Raises MissingExpert."""
+        remote, layer = self.remote, self.layer
+        way = np.full(len(group.experts), HERE)
+        tier = remote.residency.tiers_of(layer, group.experts)
+        missing = np.flatnonzero(tier > (Tier.VRAM if remote.residency.devices else Tier.RAM))
+        wanted, tier = group.experts[missing], tier[missing]
+        away = (tier == Tier.NVME) & ~remote.on_disk[layer, wanted]
+        if not len(missing) or not (offers or away.any()):
+            return way
+        units, counts = work_units(group.offsets), np.diff(group.offsets)[missing]
+        rows = counts * _share(len(self.hidden), counts.sum() / (1 + len(offers)))
+        its_s, open_s = _seconds(offers, missing, rows, units[missing].astype(np.float64))
+        near = candidates(its_s, open_s)  # [k, n]
+        asked, channel = np.unique(near, return_inverse=True)
+        load = remote.costs.load(layer, wanted, tier, units[missing], (len(near), len(asked)))
+        if away.any():
+            load[away, TOP, DISK] = 0.0
+            load[away, TOP, BULK] = remote.peers.fetch_s(layer, wanted[away], without)
+        first, each = load.shape[2] - len(asked), np.arange(len(missing))
+        for k, channel_of in enumerate(channel.reshape(near.shape) + first):
+            load[each, FIRST_ELSEWHERE + k, channel_of] = its_s[near[k], each]
+        opening, busy = np.append(np.zeros(first), open_s[asked]), np.zeros(load.shape[2])
+        busy[COMPUTE] = remote.costs.unit_s * (units.sum() - units[missing].sum())
+        alone = load.sum(axis=2) + (load > 0) @ opening
+        nowhere = np.flatnonzero(~np.isfinite(alone).any(axis=1))
+        if len(nowhere):
+            raise MissingExpert(layer, int(wanted[nowhere[0]]), "; ".join(self.reasons.values()) or NOWHERE)
+        chosen = resolve(Ways(load, alone, opening, busy)).way - FIRST_ELSEWHERE
+        way[missing] = np.where(chosen < 0, HERE, near[np.maximum(chosen, 0), each]) if len(near) else HERE
+        return way
+
+    # --- peers --------------------------------------------------------------------------------------------------
+
+    def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: Tried) -> None:
+        """One call for all experts that are the peer's, or several where the rows are many."""
+        tokens = np.unique(group.tokens)
+        least, most = (max(1, size // (self.remote.shape.hidden * self.remote.shape.item_bytes)) for size in CALL_BYTES)
+        most = int(min(most, max(least, CALL_S / max(offer.row_s, 1e-9))))
+        parts = -(-len(tokens) // most)
+        units = parts * float(work_units(-(-group.offsets // parts)).sum())
+        expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum()) + offer.unit_s * units
+        late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
+        for rows in np.array_split(tokens, parts):  # each is sent before the next one is put together
+            part = group if parts == 1 else group.within(rows)
+            self._call(Job(part, rows, late_s, dict(tried)), offer.node)
+
+    def _call(self, job: Job, node: str) -> None:
+        if self.host is None:
+            self.host = self.hidden.detach().to("cpu")
+        hidden = self.host.index_select(0, torch.from_numpy(job.rows)).view(torch.uint8).numpy()  # a copy
+        index = np.searchsorted(job.rows, job.group.tokens)
+        work = ExpertWork(self.layer, job.group.experts, job.group.offsets, index, job.group.weights, hidden)
+        job.tried[node] = np.inf
+        job.live += 1
+        self.remote.asked += 1
+        self.jobs[self.remote.peers.call(node, work, self.answers)] = job
+
+    def _wait(self) -> None:
+        """Returns when a call has ended, or other ways were looked for: for calls that are late, at the end for all."""
+        began_s = time.monotonic()
+        pending = [job for job in self.jobs.values() if not job.done]
+        try:
+            call = self.answers.get(timeout=max(0.0, min(self.end_s, *(job.late_s for job in pending)) - began_s))
+        except Empty:
+            self.remote.stall_s += time.monotonic() - began_s
+            for job in pending:
+                if not job.done and min(job.late_s, self.end_s) <= time.monotonic():
+                    self._hedge(job)
+        else:
+            self.remote.stall_s += time.monotonic() - began_s
+            self._settle(call)
+
+    def _settle(self, call: RemoteCall) -> None:
+        job = self.jobs[call]
+        job.live -= 1
+        if job.done:
+            return
+        if call.result is not None and self._add(job.rows, call.result):
+            job.done = True
+            self.remote.experts += len(job.group.experts)
+            return
+        self.reasons[call.node] = str(call.error or f"{call.node} answered with sums that are not finite")
+        job.tried[call.node] = again_s = time.monotonic() + AGAIN_S
+        if job.live:  # the other one may hang
+            job.late_s = min(job.late_s, again_s)
+        else:
+            job.done = True
+            self.remote.redone += 1
+            self._assign(job.group, job.tried)
+
+    def _hedge(self, job: Job) -> None:
+        """Asks another peer that has all in memory, or gives the late call up for ways without it.
+
+        Where there is neither it looks again later, or raises MissingExpert at the end.
+        """
+        for node in (node for node, again_s in job.tried.items() if again_s == np.inf):
+            self.reasons.setdefault(node, f"{node} has not answered")
+        job.late_s = time.monotonic() + AGAIN_S
+        offers = self._offers(job.group, job.tried)
+        whole = [offer for offer in offers if not offer.wait_s.any()]
+        if whole:
+            self.remote.hedged += 1
+            job.late_s = time.monotonic() + self.remote.peers.timeout_s
+            self._call(job, min(whole, key=lambda offer: offer.open_s).node)
+            return
+        try:
+            self._choose(job.group, offers, job.tried)
+        except MissingExpert:
+            if time.monotonic() >= self.end_s:
+                raise
+            return
+        self.remote.hedged += 1
+        job.done = True
+        self._assign(job.group, job.tried)
+
+    def _add(self, rows: IntArray, result: memoryview) -> bool:
+        """Adds a call's sums; false, and nothing is added, where they are none."""
+        sums: FloatArray
+        if self.remote.shape.bf16:
+            sums = np.left_shift(np.frombuffer(result, np.uint16), 16, dtype=np.uint32).view(np.float32)
+        else:
+            sums = np.frombuffer(result, np.float32)
+        sums = sums.reshape(len(rows), -1)
+        strange = ~np.isfinite(sums).all(axis=1)
+        if strange.any() and self.hidden[torch.from_numpy(rows[strange])].isfinite().all(dim=1).any():
+            return False  # of finite hidden states
+        if self.out is None:
+            self.out = np.zeros(tuple(self.hidden.shape), np.float32)
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        together = last - first == len(rows)  # a slice is added to in place
+        self.out[slice(first, last) if together else rows] += sums
+        return True
+
+    # --- here ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, group: Group) -> None:
+        began_s = time.perf_counter()
+        self.local(group, None if self.scanned is None else self.scanned[group.experts])
+        self.end_s += time.perf_counter() - began_s
+
+
+def _seconds(
+    offers: Sequence[Offer], experts: IntArray, rows: CostArray, units: CostArray
+) -> tuple[CostArray, CostArray]:
+    """How long each peer takes for each of the experts [p, n], and for being asked at all [p]."""
+    wait_s = np.array([offer.wait_s[experts] for offer in offers]).reshape(len(offers), len(experts))
+    once = np.array([offer[1:4] for offer in offers], np.float64).reshape(-1, 3)  # open_s, row_s, unit_s
+    return once[:, 1:2] * rows + once[:, 2:] * units + wait_s, once[:, 0]
+
+
+def _share(tokens: int, calls: float) -> float:
+    """Rows per call where so many calls fall on tokens at random: calls of one token share its row."""
+    if tokens == 1 or calls <= 1:
+        return 1.0 / max(1.0, calls)
+    return float(tokens * (1 - (1 - 1 / tokens) ** calls) / calls)

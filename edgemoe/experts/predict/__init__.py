@@ -1,0 +1,1 @@
+"""Which experts are needed next, and what is prefetched for that."""

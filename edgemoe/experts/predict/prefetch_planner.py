@@ -1,0 +1,81 @@
+"""What the controller has fetched in idle time: prices for the tiers, plans from ranks, and whether plans are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from edgemoe.experts.predict.next_use import NextUse
+from edgemoe.experts.tiers.residency import Horizon, Residency
+from edgemoe.policy.movement import Ledger, Side, plan
+from edgemoe.policy.watermark import Watermark, density
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.experts import Move, Tier
+
+MOST_MOVES = 12  # in one plan: a few times a step another one is made
+
+
+class Wishes(Protocol):
+    """The mover's side of a plan."""
+
+    def prefetch(self, moves: Iterable[Move], horizon: Horizon = ...) -> None:
+        """Replaces the wishes of one horizon, best first."""
+
+
+class Plans:
+    """Prices and plans for the tiers. On the controller's thread."""
+
+    def __init__(self, residency: Residency, mover: Wishes, expert_bytes: int, hysteresis: float) -> None:
+        self._residency, self._mover = residency, mover
+        self._sizes: IntArray = np.full(residency.ram.where.shape, expert_bytes, np.int64)
+        self._budget_bytes = float(MOST_MOVES * expert_bytes)
+        self.ledger = Ledger()
+        self._wished = False  # something, at present
+        slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
+        self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
+
+    def make(self, ranks: FloatArray, predictor: NextUse) -> int:
+        """Moves the prices a step, and tells the mover what to fetch; how many moves.
+
+        While wishes have not been right more often than what they would have replaced, none.
+        """
+        moves: list[Move] = []
+        self.ledger.settle(predictor.last.ravel())
+        if self._watch(ranks, predictor.step - 1) or self.ledger.trusted:
+            moves = self._moves(ranks, predictor)
+        if moves or self._wished:
+            self._mover.prefetch(moves, Horizon.FAR)
+        self._wished = bool(moves)
+        return len(moves)
+
+    def _watch(self, ranks: FloatArray, step: int) -> bool:
+        """Watches the best wish and its rival; True where it has none, because there is room."""
+        pools = self._residency.devices or (self._residency.ram,)
+        if any(pool.free for pool in pools):
+            return True
+        here = self._resident(pools[0].tier)
+        wish, rival = int(np.where(here, -np.inf, ranks).argmax()), int(np.where(here, ranks, np.inf).argmin())
+        if ranks.ravel()[wish] > ranks.ravel()[rival]:
+            self.ledger.watch(wish, rival, step)
+        return False
+
+    def _moves(self, ranks: FloatArray, predictor: NextUse) -> list[Move]:
+        near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
+        later = predictor.rates[:, 1]  # what is common lately
+        unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike
+        ram = self._side(Tier.RAM, later if self._residency.devices else near, unit)
+        vram = self._side(Tier.VRAM, near, unit) if self._residency.devices else ram._replace(idle_bytes=0.0)
+        chance = self.ledger.share
+        return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in plan(vram, ram, self._sizes)]
+
+    def _side(self, tier: Tier, p: FloatArray, cost_s: FloatArray) -> Side:
+        b = density(p, cost_s, self._sizes)
+        self._marks[tier].update(b, self._sizes)
+        return Side(b, self._resident(tier), self._marks[tier], self._budget_bytes)
+
+    def _resident(self, tier: Tier) -> BoolArray:
+        pools = self._residency.devices if tier is Tier.VRAM else (self._residency.ram,)
+        resident: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in pools])
+        return resident

@@ -1,0 +1,69 @@
+"""What the predictor has learned, as a safetensors file. Whatever is in the file, reading it is safe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from edgemoe.experts.predict.routing_memory import NONE, Memory
+
+Arrays = Mapping[str, Any]
+
+
+def write(path: Path, arrays: dict[str, Any]) -> None:
+    """Whole or not at all, and for the owner only."""
+    part = path.with_name(path.name + ".part")
+    part.touch(mode=0o600)
+    save_file(arrays, part)
+    part.chmod(0o600)
+    part.replace(path)
+
+
+def read(path: Path) -> Arrays | None:
+    """The arrays; None where it is no such file."""
+    try:
+        arrays: Arrays = load_file(path)
+    except (OSError, SafetensorError, ValueError):
+        return None
+    return arrays
+
+
+def fits(saved: Arrays, shape: Sequence[int], learned: Arrays, words: int, slots: int) -> bool:
+    """Whether a state is of this model, complete and sound: `learned` are arrays like those that it should have."""
+    if any(name not in saved for name in (*learned, "shape", "chosen", "before", "written")):
+        return False
+    before, chosen = saved["before"], saved["chosen"]
+    filled = before.size
+    return (
+        saved["shape"].tolist() == list(shape)
+        and all(saved[name].shape == ours.shape and saved[name].dtype == ours.dtype for name, ours in learned.items())
+        and all(np.isfinite(saved[name]).all() for name in learned)
+        and bool((saved["visits"] > 0).all())
+        and before.dtype == chosen.dtype == np.int64
+        and chosen.shape == (shape[0], words, filled)
+        and filled <= slots
+        and (filled == 0 or (before.min() >= NONE and before.max() < filled))
+        and saved["written"].shape == (1,)
+        and not _beyond(chosen, shape[1])
+    )
+
+
+def rebuilt(saved: Arrays, memory: Memory) -> Memory:
+    """The memory, token by token from the oldest on."""
+    chosen, before = saved["chosen"].view(np.uint64), saved["before"]
+    start = int(saved["written"][0]) % len(before) if len(before) == memory.slots else 0
+    moved = {NONE: NONE}
+    for old in [*range(start, len(before)), *range(start)]:
+        moved[old] = memory.append(np.ascontiguousarray(chosen[:, :, old]), moved.get(int(before[old]), NONE))
+    return memory
+
+
+def _beyond(chosen: Any, experts: int) -> bool:
+    """Whether bits are set of experts that there are not."""
+    used = experts % 64
+    return bool(used) and bool((chosen.view(np.uint64)[:, -1] >> np.uint64(used)).any())

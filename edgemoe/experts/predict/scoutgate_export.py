@@ -1,0 +1,123 @@
+"""Exports: the one form in which a trained predictor reaches a daemon, safetensors and JSON.
+
+`python -m edgemoe.experts.predict.scoutgate_export --run DIR --data DIR --model DIR --to DIR` calibrates the best weights on the validation
+split, judges them on the test split, and writes
+
+    scoutgate.safetensors   the weights of edgemoe.experts.predict.scoutgate_model.ScoutGate, float32
+    scoutgate.json          format, shape, model (id, digest, tokenizer hash), calibration, metrics, hash of the weights
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
+
+FORMAT = 1
+WEIGHTS, RECORD = "scoutgate.safetensors", "scoutgate.json"
+MAX_WEIGHTS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Export:
+    """A ScoutGate as read from disk. Calibrated: p = sigmoid(scale * s + shift), [horizons * L] each."""
+
+    gate: ScoutGate
+    scale: Tensor
+    shift: Tensor
+    record: dict[str, Any]
+
+    @property
+    def shape(self) -> ScoutShape:
+        return self.gate.shape
+
+
+def write(
+    directory: Path, gate: ScoutGate, calibration: tuple[Tensor, Tensor], model: dict[str, str], metrics: dict[str, Any]
+) -> None:
+    """Writes an export; the JSON last, so that a half-written one is refused."""
+    scale, shift = calibration
+    record = {
+        "shape": gate.shape.as_dict(), "model": model,
+        "calibration": {"scale": scale.tolist(), "shift": shift.tolist()}, "metrics": metrics,
+    }  # fmt: skip
+    put(directory / WEIGHTS, directory / RECORD, gate.state_dict(), record)
+
+
+def put(weights: Path, record: Path, values: Mapping[str, Tensor], told: dict[str, Any]) -> None:
+    """Writes tensors and what is told of them, with format and hash; the JSON last."""
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    part, told_part = weights.with_suffix(".tmp"), record.with_suffix(".json.tmp")
+    save_file({name: value.detach().cpu().float().contiguous() for name, value in values.items()}, part)
+    part.chmod(0o644)  # safetensors writes for the owner alone
+    digest = hashlib.sha256(part.read_bytes()).hexdigest()
+    told_part.write_text(json.dumps({"format": FORMAT, "sha256": digest, **told}, indent=1) + "\n")
+    part.replace(weights)
+    told_part.replace(record)
+
+
+def read(directory: Path) -> Export:
+    """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
+    record, data = get(directory / WEIGHTS, directory / RECORD, "ScoutGate")
+    try:
+        gate = ScoutGate(ScoutShape.from_dict(record["shape"]))
+        gate.load_state_dict(load(data))
+        scale, shift = (torch.tensor(record["calibration"][k], dtype=torch.float32) for k in ("scale", "shift"))
+        if scale.shape != shift.shape or scale.shape != (gate.shape.horizons * gate.shape.layers,):
+            raise ValueError("the calibration does not fit the shape")
+        if not all(t.isfinite().all() for t in (*gate.state_dict().values(), scale, shift)):
+            raise ValueError("it holds numbers that are not finite")
+        if not all(isinstance(v, str) for v in record["model"].values()):
+            raise ValueError("the model is not named")
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{directory} holds a ScoutGate that cannot be used: {error}") from error
+    return Export(gate.eval().requires_grad_(False), scale, shift, record)
+
+
+def get(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:
+    """What `put` wrote, the tensors as safetensors. Raises ValueError where it is not whole, or no export of `what`."""
+    try:
+        told = json.loads(record.read_text())
+        if weights.stat().st_size > MAX_WEIGHTS_BYTES:
+            raise ValueError(f"{weights} is too large for a {what}")
+        data = weights.read_bytes()
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{record.parent} is not a {what} export: {error}") from error
+    if not isinstance(told, dict) or told.get("format") != FORMAT:
+        raise ValueError(f"{record} is not of format {FORMAT}; export the predictor again")
+    if hashlib.sha256(data).hexdigest() != told.get("sha256"):
+        raise ValueError(f"{weights} is damaged, or belongs to another {record.name}; export the predictor again")
+    return told, data
+
+
+def main() -> None:
+    from scoutgate.evaluate import judge_run  # evaluation needs more than a server has
+
+    parser = argparse.ArgumentParser(
+        prog="edgemoe.experts.predict.scoutgate_export", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--run", type=Path, required=True, help="training folder")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, help="checkpoint or store of the recorded model")
+    parser.add_argument("--to", type=Path, required=True, help="folder to write")
+    options = parser.parse_args()
+    try:
+        judged = judge_run(options.run, options.data, options.model)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    write(options.to, judged.gate, judged.calibration, judged.model, judged.metrics)
+    print(f"wrote {options.to / WEIGHTS} and {options.to / RECORD}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""ScoutGate in the engine: forecasts of the experts to come, made on a thread of its own.
+
+Source: two-tier-cache 4.2 (the network is edgemoe.experts.predict.scoutgate_model). The compute thread only leaves notes: `look` before a
+step's first layer, `learn` after its last. The thread keeps each sequence's last tokens, forecasts all layers of this
+token and the next, publishes the batch's forecast, and keeps score of what came true. Where its forecasts get worse
+than the export promised, `trust` falls from 1 towards 0, and fusion weighs them less.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from edgemoe.errors import ConfigError
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.experts.predict.scoutgate_export import Export, read
+from edgemoe.telemetry import metrics
+from edgemoe.telemetry.metrics import named
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.routing import StepRouting
+
+NOTES = 64  # that may wait for the thread; older ones are dropped
+TRACKS = 4096  # sequences whose last tokens are kept
+CHUNK = 8192  # rows of the embedding projected at once
+DECAY = 0.998  # of the live score, per forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model that an export must have been trained for. Empty strings are not compared."""
+
+    digest: str
+    tokenizer: str  # checksum of tokenizer.json, as in the store's manifest
+    layers: int
+    experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """P(some decoding sequence needs the expert): `probs` [horizons, L, E]; horizon 0 is the step that was begun."""
+
+    step: int
+    probs: FloatArray
+
+
+@dataclass(slots=True)
+class Track:
+    """One sequence: its last tokens, and the experts of the very last."""
+
+    tokens: deque[int]
+    end: int = 0  # position after the last token
+    previous: IntArray | None = None  # [L * k], counted through all layers
+
+
+@dataclass(slots=True)
+class Live:
+    """Decayed score of one horizon's forecasts."""
+
+    weight: float = 1e-9
+    hits: float = 0.0
+    loss: float = 0.0
+    said: float = 0.0
+    happened: float = 0.0
+
+    def add(self, p: FloatArray, hot: FloatArray, top_k: int) -> None:
+        """One sequence's forecast and outcome, [L, E] each."""
+        safe = np.clip(p, 1e-6, 1 - 1e-6)
+        top = np.argpartition(-p, top_k - 1, axis=1)[:, :top_k]
+        hits = np.take_along_axis(hot, top, 1).mean()
+        loss = -np.where(hot > 0, np.log(safe), np.log1p(-safe)).mean()
+        for name, value in (
+            ("weight", 1.0),
+            ("hits", hits),
+            ("loss", loss),
+            ("said", p.sum()),
+            ("happened", hot.sum()),
+        ):
+            setattr(self, name, getattr(self, name) * DECAY + float(value))
+
+
+def fitting(directory: Path, served: Served, embedding: torch.Tensor) -> Export:
+    """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used."""
+    try:
+        export = read(directory)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    shape, model = export.shape, export.record["model"]
+    wanted = {
+        "layers x experts": (list(shape.experts), [served.experts] * served.layers),
+        "experts per token": (shape.top_k, served.top_k),
+        "embedding width": (shape.embedding, embedding.shape[1]),
+        "model digest": (model.get("digest") or served.digest, served.digest or model.get("digest")),
+        "tokenizer": (model.get("tokenizer") or served.tokenizer, served.tokenizer or model.get("tokenizer")),
+    }
+    for what, (theirs, ours) in wanted.items():
+        if theirs != ours:
+            name = model.get("id", "another model")
+            raise ConfigError(
+                f"{directory} is a ScoutGate for {name}: its {what} is {theirs}, the served model's {ours}"
+            )
+    if shape.hidden:
+        raise ConfigError(f"{directory} needs hidden states, which are not recorded while serving; train without them")
+    return export
+
+
+class Scout:
+    """Owns the sequences' last tokens, the forecast and its live score. Idle before `load`; `close` ends the thread."""
+
+    def __init__(self, served: Served) -> None:
+        self.forecast: Forecast | None = None  # the latest; replaced whole, so it may be read from any thread
+        self.skipped = 0  # forecasts that were not made because the next step had begun
+        self.loads, self.refused = 0, 0  # exports
+        self._served = served
+        self._tables: _Tables | None = None  # in use
+        self._fresh: _Tables | None = None  # to be used from the next note on
+        self._tracks: OrderedDict[str, Track] = OrderedDict()
+        self._notes: deque[tuple[int, StepMeta | StepRouting]] = deque(maxlen=NOTES)
+        self._said: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
+        self._live: list[Live] = []  # by horizon
+        self._ahead: dict[str, FloatArray] = {}  # what was said of each sequence's next token
+        self._seconds: deque[float] = deque(maxlen=512)
+        self._step = 0
+        self._wake, self._idle, self._closed = threading.Condition(), True, False
+        self._thread = threading.Thread(target=self._run, name="scout", daemon=True)
+        self._thread.start()
+
+    def load(self, directory: Path, embedding: torch.Tensor) -> None:
+        """Takes the export in `directory` into use, from the next step on. Any thread; a second or so.
+
+        Raises ConfigError where it cannot be used; the one in use before stays.
+        """
+        try:
+            export = fitting(directory, self._served, embedding)
+        except ConfigError:
+            self.refused += 1
+            raise
+        tables = _Tables.of(export, embedding)
+        with self._wake:
+            self._fresh = tables
+            self.loads += 1
+            self._idle = False
+            self._wake.notify()
+
+    # --- the compute thread's side ---
+
+    def look(self, meta: StepMeta) -> None:
+        """A step begins."""
+        self._step += 1
+        self._post(meta)
+
+    def learn(self, routing: StepRouting) -> None:
+        """The step that was begun last has ended."""
+        self._post(routing)
+
+    def _post(self, note: StepMeta | StepRouting) -> None:
+        with self._wake:
+            self._notes.append((self._step, note))
+            self._idle = False
+            self._wake.notify()
+
+    # --- what fusion and /metrics read ---
+
+    @property
+    def trust(self) -> float:
+        """1 while live log-loss is what the export promised, falling to 0 where it is twice that, or there is none."""
+        tables, live = self._tables, self._live[:1]
+        if tables is None or not live:
+            return 0.0
+        promised = tables.promised
+        if live[0].weight < 64 or not promised:
+            return 1.0
+        return float(np.clip(2 - live[0].loss / live[0].weight / promised, 0, 1))
+
+    def figures(self) -> dict[str, float]:
+        """Live recall, calibration and speed by their final names."""
+        values = {
+            metrics.SCOUT_TRUST: self.trust,
+            metrics.SCOUT_SKIPPED: float(self.skipped),
+            metrics.SCOUT_LOADS: float(self.loads),
+            metrics.SCOUT_REFUSED: float(self.refused),
+        }
+        for horizon, live in enumerate(self._live):
+            label = str(horizon)
+            values[named(metrics.SCOUT_RECALL, horizon=label)] = live.hits / live.weight
+            values[named(metrics.SCOUT_LOG_LOSS, horizon=label)] = live.loss / live.weight
+            values[named(metrics.SCOUT_CALIBRATION, horizon=label)] = live.said / max(live.happened, 1e-9)
+        seconds = sorted(self._seconds) or [0.0]
+        values[metrics.SCOUT_SECONDS] = seconds[int(0.99 * (len(seconds) - 1))]
+        return values
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Until every note is dealt with; False where that took too long."""
+        with self._wake:
+            return self._wake.wait_for(lambda: self._idle, timeout_s)
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(5.0)
+
+    # --- the thread's side ---
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (taken := self._take()) is not None:
+            with torch.inference_mode():
+                match taken:
+                    case _Tables():
+                        self._adopt(taken)
+                    case (step, StepMeta() as meta):
+                        self._look(step, meta)
+                    case (step, StepRouting() as routing):
+                        self._learn(step, routing)
+
+    def _take(self) -> tuple[int, StepMeta | StepRouting] | _Tables | None:
+        with self._wake:
+            if not self._notes and self._fresh is None:
+                self._idle = True
+                self._wake.notify_all()
+            self._wake.wait_for(lambda: self._notes or self._fresh or self._closed)
+            if self._closed:
+                return None
+            fresh, self._fresh = self._fresh, None
+            return fresh or self._notes.popleft()
+
+    def _adopt(self, tables: _Tables) -> None:
+        """From here on others forecast; nothing that was said before counts."""
+        self._tracks.clear()  # windows may differ
+        self._ahead.clear()
+        self._said = (-1, [], np.empty(0, np.float32))
+        self.forecast = None
+        self._live = [Live() for _ in range(tables.export.shape.horizons)]
+        self._tables = tables
+
+    def _look(self, step: int, meta: StepMeta) -> None:
+        if (tables := self._tables) is None:
+            return
+        began = time.perf_counter()
+        ends = np.cumsum(meta.query_lens)
+        for request, end, count in zip(meta.requests, ends.tolist(), meta.query_lens.tolist(), strict=True):
+            tokens, position = meta.tokens[end - count : end], int(meta.positions[end - count])
+            self._append(request, tokens, position, tables.export.shape.window)
+        decoding = [request for request, decodes in zip(meta.requests, meta.decode, strict=True) if decodes]
+        if not decoding:
+            return
+        if self._step > step:  # it is over already
+            self.skipped += 1
+            return
+        probs = tables.probs([self._tracks[request] for request in decoding])  # [S, horizons, L, E]
+        self._said = step, decoding, probs
+        self.forecast = Forecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
+        self._seconds.append(time.perf_counter() - began)
+
+    def _append(self, request: str, tokens: IntArray, position: int, window: int) -> None:
+        track = self._tracks.pop(request, None)
+        if track is None or track.end != position:  # new, or begun again elsewhere
+            track = Track(deque(maxlen=window), position)
+        track.tokens.extend(tokens[-window:].tolist())
+        track.end = position + len(tokens)
+        self._tracks[request] = track
+        while len(self._tracks) > TRACKS:
+            self._tracks.popitem(last=False)
+
+    def _learn(self, step: int, routing: StepRouting) -> None:
+        if self._tables is None:
+            return
+        layers, experts, top_k = self._served.layers, self._served.experts, self._served.top_k
+        rows = np.cumsum(routing.query_lens) - 1  # [S] each sequence's last token
+        flat = routing.ids[:, rows].astype(np.int64)  # [L, S, k]
+        flat += (np.arange(layers) * experts)[:, None, None]
+        said_at, said_of, said = self._said
+        for row, request in enumerate(routing.requests):
+            chosen = flat[:, row].ravel()
+            if (track := self._tracks.get(request)) is not None:
+                track.previous = chosen
+            hot = np.zeros((layers, experts), np.float32)
+            hot.ravel()[chosen] = 1
+            before = self._ahead.pop(request, None)
+            if before is not None:
+                self._live[1].add(before, hot, top_k)
+            if said_at == step and request in said_of:
+                mine = said[said_of.index(request)]
+                self._live[0].add(mine[0], hot, top_k)
+                if len(mine) > 1 and len(self._ahead) < TRACKS:
+                    self._ahead[request] = mine[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """What no token changes, worked out once. `projected` [V, d_proj] is step 3 of the whole vocabulary."""
+
+    export: Export
+    projected: torch.Tensor
+    towers: torch.Tensor  # [rank, horizons * L * E], calibration's scale included
+    own: torch.Tensor  # [horizons * L * E]
+    experts: int = field(default=0)
+
+    @classmethod
+    def of(cls, export: Export, embedding: torch.Tensor) -> _Tables:
+        gate, experts = export.gate, export.shape.experts[0]
+        with torch.inference_mode():
+            parts = [gate.project(part.to("cpu", torch.float32)) for part in torch.split(embedding, CHUNK)]
+            towers, own = gate.towers()
+            scale = export.scale.repeat_interleave(experts)
+            towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)
+            return cls(export, torch.cat(parts).half(), towers.T.contiguous(), own, experts)
+
+    @property
+    def promised(self) -> float:
+        """Log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
+        figures = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
+        return float(figures.get("log_loss", 0.0))
+
+    def probs(self, tracks: list[Track]) -> FloatArray:
+        """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
+        shape = self.export.shape
+        window = torch.full((len(tracks), shape.window), -1)
+        previous = torch.full((len(tracks), shape.layers * shape.top_k), shape.total)
+        for row, track in enumerate(tracks):
+            window[row, shape.window - len(track.tokens) :] = torch.tensor(list(track.tokens))
+            if track.previous is not None:
+                previous[row] = torch.from_numpy(track.previous)
+        z = self.projected[window.clamp_min(0)].float()
+        summary = self.export.gate.summary(z, window >= 0, previous, None)
+        logits = torch.addmm(self.own, summary, self.towers)
+        probs: FloatArray = logits.sigmoid().view(len(tracks), shape.horizons, shape.layers, self.experts).numpy()
+        return probs

@@ -1,0 +1,1 @@
+"""Where experts are: slabs of slots, who is evicted, residency."""

@@ -1,0 +1,384 @@
+"""Residency: the one owner of where every expert is.
+
+An expert is in a tier when `where` names its slot; while it is on its way a `Load` holds the slot. A slot is pinned
+by whoever needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
+Evicting is forgetting: weights are read-only, nothing is ever copied back. With containment, what is in a device
+is in RAM too, so that dropping it from RAM drops it from the device.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.errors import CapacityError
+from edgemoe.experts.tiers.eviction import ALWAYS, Victims
+from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, Load, Pool
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import ExpertId, Move, Tier
+
+SCAN_WORTH = -1e29  # prefetched for a scan: takes the place of a scan's leavings only
+MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are nobody's home: so many, or one in so many
+
+
+class Horizon(enum.IntEnum):
+    """Why a move is wished for. Wishes of a lower horizon go first."""
+
+    NEAR = 0  # the layers that come next
+    SCAN = 1  # the next layer of a prefill
+    HOME = 2  # what the boxes agreed to keep here
+    USED = 3  # what the CPU has just computed in a device's stead
+    FAR = 4  # everything later: the controller's
+    FILL = 5  # anything, into slots that are free
+
+    @property
+    def flags(self) -> int:
+        """Flags of the slot that the expert is moved to."""
+        return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]
+
+    def worth(self, score: float) -> float:
+        """What a move may take the place of: that which ranks lower."""
+        return (score, SCAN_WORTH, ALWAYS, ALWAYS, score, -ALWAYS)[self]
+
+
+class Claim(NamedTuple):
+    """What `acquire` could do; every slot named in it is pinned until `release`."""
+
+    slots: IntArray  # [n] slot of each expert; NONE where there was no room
+    ready: BoolArray  # [n] its bytes are there; else it is on its way
+    loads: Sequence[Load]  # to be handed to the mover
+    version: int  # for `wait_for_change`
+
+
+class Residency:
+    """Slots of the RAM tier and of each device. Thread-safe: every verb is one short critical section."""
+
+    def __init__(self, ram: Pool, devices: Sequence[Pool] = (), *, containment: bool = True) -> None:
+        """`devices` is empty where RAM is the top tier; experts are dealt to devices in proportion to their slots."""
+        self.ram = ram
+        self.devices = tuple(devices)
+        self.tops = self.devices or (ram,)
+        self.containment = containment
+        self.device_of = _deal(ram.where.shape, [pool.slots for pool in self.tops])  # [L, E]
+        self.served = [0, 0, 0]  # demanded experts by the tier that had them
+        self._policies = tuple({id(pool.policy): pool.policy for pool in (*self.devices, ram)}.values())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._version = 0  # counts what `wait_for_change` waits for
+        self._waiting = 0  # threads in it
+        self._victims = Victims(ram, self.devices, containment=containment)
+
+    # --- the compute thread's verbs -------------------------------------------------------------------------
+
+    def begin(self, layer: int, demanded: IntArray) -> None:
+        """Opens a layer-step: the policies see what decoding tokens demand of it, distinct experts [n]."""
+        with self._lock:
+            self._begin(layer, demanded)
+
+    def begin_here(self, device: int, layer: int, experts: IntArray, scan: BoolArray | None) -> IntArray | None:
+        """`begin`, and where all of the experts [n] are in the device, their slots, pinned until `release`.
+
+        `scan` [n] marks those that only prefill needs: they are no demand to the policies.
+        """
+        top = self.tops[device]
+        with self._lock:
+            self._begin(layer, experts if scan is None else experts[~scan])
+            slots: IntArray = top.where[layer].take(experts)
+            if slots.min() < 0:
+                return None
+            top.hold(slots, scan)
+            self.served[top.tier] += len(slots)
+            return slots
+
+    def acquire(
+        self,
+        device: int,
+        layer: int,
+        experts: IntArray,
+        arrivals: SimpleQueue[Load],
+        *,
+        scan: BoolArray | None = None,
+        limit: int | None = None,
+    ) -> Claim:
+        """Pins the distinct `experts` [n] that are in the device, and slots for as many others as there is room.
+
+        What is loaded for experts marked in `scan` goes first. At most `limit` loads are begun. Each expert on
+        its way is put into `arrivals` when it is there, or has failed.
+        """
+        top = self.tops[device]
+        with self._lock:
+            slots: IntArray = top.where[layer].take(experts)
+            ready = slots >= 0
+            top.hold(slots[ready], None if scan is None else scan[ready])
+            self.served[top.tier] += int(np.count_nonzero(ready))
+            self._victims.need(layer, experts)
+            absent = self._join_loads(top, layer, experts, slots, scan, arrivals)[:limit]
+            flags = [TRANSIENT if scan is not None and scan[i] else 0 for i in absent]
+            begun, starts = self._fetch(top, layer, [int(experts[i]) for i in absent], flags)
+            for i, load in zip(absent, begun, strict=True):
+                if load is not None:
+                    slots[i] = self._join(load, bool(top.flags[load.slot] & TRANSIENT), arrivals)
+            return Claim(slots, ready, starts, self._version)
+
+    def release(self, device: int, slots: IntArray) -> None:
+        """Unpins [n] distinct slots of an earlier claim."""
+        with self._lock:
+            self.tops[device].unpin(slots)
+            if self._waiting:  # another thread's layer-step may find room now
+                self._version += 1
+                self._changed.notify_all()
+
+    def done(self, layer: int, experts: IntArray) -> None:
+        """The running layer-step has computed these: they need no protection any more."""
+        self._victims.done(layer, experts)
+
+    def hold_all(self, layer: int, experts: IntArray, scan: BoolArray | None) -> IntArray:
+        """`acquire` for the CPU beside devices: slots of RAM, pinned until `let_go`; NONE where an expert is gone.
+
+        `scan` [n] as in `begin_here`.
+        """
+        with self._lock:
+            slots: IntArray = self.ram.where[layer].take(experts)
+            there = slots >= 0
+            self.ram.hold(slots[there], None if scan is None else scan[there])
+            self.served[Tier.RAM] += int(np.count_nonzero(there))
+            return slots
+
+    def wait_for_change(self, version: int, timeout_s: float) -> bool:
+        """Waits until a load has ended, or slots were let go of, since the claim; false after `timeout_s`."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(lambda: self._version != version, timeout_s)
+            finally:
+                self._waiting -= 1
+
+    # --- the mover's verbs ------------------------------------------------------------------------------------
+
+    def reserve(self, move: Move, horizon: Horizon) -> Load | None:
+        """A load for a wished-for move, where a slot is free or holds less than its worth; else None.
+
+        None as well where the expert is there already, and for a copy whose source is not in RAM yet.
+        """
+        layer, expert = move.expert
+        pool = self.ram if move.target is Tier.RAM else self.tops[self.device_of[layer, expert]]
+        with self._lock:
+            source = NONE if pool is self.ram else int(self.ram.where[layer, expert])
+            if not pool.lacks(layer, expert) or (pool is not self.ram and source < 0):
+                return None
+            if source >= 0:
+                self.ram.pins[source] += 1
+            slot = self._victims.take_below(pool, horizon.worth(move.score))
+            if slot is None:
+                if source >= 0:
+                    self.ram.pins[source] -= 1
+                return None
+            load = pool.place(slot, layer, expert, horizon.flags, self._victims.clock, demand=False)
+            load.source = source
+            pool.worth[load.slot] = move.score
+            return load
+
+    def arrive(self, load: Load) -> Sequence[Load]:
+        """The load's bytes are in place. Returns the copies that waited for them, their source pinned."""
+        with self._lock:
+            load.pool.settle(load)
+            for copy in load.then:
+                copy.source = load.slot
+                self.ram.pins[load.slot] += 1
+            self._tell(load)
+            return load.then
+
+    def let_go(self, slots: int | IntArray) -> None:
+        """Nobody reads any more from this slot of RAM, or these distinct ones: a copy, or what held them."""
+        with self._lock:
+            self.ram.pins[slots] -= 1
+            self._version += 1
+            self._changed.notify_all()
+
+    def fail(self, load: Load, error: Exception) -> None:
+        """The load, and the copies that waited for it, will not arrive."""
+        with self._lock:
+            for failed in (load, *load.then):
+                failed.error = error
+                failed.pool.abandon(failed)
+                self._tell(failed)
+
+    # --- several boxes ------------------------------------------------------------------------------------------
+
+    def keep(self, homes: BoolArray) -> None:
+        """Experts [L, E] that, once in RAM, stay there; replaces earlier ones. Raises CapacityError."""
+        most = self.home_slots
+        if (count := int(np.count_nonzero(homes))) > most:
+            raise CapacityError(f"{count} experts are to be at home here, RAM has room for {most}")
+        with self._lock:
+            self._victims.keep(homes)
+
+    def forget_former_homes(self) -> None:
+        """Those of the plan before go like anything else from now on; until then they are the last to go."""
+        with self._lock:
+            self._victims.forget_former()
+
+    def homes_in_ram(self) -> BoolArray:
+        """Experts [L, E] that are at home here and in RAM: no other load takes their place."""
+        here = self.ram.where >= 0
+        return here & self._victims.homes.reshape(here.shape) if self._victims.homes is not None else here & False
+
+    @property
+    def home_slots(self) -> int:
+        """Most experts that can be at home here: some slots stay free for what passes through."""
+        return max(0, self.ram.slots - max(MIN_PASSING, self.ram.slots // PASSING_SHARE))
+
+    def missing_homes(self) -> list[ExpertId]:
+        """Homes that are not in RAM."""
+        homes = self._victims.homes
+        if homes is None:
+            return []
+        missing = np.flatnonzero(homes & (self.ram.where.ravel() < 0))
+        return [ExpertId(*divmod(key, self.ram.experts)) for key in missing.tolist()]
+
+    def hold(self, layer: int, expert: int) -> int:
+        """The RAM slot of an expert, pinned until `let_go`; NONE where it is not there."""
+        with self._lock:
+            slot = int(self.ram.where[layer, expert])
+            if slot >= 0:
+                self.ram.pins[slot] += 1
+            return slot
+
+    # --- questions ----------------------------------------------------------------------------------------------
+
+    def all_on_top(self, layer: int, experts: IntArray) -> bool:
+        """Whether all of the experts [n] are in the device that computes them."""
+        if len(self.tops) == 1:
+            slots = self.tops[0].where[layer].take(experts)
+            return not len(slots) or bool(slots.min() >= 0)
+        homes = self.device_of[layer, experts]
+        return all((pool.where[layer, experts[homes == i]] >= 0).all() for i, pool in enumerate(self.tops))
+
+    def tier_of(self, expert: ExpertId) -> Tier:
+        """The fastest tier that has the expert now."""
+        if self.devices and self.devices[self.device_of[expert]].where[expert] >= 0:
+            return Tier.VRAM
+        return Tier.RAM if self.ram.where[expert] >= 0 else Tier.NVME
+
+    def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
+        """The fastest tier that has each of the experts [n] now."""
+        tiers = np.where(self.ram.where[layer].take(experts) >= 0, Tier.RAM, Tier.NVME)
+        for i, pool in enumerate(self.devices):
+            here = (self.device_of[layer].take(experts) == i) & (pool.where[layer].take(experts) >= 0)
+            tiers[here] = Tier.VRAM
+        return tiers
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Asserts every invariant; with `idle`, also that nothing is pinned or on its way."""
+        with self._lock:
+            for pool in (self.ram, *self.devices):
+                pool.check_integrity(idle=idle)
+            for index, pool in enumerate(self.devices):
+                held = pool.where >= 0
+                assert (self.device_of[held] == index).all(), "an expert is in another's device"
+                if self.containment:
+                    assert (self.ram.where[held] >= 0).all(), "an expert is in a device but not in RAM"
+                for key, load in pool.loads.items():
+                    sourced = load.source >= 0 and self.ram.pins[load.source] > 0
+                    assert sourced or load in self.ram.loads[key].then, f"{load} has no source"
+
+    # --- under the lock -------------------------------------------------------------------------------------------
+
+    def _begin(self, layer: int, demanded: IntArray) -> None:
+        self._victims.begin(layer)
+        if len(demanded):
+            for policy in self._policies:
+                policy.touch(layer, demanded)
+
+    def _join_loads(
+        self,
+        top: Pool,
+        layer: int,
+        experts: IntArray,
+        slots: IntArray,
+        scan: BoolArray | None,
+        arrivals: SimpleQueue[Load],
+    ) -> list[int]:
+        """Joins what is on its way, noting its slot; indices of the experts that are not."""
+        absent = []
+        for i in np.flatnonzero(slots < 0).tolist():
+            load = top.loads.get(layer * top.experts + int(experts[i]))
+            if load is None:
+                absent.append(i)
+            else:
+                slots[i] = self._join(load, scan is not None and bool(scan[i]), arrivals)
+        return absent
+
+    def _join(self, load: Load, scan: bool, arrivals: SimpleQueue[Load]) -> int:
+        """One more demand for a load on its way; its slot."""
+        pool = load.pool
+        pool.pins[load.slot] += 1
+        pool.flags[load.slot] &= TRANSIENT if scan else 0
+        load.demand = True
+        load.waiters.append(arrivals)
+        self.served[Tier.NVME if load.cold else Tier.RAM] += 1
+        return load.slot
+
+    def _fetch(
+        self, top: Pool, layer: int, experts: list[int], flags: list[int]
+    ) -> tuple[list[Load | None], list[Load]]:
+        """Loads of absent experts into the top tier, None where there is no room, and those that can start now."""
+        if top is self.ram:
+            jobs = zip(self._victims.take(top, len(experts)), experts, flags, strict=False)
+            loads = [top.place(slot, layer, expert, flag, self._victims.clock) for slot, expert, flag in jobs]
+            return [*loads, *[None] * (len(experts) - len(loads))], loads
+        return self._fetch_through_ram(top, layer, experts, flags)
+
+    def _fetch_through_ram(
+        self, top: Pool, layer: int, experts: list[int], flags: list[int]
+    ) -> tuple[list[Load | None], list[Load]]:
+        """`_fetch` for a device: copies from RAM, behind reads into RAM for what is not there."""
+        ram, base = self.ram, layer * top.experts
+        sources = ram.where[layer, experts]  # [n]
+        ram.pins[sources[sources >= 0]] += 1
+        order = np.argsort(sources < 0, kind="stable").tolist()  # what is in RAM first
+        slots = self._victims.take(top, len(order))
+        unread = [i for i in order[: len(slots)] if sources[i] < 0 and base + experts[i] not in ram.loads]
+        reads = dict(zip(unread, self._victims.take(ram, len(unread)), strict=False))
+        loads: list[Load | None] = [None] * len(order)
+        starts = []
+        for i in order:
+            source = int(sources[i])
+            read = ram.loads.get(base + experts[i])
+            if not slots or (source < 0 and read is None and i not in reads):
+                if source >= 0:
+                    ram.pins[source] -= 1
+                continue
+            load = loads[i] = top.place(slots.pop(), layer, experts[i], flags[i], self._victims.clock)
+            if source >= 0:
+                load.source = source
+                ram.flags[source] &= flags[i]
+                starts.append(load)
+                continue
+            if read is None:
+                read = ram.place(reads[i], layer, experts[i], flags[i], self._victims.clock)
+                starts.append(read)
+            read.then.append(load)
+            read.demand = load.cold = True
+            ram.flags[read.slot] &= flags[i]
+        top.free.extend(slots)
+        return loads, starts
+
+    def _tell(self, load: Load) -> None:
+        for waiter in load.waiters:
+            waiter.put(load)
+        self._version += 1
+        self._changed.notify_all()
+
+
+def _deal(shape: tuple[int, ...], slots: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Device of each expert [L, E], spread evenly within every layer, in proportion to the devices' slots."""
+    edges = np.cumsum(slots) / sum(slots)
+    golden = (5**0.5 - 1) / 2  # multiples of it fill the unit interval evenly
+    return np.searchsorted(edges, np.arange(shape[0] * shape[1]) * golden % 1.0, side="right").reshape(shape)

@@ -1,0 +1,126 @@
+"""One tier's slots on one device: which expert lies in each, who pins it, what is free. Residency's private parts."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import LivePolicy, Tier
+
+BoolArray = npt.NDArray[np.bool_]
+
+NONE = -1  # no slot, no owner
+UNUSED = 1  # slot flag: prefetched, and not demanded since
+TRANSIENT = 2  # slot flag: loaded by a scan, goes first
+
+
+class Load:
+    """One expert on its way into one slot, from the RAM slot `source` or, without one, from NVMe."""
+
+    __slots__ = ("cold", "demand", "error", "expert", "layer", "pool", "slot", "source", "then", "waiters")
+
+    def __init__(self, pool: Pool, layer: int, expert: int, slot: int, *, demand: bool) -> None:
+        self.pool, self.layer, self.expert, self.slot = pool, layer, expert, slot
+        self.demand = demand
+        self.source = NONE
+        self.cold = pool.tier is Tier.RAM  # comes from NVMe
+        self.then: list[Load] = []  # copies that start from this one's slot
+        self.waiters: list[SimpleQueue[Load]] = []
+        self.error: Exception | None = None
+
+    def __repr__(self) -> str:
+        return f"Load(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"
+
+
+class Pool:
+    """Slots [S] and the L x E experts that may lie in them. Not thread-safe: residency holds the lock."""
+
+    def __init__(self, tier: Tier, layers: int, experts: int, slots: int, policy: LivePolicy) -> None:
+        self.tier, self.layers, self.experts, self.slots = tier, layers, experts, slots
+        self.policy = policy
+        self.where: IntArray = np.full((layers, experts), NONE, np.int64)  # [L, E] slot of what is resident
+        self.owner: IntArray = np.full(slots, NONE, np.int64)  # [S] layer * E + expert, resident or on its way
+        self.pins: IntArray = np.zeros(slots, np.int64)  # [S]
+        self.flags: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)  # [S]
+        self.worth: npt.NDArray[np.float32] = np.zeros(slots, np.float32)  # [S] while UNUSED: its move's score
+        self.born: IntArray = np.zeros(slots, np.int64)  # [S] layer-step at which the load began
+        self.free = list(range(slots - 1, -1, -1))
+        self.loads: dict[int, Load] = {}  # by owner
+        self.shortlist: list[tuple[float, int, int]] = []  # worth, slot, owner of those worth least, the least last
+        self.shortlist_at = NONE  # the layer-step that it was made in
+        self.moved = 0  # experts that came in
+        self.prefetched = 0  # of them, before they were demanded
+        self.wasted = 0  # of those, gone before they were
+        self._orphans = 0  # slots of failed loads that are still pinned
+
+    def lacks(self, layer: int, expert: int) -> bool:
+        """Neither here nor on its way."""
+        return self.where[layer, expert] < 0 and layer * self.experts + expert not in self.loads
+
+    def hold(self, slots: IntArray, scan: BoolArray | None) -> None:
+        """Pins distinct slots [n] for a forward; a decode's demand makes them no scan's any more."""
+        self.pins[slots] += 1
+        self.flags[slots] = 0 if scan is None else self.flags[slots] & np.where(scan, TRANSIENT, 0)
+
+    def unpin(self, slots: IntArray) -> None:
+        """Drops one pin of each of the distinct slots [n]."""
+        self.pins[slots] -= 1
+        if self._orphans:
+            orphans = slots[(self.pins[slots] == 0) & (self.owner[slots] == NONE)]
+            self.free.extend(orphans.tolist())
+            self._orphans -= len(orphans)
+
+    def place(self, slot: int, layer: int, expert: int, flags: int, born: int, *, demand: bool = True) -> Load:
+        """A load of the expert into an empty slot, which it pins."""
+        key = layer * self.experts + expert
+        self.owner[slot], self.pins[slot], self.flags[slot], self.born[slot] = key, 1, flags, born
+        load = self.loads[key] = Load(self, layer, expert, slot, demand=demand)
+        return load
+
+    def settle(self, load: Load) -> None:
+        """The load is complete: the expert is here."""
+        del self.loads[int(self.owner[load.slot])]
+        self.where[load.layer, load.expert] = load.slot
+        self.pins[load.slot] -= 1
+        self.moved += 1
+        self.prefetched += not load.demand
+
+    def abandon(self, load: Load) -> None:
+        """The load failed: its slot is free as soon as nobody pins it."""
+        del self.loads[int(self.owner[load.slot])]
+        self.owner[load.slot] = NONE
+        self.pins[load.slot] -= 1
+        if self.pins[load.slot]:
+            self._orphans += 1
+        else:
+            self.free.append(load.slot)
+
+    def evict(self, slots: IntArray) -> None:
+        """Forgets what lies in the unpinned slots [n]; they are the caller's, not free."""
+        assert not self.pins[slots].any(), "a pinned expert is to be evicted"
+        self.where.ravel()[self.owner[slots]] = NONE
+        self.owner[slots] = NONE
+        self.wasted += int(np.count_nonzero(self.flags[slots] & UNUSED))
+        self.flags[slots] = 0
+
+    def check_integrity(self, *, idle: bool) -> None:
+        """Asserts that slots, owners, pins, loads and the free list agree."""
+        resident = np.flatnonzero(self.where.ravel() >= 0)
+        slots = self.where.ravel()[resident]
+        loading = np.array([load.slot for load in self.loads.values()], np.int64)
+        assert (self.owner[slots] == resident).all(), "an expert's slot belongs to another"
+        assert all(self.owner[load.slot] == key for key, load in self.loads.items()), "a load lost its slot"
+        owned = np.sort(np.concatenate([slots, loading]))
+        assert np.array_equal(owned, np.flatnonzero(self.owner >= 0)), "a slot is used twice or by nobody"
+        assert (self.pins >= 0).all(), "a pin was dropped twice"
+        assert (self.pins[loading] > 0).all(), "a load does not pin its slot"
+        orphans = (self.owner < 0) & (self.pins > 0)
+        assert np.count_nonzero(orphans) == self._orphans, "a failed load's slot was lost"
+        free = np.sort(np.array(self.free, np.int64))
+        assert np.array_equal(free, np.flatnonzero((self.owner < 0) & (self.pins == 0))), "the free list is wrong"
+        if idle:
+            assert not self.pins.any(), f"{self.tier.name}: {np.count_nonzero(self.pins)} slots are still pinned"
+            assert not self.loads, f"{self.tier.name}: {list(self.loads.values())} never ended"

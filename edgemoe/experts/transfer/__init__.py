@@ -1,0 +1,1 @@
+"""How experts move between tiers: links, the loader, the idle window."""

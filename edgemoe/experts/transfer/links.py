@@ -1,0 +1,226 @@
+"""The ways an expert travels between tiers, and what each way has shown itself to cost."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from edgemoe.experts.tiers.slab import HostArena
+from edgemoe.experts.tiers.slots import Load
+
+Clock = Callable[[], float]
+RECENT = 32  # transfers whose single rates are remembered
+
+
+class LinkStats:
+    """Rate, cost and idleness of one link, from its transfers as they end; recent ones count most.
+
+    Transfers may overlap: each is charged the time since the one before it ended, so that the sum is the time
+    that the link was busy.
+    """
+
+    decay = 0.98  # weight of all earlier transfers against the next one
+    memory_s = 1.0  # how far back `idle_share` looks
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._active = 0
+        self._mark_s = clock()  # up to here busy time is accounted for
+        self._busy_share = 0.0  # at _busy_at_s
+        self._busy_at_s = self._mark_s
+        self._sums = [0.0] * 5  # decayed n, bytes, seconds, bytes^2, bytes * seconds
+        self._rates: deque[float] = deque(maxlen=RECENT)  # bytes/s
+
+    def begin(self) -> None:
+        """A transfer was handed to the link."""
+        if not self._active:
+            self._mark_s = self._clock()
+        self._active += 1
+
+    def end(self, size_bytes: int, seconds: float | None = None) -> None:
+        """A transfer arrived; `seconds` is what it is charged, where the link has a clock of its own."""
+        now = self._clock()
+        self._active -= 1
+        self.observe(size_bytes, now - self._mark_s if seconds is None else seconds)
+        self._mark_s = now
+
+    def abort(self) -> None:
+        """A transfer failed; nothing is learned from it."""
+        self._active -= 1
+        self._mark_s = self._clock()
+
+    def observe(self, size_bytes: int, seconds: float) -> None:
+        """One transfer of known duration that ends now."""
+        self._rates.append(size_bytes / max(seconds, 1e-9))
+        new = (1.0, size_bytes, seconds, size_bytes * size_bytes, size_bytes * seconds)
+        self._sums = [self.decay * old + x for old, x in zip(self._sums, new, strict=True)]
+        now = self._clock()
+        kept = math.exp(-(now - self._busy_at_s) / self.memory_s)
+        self._busy_share = min(1.0, kept * self._busy_share + 1.0 - math.exp(-seconds / self.memory_s))
+        self._busy_at_s = now
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes over busy time; 0 before the first transfer."""
+        return self._sums[1] / self._sums[2] if self._sums[2] > 0 else 0.0
+
+    @property
+    def unhindered_bytes_per_s(self) -> float:
+        """What a quarter of the last transfers exceeded; 0 before the first.
+
+        Most of what a transfer beside computing takes longer than this, whoever saw its end was waiting to be run.
+        """
+        rates = sorted(self._rates)
+        return rates[-(len(rates) // 4) - 1] if rates else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Busy time of one transfer, on average; 0 before the first."""
+        return self._sums[2] / self._sums[0] if self._sums[0] > 0 else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the last second or so in which nothing travelled."""
+        if self._active:
+            return 0.0
+        return 1.0 - self._busy_share * math.exp(-(self._clock() - self._busy_at_s) / self.memory_s)
+
+    def cost(self) -> tuple[float, float]:
+        """(seconds per transfer, seconds per byte), by least squares; no fixed part while all sizes are equal."""
+        n, x, y, xx, xy = self._sums
+        if not n or not x:
+            return 0.0, 0.0
+        spread = n * xx - x * x
+        if spread <= 1e-9 * n * xx:
+            return 0.0, y / x
+        slope = max(0.0, (n * xy - x * y) / spread)
+        return max(0.0, (y - slope * x) / n), slope
+
+
+class Dock(Protocol):
+    """Whoever is told, from any thread, how copies end: the mover."""
+
+    def arrived(self, load: Load) -> None:
+        """The copy's bytes are in place, or ordered before whatever computes from them."""
+
+    def released(self, load: Load) -> None:
+        """The copy no longer reads from its source."""
+
+    def failed(self, load: Load, error: Exception) -> None:
+        """The copy ended without its bytes, and no longer reads from its source."""
+
+    def roused(self, link: Link) -> None:
+        """The answer to `rouse`, on the link's thread."""
+
+
+class Link(Protocol):
+    """RAM -> one device."""
+
+    stats: LinkStats
+
+    def attach(self, dock: Dock) -> None:
+        """Says who is told how copies end; once, before the first one."""
+
+    def copy(self, load: Load) -> None:
+        """Queues one copy from `load.source` of RAM to `load.slot`; demanded ones overtake the others."""
+
+    def idle(self) -> bool:
+        """Nothing is queued or under way."""
+
+    def rouse(self) -> None:
+        """Has the dock called back soon, where it can take its time."""
+
+    def close(self) -> None:
+        """Ends the link after the copy under way; what is queued fails."""
+
+
+class EmulatedLink:
+    """A thread that copies between two host arenas and takes as long as a link of the stated rate would."""
+
+    def __init__(
+        self,
+        source: HostArena,
+        target: HostArena,
+        bytes_per_s: float,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.stats = LinkStats(clock)
+        self._source, self._target, self._rate = source, target, bytes_per_s
+        self._clock, self._sleep = clock, sleep
+        self._lanes: tuple[deque[tuple[Load, float]], ...] = (deque(), deque())  # demand, prefetch
+        self._changed = threading.Condition()
+        self._waiting = 0  # queued or under way
+        self._roused = False
+        self._free_at_s = 0.0
+        self.closed = False
+        self._thread = threading.Thread(target=self._run, name="edgemoe-link", daemon=True)
+
+    def attach(self, dock: Dock) -> None:
+        self._dock = dock
+        self._thread.start()
+
+    def copy(self, load: Load) -> None:
+        with self._changed:
+            if not self.closed:
+                self._lanes[0 if load.demand else 1].append((load, self._clock()))
+                self._waiting += 1
+                self.stats.begin()
+                self._changed.notify()
+                return
+        self._refuse(load)
+
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def rouse(self) -> None:
+        with self._changed:
+            self._roused = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._changed.notify()
+        self._thread.join(timeout=10)
+        for load, _ in (*self._lanes[0], *self._lanes[1]):
+            self._refuse(load)
+
+    def _refuse(self, load: Load) -> None:
+        self._dock.failed(load, RuntimeError(f"the link of {load} is closed"))
+
+    def _run(self) -> None:
+        while not self.closed:
+            job = self._next()
+            if job is None:
+                self._dock.roused(self)
+                continue
+            load, queued_s = job
+            self._transfer(load, queued_s)
+            with self._changed:
+                self._waiting -= 1
+                self.stats.end(self._target.stride_bytes)
+            self._dock.arrived(load)
+            self._dock.released(load)
+
+    def _next(self) -> tuple[Load, float] | None:
+        """The next copy; None when roused, or closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.closed or self._roused or any(self._lanes))
+            if self.closed or not any(self._lanes):
+                self._roused = False
+                return None
+            return next(lane for lane in self._lanes if lane).popleft()
+
+    def _transfer(self, load: Load, queued_s: float) -> None:
+        """Copies are back to back while any is queued, so that the rate holds however late this thread wakes."""
+        self._free_at_s = max(self._free_at_s, queued_s) + self._target.stride_bytes / self._rate
+        self._target.slab[load.slot] = self._source.slab[load.source]
+        remaining_s = self._free_at_s - self._clock()
+        if remaining_s > 0:
+            self._sleep(remaining_s)

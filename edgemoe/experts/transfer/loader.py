@@ -1,0 +1,255 @@
+"""The mover: starts what residency has granted, demanded experts first, wished-for ones only in idle time.
+
+NVMe reads run on the engine's asyncio loop, several at a time, straight into RAM slots. Copies to a device go
+through that device's link, from whichever thread finds that they can start. Verbs are thread-safe; the compute
+thread calls `start` and `prefetch` and never waits here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from edgemoe.errors import MissingExpert, StoreError
+from edgemoe.experts.tiers.residency import Horizon, Residency
+from edgemoe.experts.tiers.slab import HostArena
+from edgemoe.experts.tiers.slots import Load
+from edgemoe.experts.transfer.idle_window import Gap
+from edgemoe.experts.transfer.links import Clock, Link, LinkStats
+from edgemoe.types.arrays import BoolArray, IntArray
+from edgemoe.types.experts import ExpertId, Move, Store, Tier
+
+Lanes = tuple[deque[Move], ...]  # one queue of wishes per horizon
+
+
+class Mover:
+    """Moves experts between NVMe, RAM and devices."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        store: Store,
+        ram: HostArena,
+        links: Sequence[Link] = (),
+        *,
+        readers: int = 8,
+        idle_readers: int = 2,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`links` in the order of the residency's devices; `idle_readers` of the `readers` may serve wishes."""
+        self.residency, self.links = residency, tuple(links)
+        self.stats = LinkStats(clock)  # of NVMe
+        self.gap = Gap(residency.ram.layers)  # in which wishes are served
+        # which experts of a layer [n] are not worth reading ahead, for another box has them or would have to send them
+        self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
+        self._store, self._ram = store, ram
+        self._readers, self._idle_readers = readers, idle_readers
+        self._lock = threading.Lock()  # of all that follows
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._demanded: deque[Load] = deque()  # reads, waiting
+        self._reading = [0, 0]  # reads under way: wished for, demanded; changed on the loop only
+        self._stages: Lanes = tuple(deque() for _ in Horizon)  # wishes for NVMe -> RAM
+        self._copies: tuple[Lanes, ...] = tuple(tuple(deque() for _ in Horizon) for _ in self.links)  # RAM -> device
+        self._onward: dict[ExpertId, tuple[Move, Horizon]] = {}  # wishes to be copied on once they are in RAM
+        self._sleepers: deque[asyncio.Future[None]] = deque()  # readers without work; touched on the loop only
+        for link in self.links:
+            link.attach(self)
+
+    # --- any thread -----------------------------------------------------------------------------------------
+
+    def start(self, loads: Iterable[Load]) -> None:
+        """Starts demanded loads, in order."""
+        reads = []
+        for load in loads:
+            if load.source >= 0:
+                self.links[self.residency.device_of[load.layer, load.expert]].copy(load)
+            else:
+                reads.append(load)
+        if reads:
+            self._queue_reads(reads)
+
+    def prefetch(self, moves: Iterable[Move], horizon: Horizon = Horizon.FAR) -> None:
+        """Replaces the wishes of one horizon, best first; those not started that are not in it are cancelled.
+
+        A move from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there.
+        """
+        with self._lock:
+            for lanes in (self._stages, *self._copies):
+                lanes[horizon].clear()
+            self._onward = {expert: wish for expert, wish in self._onward.items() if wish[1] != horizon}
+            for move in moves:
+                self._lanes_of(move)[horizon].append(move)
+        self.serve_wishes()
+
+    def serve_wishes(self) -> None:
+        """Starts what idle links and idle readers allow."""
+        for link, lanes in zip(self.links, self._copies, strict=True):
+            if any(lanes) and link.idle() and self._any_pays(lanes, link.stats.seconds):
+                link.rouse()
+        readers = not self._reading[1] and self._reading[0] < self._idle_readers
+        if any(self._stages) and readers and self._any_pays(self._stages, self.stats.seconds):
+            self._wake(self._idle_readers)
+
+    @property
+    def wishes(self) -> int:
+        """Prefetches that have not started."""
+        return sum(len(queue) for lanes in (self._stages, *self._copies) for queue in lanes)
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Reads until cancelled; what is then still queued fails."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._readers):
+                    group.create_task(self._reader())
+        finally:
+            self._close()
+
+    async def _reader(self) -> None:
+        while True:
+            load = self._next_read()
+            if load is None:
+                sleeper = asyncio.get_running_loop().create_future()
+                self._sleepers.append(sleeper)
+                await sleeper
+            else:
+                await self._read(load)
+
+    async def _read(self, load: Load) -> None:
+        lane = int(load.demand)
+        self._reading[lane] += 1
+        self.stats.begin()
+        try:
+            await self._store.read(load.layer, load.expert, self._ram.view(load.slot))
+        except BaseException as error:  # whatever it is, nobody may be left waiting
+            self.stats.abort()
+            self.residency.fail(load, _as_failure(load, error))
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self.stats.end(self._ram.stride_bytes)
+            self.start(self.residency.arrive(load))
+        finally:
+            self._reading[lane] -= 1
+            self._pass_on(ExpertId(load.layer, load.expert))
+        self.serve_wishes()
+
+    def _next_read(self) -> Load | None:
+        """A demanded read; where none waits or runs, a wished-for one."""
+        with self._lock:
+            if self._demanded:
+                return self._demanded.popleft()
+            if self._reading[1] or self._reading[0] >= self._idle_readers:
+                return None
+            for horizon, queue in zip(Horizon, self._stages, strict=True):
+                while queue and self.gap.pays(queue[0].chance, self.stats.seconds):
+                    if (load := self._stage(queue.popleft(), horizon)) is not None:
+                        return load
+        return None
+
+    def _stage(self, move: Move, horizon: Horizon) -> Load | None:
+        """The read that a wish begins with, if it needs one and finds room."""
+        away = self.elsewhere if horizon not in (Horizon.HOME, Horizon.FILL) else None
+        if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
+            return None
+        load = self.residency.reserve(move._replace(target=Tier.RAM), horizon)
+        if move.target is Tier.VRAM and self.links:
+            if load is None:
+                self._copies[self.residency.device_of[move.expert]][horizon].append(move)
+            else:
+                self._onward[move.expert] = move, horizon
+        return load
+
+    def _pass_on(self, expert: ExpertId) -> None:
+        with self._lock:
+            if wish := self._onward.pop(expert, None):
+                self._copies[self.residency.device_of[expert]][wish[1]].append(wish[0])
+
+    def _rouse(self, n: int) -> None:
+        while n and self._sleepers:
+            sleeper = self._sleepers.popleft()
+            if not sleeper.done():
+                sleeper.set_result(None)
+                n -= 1
+
+    # --- the links' side --------------------------------------------------------------------------------------
+
+    def arrived(self, load: Load) -> None:
+        """A copy's bytes are in place, or ordered before whatever computes from them."""
+        self.residency.arrive(load)
+
+    def released(self, load: Load) -> None:
+        """A copy no longer reads from its source."""
+        self.residency.let_go(load.source)
+        self.serve_wishes()
+
+    def failed(self, load: Load, error: Exception) -> None:
+        """A copy ended without its bytes."""
+        self.residency.fail(load, _as_failure(load, error))
+        self.residency.let_go(load.source)
+
+    def roused(self, link: Link) -> None:
+        """The link is idle: time for wishes."""
+        lanes = self._copies[self.links.index(link)]
+        with self._lock:
+            for horizon, queue in zip(Horizon, lanes, strict=True):
+                while queue and link.idle() and self.gap.pays(queue[0].chance, link.stats.seconds):
+                    if (load := self.residency.reserve(queue.popleft(), horizon)) is not None:
+                        link.copy(load)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _lanes_of(self, move: Move) -> Lanes:
+        if move.source is Tier.NVME or not self.links:
+            return self._stages
+        return self._copies[self.residency.device_of[move.expert]]
+
+    def _queue_reads(self, reads: Sequence[Load]) -> None:
+        with self._lock:
+            if not self._closed:
+                self._demanded.extend(reads)
+        if self._closed:
+            self._fail_all(reads)
+        self._wake(len(reads))
+
+    def _wake(self, n: int) -> None:
+        if self._loop is not None and not self._closed:
+            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile; _close has failed the reads
+                self._loop.call_soon_threadsafe(self._rouse, n)
+
+    def _any_pays(self, lanes: Lanes, seconds: float) -> bool:
+        """Whether a first wish is worth beginning now."""
+        with self._lock:
+            return any(self.gap.pays(queue[0].chance, seconds) for queue in lanes if queue)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            left = list(self._demanded)
+            self._demanded.clear()
+        for horizon in Horizon:
+            self.prefetch((), horizon)
+        self._fail_all(left)
+
+    def _fail_all(self, loads: Iterable[Load]) -> None:
+        for load in loads:
+            self.residency.fail(load, _as_failure(load, asyncio.CancelledError()))
+
+
+def _as_failure(load: Load, error: BaseException) -> Exception:
+    """What the forward that waits for the load is told."""
+    if isinstance(error, StoreError):
+        return error
+    why = "the engine is stopping" if isinstance(error, asyncio.CancelledError) else f"loading it failed: {error!r}"
+    failure = MissingExpert(load.layer, load.expert, why)
+    failure.__cause__ = error
+    return failure

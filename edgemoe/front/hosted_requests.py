@@ -1,0 +1,191 @@
+"""Other boxes' requests on this box's engine. Their fronts own them: here they are passed in and their tokens out.
+
+At the engine a guest is named "NODE/NUMBER", by the front that sent it and in the order of arrival. Tokens go back in
+order, each batch once the one before has arrived; what that front no longer waits for, it names in its answer. If it
+cannot be reached for GIVEN_UP_S, or comes back as another incarnation, its requests end here: it has forgotten them, or
+has them elsewhere, or asks for them (`missing`) and runs them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
+from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
+from edgemoe.errors import PeerBusy, PeerError, WireError
+from edgemoe.types.request import Emission
+
+log = logging.getLogger(__name__)
+GIVEN_UP_S = 5.0
+ASK_S, RETRY_S = 2.0, 0.1
+BATCH = 2000  # emissions in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """One attempt at a request of another front."""
+
+    host: Host
+    request: str  # the request's own name
+    attempt: int
+    name: str  # at our engine
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """One front, one incarnation of it, and its requests here."""
+
+    node: str
+    boot: str
+    guests: dict[str, Guest] = field(default_factory=dict)  # by the request's own name
+    outbox: list[Emission] = field(default_factory=list)
+    sending: asyncio.Task[None] | None = None
+
+
+class Guests:
+    """One owner, one event loop."""
+
+    def __init__(
+        self,
+        lane: Lane[ControlMessage],
+        send: Callable[[ToEngine], bool],
+        spawn: Callable[..., asyncio.Task[None]],
+    ) -> None:
+        """`send` hands a message to our engine, `spawn` starts a task."""
+        self.served = 0
+        self._lane, self._send, self._spawn = lane, send, spawn
+        self._hosts: dict[str, Host] = {}
+        self._guests: dict[str, Guest] = {}  # by their names at our engine
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._guests)
+
+    def submit(self, node: str, boot: str, message: Submit) -> None:
+        """Runs a request of that front, unless a later attempt of it is here. Raises PeerBusy where none can be run."""
+        host = self._hosts.get(node)
+        if host is None or host.boot != boot:
+            self.forget(node)
+            host = self._hosts[node] = Host(node, boot)
+        request = message.request
+        before = host.guests.get(request.id)
+        if before is not None and before.attempt > message.attempt:
+            return
+        guest = Guest(host, request.id, message.attempt, f"{node}/{next(self._numbers)}")
+        renamed = msgspec.structs.replace(request, id=guest.name, user=f"{node}/{request.user}" if request.user else "")
+        if not self._send(msgspec.structs.replace(message, request=renamed)):
+            raise PeerBusy("no engine takes requests here now")
+        if before is not None:
+            self._end(before)
+        self.served += before is None
+        host.guests[request.id] = self._guests[guest.name] = guest
+
+    def cancel(self, node: str, boot: str, request: str, attempt: int) -> None:
+        """The front no longer waits for this attempt."""
+        host = self._hosts.get(node)
+        guest = host.guests.get(request) if host is not None and host.boot == boot else None
+        if guest is not None and guest.attempt == attempt:
+            self._end(guest)
+
+    def missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+        """Those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
+        host = self._hosts.get(node)
+        here: set[tuple[str, int]] = set()
+        if host is not None and host.boot == boot:
+            here = {(guest.request, guest.attempt) for guest in host.guests.values()}
+            here |= {(emission.request, emission.attempt) for emission in host.outbox}
+        return tuple(one for one in requests if one not in here)
+
+    def take(self, emissions: Sequence[Emission]) -> list[Emission]:
+        """Passes on what is for other fronts; returns the rest."""
+        ours = [one for one in emissions if "/" not in one.request]
+        if len(ours) < len(emissions):
+            for one in emissions:
+                guest = self._guests.get(one.request)
+                if guest is not None and guest.attempt == one.attempt:
+                    self._pass_on(guest, msgspec.structs.replace(one, request=guest.request))
+        return ours
+
+    def forget(self, node: str) -> None:
+        """That front has gone, or another incarnation of it has come: its requests end here."""
+        if (host := self._hosts.pop(node, None)) is not None:
+            if host.sending is not None:
+                host.sending.cancel()
+            for guest in list(host.guests.values()):
+                self._end(guest)
+
+    def keep(self, boots: Mapping[str, str]) -> None:
+        """These are the fronts that are let in, and their incarnations, "" before they have said; others' end here."""
+        for node, host in list(self._hosts.items()):
+            if node not in boots or boots[node] not in ("", host.boot):
+                self.forget(node)
+
+    def engine_ended(self) -> None:
+        """Their fronts notice by themselves, and have them run elsewhere."""
+        for node in list(self._hosts):
+            self.forget(node)
+
+    def _end(self, guest: Guest) -> None:
+        """Has our engine forget it."""
+        self._remove(guest)
+        self._send(Cancel(request=guest.name, attempt=guest.attempt))
+
+    def _remove(self, guest: Guest) -> None:
+        del self._guests[guest.name]
+        if guest.host.guests.get(guest.request) is guest:
+            del guest.host.guests[guest.request]
+
+    def _pass_on(self, guest: Guest, emission: Emission) -> None:
+        host = guest.host
+        host.outbox.append(emission)
+        if emission.finish:
+            self._remove(guest)
+        if host.sending is None or host.sending.done():
+            host.sending = self._spawn(self._deliver(host))
+
+    async def _deliver(self, host: Host) -> None:
+        failing_s, size = None, BATCH
+        while host.outbox:
+            batch = host.outbox[:size]
+            try:
+                frame = encode(Emissions(items=batch))
+                answer = await self._lane.ask(host.node, Tokens(), [frame], timeout_s=ASK_S)
+            except PeerError as error:
+                failing_s = failing_s or time.monotonic()
+                if time.monotonic() - failing_s > GIVEN_UP_S:
+                    log.info("tokens cannot be delivered", extra={"peer": host.node, "why": str(error)})
+                    host.sending = None
+                    self.forget(host.node)
+                    return
+                await asyncio.sleep(RETRY_S)
+                continue
+            except WireError as error:
+                if len(batch) == 1:
+                    host.outbox[0] = _too_large(batch[0], error)
+                size = 1
+                continue
+            failing_s = None
+            del host.outbox[: len(batch)]
+            if isinstance(answer.message, Taken):
+                for request, attempt in answer.message.unwanted:
+                    self.cancel(host.node, host.boot, request, attempt)
+
+
+def _too_large(emission: Emission, error: WireError) -> Emission:
+    """What its front is told instead of an emission that no message can carry."""
+    return Emission(
+        request=emission.request,
+        attempt=emission.attempt,
+        index=emission.index,
+        finish="error",
+        error=str(error),
+        error_code="answer_too_large",
+    )

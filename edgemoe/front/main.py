@@ -1,0 +1,255 @@
+"""The front's composition root: application, request book, engine supervision, signals, the service manager.
+
+A life in order: runtime directory and its lock, sockets, tokenizer | the engine starts, HTTP serves | ready |
+SIGTERM: new requests are refused, running ones finish within `service.drain_s` | the engine stops, sockets close.
+A second signal skips the waiting. SIGHUP has the engine load its ScoutGate again. Nothing imported here imports torch
+or numba (a test asserts it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgemoe.api.app import Api, build
+from edgemoe.api.metrics import Metrics
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
+from edgemoe.config.loading import beside
+from edgemoe.config.settings import Settings
+from edgemoe.errors import EdgemoeError, RequestError
+from edgemoe.front.cluster import Cluster
+from edgemoe.front.connections import Server
+from edgemoe.front.listen import api_keys, sole_owner, tcp_socket, unix_socket
+from edgemoe.front.notify import Notifier, passed_sockets
+from edgemoe.front.supervisor import Supervisor
+from edgemoe.guard import refuse_pickle
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.verify import verify_copies
+
+log = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-m", "edgemoe.worker")
+TICK_S = 1.0
+HAND_OVER_S = 15.0  # that other boxes have to fetch what only this one has, before it leaves
+LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading may take this much longer
+OPEN_FILES = 65536
+
+
+def run(settings: Settings, command: Sequence[str] = WORKER) -> int:
+    """Serves the packed store at `settings.model.path` until told to stop; the exit status.
+
+    `settings` have their paths filled in. Raises ServiceError, CheckpointError where it cannot start.
+    """
+    refuse_pickle()
+    _raise_file_limit()
+    try:
+        asyncio.run(Front(settings, command).serve_with_signals())
+    except BaseExceptionGroup as group:
+        raise _first(group) from group
+    return 0
+
+
+class Front:
+    """One daemon. `serve` returns after `stop`."""
+
+    def __init__(
+        self, settings: Settings, command: Sequence[str] = WORKER, env: Mapping[str, str] = os.environ
+    ) -> None:
+        self.settings = settings
+        self.metrics = Metrics(settings.model.name)
+        self.supervisor: Supervisor | None = None
+        self.api: Api | None = None
+        self.cluster: Cluster | None = None  # where the settings name a node
+        self.integrity_errors = 0
+        self._command = command
+        self._env = env
+        self._notifier = Notifier(env)
+        self._stops = 0
+        self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
+        self._hung_up = asyncio.Event()
+        self._door: Path | None = None  # the Unix socket, where it is ours
+
+    def stop(self) -> None:
+        """Drains and then stops; called a second time, stops at once."""
+        self._stopped[min(self._stops, 1)].set()
+        self._stops += 1
+
+    async def serve_with_signals(self) -> None:
+        """`serve`, with SIGTERM and SIGINT as `stop`, and SIGHUP to load the engine's ScoutGate again."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGHUP, self._hung_up.set)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        await self.serve()
+
+    async def serve(self) -> None:
+        """Serves until `stop`. Raises ServiceError, CheckpointError (alone or in a group)."""
+        settings = self.settings
+        runtime = private_directory(Path(settings.service.runtime_dir))
+        with contextlib.ExitStack() as held:
+            held.enter_context(sole_owner(runtime, _elsewhere(settings)))
+            keys = api_keys(Path(settings.api.api_key_file)) if settings.api.tcp else ()
+            text = await asyncio.to_thread(_text_model, Path(settings.model.path))
+            _give_back_memory()
+            wire = FrontEnd(runtime)
+            held.callback(wire.close)
+            self.supervisor = supervisor = Supervisor(settings, wire, self._command)
+            self.api = api = Api(settings.api, supervisor, text, self.metrics, keys)
+            held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
+            self._show_figures(supervisor)
+            if settings.cluster.node:
+                self.cluster = supervisor.cluster = Cluster(supervisor)
+                self.cluster.listen()
+            sockets = self._sockets(held)
+            await self._serve(supervisor, Server(build(api), sockets, settings.api.max_connections))
+
+    async def _serve(self, supervisor: Supervisor, server: Server) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            helpers = [
+                tasks.create_task(supervisor.listen(), name="listen"),
+                tasks.create_task(supervisor.run(), name="engine"),
+                tasks.create_task(self._heartbeat(supervisor), name="heartbeat"),
+                tasks.create_task(self._reload_on_hangup(supervisor), name="reload"),
+            ]
+            if self.cluster is not None:
+                helpers.append(tasks.create_task(self.cluster.run(), name="cluster"))
+            tasks.create_task(server.run_until_told(), name="http")
+            await self._stopped[0].wait()
+            log.info("stopping", extra={"live": len(supervisor.book), "drain_s": self.settings.service.drain_s})
+            self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
+            await _either(self._wind_down(supervisor), self._stopped[1].wait())
+            supervisor.stop()
+            self._close_door()
+            server.should_exit = True
+            if self.cluster is not None:
+                await self.cluster.leave()
+            for helper in helpers:
+                helper.cancel()
+        log.info("stopped")
+
+    async def _wind_down(self, supervisor: Supervisor) -> None:
+        """Hands over what other boxes lack, then finishes what runs."""
+        if self.cluster is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(HAND_OVER_S, self.settings.service.drain_s)):
+                    await self.cluster.hand_over()
+        await supervisor.drain(self.settings.service.drain_s)
+
+    async def _heartbeat(self, supervisor: Supervisor) -> None:
+        """Keeps the service manager informed: alive, ready, and what is going on."""
+        told_ready, told = False, ""
+        while True:
+            fields = {"WATCHDOG": "1"}
+            if supervisor.state == "ready" and not told_ready:
+                told_ready, fields["READY"] = True, "1"
+            elif not told_ready:
+                fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
+            if (status := f"{supervisor.state}, {len(supervisor.book)} requests") != told:
+                told = fields["STATUS"] = status
+            self._notifier.tell(**fields)
+            self._check(supervisor)
+            await asyncio.sleep(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S))
+
+    async def _reload_on_hangup(self, supervisor: Supervisor) -> None:
+        while True:
+            await self._hung_up.wait()
+            self._hung_up.clear()
+            try:
+                log.info("reloaded", extra={"answer": await supervisor.reload()})
+            except RequestError as error:
+                log.warning("not reloaded", extra={"error": str(error)})
+
+    def _check(self, supervisor: Supervisor) -> None:
+        try:
+            supervisor.check_integrity()
+        except AssertionError as error:
+            self.integrity_errors += 1
+            log.error("the front contradicts itself", extra={"error": str(error)})
+
+    def _close_door(self) -> None:
+        """Takes our own Unix socket away, so that nobody connects who would not be answered."""
+        if self._door is not None:
+            self._door.unlink(missing_ok=True)
+            self._door = None
+
+    def _sockets(self, held: contextlib.ExitStack) -> list[socket.socket]:
+        """The service manager's listening sockets, or our own; and the TCP one."""
+        api = self.settings.api
+        sockets = passed_sockets(self._env)
+        if not sockets:
+            path = Path(api.socket)
+            sockets.append(unix_socket(path, api.socket_group))
+            self._door = path
+            held.callback(self._close_door)
+        if api.tcp:
+            sockets.append(tcp_socket(api.tcp))
+        for one in sockets:
+            held.callback(one.close)
+            log.info("listening", extra={"address": one.getsockname()})
+        return sockets
+
+    def _show_figures(self, supervisor: Supervisor) -> None:
+        book, gauge, counter = supervisor.book, self.metrics.gauge, self.metrics.counter
+        gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(book))
+        counter("edgemoe_engine_starts_total", "Engines started", lambda: supervisor.starts)
+        counter(
+            "edgemoe_replayed_requests_total", "Choices submitted again after an engine's end", lambda: book.replayed
+        )
+        counter("edgemoe_stale_emissions_total", "Emissions of an attempt that is over", lambda: book.stale)
+        counter("edgemoe_integrity_errors_total", "Contradictions found in the front", lambda: self.integrity_errors)
+
+
+async def _either(*waits: Coroutine[Any, Any, object]) -> None:
+    """Returns, or raises, when the first of them does; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: ours if there is one among them."""
+    leaves = [error for error in group.exceptions if not isinstance(error, BaseExceptionGroup)]
+    return next((error for error in leaves if isinstance(error, EdgemoeError)), leaves[0] if leaves else group)
+
+
+def _elsewhere(settings: Settings) -> str:
+    """What to do where another daemon runs already, by the setting that both have the same."""
+    socket_path = Path(settings.api.socket)
+    if Path(settings.service.runtime_dir) == beside(socket_path):
+        return f"it serves {socket_path}: use that one, stop it, or give this one another with --socket (api.socket)"
+    return "stop it, or set service.runtime_dir to another directory"
+
+
+def _text_model(directory: Path) -> TextModel:
+    """Tokenizer and chat template, as the store's manifest has them. Raises CheckpointError, StoreError."""
+    if (directory / MANIFEST).is_file():  # without one the engine says what is wrong
+        verify_copies(directory, Manifest.read(directory))
+    return TextModel(directory)
+
+
+def _give_back_memory() -> None:
+    """Reading a large tokenizer leaves as much freed memory as it keeps; glibc returns it when asked."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _raise_file_limit() -> None:
+    """Each client is a file, and the default soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

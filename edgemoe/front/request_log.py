@@ -1,0 +1,291 @@
+"""The request book: every accepted request, what it has emitted, and who waits for it. One owner, one event loop.
+
+It makes an engine's death invisible: a request's continuation is a function of the request and the tokens emitted so
+far, so `replay` submits each live one again as its next attempt, and `take` lets through only the current attempt's
+next index. So no token is delivered twice, changed or left out, whatever arrives late or from a dead incarnation.
+
+A request that kills engines must not take its neighbours along: those that have seen two die without getting further
+in between are suspects and go to the third one after the other, each once the one before has proved harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
+from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
+from edgemoe.types.request import Emission, Request
+
+FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without getting further in between
+# An attempt gets further by more tokens than this. Fewer may be what a dying engine never handed over, or what comes
+# out of each engine before the step that ends it.
+FURTHER_TOKENS = 8
+RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
+# A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
+# thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
+SHARE_OF_FREE = 4
+
+
+class Ticket:
+    """The requests of one HTTP request: an async iterator over what they emit, in batches."""
+
+    def __init__(self, book: Book, deadline: float) -> None:
+        self.deadline = deadline
+        self.live: set[str] = set()
+        self._book = book
+        self._items: list[Emission] = []
+        self._error: RequestError | None = None
+        self._news = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[list[Emission]]:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if items := self._items:
+                self._items = []
+                yield items
+            if self._error is not None:
+                raise self._error
+            if not self.live and not self._items:
+                return
+
+    def cancel(self, request: str) -> None:
+        """Ends one of the requests."""
+        self._book.cancel(request)
+        self._news.set()
+
+    def put(self, emission: Emission) -> None:
+        """Hands over an emission. Called by the book."""
+        self._items.append(emission)
+        self._news.set()
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the iteration with `error`, after what is already there. Called by the book."""
+        self._error = self._error or error
+        self._news.set()
+
+
+@dataclass(slots=True)
+class Live:
+    """One accepted request."""
+
+    request: Request
+    ticket: Ticket
+    accepted: float
+    emitted: list[int] = field(default_factory=list)
+    attempt: int = 0  # 0: not yet submitted
+    place: str = ""  # the engine that has it; "" while none does
+    emitted_before: int = 0  # by earlier attempts
+    fruitless: int = 0  # submissions since it last got further
+
+
+class Book:
+    """Accepts, replays, delivers and forgets requests. Call from one event loop."""
+
+    def __init__(
+        self,
+        capacity: int,
+        submit: Callable[[Submit], str],
+        cancel: Callable[[str, Cancel], object],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`submit` hands a message to an engine and names it, or "" where none takes it; `cancel` names the engine."""
+        self.capacity = capacity  # requests alive at once, waiting ones included
+        self.closed: RequestError | None = None  # why nothing is accepted
+        self.stale = 0  # emissions of an earlier attempt, or of none
+        self.gaps = 0  # emissions that skipped an index
+        self.replayed = 0
+        self.blamed = 0  # requests that were given up as what engines die of
+        self._hand, self._recall = submit, cancel
+        self._now = now
+        self._live: dict[str, Live] = {}
+        self._suspects: deque[str] = deque()  # to be tried one by one
+        self._on_trial = ""
+        self._mean_s = 1.0  # a request's duration, lately
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def capacity_per_user(self) -> int:
+        """How many of them one user gets while nobody else has any."""
+        return SHARE_OF_FREE * (self.capacity + 1) // (SHARE_OF_FREE + 1)
+
+    # --- what the application calls ---
+
+    @contextmanager
+    def open(self, requests: Sequence[Request], timeout_s: float) -> Iterator[Ticket]:
+        """Accepts the requests; what still runs when the block is left is cancelled.
+
+        Raises QueueFull, InvalidRequest (more than would ever fit), and whatever `closed` says.
+        """
+        self._check_room(requests)
+        now = self._now()
+        ticket = Ticket(self, now + timeout_s)
+        for request in requests:
+            self._live[request.id] = live = Live(request, ticket, now)
+            ticket.live.add(request.id)
+            self._idle.clear()
+            self._submit(live)
+        try:
+            yield ticket
+        finally:
+            for name in list(ticket.live):
+                self.cancel(name)
+
+    def cancel(self, request: str) -> None:
+        """Forgets a request, and has the engine forget it. Unknown ones are forgotten already."""
+        if (live := self._live.get(request)) is not None:
+            self._forget(live)
+            if live.place:
+                self._recall(live.place, Cancel(request=request, attempt=live.attempt))
+
+    # --- what the supervisor calls ---
+
+    def take(self, emissions: Iterable[Emission]) -> None:
+        """Delivers what an engine emitted."""
+        for emission in emissions:
+            live = self._live.get(emission.request)
+            if live is None or emission.attempt != live.attempt or emission.index < len(live.emitted):
+                self.stale += 1
+            elif emission.index > len(live.emitted):
+                self.gaps += 1
+                if live.place:
+                    self._recall(live.place, Cancel(request=emission.request, attempt=live.attempt))
+                if len(live.emitted) > live.emitted_before:  # and nobody died
+                    live.fruitless = max(0, live.fruitless - 1)
+                self._submit(live)
+            else:
+                self._deliver(live, emission)
+
+    def place_of(self, request: str) -> tuple[str, int]:
+        """The engine that has the request, and its attempt there; ("", 0) where it is not alive."""
+        live = self._live.get(request)
+        return (live.place, live.attempt) if live is not None else ("", 0)
+
+    def count_at(self, place: str) -> int:
+        """Live requests that this engine has."""
+        return sum(live.place == place for live in self._live.values())
+
+    def replay(self, places: Collection[str] = ()) -> None:
+        """Submits every live request that none of these engines has to one that takes it, in order of acceptance."""
+        self._suspects.clear()
+        for live in list(self._live.values()):
+            if live.place in places and live.place:
+                continue
+            self.replayed += live.place != ""
+            live.place = ""
+            if live.request.id == self._on_trial:
+                self._on_trial = ""
+            if live.fruitless == FRUITLESS_ATTEMPTS - 1:
+                self._suspects.append(live.request.id)
+            else:
+                self._submit(live)
+        if not self._on_trial:
+            self._try_next()
+
+    def turned_away(self, request: str, attempt: int) -> None:
+        """An engine would not take this attempt: it goes to another, as far as there is one."""
+        live = self._live.get(request)
+        if live is not None and live.attempt == attempt and live.place:
+            live.place = ""
+            live.fruitless = max(0, live.fruitless - 1)
+            self._submit(live)
+
+    def expire(self) -> None:
+        """Ends the requests whose deadline has passed."""
+        now = self._now()
+        for live in [live for live in self._live.values() if live.ticket.deadline <= now]:
+            self.cancel(live.request.id)
+            live.ticket.fail(DeadlineExceeded("the answer was not finished in time (api.request_timeout_s)"))
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every live request with `error`."""
+        for live in list(self._live.values()):
+            self.cancel(live.request.id)
+            live.ticket.fail(error)
+
+    async def empty(self) -> None:
+        """Waits until no request is alive."""
+        await self._idle.wait()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the book contradicts itself."""
+        for name, live in self._live.items():
+            assert name == live.request.id, f"{name} is filed under another's name"
+            assert name in live.ticket.live, f"{name} is not on its own ticket"
+            assert len(live.emitted) <= live.request.sampling.max_tokens, f"{name} has emitted too much"
+            assert live.fruitless <= live.attempt, f"{name} counts attempts that never were"
+            assert live.ticket.live <= self._live.keys(), f"the ticket of {name} holds forgotten requests"
+        assert not self._suspects or self._on_trial in self._live, "suspects wait, and nobody is on trial"
+        assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
+        assert len(self._live) <= self.capacity, "more requests than there is room for"
+
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        wanted = len(requests)
+        if self.closed is not None:
+            raise self.closed
+        if wanted > self.capacity:
+            raise InvalidRequest(f"{wanted} choices at once are more than the {self.capacity} that can ever wait")
+        free = self.capacity - len(self._live)
+        held = sum(live.request.user == requests[0].user for live in self._live.values())
+        if wanted > free or (held and held + wanted > SHARE_OF_FREE * free):
+            wait_s = min(60.0, max(1.0, self._mean_s * wanted / 2))
+            alive = f"{len(self._live)} requests are waiting or running, {held} of them this user's"
+            raise QueueFull(f"{alive}; try again", retry_after_s=wait_s)
+
+    def _submit(self, live: Live) -> None:
+        """Sends the next attempt. With no engine to take it, `replay` will."""
+        live.place = ""
+        if live.fruitless >= FRUITLESS_ATTEMPTS:
+            self._forget(live)
+            reason = f"{FRUITLESS_ATTEMPTS} engines in a row ended at about the same token of this request"
+            self.blamed += 1
+            live.ticket.fail(EngineCrashed(reason))
+            return
+        message = Submit(
+            request=live.request,
+            emitted=tuple(live.emitted),
+            attempt=live.attempt + 1,
+            remaining_ms=max(0.0, (live.ticket.deadline - self._now()) * 1e3),
+        )
+        if place := self._hand(message):
+            live.place = place
+            live.attempt += 1
+            live.emitted_before = len(live.emitted)
+            live.fruitless += 1
+
+    def _deliver(self, live: Live, emission: Emission) -> None:
+        if emission.token is not None:
+            live.emitted.append(emission.token)
+            if len(live.emitted) - live.emitted_before > FURTHER_TOKENS:
+                live.fruitless = 0
+                if live.request.id == self._on_trial:
+                    self._try_next()
+        if emission.finish:
+            self._mean_s += RATE_ALPHA * (self._now() - live.accepted - self._mean_s)
+            self._forget(live)
+        live.ticket.put(emission)
+
+    def _try_next(self) -> None:
+        """Submits the next suspect."""
+        self._on_trial = ""
+        while self._suspects and not self._on_trial:
+            if (live := self._live.get(self._suspects.popleft())) is not None:
+                self._on_trial = live.request.id
+                self._submit(live)
+
+    def _forget(self, live: Live) -> None:
+        del self._live[live.request.id]
+        live.ticket.live.discard(live.request.id)
+        if live.request.id == self._on_trial:
+            self._try_next()
+        if not self._live:
+            self._idle.set()

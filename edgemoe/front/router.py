@@ -1,0 +1,157 @@
+"""The engines that this front's requests may go to: our own, and other boxes' by way of their fronts.
+
+Another box's engine is the place "NODE:BOOT". Which place a request goes to is a pure choice (`policy.route`). What it
+last said of how busy it is, is corrected by what of ours has begun and ended there since. Once in CHECK_S a box that
+has requests of ours is asked whether it still has them all; what it has not got runs again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, Taken
+from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, encode
+from edgemoe.errors import EdgemoeError
+from edgemoe.policy.route import Load, Rule, choose
+from edgemoe.types.request import Emission
+
+log = logging.getLogger(__name__)
+ASK_S = 2.0
+AVOID_S = 1.0  # an engine that turned a request away
+CHECK_S = 1.0  # between questions whether requests are still where they were taken to
+
+
+class Requests(Protocol):
+    """The request book, as far as engines elsewhere are concerned."""
+
+    def take(self, emissions: list[Emission]) -> None:
+        """Delivers what an engine emitted."""
+
+    def turned_away(self, request: str, attempt: int) -> None:
+        """An engine would not take this attempt."""
+
+    def place_of(self, request: str) -> tuple[str, int]:
+        """The engine that has the request, and its attempt there."""
+
+    def count_at(self, place: str) -> int:
+        """Live requests that this engine has."""
+
+
+class Places:
+    """One owner, one event loop."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        rule: Rule,
+        requests: Requests,
+        own: Callable[[], Load | None],
+        submit_here: Callable[[Submit], str],
+        spawn: Callable[..., asyncio.Task[None]],
+    ) -> None:
+        """`own` is our engine while it takes requests; `submit_here` gives it one and names it."""
+        self.forwarded = 0
+        self._plane, self._rule, self._requests = plane, rule, requests
+        self._own, self._submit_here, self._spawn = own, submit_here, spawn
+        self._ours: dict[str, int] = {}  # of our requests, how many a node had when it last said how it is
+        self._avoid: dict[str, float] = {}  # places that turned requests away, until when
+        self._arrived: dict[str, tuple[str, int]] = {}  # request -> place and attempt that was taken there
+        self.dropped = 0  # requests that another box had forgotten
+
+    def elsewhere(self) -> dict[str, str]:
+        """Engines of other boxes that take requests: place -> node."""
+        serving = self._plane.members.serving(self._plane.model)
+        return {f"{node}:{boot}": node for boot, node in serving.items()}
+
+    def submit(self, message: Submit) -> str:
+        """Hands a request to the engine of choice, and names that; "" where there is none."""
+        now = time.monotonic()
+        self._avoid = {place: until for place, until in self._avoid.items() if until > now}
+        own = self._own()
+        others = self.elsewhere()
+        loads = [self._load(place, node) for place, node in others.items() if place not in self._avoid]
+        place = choose(loads if own is None else [own, *loads], self._rule)
+        if place in others:
+            self.forwarded += 1
+            self._spawn(self._forward(place, others[place], message))
+            return place
+        return self._submit_here(message)
+
+    def cancel(self, place: str, message: Cancel) -> None:
+        """Has another box's engine forget a request. Should this not arrive, its next tokens are answered with it."""
+        if (node := self.elsewhere().get(place)) is not None:
+            self._spawn(self._recall(node, message))
+
+    def take(self, node: str, items: list[Emission]) -> Taken:
+        """Delivers what a request of ours has emitted over there; says which of it nobody waits for."""
+        wanted, unwanted = [], {}
+        for one in items:
+            place, attempt = self._requests.place_of(one.request)
+            if attempt == one.attempt and place.startswith(f"{node}:"):
+                wanted.append(one)
+            elif not one.finish:
+                unwanted[one.request] = one.attempt
+        self._requests.take(wanted)
+        return Taken(tuple(unwanted.items())[:MAX_UNWANTED])
+
+    async def check(self) -> None:
+        """Has what another box no longer has run again. Until cancelled."""
+        while True:
+            await asyncio.sleep(CHECK_S)
+            place_of = self._requests.place_of
+            self._arrived = {name: there for name, there in self._arrived.items() if place_of(name) == there}
+            nodes = self.elsewhere()
+            asked: dict[str, list[tuple[str, int]]] = {}
+            for name, (place, attempt) in self._arrived.items():
+                if place in nodes:
+                    asked.setdefault(place, []).append((name, attempt))
+            await asyncio.gather(*(self._check(place, nodes[place], some) for place, some in asked.items()))
+
+    def hear(self, node: str, beat: Beat) -> None:
+        """A box has said how it is."""
+        self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
+
+    def _load(self, place: str, node: str) -> Load:
+        beat = self._plane.members[node].beat
+        requests = beat.requests + self._requests.count_at(place) - self._ours.get(node, 0)
+        return Load(place, False, max(0, requests), beat.slots, beat.capacity)
+
+    async def _forward(self, place: str, node: str, message: Submit) -> None:
+        try:
+            asked = Forward(self._plane.model)
+            await self._plane.lane.ask(node, asked, [encode(message)], timeout_s=ASK_S)
+        except EdgemoeError as error:
+            log.info("a request was turned away", extra={"peer": node, "why": str(error)})
+            self._avoid[place] = time.monotonic() + AVOID_S
+            self._requests.turned_away(message.request.id, message.attempt)
+        else:
+            self._arrived[message.request.id] = (place, message.attempt)
+
+    async def _check(self, place: str, node: str, requests: list[tuple[str, int]]) -> None:
+        question = Check(place.removeprefix(f"{node}:"), tuple(requests[:MAX_UNWANTED]))
+        try:
+            answer = await self._plane.lane.ask(node, question, timeout_s=ASK_S)
+        except EdgemoeError as error:
+            log.debug("what has become of requests is not known", extra={"peer": node, "why": str(error)})
+            return
+        if not isinstance(answer.message, Dropped):
+            return
+        # what has ended meanwhile is missing there too
+        lost = [one for one in answer.message.requests if self._requests.place_of(one[0]) == (place, one[1])]
+        if lost:
+            log.warning("requests were forgotten over there", extra={"peer": node, "count": len(lost)})
+            self.dropped += len(lost)
+            self._avoid[place] = time.monotonic() + AVOID_S
+        for name, attempt in lost:
+            self._requests.turned_away(name, attempt)
+
+    async def _recall(self, node: str, message: Cancel) -> None:
+        try:
+            await self._plane.lane.ask(node, Forward(self._plane.model), [encode(message)], timeout_s=ASK_S)
+        except EdgemoeError as error:
+            log.debug("a request was not recalled", extra={"peer": node, "why": str(error)})

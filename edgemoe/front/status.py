@@ -1,0 +1,75 @@
+"""The cluster in plain words and numbers, for /health, /metrics and `edgemoe status --cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from edgemoe.cluster.control.members import Member, Members
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.control_messages import Announce
+from edgemoe.cluster.rpc.engine_messages import PeerSeen
+from edgemoe.types.placement import PlacementPlan
+
+State = Literal["here", "gone", "leaving", "refused"]
+STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
+
+
+def state_of(members: Members, member: Member) -> State:
+    """How another box is."""
+    if member.refused:
+        return "refused"
+    if not members.is_alive(member.peer.node):
+        return "gone"
+    return "leaving" if member.card is not None and member.card.leaving else "here"
+
+
+def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -> dict[str, Any]:
+    """`seen` are the links between our engine and others', by node; `requests` those that our engine has."""
+    plan, ref, agreed = plane.plans.plan, plane.plans.ref, plane.agreed
+    digest = ref.digest if ref is not None else ""
+    return {
+        "node": plane.node,
+        "leader": plane.leader,
+        "epoch": plane.epoch,
+        "stale_leaders": plane.stale,
+        "unentitled_beats": plane.unentitled,
+        "plan": None if plan is None else {"version": plan.version, "epoch": plan.epoch, "digest": digest},
+        "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
+        "trouble": plane.trouble,
+        "members": [
+            _box(plane.node, "here", plane.announce, plan) | {"requests": requests},
+            *(_member(plane, member, seen.get(member.peer.node)) for member in plane.members),
+        ],
+    }
+
+
+def _member(plane: ControlPlane, member: Member, link: PeerSeen | None) -> dict[str, Any]:
+    node = member.peer.node
+    return _box(node, state_of(plane.members, member), member.card, plane.plans.plan) | {
+        "address": member.peer.address or (member.card.address if member.card else ""),
+        "why": member.refused,
+        "gone_s": plane.members.absent_s(node),
+        "requests": member.beat.requests,
+        "latency_s": link.latency_s if link is not None else None,
+        "bytes_per_s": link.bytes_per_s if link is not None else None,
+    }
+
+
+def _box(node: str, state: State, card: Announce | None, plan: PlacementPlan | None) -> dict[str, Any]:
+    engine = card.engine if card is not None else None
+    return {
+        "node": node,
+        "state": state,
+        "role": card.role if card is not None else "",
+        "release": card.release if card is not None else "",
+        "address": card.address if card is not None else "",
+        "devices": list(card.devices) if card is not None else [],
+        "ram_bytes": card.ram_bytes if card is not None else 0,
+        "engine": engine.boot if engine is not None else "",
+        "model": engine.model if engine is not None else "",
+        "homes": int(plan.homes_of(node).sum()) if plan is not None else 0,
+        "room": engine.budget_experts if engine is not None else 0,
+        "in_ram": int.from_bytes(engine.ram, "little").bit_count() if engine is not None else 0,
+        "on_disk": int.from_bytes(engine.disk, "little").bit_count() if engine is not None else 0,
+    }

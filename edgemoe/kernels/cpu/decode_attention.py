@@ -1,0 +1,153 @@
+"""Attention of single new tokens over paged keys and values (grouped queries).
+
+Memory of one layer: block b's keys of one KV head are a run of [16, head_dim], so a tile is read like a weight
+matrix. A context is cut into at most SPLITS parts by its own length alone, so that long contexts use all threads
+and a token's result is the same bits in any batch; each part keeps its largest score, sum and weighted values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from edgemoe.kernels.cpu.gemv import load_bf16, load_f32, make_place, make_rows
+from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_rows, chunk, code, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.kernels.cpu.vector import exp32, softmax
+
+BLOCK = 16  # tokens
+SPLITS = 64
+SHORTEST = 256  # tokens of the shortest part
+TILE = 4  # values added side by side
+
+# `queries` [tokens, heads, head_dim] float32, packed and scaled; `out` [tokens, heads * head_dim] float32, packed
+# unless `plain`;
+# `tables` [tokens, table_width] int64 block ids; `contexts` [tokens] int64; `keys` and `values` of block 0, KV head
+# 0, and bytes between blocks and between KV heads; scratch `scores` and `parts` as in `scratch_floats`.
+ATTENTION = fields(
+    *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "tables", "table_width", "contexts"),
+    *("keys", "values", "block_stride", "head_stride", "scores", "parts", "longest", "iota", "plain"),
+)
+
+
+def part_tokens(context: int) -> int:
+    """Tokens in one part of a context: a whole number of blocks."""
+    return max(SHORTEST, (context + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK)
+
+
+def most_parts(longest: int) -> int:
+    """No context up to `longest` has more parts."""
+    return min(SPLITS, (longest + SHORTEST - 1) // SHORTEST)
+
+
+_part_tokens, _most_parts = jit(part_tokens), jit(most_parts)
+
+
+def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict[str, int]:
+    """Sizes of the scratch arrays when the longest context has so many tokens."""
+    parts = most_parts(longest)
+    return {
+        "scores": tokens * heads * parts * part_tokens(longest),
+        "parts": tokens * heads * parts * (head_dim + 2),
+    }
+
+
+@cache
+def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[Code, ...]]:
+    """(run(control, address of an ATTENTION record) for kernels, the same for Python, all code that they refer to)."""
+    row_code, place = make_rows(bf16), make_place(bf16)
+    rows = address_of(row_code)
+    load = load_bf16 if bf16 else load_f32
+    size = 2 if bf16 else 4
+
+    @jit
+    def add_values(values: int, head_dim: int, count: int, probs: int, out: int) -> None:
+        """out += probs [count] . values [count, head_dim]."""
+        p, o, line = f32_at(probs), f32_at(out), head_dim * size
+        full = count - count % TILE
+        for j in range(0, full, TILE):
+            at, p0, p1, p2, p3 = values + j * line, p[j], p[j + 1], p[j + 2], p[j + 3]
+            for d in range(head_dim):
+                o[d] += (
+                    p0 * load(at, d)
+                    + p1 * load(at + line, d)
+                    + p2 * load(at + 2 * line, d)
+                    + p3 * load(at + 3 * line, d)
+                )
+        for j in range(full, count):
+            for d in range(head_dim):
+                o[d] += p[j] * load(values + j * line, d)
+
+    @chunk
+    def attend(job: int, number: int) -> None:
+        a = record(job, ATTENTION)
+        splits = _most_parts(a.longest)
+        token, head = number // (a.kv_heads * splits), number // splits % a.kv_heads
+        context = i64_at(a.contexts)[token]
+        length = _part_tokens(context)
+        start = number % splits * length
+        if start >= context:
+            return
+        end, group = min(start + length, context), a.heads // a.kv_heads
+        scores = a.scores + number * group * _part_tokens(a.longest) * 4
+        queries = a.queries + (token * a.heads + head * group) * a.head_dim * 4
+        table = i64_at(a.tables + 8 * token * a.table_width)
+        line = a.head_dim * size
+        for at in range(start, end, BLOCK):
+            keys = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
+            count, to = min(BLOCK, end - at), scores + (at - start) * 4
+            call_rows(
+                rows(), keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4
+            )
+        part = a.parts + number * group * (a.head_dim + 2) * 4
+        for query in range(group):
+            result = f32_at(part + query * (a.head_dim + 2) * 4)
+            result[0], result[1] = softmax(scores + query * length * 4, end - start)
+            for d in range(a.head_dim):
+                result[2 + d] = np.float32(0)
+        for at in range(start, end, BLOCK):
+            values = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
+            for query in range(group):
+                probs = scores + (query * length + at - start) * 4
+                add_values(values, a.head_dim, min(BLOCK, end - at), probs, part + (query * (a.head_dim + 2) + 2) * 4)
+
+    @chunk
+    def combine(job: int, number: int) -> None:
+        """One query head of one token: its parts, weighted by their sums, to their places in `out`."""
+        a = record(job, ATTENTION)
+        splits = _most_parts(a.longest)
+        token, head, group = number // a.heads, number % a.heads, a.heads // a.kv_heads
+        context = i64_at(a.contexts)[token]
+        used = (context + _part_tokens(context) - 1) // _part_tokens(context)
+        first = (token * a.kv_heads + head // group) * splits
+        line, n = (a.head_dim + 2) * 4, a.heads * a.head_dim
+        base = a.parts + (first * group + head % group) * line
+        largest, mass = f32_at(base)[0], np.float32(0)
+        for split in range(1, used):
+            largest = max(largest, f32_at(base + split * group * line)[0])
+        for split in range(used):
+            part = f32_at(base + split * group * line)
+            part[0] = exp32(part[0] - largest)
+            mass += part[0] * part[1]
+        out = f32_at(a.out + token * n * 4)
+        for d in range(a.head_dim):
+            value = np.float32(0)
+            for split in range(used):
+                part = f32_at(base + split * group * line)
+                value += part[0] * part[2 + d]
+            k = head * a.head_dim + d
+            out[k if a.plain else place(k, n)] = value / mass
+
+    attending, combining = address_of(attend), address_of(combine)
+
+    @jit
+    def run(control: int, job: int) -> None:
+        a = record(job, ATTENTION)
+        parallel(control, attending(), job, a.tokens * a.kv_heads * _most_parts(a.longest))
+        parallel(control, combining(), job, a.tokens * a.heads)
+
+    attention = code(INT, INT)(run.py_func)
+    return run, attention, (row_code, attend, combine, attention)

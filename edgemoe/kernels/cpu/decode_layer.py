@@ -1,0 +1,172 @@
+"""The dense part of a decoder layer for single new tokens, in one call: residual, norm, q/k/v, rotary, cache,
+attention, output, norm, gate and choice of experts. Then, once a step, the head.
+
+Everything between two products is a few hundred operations a token, so it runs as one chunk per token; what is
+left to Python per layer is this call and the experts'.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK, make_attention
+from edgemoe.kernels.cpu.gemv import make_place, store_bf16, store_f32
+from edgemoe.kernels.cpu.intrinsics import INT, address_of, chunk, code, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.cpu.linear import LINEAR, make_linear
+from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.kernels.cpu.vector import make_pack, norm_scale, softmax, top_k
+
+# One step: sizes; `residual` and `delta` [tokens, hidden] float32, `delta` (or 0) is added to it first; positions
+# [tokens] int64; cos and sin [tokens, head_dim / 2] float32; `attention` and `linear` are records to work with;
+# results `hidden` [tokens, hidden] in the model's type, ids [tokens, k] int64, weights [tokens, k] and probs
+# [tokens, experts] float32; scratch packed, qkv, attended and mixed, as wide as their names' tensors.
+STEP = np.dtype(
+    [
+        *fields(
+            *("tokens", "width", "heads", "kv_heads", "head_dim", "experts", "k", "renormalise"),
+            *("residual", "delta", "positions", "cos", "sin", "attention", "linear", "iota"),
+            *("hidden", "ids", "weights", "probs", "packed", "qkv", "attended", "mixed"),
+        ).descr,
+        ("eps", np.float64),
+    ]
+)
+# Both begin with the step and a norm's weight [hidden] float32. The other weights are in the model's type, but for
+# the head norms (float32, or 0); `keys` and `values` as in `attention`.
+LAYER = fields("step", "norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate", "keys", "values")
+HEAD = fields("step", "norm", "weight", "vocab", "rows", "count", "logits")
+
+
+@cache
+def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
+    """(layer(control, LAYER record), head(control, HEAD record), all code that they refer to)."""
+    linear, _, linear_code = make_linear(bf16)
+    attention, _, attention_code = make_attention(bf16)
+    pack, place = make_pack(bf16), make_place(bf16)
+    store = store_bf16 if bf16 else store_f32
+    size, model_bf16 = (2, 1) if bf16 else (4, 0)
+
+    @jit
+    def add(residual: int, delta: int, n: int) -> None:
+        r, d = f32_at(residual), f32_at(delta)
+        for k in range(n):
+            r[k] += d[k]
+
+    @chunk
+    def enter(job: int, token: int) -> None:
+        l = record(job, LAYER)  # noqa: E741
+        s = record(l.step, STEP)
+        residual, norm = s.residual + token * s.width * 4, f32_at(l.norm)
+        if s.delta:
+            add(residual, s.delta + token * s.width * 4, s.width)
+        r, to = f32_at(residual), f32_at(s.packed + token * s.width * 4)
+        scale = norm_scale(residual, s.width, s.eps)
+        for k in range(s.width):
+            to[place(k, s.width)] = r[k] * scale * norm[k]
+
+    @jit
+    def normalise(vector: int, norm: int, n: int, eps: float) -> None:
+        if norm:
+            v, w, scale = f32_at(vector), f32_at(norm), norm_scale(vector, n, eps)
+            for k in range(n):
+                v[k] = v[k] * scale * w[k]
+
+    @jit
+    def turn(vector: int, cos: int, sin: int, n: int) -> None:
+        v, c, s, half = f32_at(vector), f32_at(cos), f32_at(sin), n // 2
+        for k in range(half):
+            low, high = v[k], v[k + half]
+            v[k], v[k + half] = low * c[k] - high * s[k], high * c[k] + low * s[k]
+
+    @chunk
+    def rotate(job: int, token: int) -> None:
+        """Queries to their packed places, scaled; keys and values to the cache."""
+        l = record(job, LAYER)  # noqa: E741
+        s = record(l.step, STEP)
+        a = record(s.attention, ATTENTION)
+        n, position = s.head_dim, i64_at(s.positions)[token]
+        cos, sin = s.cos + token * n // 2 * 4, s.sin + token * n // 2 * 4
+        at = s.qkv + token * (s.heads + 2 * s.kv_heads) * n * 4
+        scale = np.float32(1.0 / np.sqrt(n))
+        for head in range(s.heads):
+            normalise(at, l.q_norm, n, s.eps)
+            turn(at, cos, sin, n)
+            q, to = f32_at(at), f32_at(a.queries + (token * s.heads + head) * n * 4)
+            for k in range(n):
+                to[place(k, n)] = q[k] * scale
+            at += n * 4
+        block = i64_at(a.tables)[token * a.table_width + position // BLOCK]
+        into = block * a.block_stride + position % BLOCK * n * size
+        for head in range(s.kv_heads):
+            normalise(at, l.k_norm, n, s.eps)
+            turn(at, cos, sin, n)
+            key, value = f32_at(at), f32_at(at + s.kv_heads * n * 4)
+            for k in range(n):
+                store(l.keys + into + head * a.head_stride, k, key[k])
+                store(l.values + into + head * a.head_stride, k, value[k])
+            at += n * 4
+
+    @chunk
+    def prepare(job: int, token: int) -> None:
+        """The experts' and the gate's input."""
+        l = record(job, LAYER)  # noqa: E741
+        s = record(l.step, STEP)
+        residual, norm = s.residual + token * s.width * 4, f32_at(l.post_norm)
+        add(residual, s.mixed + token * s.width * 4, s.width)
+        r, hidden = f32_at(residual), s.hidden + token * s.width * size
+        scale = norm_scale(residual, s.width, s.eps)
+        for k in range(s.width):
+            store(hidden, k, r[k] * scale * norm[k])
+        pack(hidden, model_bf16, s.width, s.packed + token * s.width * 4)
+
+    @chunk
+    def choose(job: int, token: int) -> None:
+        s = record(record(job, LAYER).step, STEP)
+        at = s.probs + token * s.experts * 4
+        _, mass = softmax(at, s.experts)
+        probs = f32_at(at)
+        for expert in range(s.experts):
+            probs[expert] /= mass
+        ids, weights = s.ids + token * s.k * 8, s.weights + token * s.k * 4
+        top_k(at, s.experts, s.k, s.renormalise, ids, weights)
+
+    entering, rotating = address_of(enter), address_of(rotate)
+    preparing, choosing = address_of(prepare), address_of(choose)
+
+    @jit
+    def multiply(control: int, step: int, weight: int, rows: int, n: int, x: int, out: int) -> None:
+        s = record(step, STEP)
+        a = record(s.linear, LINEAR)
+        a.weight, a.rows, a.n, a.x, a.out = weight, rows, n, x, out
+        a.index, a.tokens = s.iota, s.tokens
+        linear(control, s.linear)
+
+    @code(INT, INT)
+    def layer(control: int, job: int) -> None:
+        l = record(job, LAYER)  # noqa: E741
+        s = record(l.step, STEP)
+        a = record(s.attention, ATTENTION)
+        a.keys, a.values = l.keys, l.values
+        queries, rows = s.heads * s.head_dim, (s.heads + 2 * s.kv_heads) * s.head_dim
+        parallel(control, entering(), job, s.tokens)
+        multiply(control, l.step, l.qkv, rows, s.width, s.packed, s.qkv)
+        parallel(control, rotating(), job, s.tokens)
+        attention(control, s.attention)
+        multiply(control, l.step, l.o, s.width, queries, s.attended, s.mixed)
+        parallel(control, preparing(), job, s.tokens)
+        multiply(control, l.step, l.gate, s.experts, s.width, s.packed, s.probs)
+        parallel(control, choosing(), job, s.tokens)
+
+    @code(INT, INT)
+    def head(control: int, job: int) -> None:
+        h = record(job, HEAD)
+        s = record(h.step, STEP)
+        parallel(control, entering(), job, s.tokens)
+        a = record(s.linear, LINEAR)
+        a.weight, a.rows, a.n, a.x, a.out = h.weight, h.vocab, s.width, s.packed, h.logits
+        a.index, a.tokens = h.rows, h.count
+        linear(control, s.linear)
+
+    return layer, head, (*linear_code, *attention_code, enter, rotate, prepare, choose, layer, head)

@@ -1,0 +1,104 @@
+"""SwiGLU experts of one layer, computed where they lie in the slab.
+
+Two regions: gate and up rows into `mid` (scaled by the routing weight), then down rows into `out`. Both walk rows
+in the order of memory; each weight is read once for all of its tokens. Contributions of a token's experts are
+added in the order of `slots`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from edgemoe.kernels.cpu.gemv import make_place, make_rows
+from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_rows, chunk, code, f32_at, fields, i64_at, record
+from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.kernels.cpu.vector import make_pack, swiglu
+
+# All addresses but the sizes: `x` [tokens, hidden] in the weights' type or float32, `out` [tokens, hidden] float32
+# is added to; slots [count], offsets [count + 1], index [m] int64 and weights [m] float32 as in `Kernels.experts`;
+# scratch packed [tokens, hidden], mid [m, width], both and part of the sizes in `scratch_floats`.
+EXPERTS = fields(
+    *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
+    *("hidden", "width", "packed", "mid", "both", "part", "iota", "threads", "down_rows"),
+)
+GATE_ROWS = 128  # rows of gate and of up in one chunk: where a run of rows begins, memory is slow
+MOST_DOWN_ROWS = 128
+GROUP = 16  # tokens for which a chunk's rows are read from memory once, and from the cache for further ones
+
+
+def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int) -> dict[str, int]:
+    """Sizes of the scratch arrays for at most so many tokens, (token, expert) pairs and slots."""
+    return {
+        "packed": tokens * hidden,
+        "mid": pairs * width,
+        "both": slots * -(-width // GATE_ROWS) * 2 * GROUP * GATE_ROWS,
+        "part": (hidden + MOST_DOWN_ROWS) * GROUP,
+    }
+
+
+@cache
+def make_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """(run(control, address of an EXPERTS record), all code that it refers to)."""
+    row_code, pack, place = make_rows(bf16), make_pack(bf16), make_place(bf16)
+    rows = address_of(row_code)
+    size = 2 if bf16 else 4
+
+    @chunk
+    def pack_token(job: int, token: int) -> None:
+        e = record(job, EXPERTS)
+        source = e.x + token * e.hidden * (2 if e.x_bf16 else 4)
+        pack(source, e.x_bf16, e.hidden, e.packed + token * e.hidden * 4)
+
+    @chunk
+    def gate_up(job: int, number: int) -> None:
+        e = record(job, EXPERTS)
+        per_slot = (e.width + GATE_ROWS - 1) // GATE_ROWS
+        slot, row, line = number // per_slot, number % per_slot * GATE_ROWS, e.hidden * size
+        count, after = min(GATE_ROWS, e.width - row), i64_at(e.offsets)[slot + 1]
+        w = e.slab + i64_at(e.slots)[slot] * e.stride + row * line
+        gates = e.both + number * 2 * GROUP * GATE_ROWS * 4
+        ups = gates + GROUP * GATE_ROWS * 4
+        for first in range(i64_at(e.offsets)[slot], after, GROUP):
+            n, index = min(GROUP, after - first), e.index + 8 * first
+            # After the gate's rows come up's; after those, what the other threads do not take.
+            v, soon = w + e.width * line, w + e.threads * GATE_ROWS * line
+            call_rows(rows(), w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
+            call_rows(rows(), v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
+            for pair in range(n):
+                gate, up = gates + pair * GATE_ROWS * 4, ups + pair * GATE_ROWS * 4
+                swiglu(gate, up, count, f32_at(e.weights)[first + pair])
+                mid, values = f32_at(e.mid + (first + pair) * e.width * 4), f32_at(gate)
+                for k in range(count):
+                    mid[place(row + k, e.width)] = values[k]
+
+    @chunk
+    def down(job: int, number: int) -> None:
+        e = record(job, EXPERTS)
+        row, line, to_next = number * e.down_rows, e.width * size, e.down_rows * 4
+        count, part = min(e.down_rows, e.hidden - row), e.part + number * GROUP * to_next
+        for slot in range(e.count):
+            w = e.slab + i64_at(e.slots)[slot] * e.stride + (2 * e.width * e.hidden + row * e.width) * size
+            soon, after = w, i64_at(e.offsets)[slot + 1]
+            if slot + 1 < e.count:
+                soon += (i64_at(e.slots)[slot + 1] - i64_at(e.slots)[slot]) * e.stride
+            for first in range(i64_at(e.offsets)[slot], after, GROUP):
+                n, mid = min(GROUP, after - first), e.mid + first * e.width * 4
+                call_rows(rows(), w, line, count, soon, mid, e.width * 4, e.iota, n, e.width, part, to_next)
+                for pair in range(n):
+                    out = f32_at(e.out + (i64_at(e.index)[first + pair] * e.hidden + row) * 4)
+                    values = f32_at(part + pair * to_next)
+                    for k in range(count):
+                        out[k] += values[k]
+
+    packing, gating, adding = address_of(pack_token), address_of(gate_up), address_of(down)
+
+    @code(INT, INT)
+    def run(control: int, job: int) -> None:
+        e = record(job, EXPERTS)
+        parallel(control, packing(), job, e.tokens)
+        parallel(control, gating(), job, e.count * ((e.width + GATE_ROWS - 1) // GATE_ROWS))
+        e.down_rows = min(MOST_DOWN_ROWS, max(8, e.hidden // (4 * e.threads)))
+        parallel(control, adding(), job, (e.hidden + e.down_rows - 1) // e.down_rows)
+
+    return run, (row_code, pack_token, gate_up, down, run)

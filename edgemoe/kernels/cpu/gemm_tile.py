@@ -1,0 +1,246 @@
+"""The inner loop of products with many vectors: rows of a matrix, read where they lie, against a panel of columns.
+
+A row's elements come in words of 32 bits, one float32 or two bf16. Each word is broadcast and multiplied with a line
+of the panel, so that sums stay in registers from the first element to the last and nothing is added across lanes.
+A panel's line holds one element of every column (float32), or two bf16 where the processor multiplies pairs of them
+(AVX-512 BF16); without that a word of bf16 takes two lines of float32. Sums are float32, in the order of the elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+
+from edgemoe.kernels.cpu.gemv import LANES, WIDE, multiply_add, prefetch
+from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, bits_of, cgutils, code, f32_at, intrinsic, jit, types, u32_at
+from edgemoe.kernels.cpu.object_cache import Code
+
+PAIRS = WIDE and bool(llvm.get_host_cpu_features().get("avx512bf16")) and llvm.llvm_version_info >= (16,)
+ROWS = 8 if WIDE else 4  # whose sums are kept in registers, for two vectors of columns
+_HIGH = np.uint32(0xFFFF0000)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+class _Emitter:
+    """Writes the loop for `rows` rows and `vectors` vectors of columns."""
+
+    def __init__(self, builder: Any, rows: int, vectors: int, bf16: bool, paired: bool) -> None:
+        self.b, self.rows, self.vectors, self.bf16, self.paired = builder, rows, vectors, bf16, paired
+        self.vector, self.words = ir.VectorType(F32, LANES), ir.VectorType(ir.IntType(32), LANES)
+        self.lines = 2 if bf16 and not paired else 1  # of the panel, for one word of a row
+
+    def at(self, base: Any, offset: Any, kind: Any) -> Any:
+        return self.b.inttoptr(self.b.add(base, offset), kind.as_pointer())
+
+    def load(self, base: Any, offset: Any, kind: Any) -> Any:
+        return self.b.load(self.at(base, offset, kind), align=4)
+
+    def spread(self, word: Any) -> list[Any]:
+        """A word in all lanes, as it is multiplied with each of its lines."""
+        undefined = ir.Constant(self.words, ir.Undefined)
+        first = self.b.insert_element(undefined, word, ir.Constant(ir.IntType(32), 0))
+        zeros = ir.Constant(self.words, [0] * LANES)
+        every = self.b.shuffle_vector(first, undefined, zeros)
+        if self.lines == 1:
+            return [every if self.paired else self.b.bitcast(every, self.vector)]
+        low = self.b.shl(every, ir.Constant(self.words, [16] * LANES))
+        high = self.b.and_(every, ir.Constant(self.words, [0xFFFF0000] * LANES))
+        return [self.b.bitcast(half, self.vector) for half in (low, high)]
+
+    def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
+        if not self.paired:
+            return multiply_add(self.b, a, b, c)
+        pairs = ir.VectorType(_BFloat(), 2 * LANES)
+        kind = ir.FunctionType(self.vector, [self.vector, pairs, pairs])
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        function = cgutils.get_or_insert_function(self.b.module, kind, name)
+        return self.b.call(function, [c, self.b.bitcast(a, pairs), self.b.bitcast(b, pairs)])
+
+    def size(self, count: int) -> Any:
+        return ir.Constant(I64, count)
+
+    def run(
+        self, a: Any, a_stride: Any, soon: Any, b: Any, b_stride: Any, words: Any, c: Any, c_stride: Any, fresh: Any
+    ) -> None:
+        """c [rows, vectors] = (or, where `fresh` is 0, +=) a . b; words of `a` are prefetched at `soon`."""
+        build, kind = self.b, self.words if self.paired else self.vector
+        starts = [build.add(a, build.mul(a_stride, self.size(row))) for row in range(self.rows)]
+        places = [
+            self.at(build.add(c, build.mul(c_stride, self.size(row))), self.size(4 * LANES * i), self.vector)
+            for row in range(self.rows)
+            for i in range(self.vectors)
+        ]
+        is_fresh, nothing = build.icmp_signed("!=", fresh, self.size(0)), ir.Constant(self.vector, [0.0] * LANES)
+        initial = [build.select(is_fresh, nothing, build.load(place, align=4)) for place in places]
+        entry, body, after = build.block, build.append_basic_block("body"), build.append_basic_block("after")
+        build.branch(body)
+        build.position_at_end(body)
+        word, line = build.phi(I64), build.phi(I64)
+        sums = [build.phi(self.vector) for _ in places]
+        prefetch(build, build.add(soon, build.mul(word, self.size(4 * self.rows))))
+        columns = [
+            [
+                self.load(build.add(line, build.mul(b_stride, self.size(k))), self.size(4 * LANES * i), kind)
+                for i in range(self.vectors)
+            ]
+            for k in range(self.lines)
+        ]
+        totals: list[Any] = []
+        for row, start in enumerate(starts):
+            parts = self.spread(self.load(start, build.mul(word, self.size(4)), ir.IntType(32)))
+            for i in range(self.vectors):
+                total = sums[row * self.vectors + i]
+                for k in range(self.lines):
+                    total = self.multiply_add(parts[k], columns[k][i], total)
+                totals.append(total)
+        following, next_line = (
+            build.add(word, self.size(1)),
+            build.add(line, build.mul(b_stride, self.size(self.lines))),
+        )
+        for phi, first, then in zip(
+            (word, line, *sums), (self.size(0), b, *initial), (following, next_line, *totals), strict=True
+        ):
+            phi.add_incoming(first, entry)
+            phi.add_incoming(then, body)
+        build.cbranch(build.icmp_signed("<", following, words), body, after)
+        build.position_at_end(after)
+        for place, total in zip(places, totals, strict=True):
+            build.store(total, place, align=4)
+
+
+def _block(rows: int, vectors: int, bf16: bool, paired: bool) -> Callable[..., None]:
+    @intrinsic
+    def block(
+        typing: Any,
+        a: Any,
+        a_stride: Any,
+        soon: Any,
+        b: Any,
+        b_stride: Any,
+        words: Any,
+        c: Any,
+        c_stride: Any,
+        fresh: Any,
+    ) -> Any:
+        def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            _Emitter(builder, rows, vectors, bf16, paired).run(*args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), emit
+
+    return block  # type: ignore[no-any-return]
+
+
+@cache
+def make_tile(bf16: bool, pairs: bool = PAIRS) -> Code:
+    """tile(a, a_stride, rows, next, b, b_stride, words, c, c_stride, columns, fresh): c = a . b, or c += a . b.
+
+    `a` rows of `words` words, `a_stride` bytes apart; `b` a panel, `b_stride` bytes between lines; `c` [rows, columns]
+    float32. Columns come in whole vectors. What is prefetched beside the last rows lies at `next`. Call it by its
+    address with `call_rows`.
+    """
+    paired = bf16 and pairs
+    wide, narrow = _block(ROWS, 2, bf16, paired), _block(ROWS, 1, bf16, paired)
+    wide_row, narrow_row = _block(1, 2, bf16, paired), _block(1, 1, bf16, paired)
+
+    @code(*[INT] * 11)
+    def tile(
+        a: int,
+        a_stride: int,
+        rows: int,
+        following: int,
+        b: int,
+        b_stride: int,
+        words: int,
+        c: int,
+        c_stride: int,
+        columns: int,
+        fresh: int,
+    ) -> None:
+        row = 0
+        while row < rows:
+            together = ROWS if rows - row >= ROWS else 1
+            at, to, soon = a + row * a_stride, c + row * c_stride, a + (row + together) * a_stride
+            if row + together >= rows:
+                soon = following
+            column = 0
+            while column < columns:
+                lines, into = b + 4 * column, to + 4 * column
+                two = columns - column >= 2 * LANES
+                if together == ROWS and two:
+                    wide(at, a_stride, soon, lines, b_stride, words, into, c_stride, fresh)
+                elif together == ROWS:
+                    narrow(at, a_stride, soon, lines, b_stride, words, into, c_stride, fresh)
+                elif two:
+                    wide_row(at, a_stride, soon, lines, b_stride, words, into, c_stride, fresh)
+                else:
+                    narrow_row(at, a_stride, soon, lines, b_stride, words, into, c_stride, fresh)
+                column += 2 * LANES if two else LANES
+                soon = at  # prefetched already
+            row += together
+
+    return tile
+
+
+@jit
+def rounded(value: float) -> Any:
+    """The bits of a float32 rounded to bf16 (to nearest, ties to even), in the upper half."""
+    bits = np.uint32(bits_of(np.float32(value)))
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & _HIGH
+
+
+def panel_words(elements: int, bf16: bool, pairs: bool = PAIRS) -> int:
+    """Lines of a panel whose columns have so many elements."""
+    return elements // 2 if bf16 and pairs else elements
+
+
+@cache
+def make_fill(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
+    """(column, lines): what puts vectors into panels.
+
+    column(panel, stride, number, source, words) writes a vector in the model's type as one column;
+    lines(panel, stride, pair, low, high, count) writes elements 2 x pair and 2 x pair + 1 of `count` columns, float32.
+    """
+    paired, split = bf16 and pairs, bf16 and not pairs
+
+    @jit
+    def column(panel: int, stride: int, number: int, source: int, words: int) -> None:
+        values, to = u32_at(source), panel + 4 * number
+        if split:
+            for word in range(words):
+                u32_at(to + 2 * word * stride)[0] = values[word] << np.uint32(16)
+                u32_at(to + (2 * word + 1) * stride)[0] = values[word] & _HIGH
+        else:
+            for word in range(words):
+                u32_at(to + word * stride)[0] = values[word]
+
+    @jit
+    def lines(panel: int, stride: int, pair: int, low: int, high: int, count: int) -> None:
+        l, h = f32_at(low), f32_at(high)  # noqa: E741
+        if paired:
+            to = u32_at(panel + pair * stride)
+            for k in range(count):
+                to[k] = (rounded(l[k]) >> np.uint32(16)) | rounded(h[k])
+        else:
+            first, second = f32_at(panel + 2 * pair * stride), f32_at(panel + (2 * pair + 1) * stride)
+            for k in range(count):
+                first[k], second[k] = l[k], h[k]
+
+    return column, lines

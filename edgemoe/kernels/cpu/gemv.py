@@ -1,0 +1,264 @@
+"""The one inner loop that all products share: a row of weights against T packed vectors.
+
+Weights are read where they lie, once for T tokens. bf16 comes in pairs as uint32: the low half shifted, the high
+half masked, both bit-cast to float32; so a packed vector holds, for every 2 x LANES elements, the even ones and then
+the odd ones. Sums are float32, and the order of additions does not depend on T: a token's result is the same bits
+in any batch.
+
+LLVM's own vectoriser keeps to 256 bits and loses half the speed from T = 4 on, hence explicit vectors; they are
+split into what the machine has, so this is portable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, reduce
+from itertools import chain
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+
+from edgemoe.kernels.cpu.intrinsics import (
+    F32,
+    I64,
+    INT,
+    bf16_to_f32,
+    bits_of,
+    cgutils,
+    code,
+    f32_at,
+    i64_at,
+    intrinsic,
+    jit,
+    types,
+    u16_at,
+)
+from edgemoe.kernels.cpu.object_cache import Code
+
+WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
+LANES = 16 if WIDE else 8
+AHEAD_BYTES = 4096  # prefetched into the second-level cache: 35 GB/s on two cores, 23 without
+
+Dots = Callable[[int, int, int, int, int, int, int, int], None]
+
+
+def prefetch(builder: Any, address: Any) -> None:
+    """Writes a prefetch into the second-level cache."""
+    byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    hints = [ir.Constant(i32, hint) for hint in (0, 2, 1)]  # to read, into the second level, data
+    builder.call(fetch, [builder.inttoptr(address, byte), *hints])
+
+
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+class _Emitter:
+    """Writes the loop over one row of weights and `tokens` vectors."""
+
+    def __init__(self, builder: Any, tokens: int, bf16: bool) -> None:
+        self.b, self.tokens, self.bf16 = builder, tokens, bf16
+        self.vector = ir.VectorType(F32, LANES)
+        self.integers = ir.VectorType(ir.IntType(32), LANES)
+
+    def load(self, base: Any, offset: Any, kind: Any) -> Any:
+        return self.b.load(self.b.inttoptr(self.b.add(base, offset), kind.as_pointer()), align=4)
+
+    def vectors(self, x: Any, x_stride: Any, index: Any) -> list[Any]:
+        """Addresses of the packed vectors that `index` names."""
+        rows = [self.load(index, ir.Constant(I64, 8 * token), I64) for token in range(self.tokens)]
+        return [self.b.add(x, self.b.mul(x_stride, row)) for row in rows]
+
+    def weights(self, w: Any, offset: Any) -> list[Any]:
+        """One vector of float32, or the even and the odd ones of bf16."""
+        if not self.bf16:
+            return [self.load(w, offset, self.vector)]
+        pairs = self.load(w, offset, self.integers)
+        even = self.b.shl(pairs, ir.Constant(self.integers, [16] * LANES))
+        odd = self.b.and_(pairs, ir.Constant(self.integers, [0xFFFF0000] * LANES))
+        return [self.b.bitcast(half, self.vector) for half in (even, odd)]
+
+    def loop(self, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, blocks: Any) -> list[Any]:
+        """Sums [tokens] over `blocks` (at least one) blocks, each still a vector; prefetches as much at `soon`."""
+        b, entry = self.b, self.b.block
+        vectors = self.vectors(x, x_stride, index)
+        body, after = b.append_basic_block("body"), b.append_basic_block("after")
+        b.branch(body)
+        b.position_at_end(body)
+        block = b.phi(I64)
+        parts = 2 if self.bf16 else 1
+        sums = [[b.phi(self.vector) for _ in range(parts)] for _ in range(self.tokens)]
+        place = b.mul(block, ir.Constant(I64, 4 * LANES))
+        prefetch(b, b.add(soon, place))
+        weights = self.weights(w, place)
+        start = b.mul(block, ir.Constant(I64, 4 * LANES * parts))
+        totals = [
+            [
+                multiply_add(b, weights[i], self.load(vector, b.add(start, self.bytes(i)), self.vector), phis[i])
+                for i in range(parts)
+            ]
+            for vector, phis in zip(vectors, sums, strict=True)
+        ]
+        following = b.add(block, ir.Constant(I64, 1))
+        block.add_incoming(ir.Constant(I64, 0), entry)
+        block.add_incoming(following, body)
+        for phi, total in zip(chain(*sums), chain(*totals), strict=True):
+            phi.add_incoming(ir.Constant(self.vector, [0.0] * LANES), entry)
+            phi.add_incoming(total, body)
+        b.cbranch(b.icmp_signed("<", following, blocks), body, after)
+        b.position_at_end(after)
+        return [reduce(b.fadd, total) for total in totals]
+
+    def bytes(self, vectors: int) -> Any:
+        return ir.Constant(I64, 4 * LANES * vectors)
+
+    def total(self, vector: Any) -> Any:
+        """Sum of a vector's lanes, pairwise."""
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+        kind = ir.FunctionType(F32, [F32, self.vector])
+        add = cgutils.get_or_insert_function(self.b.module, kind, name)
+        return self.b.call(add, [ir.Constant(F32, 0.0), vector], fastmath=("reassoc",))
+
+
+def _blocks(tokens: int, bf16: bool) -> Any:
+    """out[token] = sum over full blocks; `out_stride` bytes between tokens."""
+
+    @intrinsic
+    def blocks(
+        typing: Any, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, count: Any, out: Any, out_stride: Any
+    ) -> Any:
+        def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            emitter = _Emitter(builder, tokens, bf16)
+            *inputs, out, out_stride = args
+            for token, vector in enumerate(emitter.loop(*inputs)):
+                place = builder.add(out, builder.mul(out_stride, ir.Constant(I64, token)))
+                builder.store(emitter.total(vector), builder.inttoptr(place, F32.as_pointer()))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), emit
+
+    return blocks
+
+
+def block_elements(bf16: bool) -> int:
+    """Elements of a row that one turn of the loop takes."""
+    return LANES * (2 if bf16 else 1)
+
+
+def _dots(tokens: int, bf16: bool) -> Dots:
+    """out[token] = w . x[index[token]] over n elements; strides in bytes."""
+    blocks, block, rest = _blocks(tokens, bf16), block_elements(bf16), _rest(bf16)
+
+    @jit
+    def dots(w: int, soon: int, x: int, x_stride: int, index: int, n: int, out: int, out_stride: int) -> None:
+        full = n // block
+        if full:
+            blocks(w, soon, x, x_stride, index, full, out, out_stride)
+        if full * block < n:
+            for token in range(tokens):
+                rest(w, x + i64_at(index)[token] * x_stride, full * block, n, out + token * out_stride)
+
+    return dots  # type: ignore[no-any-return]
+
+
+@cache
+def _rest(bf16: bool) -> Callable[[int, int, int, int, int], None]:
+    """The elements that fill no vector."""
+    weight = load_bf16 if bf16 else load_f32
+
+    @jit
+    def rest(w: int, x: int, start: int, n: int, out: int) -> None:
+        total = f32_at(out)[0] if start else np.float32(0)
+        for k in range(start, n):
+            total += weight(w, k) * f32_at(x)[k]
+        f32_at(out)[0] = total
+
+    return rest  # type: ignore[no-any-return]
+
+
+@jit
+def load_bf16(address: int, index: int) -> float:
+    return bf16_to_f32(np.uint32(u16_at(address)[index]))  # type: ignore[no-any-return]
+
+
+@jit
+def load_f32(address: int, index: int) -> float:
+    return f32_at(address)[index]  # type: ignore[no-any-return]
+
+
+@jit
+def store_bf16(address: int, index: int, value: float) -> None:
+    """Rounds to nearest, ties to even."""
+    bits = np.uint32(bits_of(np.float32(value)))
+    u16_at(address)[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
+
+
+@jit
+def store_f32(address: int, index: int, value: float) -> None:
+    f32_at(address)[index] = value
+
+
+@cache
+def make_place(bf16: bool) -> Callable[[int, int], int]:
+    """Where element k of a vector of n goes when packed."""
+    block = block_elements(bf16)
+
+    @jit
+    def place(k: int, n: int) -> int:
+        if not bf16 or k - k % block + block > n:
+            return k
+        return k - k % block + k % block // 2 + LANES * (k & 1)
+
+    return place  # type: ignore[no-any-return]
+
+
+@cache
+def make_rows(bf16: bool) -> Code:
+    """rows(w, stride, count, next, x, x_stride, index, tokens, n, out, out_stride): any number of rows and tokens.
+
+    Rows are read one after the other; tokens go in groups, for which a row comes from the first-level cache.
+    What is prefetched while the last rows are computed lies at `next`, where the caller will probably go on.
+    Call it by its address with `call_rows`.
+    """
+    by1, by2 = _dots(1, bf16), _dots(2, bf16)
+    by4 = _dots(4, bf16) if WIDE else by2  # sums for four tokens need 32 wide registers
+    widest = 4 if WIDE else 2
+
+    @code(*[INT] * 11)
+    def rows(
+        w: int,
+        stride: int,
+        count: int,
+        following: int,
+        x: int,
+        x_stride: int,
+        index: int,
+        tokens: int,
+        n: int,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        end = w + count * stride
+        for row in range(count):
+            line, token = w + row * stride, 0
+            soon = line + AHEAD_BYTES
+            if soon >= end:
+                soon = following + soon - end
+            while token < tokens:
+                left, which, to = tokens - token, index + 8 * token, out + token * out_stride + 4 * row
+                if left >= widest:
+                    by4(line, soon, x, x_stride, which, n, to, out_stride)
+                    token += widest
+                elif left >= 2:
+                    by2(line, soon, x, x_stride, which, n, to, out_stride)
+                    token += 2
+                else:
+                    by1(line, soon, x, x_stride, which, n, to, out_stride)
+                    token += 1
+                soon = line  # prefetched already
+
+    return rows

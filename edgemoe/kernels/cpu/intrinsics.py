@@ -1,0 +1,231 @@
+"""The few things that a kernel needs below Numba's own level: pointers, bf16 bits, atomics, pause, semaphores.
+
+Kernels take addresses, not arrays: one call then costs a fraction of a microsecond whatever it works on, and
+several threads can be handed the same job (see `pool`). An address is an int64; `record` reads a job's fields.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numba.core.cgutils
+import numba.extending
+import numpy as np
+from llvmlite import ir
+
+from edgemoe.kernels.cpu.object_cache import Code, symbol_type
+
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
+Decorator = Callable[[Any], Any]
+types: Any = numba.types
+cgutils: Any = numba.core.cgutils
+intrinsic: Decorator = numba.extending.intrinsic
+_INNER: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # called from other kernels only
+summing: Decorator = numba.njit(fastmath={"contract", "reassoc"}, **_INNER)
+entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # called from Python, compiled when first called
+INT: Any = types.int64
+
+
+def code(*arguments: Any) -> Callable[[Any], Code]:
+    """A function that is called by its address; compiled, or taken from the disk, by `machine_code.link`."""
+    return lambda function: Code(arguments, function)
+
+
+chunk = code(INT, INT)  # a part of a kernel: (address of its record, number of the chunk); see `pool.parallel`
+
+_libc = ctypes.CDLL(None, use_errno=True)
+sem_init = _libc.sem_init
+sem_init.argtypes, sem_init.restype = (ctypes.c_size_t, ctypes.c_int, ctypes.c_uint), ctypes.c_int
+sem_post = _libc.sem_post
+sem_post.argtypes, sem_post.restype = (ctypes.c_size_t,), ctypes.c_int
+
+
+def fields(*names: str) -> np.dtype[np.void]:
+    """A record type of int64 fields."""
+    return np.dtype([(name, np.int64) for name in names])
+
+
+def address_of(code: Code) -> Callable[[], int]:
+    """What kernels call to get its address, which the linker fills in."""
+
+    @intrinsic
+    def address(typing: Any) -> Any:
+        symbol, kind = code.symbol, symbol_type(len(code.arguments))
+
+        def emit(_: Any, builder: Any, __: Any, ___: Any) -> Any:
+            return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, symbol), I64)
+
+        return types.int64(), emit
+
+    return address  # type: ignore[no-any-return]
+
+
+def place_of(dtype: np.dtype[np.void], field: str) -> int:
+    """The field's index in an int64 view of the record."""
+    assert dtype.fields is not None
+    return int(dtype.fields[field][1]) // 8
+
+
+def _pointer(element: Any) -> Any:
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        kind = types.CPointer(element)
+
+        def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(kind))
+
+        return kind(types.int64), emit
+
+    return pointer
+
+
+f32_at = _pointer(types.float32)
+i64_at = _pointer(types.int64)
+u32_at = _pointer(types.uint32)
+u16_at = _pointer(types.uint16)
+
+
+@intrinsic
+def record(typing: Any, address: Any, dtype: Any) -> Any:
+    """The record of type `dtype` (a NumPy structured dtype) at `address`."""
+
+    def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(dtype.dtype))
+
+    return dtype.dtype(types.int64, dtype), emit
+
+
+def _libc_call(builder: Any, name: str, arguments: list[Any]) -> Any:
+    """By name: kept machine code cannot have the address of a shared library's function in it."""
+    kind = ir.FunctionType(ir.IntType(32), [argument.type for argument in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+@intrinsic
+def wait_for(typing: Any, semaphore: Any) -> Any:
+    """sem_wait at an address."""
+    return types.int32(types.int64), lambda _, builder, __, args: _libc_call(builder, "sem_wait", [args[0]])
+
+
+@intrinsic
+def wake(typing: Any, semaphore: Any) -> Any:
+    """sem_post at an address."""
+    return types.int32(types.int64), lambda _, builder, __, args: _libc_call(builder, "sem_post", [args[0]])
+
+
+@intrinsic
+def give_way(typing: Any) -> Any:
+    """sched_yield."""
+    return types.int32(), lambda _, builder, __, ___: _libc_call(builder, "sched_yield", [])
+
+
+@intrinsic
+def bf16_to_f32(typing: Any, bits: Any) -> Any:
+    """float32 of the bf16 in the low half of a uint32."""
+
+    def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.bitcast(builder.shl(args[0], ir.Constant(ir.IntType(32), 16)), F32)
+
+    return types.float32(types.uint32), emit
+
+
+@intrinsic
+def bits_of(typing: Any, value: Any) -> Any:
+    """The bits of a float32."""
+    return types.uint32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic
+def f32_of(typing: Any, bits: Any) -> Any:
+    """The float32 with these bits."""
+    return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], F32)
+
+
+@intrinsic
+def atomic_load(typing: Any, address: Any) -> Any:
+    def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def atomic_store(typing: Any, address: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def atomic_add(typing: Any, address: Any, value: Any) -> Any:
+    """Adds, and returns what was there before."""
+
+    def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def atomic_swap(typing: Any, address: Any, value: Any) -> Any:
+    """Stores, and returns what was there before."""
+
+    def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def atomic_replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Stores `value` if `expected` is there; returns whether it was."""
+
+    def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.extract_value(builder.cmpxchg(pointer, args[1], args[2], "seq_cst"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Tells the processor that this is a spin loop."""
+    names = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
+
+    def emit(context: Any, builder: Any, _: Any, __: Any) -> Any:
+        if platform.machine() in names:
+            name, operands = names[platform.machine()]
+            constants = [ir.Constant(ir.IntType(32), operand) for operand in operands]
+            kind = ir.FunctionType(ir.VoidType(), [constant.type for constant in constants])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), constants)
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+def _call(_: Any, builder: Any, __: Any, args: Any) -> Any:
+    kind = ir.FunctionType(ir.VoidType(), [I64] * (len(args) - 1))
+    builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+    return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+
+@intrinsic
+def call_chunk(typing: Any, function: Any, job: Any, number: Any) -> Any:
+    """Calls the `chunk` at an address. (Called by name, LLVM would optimise it again inside each caller.)"""
+    return types.void(*[types.int64] * 3), _call
+
+
+@intrinsic
+def call_rows(
+    typing: Any, fn: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
+) -> Any:
+    """Calls what `dot.make_rows` or `tile.make_tile` made."""
+    return types.void(*[types.int64] * 12), _call

@@ -1,0 +1,216 @@
+"""Attention of a prompt's chunk over paged keys and values (grouped queries, causal), in one pass over the context.
+
+As FlashAttention (Dao et al., arXiv 2205.14135, algorithm 1), on tiles that stay in the second-level cache: one piece
+of work is SPAN tokens of all query heads that share a KV head, and takes the context TILE tokens at a time. Tiles
+begin at multiples of TILE of the context, and what a token does not see is added as zero; so its result is the same
+bits however the prompt is cut into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from edgemoe.kernels.cpu.decode_attention import BLOCK
+from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words, rounded
+from edgemoe.kernels.cpu.gemv import LANES, load_bf16, load_f32, store_bf16, store_f32
+from edgemoe.kernels.cpu.intrinsics import (
+    F32,
+    I64,
+    INT,
+    address_of,
+    call_rows,
+    cgutils,
+    chunk,
+    code,
+    f32_at,
+    fields,
+    i64_at,
+    intrinsic,
+    jit,
+    record,
+    types,
+    u16_at,
+    u32_at,
+)
+from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.kernels.cpu.vector import exp32
+
+TILE = 64  # tokens of context
+MOST_ROWS = 512  # of one piece of work: tokens times query heads
+LOWEST = np.float32(-3e38)
+
+# `queries` and `out` [tokens, heads, head_dim] in the model's type, the last `tokens` of `context`; `table` [blocks]
+# int64; `keys` to `head_stride` as in `attention`; `scratch` has `scratch_floats` for each piece of work.
+PREFILL = fields(
+    *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "table", "context"),
+    *("keys", "values", "block_stride", "head_stride", "scratch", "span", "piece_bytes"),
+)
+
+
+def span_tokens(heads: int, kv_heads: int, tokens: int, threads: int) -> int:
+    """Tokens of one piece of work: few enough for its scores to stay in the cache and for all threads to have one."""
+    return max(1, min(MOST_ROWS * kv_heads // heads, -(-tokens * kv_heads // threads)))
+
+
+def scratch_floats(heads: int, kv_heads: int, head_dim: int, span: int) -> int:
+    """Of one piece of work: a tile of keys, of values and of scores, the sums and their scales."""
+    rows, wide = heads // kv_heads * span, padded(head_dim)
+    return TILE * head_dim + TILE * wide + rows * (TILE + wide + 2) + TILE
+
+
+def padded(head_dim: int) -> int:
+    """Whole vectors."""
+    return -(-head_dim // LANES) * LANES
+
+
+_padded = jit(padded)
+
+
+def _folded(name: str, combine: Callable[[Any, Any, Any], Any]) -> Callable[[int], Any]:
+    """What turns the TILE float32 at an address into one; LLVM by itself does it one by one."""
+
+    @intrinsic
+    def fold(typing: Any, address: Any) -> Any:
+        def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
+            kind = ir.VectorType(F32, LANES)
+            places = (builder.add(args[0], ir.Constant(I64, 4 * k)) for k in range(0, TILE, LANES))
+            parts = [builder.load(builder.inttoptr(place, kind.as_pointer()), align=4) for place in places]
+            whole = reduce(lambda a, b: combine(builder, a, b), parts)
+            first = [ir.Constant(F32, 0.0)] if name == "fadd" else []
+            function = ir.FunctionType(F32, [*(F32 for _ in first), kind])
+            across = cgutils.get_or_insert_function(builder.module, function, f"llvm.vector.reduce.{name}.v{LANES}f32")
+            return builder.call(across, [*first, whole], fastmath=("reassoc", "nnan"))
+
+        return types.float32(types.int64), emit
+
+    return fold  # type: ignore[no-any-return]
+
+
+peak = _folded("fmax", lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+mass = _folded("fadd", lambda b, x, y: b.fadd(x, y))
+
+
+@cache
+def make_prefill(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """(run(control, address of a PREFILL record), all code that it refers to)."""
+    tile_code = make_tile(bf16)
+    multiply = address_of(tile_code)
+    column, _ = make_fill(bf16)
+    size, load, store = (2, load_bf16, store_bf16) if bf16 else (4, load_f32, store_f32)
+    key_line, value_line, value_lines = TILE * 4, 4, panel_words(TILE, bf16)
+    tile_words = TILE * size // 4
+
+    @jit
+    def fill_keys(p: int, head: int, start: int, count: int, panel: int) -> None:
+        """Keys as columns; those beyond the context are whatever was there, finite, and masked."""
+        a = record(p, PREFILL)
+        table, words = i64_at(a.table), a.head_dim * size // 4
+        for j in range(count):
+            at = start + j
+            source = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
+            column(panel, key_line, j, source + at % BLOCK * a.head_dim * size, words)
+
+    @jit
+    def fill_values(p: int, head: int, start: int, count: int, panel: int) -> None:
+        """Values as lines, zero beyond the context and beyond the head's own elements."""
+        a = record(p, PREFILL)
+        table, line = i64_at(a.table), _padded(a.head_dim) * value_line
+        to = f32_at(panel)
+        for k in range(value_lines * line // 4):
+            to[k] = np.float32(0)
+        for j in range(count):
+            at = start + j
+            source = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
+            copy_line(panel, line, j, source + at % BLOCK * a.head_dim * size, a.head_dim)
+
+    @jit
+    def copy_line(panel: int, line: int, number: int, source: int, n: int) -> None:
+        if bf16 and value_lines < TILE:  # the even elements in the lower halves, the odd ones in the upper
+            to, bits, shift = u32_at(panel + number // 2 * line), u16_at(source), np.uint32(16 * (number % 2))
+            for d in range(n):
+                to[d] |= np.uint32(bits[d]) << shift
+        else:
+            values = f32_at(panel + number * line)
+            for d in range(n):
+                values[d] = load(source, d)
+
+    @jit
+    def weigh(scores: int, seen: int, scale: float, state: int, sums: int, wide: int, probs: int) -> None:
+        """One row: scores to probabilities in the model's type; `state` is its largest score and its mass so far."""
+        s, p, m = f32_at(scores), f32_at(probs), f32_at(state)
+        if seen > 0:
+            for k in range(seen, TILE):
+                s[k] = LOWEST
+            largest = peak(scores)
+            if largest > m[0]:
+                less, o = exp32((m[0] - largest) * np.float32(scale)), f32_at(sums)
+                m[0], m[1] = largest, m[1] * less
+                for d in range(wide):
+                    o[d] *= less
+            base = m[0]
+            for k in range(TILE):
+                p[k] = exp32((s[k] - base) * np.float32(scale))
+        for k in range(max(seen, 0), TILE):
+            p[k] = np.float32(0)
+        m[1] += mass(probs)
+        if bf16:
+            to = u32_at(scores)
+            for k in range(TILE // 2):
+                to[k] = (rounded(p[2 * k]) >> np.uint32(16)) | rounded(p[2 * k + 1])
+        else:
+            for k in range(TILE):
+                s[k] = p[k]
+
+    @chunk
+    def attend(job: int, number: int) -> None:
+        a = record(job, PREFILL)
+        spans = (a.tokens + a.span - 1) // a.span
+        head, first = number // spans, (spans - 1 - number % spans) * a.span  # the longest ones first
+        count, group, wide = min(a.span, a.tokens - first), a.heads // a.kv_heads, _padded(a.head_dim)
+        rows, position = group * count, a.context - a.tokens + first
+        keys = a.scratch + number * a.piece_bytes
+        values = keys + TILE * a.head_dim * 4
+        scores = values + TILE * wide * 4
+        sums = scores + rows * TILE * 4
+        state = sums + rows * wide * 4
+        probs = state + rows * 8
+        scale, line = np.float32(1.0 / np.sqrt(a.head_dim)), a.heads * a.head_dim * size
+        o = f32_at(sums)
+        for k in range(rows * wide):
+            o[k] = np.float32(0)
+        for row in range(rows):
+            f32_at(state)[2 * row], f32_at(state)[2 * row + 1] = LOWEST, np.float32(0)
+        words = a.head_dim * size // 4
+        for start in range(0, position + count, TILE):
+            there = min(TILE, position + count - start)
+            fill_keys(job, head, start, there, keys)
+            fill_values(job, head, start, there, values)
+            for g in range(group):
+                q = a.queries + first * line + (head * group + g) * a.head_dim * size
+                to = scores + g * count * TILE * 4
+                call_rows(multiply(), q, line, count, q, keys, key_line, words, to, TILE * 4, TILE, 1)
+            for row in range(rows):
+                seen = min(TILE, position + row % count + 1 - start)
+                weigh(scores + row * TILE * 4, seen, scale, state + row * 8, sums + row * wide * 4, wide, probs)
+            call_rows(multiply(), scores, TILE * 4, rows, scores, values, wide * 4, tile_words, sums, wide * 4, wide, 0)
+        for row in range(rows):
+            whole = f32_at(state)[2 * row + 1]
+            token, g = first + row % count, row // count
+            out, o = a.out + token * line + (head * group + g) * a.head_dim * size, f32_at(sums + row * wide * 4)
+            for d in range(a.head_dim):
+                store(out, d, o[d] / whole)
+
+    attending = address_of(attend)
+
+    @code(INT, INT)
+    def run(control: int, job: int) -> None:
+        a = record(job, PREFILL)
+        parallel(control, attending(), job, a.kv_heads * ((a.tokens + a.span - 1) // a.span))
+
+    return run, (tile_code, attend, run)

@@ -1,0 +1,205 @@
+"""The door to the kernels: one object per engine, with its threads, compiled functions and scratch memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.kernels.cpu import decode_attention as attention
+from edgemoe.kernels.cpu import experts_decode as experts
+from edgemoe.kernels.cpu import experts_prefill as many
+from edgemoe.kernels.cpu import prefill_attention as prefill
+from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
+from edgemoe.kernels.cpu.decode_layer import make_layer
+from edgemoe.kernels.cpu.experts_decode import EXPERTS, make_experts
+from edgemoe.kernels.cpu.experts_prefill import MANY, make_many
+from edgemoe.kernels.cpu.intrinsics import place_of
+from edgemoe.kernels.cpu.linear import LINEAR, make_linear
+from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill
+from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, Pool
+from edgemoe.kernels.cpu.vector import make_pack_all
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
+SLOTS, OFFSETS, INDEX, WEIGHTS = (place_of(EXPERTS, name) for name in ("slots", "offsets", "index", "weights"))
+MOST_TOKENS = 1024  # of one call that takes vectors one after the other
+
+
+class Paged(NamedTuple):
+    """Where one layer's keys and values lie; addresses and strides in bytes."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    keys: int  # of block 0, KV head 0
+    values: int
+    block_stride: int
+    head_stride: int
+
+
+class Kernels:
+    """Compiled for one weight type; `threads` includes the caller's.
+
+    Compiling takes ten seconds; machine code is kept in `directory`, where one is given. Not for several threads at
+    once: the scratch memory is shared. Close it, or let it be collected.
+    """
+
+    def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
+        self.bf16 = bf16
+        layer, head, layer_code = make_layer(bf16)
+        experts, experts_code = make_experts(bf16)
+        _, linear, linear_code = make_linear(bf16)
+        _, attention, attention_code = make_attention(bf16)
+        pack = make_pack_all(bf16)
+        many, many_code = make_many(bf16)
+        prefill, prefill_code = make_prefill(bf16)
+        every = (HELP, PAUSES, *layer_code, *experts_code, *linear_code, *attention_code, pack)
+        every = (*every, *many_code, *prefill_code)
+        link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
+        self._layer, self._head, self._experts = layer.call, head.call, experts.call
+        self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
+        self._many, self._prefill = many.call, prefill.call
+        self.pool = Pool(threads)
+        self.close = self.pool.close
+        self._scratch: dict[str, npt.NDArray[Any]] = {}
+        self._iota = np.arange(MOST_TOKENS, dtype=np.int64)
+        self.iota = self._iota.ctypes.data
+        self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
+        self._job["threads"] = self.linear_record["threads"] = threads
+        self._attention_job = np.zeros(1, ATTENTION)
+        self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
+        self._expert_sizes = (0, 0, 0, 0, 0)
+
+    def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
+        """Address of a 64-byte aligned array of at least `count` elements, kept until a larger one is asked for."""
+        size = count * np.dtype(dtype).itemsize + 64
+        if name not in self._scratch or self._scratch[name].nbytes < size:
+            self._scratch[name] = np.zeros(size, np.uint8)
+        return (self._scratch[name].ctypes.data + 63) & ~63
+
+    def experts(
+        self,
+        slab: int,
+        stride_bytes: int,
+        slots: IntArray,
+        offsets: IntArray,
+        index: IntArray,
+        weights: FloatArray,
+        x: int,
+        x_bf16: bool,
+        out: int,
+        tokens: int,
+        hidden: int,
+        width: int,
+    ) -> None:
+        """Adds the weighted outputs of some experts to `out` [tokens, hidden] float32.
+
+        `slab` is the address of slot 0, a slot holds gate and up [2 x width, hidden] and down [hidden, width].
+        Slot `slots[i]` serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x`
+        [tokens, hidden] with routing weight `weights[p]`.
+        """
+        sizes = (hidden, width, tokens, len(index), len(slots))
+        if sizes != self._expert_sizes:
+            self._size_experts(*sizes)
+        job = self._call
+        job[SLAB], job[STRIDE], job[X], job[X_BF16], job[OUT] = slab, stride_bytes, x, x_bf16, out
+        job[SLOTS], job[OFFSETS], job[INDEX] = slots.ctypes.data, offsets.ctypes.data, index.ctypes.data
+        job[WEIGHTS] = weights.ctypes.data
+        self._experts(self.pool.control, self._job_address)
+
+    def _size_experts(self, hidden: int, width: int, tokens: int, pairs: int, slots: int) -> None:
+        job = self._job
+        for name, count in experts.scratch_floats(hidden, width, tokens, pairs, slots).items():
+            job[name] = self.scratch(name, count)
+        job["hidden"], job["width"], job["tokens"], job["iota"] = hidden, width, tokens, self.iota
+        job["count"] = slots
+        self._expert_sizes = (hidden, width, tokens, pairs, slots)
+
+    def many_tokens(
+        self,
+        slab: int,
+        stride_bytes: int,
+        slots: IntArray,
+        offsets: IntArray,
+        index: IntArray,
+        weights: FloatArray,
+        x: int,
+        out: int,
+        hidden: int,
+        width: int,
+    ) -> None:
+        """As `experts`, for many tokens each; `x` is in the weights' type, `hidden` and `width` are even."""
+        job = np.zeros(1, MANY)
+        groups, firsts = many.group_pairs(offsets)
+        for name, count in many.scratch_floats(hidden, width, len(groups), len(slots)).items():
+            job[name] = self.scratch(f"many.{name}", count)
+        job["slab"], job["stride"], job["slots"], job["count"] = slab, stride_bytes, slots.ctypes.data, len(slots)
+        job["index"], job["weights"], job["x"], job["out"] = index.ctypes.data, weights.ctypes.data, x, out
+        job["hidden"], job["width"], job["groups"] = hidden, width, groups.ctypes.data
+        job["group_count"], job["firsts"] = len(groups), firsts.ctypes.data
+        self._many(self.pool.control, job.ctypes.data)
+
+    def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
+        """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
+        packed = self.scratch("linear.x", tokens * n)
+        self._pack(x, x_bf16, tokens, n, packed, 1.0)
+        job = self.linear_record
+        job["weight"], job["rows"], job["n"], job["x"], job["out"] = weight, rows, n, packed, out
+        job["index"], job["tokens"] = self.iota, tokens
+        self._linear(self.pool.control, job.ctypes.data)
+
+    def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:
+        """One new token each of several sequences: out [tokens, heads * head_dim] float32.
+
+        `queries` [tokens, heads, head_dim] in the weights' type, after rotary; `tables` [tokens, blocks] and
+        `contexts` [tokens] as in `attention`. The new tokens' keys and values are in the cache already.
+        """
+        packed = self.scratch("attend.queries", tokens * cache.heads * cache.head_dim)
+        scale = cache.head_dim**-0.5
+        self._pack(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, scale)
+        job = self.attention_record(tokens, tables, contexts, cache)
+        job["queries"], job["out"], job["plain"] = packed, out, 1
+        self._attention(self.pool.control, job.ctypes.data)
+
+    def prefill(self, queries: int, tokens: int, table: IntArray, context: int, cache: Paged, out: int) -> None:
+        """The last `tokens` of one sequence's `context`: out [tokens, heads, head_dim] in the model's type.
+
+        `queries` as `out`, after rotary; `table` [blocks]. The chunk's own keys and values are in the cache already.
+        """
+        shape = (cache.heads, cache.kv_heads)
+        span = prefill.span_tokens(*shape, tokens, self.pool.threads)
+        piece = prefill.scratch_floats(*shape, cache.head_dim, span)
+        job = np.zeros(1, PREFILL)
+        job["queries"], job["out"], job["tokens"], job["heads"], job["kv_heads"] = queries, out, tokens, *shape
+        job["head_dim"], job["table"], job["context"] = cache.head_dim, table.ctypes.data, context
+        job["keys"], job["values"] = cache.keys, cache.values
+        job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
+        job["scratch"] = self.scratch("prefill", cache.kv_heads * -(-tokens // span) * piece)
+        job["span"], job["piece_bytes"] = span, 4 * piece
+        self._prefill(self.pool.control, job.ctypes.data)
+
+    def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged) -> npt.NDArray[np.void]:
+        """An ATTENTION record with everything but queries, out and plain. Keep the arrays while it is used."""
+        job, longest = self._attention_job, int(contexts.max())
+        job["tokens"], job["heads"], job["kv_heads"] = tokens, cache.heads, cache.kv_heads
+        job["head_dim"], job["keys"], job["values"] = cache.head_dim, cache.keys, cache.values
+        job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
+        job["tables"], job["table_width"] = tables.ctypes.data, tables.shape[1]
+        job["contexts"], job["longest"], job["iota"] = contexts.ctypes.data, longest, self.iota
+        for name, count in attention.scratch_floats(cache.heads, cache.head_dim, tokens, longest).items():
+            job[name] = self.scratch(f"attention.{name}", count)
+        return job
+
+    def layer(self, record: int) -> None:
+        """Runs the dense part of the layer whose LAYER record lies at this address."""
+        self._layer(self.pool.control, record)
+
+    def head(self, record: int) -> None:
+        """Runs the final norm and the head from the HEAD record at this address."""
+        self._head(self.pool.control, record)

@@ -1,0 +1,126 @@
+"""Serial pieces that run on one token's vectors: packing, RMSNorm, exp, softmax and top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from edgemoe.kernels.cpu.gemv import load_bf16, load_f32, make_place
+from edgemoe.kernels.cpu.intrinsics import INT, bits_of, code, f32_at, f32_of, i64_at, jit, summing, types
+from edgemoe.kernels.cpu.object_cache import Code
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.693145751953125)
+_LN2_LOW = np.float32(1.428606765330187e-06)
+_C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
+_C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
+_ONE, _HALF, _ZERO = np.float32(1.0), np.float32(0.5), np.float32(0.0)
+
+
+@jit
+def exp32(value: float) -> Any:
+    """exp in float32, error 1e-7, no call and no branch so that loops over it vectorise (Cephes' expf)."""
+    x = min(max(np.float32(value), _LOWEST), _HIGHEST)
+    whole = np.floor(x * _LOG2E + _HALF)
+    r = x - whole * _LN2_HIGH - whole * _LN2_LOW
+    p = (((((_C7 * r + _C6) * r + _C5) * r + _C4) * r + _C3) * r + _C2) * r * r + r + _ONE
+    return f32_of(np.uint32(bits_of(np.float32(p)) + (np.uint32(np.int32(whole)) << np.uint32(23))))
+
+
+@jit
+def swiglu(gate: int, up: int, count: int, scale: float) -> None:
+    """gate = scale * silu(gate) * up, in place, for `count` float32."""
+    g, u = f32_at(gate), f32_at(up)
+    for k in range(count):
+        g[k] = np.float32(scale) * u[k] * g[k] / (_ONE + exp32(-g[k]))
+
+
+@summing
+def total(values: int, count: int) -> Any:
+    v = f32_at(values)
+    result = _ZERO
+    for k in range(count):
+        result += v[k]
+    return result
+
+
+@jit
+def softmax(values: int, count: int) -> Any:
+    """Replaces float32 values by exp(value - largest); returns the largest, and the sum of the results."""
+    v = f32_at(values)
+    largest = v[0]
+    for k in range(1, count):
+        largest = max(largest, v[k])
+    for k in range(count):
+        v[k] = exp32(v[k] - largest)
+    return largest, total(values, count)
+
+
+@jit
+def top_k(probs: int, experts: int, k: int, renormalise: int, ids: int, weights: int) -> None:
+    """The k largest of `probs`, which sum to 1 already; the lower id first where two are equal."""
+    p, chosen, w = f32_at(probs), i64_at(ids), f32_at(weights)
+    mass = _ZERO
+    for place in range(k):
+        best = -1
+        for expert in range(experts):
+            if best >= 0 and p[expert] <= p[best]:
+                continue
+            taken = False
+            for earlier in range(place):
+                taken |= chosen[earlier] == expert
+            if not taken:
+                best = expert
+        chosen[place], w[place] = best, p[best]
+        mass += p[best]
+    if renormalise:
+        for place in range(k):
+            w[place] /= mass
+
+
+@cache
+def make_pack(bf16: bool) -> Callable[[int, int, int, int], None]:
+    """pack(source, from_bf16, n, out): one vector of n elements as `dot` wants it beside such weights."""
+    place = make_place(bf16)
+
+    @jit
+    def pack(source: int, from_bf16: int, n: int, out: int) -> None:
+        to = f32_at(out)
+        if from_bf16:
+            for k in range(n):
+                to[place(k, n)] = load_bf16(source, k)
+        else:
+            for k in range(n):
+                to[place(k, n)] = load_f32(source, k)
+
+    return pack  # type: ignore[no-any-return]
+
+
+@cache
+def make_pack_all(bf16: bool) -> Code:
+    """pack_all(source, from_bf16, count, n, out, scale): `count` vectors, times `scale`."""
+    pack = make_pack(bf16)
+
+    @code(INT, INT, INT, INT, INT, types.float32)
+    def pack_all(source: int, from_bf16: int, count: int, n: int, out: int, scale: float) -> None:
+        for i in range(count):
+            pack(source + i * n * (2 if from_bf16 else 4), from_bf16, n, out + i * n * 4)
+        to = f32_at(out)
+        for k in range(count * n):
+            to[k] *= scale
+
+    return pack_all
+
+
+@summing
+def norm_scale(x: int, n: int, eps: float) -> Any:
+    """1 / root mean square of a float32 vector."""
+    values = f32_at(x)
+    total = _ZERO
+    for k in range(n):
+        total += values[k] * values[k]
+    return _ONE / np.sqrt(np.float32(total / np.float32(n) + np.float32(eps)))

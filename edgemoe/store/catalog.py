@@ -1,0 +1,149 @@
+"""The packed stores on this box: listed, verified and removed, for the command line."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ParamSpec
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from edgemoe.errors import CheckpointError, StoreError
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.files import lock_store, padded, page_memory
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.packer import JOURNAL, Progress, silent
+from edgemoe.store.reader import ExpertStore
+from edgemoe.store.verify import verify_copy, verify_weights
+
+P = ParamSpec("P")
+
+
+@contextmanager
+def progress_bar(title: str, console: Console | None = None) -> Iterator[Progress]:
+    """A bar with rate and time left; yields what `pack` and `verify` take as `progress`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=console) as bar:
+        task = bar.add_task(title, visible=False)
+        yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes, visible=True)
+
+
+def is_store(path: Path) -> bool:
+    """A packed store, finished or not."""
+    return (path / MANIFEST).is_file() or (path / JOURNAL).is_file()
+
+
+def find_stores(store_dir: str | Path) -> list[Path]:
+    """The stores that lie in `store_dir`, by name."""
+    directory = Path(store_dir).expanduser()
+    return sorted(path for path in directory.iterdir() if is_store(path)) if directory.is_dir() else []
+
+
+def resolve(name: str, store_dir: str | Path) -> Path:
+    """A store given by its path, by its directory's name in `store_dir`, or by its model's name if that is unique.
+
+    Raises StoreError naming the stores that there are.
+    """
+    for path in (Path(name).expanduser(), Path(store_dir).expanduser() / name):
+        if is_store(path):
+            return path
+    stores = find_stores(store_dir)
+    matching = [path for path in stores if path.name.startswith(f"{name}-v")]
+    if len(matching) == 1:
+        return matching[0]
+    which = "several stores" if matching else "no store"
+    there = ", ".join(path.name for path in stores) or "none"
+    raise StoreError(f"{which} of the name {name!r}; in {store_dir} there are: {there}")
+
+
+def table(store_dir: str | Path) -> Table:
+    """The stores in `store_dir`, one row each."""
+    found = Table(title=f"Packed models in {store_dir}")
+    found.add_column("store", overflow="fold")  # a name is what `verify` and `remove` take
+    for heading in ("family", "layers", "experts", "precision"):
+        found.add_column(heading)
+    found.add_column("size", justify="right")
+    found.add_column("state", overflow="fold")
+    for path in find_stores(store_dir):
+        found.add_row(path.name, *_describe(path))
+    return found
+
+
+def _describe(path: Path) -> tuple[str, ...]:
+    if not (path / MANIFEST).is_file():
+        return "", "", "", "", "", "unfinished: pack it again to go on"
+    try:
+        manifest = Manifest.load(path)
+        spec = spec_of(manifest)
+    except (StoreError, CheckpointError) as error:
+        return "", "", "", "", "", str(error)
+    present, total = sum(len(layer.experts) for layer in manifest.layers), spec.layers * spec.experts
+    state = "complete" if present == total else f"{present} of {total} experts"
+    experts = f"{spec.experts}, top {spec.top_k}"
+    return spec.family, str(spec.layers), experts, spec.dtype, f"{manifest.total_bytes / 1e9:.2f} GB", state
+
+
+def verify(store: str | Path, progress: Progress = silent) -> list[StoreError]:
+    """Reads the whole store and returns everything that is wrong with it."""
+    store = Path(store)
+    faults: list[StoreError] = []
+    try:
+        manifest = Manifest.load(store)
+        with ExpertStore(store, manifest) as opened:
+            done_bytes = 0
+            for bytes_read, fault in _verified(store, manifest, opened):
+                done_bytes += bytes_read
+                progress(done_bytes, manifest.total_bytes)
+                faults += [fault] if fault else []
+    except StoreError as fault:
+        faults.append(fault)
+    return faults
+
+
+def _verified(store: Path, manifest: Manifest, opened: ExpertStore) -> Iterator[tuple[int, StoreError | None]]:
+    """What has been read and what was wrong with it, part by part."""
+    room = page_memory(padded(max((entry.bytes for layer in manifest.layers for entry in layer.experts), default=1)))
+    for layer, part in enumerate(manifest.layers):
+        if part.experts:
+            yield 0, _fault(verify_weights, store, part)
+        for entry in part.experts:
+            yield padded(entry.bytes), _fault(opened.read_into, layer, entry.expert, room)
+    yield manifest.dense.bytes, _fault(verify_weights, store, manifest.dense)
+    for copy in manifest.files:
+        yield copy.bytes, _fault(verify_copy, store, copy)
+
+
+def _fault(check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> StoreError | None:
+    try:
+        check(*args, **kwargs)
+    except StoreError as fault:
+        return fault
+    return None
+
+
+def remove(store: str | Path) -> None:
+    """Deletes a store. Raises StoreError where it is none, or is being served or packed."""
+    path = Path(store)
+    if not is_store(path) or path.is_symlink():
+        raise StoreError(f"{path} is no packed store; nothing was removed")
+    try:
+        with lock_store(path, exclusive=True):
+            for part in path.iterdir():
+                if part.is_dir():
+                    shutil.rmtree(part)
+                elif part.name not in (MANIFEST, JOURNAL):
+                    part.unlink()
+            shutil.rmtree(path)  # these last, so that what is left of a removal cut short can be removed again
+    except OSError as error:
+        raise StoreError(f"{error.filename or path} cannot be removed: {error.strerror}") from error

@@ -1,0 +1,233 @@
+"""A Hugging Face checkpoint directory: its configuration, and where each tensor's bytes lie.
+
+Nothing in the directory is trusted: every header, offset and name is checked before a byte of a tensor is read.
+Format: https://huggingface.co/docs/safetensors (8 bytes of length, a JSON header, the tensors without holes).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from edgemoe.errors import CheckpointError
+from edgemoe.types.arrays import Json
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_JSON_BYTES = 64 << 20
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+COPIED_FILES = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a safetensors file: `bytes` from `offset` of the file."""
+
+    file: Path
+    name: str
+    dtype: str  # as safetensors spells it: "BF16"
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose files have been found whole. `fingerprint` changes when any of them does."""
+
+    directory: Path
+    config: Json
+    tensors: dict[str, Tensor]
+    copied: tuple[Path, ...]  # files that the store keeps as they are
+    fingerprint: str
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Checkpoint:
+        """Raises CheckpointError, saying which file is wrong and why."""
+        directory = Path(directory)
+        config = read_json(directory / CONFIG)
+        weights, weight_map = _weight_files(directory)
+        headers = {path: read_header(path) for path in weights}
+        tensors = _merge(headers)
+        _check_index(weight_map, tensors)
+        copied = tuple(path for name in COPIED_FILES if (path := directory / name).is_file())
+        return cls(directory, config, tensors, copied, _fingerprint([*weights, *copied], tensors))
+
+    @property
+    def name(self) -> str:
+        """The directory's name; the repository's where the directory is a snapshot in the hub's cache."""
+        path = self.directory.resolve()
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return path.parent.parent.name.split("--")[-1]
+        return path.name
+
+
+def read_json(path: Path) -> Json:
+    """A JSON object from a file of the checkpoint. Raises CheckpointError."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is too large")
+        found = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; is this a model's directory?") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, by name. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            header_bytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(f"{path} is no safetensors file, or cut short ({size} bytes)")
+            header = file.read(header_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_header(header, path, size)
+
+
+def parse_header(header: bytes, path: Path, file_bytes: int) -> dict[str, Tensor]:
+    """Checks a safetensors header against the size of its file. Raises CheckpointError."""
+    try:
+        entries = json.loads(header, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object")
+    entries.pop("__metadata__", None)
+    start = 8 + len(header)
+    tensors = [_tensor(path, name, entry, start) for name, entry in entries.items()]
+    end = start
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.bytes)):
+        if tensor.offset != end:
+            raise CheckpointError(f"{path}: tensor {tensor.name!r} overlaps another or leaves a hole before it")
+        end += tensor.bytes
+    if end > file_bytes:
+        raise CheckpointError(f"{path} is cut short: {file_bytes} bytes of {end}; fetch it again")
+    if end < file_bytes:
+        raise CheckpointError(f"{path} has {file_bytes - end} bytes that belong to no tensor")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One tensor in a safetensors header; offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def _tensor(path: Path, name: str, raw: Any, start: int) -> Tensor:
+    try:
+        entry = msgspec.convert(raw, _Entry)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        raise CheckpointError(f"{path}: tensor {name!r}: {error}") from error
+    begin, end = entry.data_offsets
+    if entry.dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{path}: tensor {name!r} is of type {entry.dtype}, which is not supported")
+    if len(entry.shape) > 8 or min(entry.shape, default=0) < 0 or not 0 <= begin <= end:
+        raise CheckpointError(f"{path}: tensor {name!r} has an impossible shape or place")
+    if math.prod(entry.shape) * ITEM_BYTES[entry.dtype] != end - begin:
+        what = f"tensor {name!r} of shape {list(entry.shape)} and type {entry.dtype}"
+        raise CheckpointError(f"{path}: {what} cannot take {end - begin} bytes")
+    return Tensor(path, name, entry.dtype, entry.shape, start + begin, end - begin)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
+    found: Json = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands there twice")
+        found[name] = value
+    return found
+
+
+def _weight_files(directory: Path) -> tuple[list[Path], Json]:
+    """The safetensors files of the checkpoint and the index's map from tensor to file ({} without one)."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE], {}
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{directory / INDEX} has no weight_map")
+        return [_shard(directory, name) for name in sorted(set(map(str, weight_map.values())))], weight_map
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found, {}
+    if found:
+        raise CheckpointError(f"{directory} has {len(found)} safetensors files but no {INDEX}")
+    pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{directory} has only pickled weights ({pickles[0]}), which can run code when they are loaded; "
+            "save the model as safetensors (transformers: save_pretrained) and pack that"
+        )
+    raise CheckpointError(f"{directory} has no safetensors files")
+
+
+def _shard(directory: Path, name: str) -> Path:
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
+        raise CheckpointError(f"{directory / INDEX} points at {name!r}, which is no safetensors file of the directory")
+    if not (directory / name).is_file():
+        raise CheckpointError(f"{directory / name}, which {INDEX} names, is missing")
+    return directory / name
+
+
+def _merge(headers: dict[Path, dict[str, Tensor]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path, found in headers.items():
+        for name, tensor in found.items():
+            if name in tensors:
+                raise CheckpointError(f"tensor {name!r} is both in {tensors[name].file.name} and in {path.name}")
+            tensors[name] = tensor
+    return tensors
+
+
+def _check_index(weight_map: Json, tensors: dict[str, Tensor]) -> None:
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file:
+            raise CheckpointError(f"{INDEX} says that tensor {name!r} is in {file}; it is not there")
+
+
+def _fingerprint(files: Iterable[Path], tensors: dict[str, Tensor]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in files:
+        found = path.stat()
+        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    for tensor in tensors.values():
+        place = f"{tensor.file.name} {tensor.name!a} {tensor.dtype} {tensor.shape} {tensor.offset}\n"
+        digest.update(place.encode())
+    return digest.hexdigest()

@@ -1,0 +1,38 @@
+"""Whether a store's manifest and the configuration in it tell of the same model."""
+
+from __future__ import annotations
+
+import math
+
+from edgemoe.errors import StoreError
+from edgemoe.families.spec import DTYPE_BYTES, ModelSpec, dense_shapes, spec_from_config
+from edgemoe.store.manifest import MANIFEST, Manifest
+
+
+def spec_of(manifest: Manifest) -> ModelSpec:
+    """The model of a store, whose files hold what it takes.
+
+    So memory that is reserved by the configuration is bounded by the files' sizes. Raises UnsupportedModel,
+    CheckpointError, and StoreError where they contradict each other.
+    """
+    spec = spec_from_config(manifest.spec_config)
+    if len(manifest.layers) != spec.layers:
+        raise _contradiction(manifest, f"{len(manifest.layers)} layers", f"{spec.layers}")
+    for layer, entry in enumerate(manifest.layers):
+        for expert in entry.experts:
+            if expert.expert >= spec.experts:
+                raise _contradiction(manifest, f"an expert {expert.expert} of layer {layer}", f"{spec.experts} experts")
+            if expert.bytes != spec.expert_bytes:
+                found = f"{expert.bytes} bytes for expert {expert.expert} of layer {layer}"
+                raise _contradiction(manifest, found, f"{spec.expert_bytes} bytes an expert")
+    least_bytes = sum(map(math.prod, dense_shapes(spec).values())) * min(DTYPE_BYTES.values())
+    if manifest.dense.bytes < least_bytes:
+        raise _contradiction(manifest, f"{manifest.dense.bytes} bytes of dense weights", f"{least_bytes} or more")
+    return spec
+
+
+def _contradiction(manifest: Manifest, found: str, configured: str) -> StoreError:
+    return StoreError(
+        f"{MANIFEST} of {manifest.name[:80]} has {found}, its configuration says {configured}; "
+        "pack the checkpoint again"
+    )

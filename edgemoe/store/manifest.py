@@ -1,0 +1,194 @@
+"""The manifest of a packed store: which experts are there, where their bytes lie and what they must hash to.
+
+A store is a directory: `manifest.json`, `dense.safetensors`, `experts/layer_NNN.safetensors` and the checkpoint's
+configuration and tokenizer files. An expert that is not listed is absent, which is no fault. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Self
+
+import msgspec
+from msgspec import Meta
+
+from edgemoe.durable import replace_file
+from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
+from edgemoe.store.files import ALIGN, checksum, file_bytes, padded
+from edgemoe.types.arrays import Json
+
+VERSION = 1
+MANIFEST, DENSE = "manifest.json", "dense.safetensors"
+MAX_MANIFEST_BYTES = 32 << 20  # of 170,000 experts; what is decoded takes twenty times as much
+
+Size = Annotated[int, Meta(ge=0, le=1 << 60)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+PlainName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=255)]
+
+
+def layer_file(layer: int) -> str:
+    """Where a store keeps the experts of one layer."""
+    return f"experts/layer_{layer:03d}.safetensors"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Base of the manifest's parts."""
+
+
+class ExpertEntry(Record, frozen=True):
+    """One expert: `bytes` from `offset` of its layer's file."""
+
+    expert: Index
+    offset: Size
+    bytes: Size
+    xxh3_128: Digest
+
+
+class FileEntry(Record, frozen=True):
+    """A file of the store, by its name in the directory, and its size."""
+
+    file: str
+    bytes: Size
+
+
+class LayerEntry(FileEntry, frozen=True):
+    """One layer's file and the experts in it. `header` is the checksum of the safetensors header."""
+
+    header: Digest
+    experts: tuple[ExpertEntry, ...]
+
+    @cached_property
+    def by_expert(self) -> dict[int, ExpertEntry]:
+        return {entry.expert: entry for entry in self.experts}
+
+
+class DenseEntry(FileEntry, frozen=True):
+    """The file of all other weights; `xxh3_128` is the checksum of what follows the header."""
+
+    header: Digest
+    xxh3_128: Digest
+
+
+class CopyEntry(FileEntry, frozen=True):
+    """A file copied from the checkpoint: configuration, tokenizer, chat template."""
+
+    file: PlainName
+    xxh3_128: Digest
+
+
+class Manifest(Record, frozen=True):
+    """What a store holds. `digest` names the model's content, `source` the checkpoint that it was packed from.
+
+    `config` is the checkpoint's `config.json`; `checksum` covers the manifest itself.
+    """
+
+    version: int
+    name: Annotated[str, Meta(max_length=255)]
+    digest: Digest
+    source: Digest
+    dtype: Annotated[str, Meta(max_length=16)]  # "float32" | "bfloat16"
+    config: Json
+    dense: DenseEntry
+    layers: tuple[LayerEntry, ...]
+    files: tuple[CopyEntry, ...]
+    checksum: str = ""
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Self:
+        """Reads the manifest and checks every number in it against the files that it names.
+
+        Raises StoreError, StoreVersionError, and CorruptExpert for the first expert that a file is too short for.
+        """
+        directory = Path(directory)
+        manifest = cls.read(directory)
+        for layer, entry in enumerate(manifest.layers):
+            _check_layer(directory, layer, entry)
+        if manifest.dense.file != DENSE:
+            raise StoreError(f"{directory / MANIFEST}: dense weights cannot lie in {manifest.dense.file!r}")
+        for part in (manifest.dense, *manifest.files):
+            found = file_bytes(directory / part.file)
+            if found != part.bytes:
+                raise StoreError(f"{directory / part.file} has {found} bytes, not {part.bytes}; pack it again")
+        return manifest
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Reads the manifest alone, without a look at the other files. Raises StoreError, StoreVersionError."""
+        path = directory / MANIFEST
+        if file_bytes(path) > MAX_MANIFEST_BYTES:
+            raise StoreError(f"{path} is too large to be a manifest")
+        text = path.read_bytes()
+        try:
+            version = msgspec.json.decode(text, type=_Version).version
+            if version != VERSION:
+                raise StoreVersionError(
+                    f"{path} is of version {version}, this program reads {VERSION}; pack the checkpoint again"
+                )
+            manifest = msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise StoreError(f"{path} is not a manifest: {error}") from error
+        if manifest.checksum != manifest._own_checksum():
+            raise StoreError(f"{path} is damaged: its checksum is wrong; pack the checkpoint again")
+        return manifest
+
+    def save(self, directory: Path) -> None:
+        """Writes `manifest.json`, replacing an older one in one step."""
+        signed = msgspec.structs.replace(self, checksum=self._own_checksum())
+        replace_file(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(signed), indent=1), 0o644)
+
+    def _own_checksum(self) -> str:
+        return checksum(msgspec.json.encode(msgspec.structs.replace(self, checksum="")))
+
+    @property
+    def spec_config(self) -> Json:
+        """The configuration for `spec_from_config`, with the precision that the store really has."""
+        return {**self.config, "dtype": self.dtype}
+
+    def present(self, layer: int, expert: int) -> bool:
+        return 0 <= layer < len(self.layers) and expert in self.layers[layer].by_expert
+
+    def entry(self, layer: int, expert: int) -> ExpertEntry:
+        """Where an expert that is present lies; KeyError or IndexError where it is not."""
+        return self.layers[layer].by_expert[expert]
+
+    @property
+    def total_bytes(self) -> int:
+        """Disk space of the store's files."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def parts(self) -> tuple[FileEntry, ...]:
+        """Every file of the store but the manifest."""
+        return (self.dense, *self.layers, *self.files)
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def content_digest(config: Json, dtype: str, checksums: Iterable[str]) -> str:
+    """Names a model by its configuration and weights: equal on every box that packed the same checkpoint."""
+    return checksum(msgspec.json.encode([config, dtype, list(checksums)], order="sorted"))
+
+
+def _check_layer(directory: Path, layer: int, entry: LayerEntry) -> None:
+    where = directory / MANIFEST
+    if entry.file != layer_file(layer):
+        raise StoreError(f"{where}: layer {layer} cannot lie in {entry.file!r}")
+    if len(entry.by_expert) != len(entry.experts):
+        raise StoreError(f"{where}: layer {layer} lists an expert twice")
+    if not entry.experts:
+        return
+    end = 0
+    found = file_bytes(directory / entry.file)
+    for expert in sorted(entry.experts, key=lambda expert: expert.offset):
+        if expert.offset % ALIGN or expert.offset < end or not expert.bytes:
+            raise StoreError(f"{where}: expert {expert.expert} of layer {layer} has an impossible place")
+        end = expert.offset + padded(expert.bytes)
+        if end > found:
+            raise CorruptExpert(str(directory / entry.file), layer, expert.expert, f"the file ends at byte {found}")
+    if found != entry.bytes:
+        raise StoreError(f"{directory / entry.file} (layer {layer}) has {found} bytes, not {entry.bytes}")

@@ -1,0 +1,232 @@
+"""`pack` turns a Hugging Face checkpoint into a store, `ensure_store` does so where it has not been done yet.
+
+A weight file gets its name when it is whole, and the manifest comes last; so a pack that was killed at any point is
+continued by packing again, and packing a finished store again verifies it and writes anew only what is damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from edgemoe.durable import replace_file
+from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
+from edgemoe.store.checkpoint import Checkpoint
+from edgemoe.store.files import LOCK, PageFile, checksum, lock_store, range_checksum
+from edgemoe.store.layout import FilePlan, Layout, plan
+from edgemoe.store.manifest import (
+    DENSE,
+    MANIFEST,
+    VERSION,
+    CopyEntry,
+    DenseEntry,
+    ExpertEntry,
+    LayerEntry,
+    Manifest,
+    content_digest,
+)
+from edgemoe.store.writer import copy_file, write_file
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+JOURNAL = "packing.json"  # there while a store is unfinished; names the checkpoint that it is packed from
+NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+WAIT_S = 0.2  # between looks whether another process is done
+SPARE_BYTES = 16 << 20  # manifest, directories
+log = logging.getLogger(__name__)
+
+
+def silent(done_bytes: int, total_bytes: int) -> None:
+    """Shows no progress."""
+
+
+def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = silent) -> Path:
+    """The store of a model: `path` itself where it is one, else a directory under `store_dir`, packed if need be.
+
+    Raises CheckpointError, StoreError.
+    """
+    path = Path(path).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    checkpoint = Checkpoint.open(path)
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
+    store = Path(store_dir).expanduser() / f"{name}-v{VERSION}-{checkpoint.fingerprint[:12]}"
+    waiting = False
+    while not (store / MANIFEST).is_file():
+        try:
+            pack(path, store, progress, again=False)
+        except StoreInUse:  # by one who packs it, and whose death frees it
+            if not waiting:
+                log.info("waiting for another process that packs this model", extra={"store": str(store)})
+            waiting = True
+            time.sleep(WAIT_S)
+    return store
+
+
+def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = silent, *, again: bool = True) -> Manifest:
+    """Writes the store of the checkpoint in `source_dir` to `dest_dir`, or finishes or repairs it.
+
+    Without `again` a store that is finished is left as it is.
+
+    Raises CheckpointError or UnsupportedModel for the checkpoint; StoreError where `dest_dir` holds something else,
+    is in use, or has too little room.
+    """
+    checkpoint = Checkpoint.open(source_dir)
+    layout = plan(checkpoint)
+    dest = Path(dest_dir).expanduser()
+    try:
+        dest.mkdir(parents=True, exist_ok=True)
+        with lock_store(dest, exclusive=True):
+            if not again and (dest / MANIFEST).is_file():
+                return Manifest.load(dest)
+            return _Packer(checkpoint, layout, dest, progress).run()
+    except OSError as error:
+        remedy = "run it again"
+        if error.errno in NOT_WRITABLE:
+            remedy = "name a directory that can be written with model.store_dir"
+        raise StoreError(f"{error.filename or dest}: {error.strerror}; packing stopped, {remedy}") from error
+
+
+class _Packer:
+    """One run of `pack`, under the store's lock."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout, store: Path, progress: Progress) -> None:
+        self._checkpoint, self._layout, self._store, self._progress = checkpoint, layout, store, progress
+        self._done_bytes = 0
+        self._total_bytes = sum(run.bytes for file in self._files for run in file.runs)
+
+    @property
+    def _files(self) -> tuple[FilePlan, ...]:
+        return (self._layout.dense, *self._layout.layers)
+
+    def run(self) -> Manifest:
+        finished = self._begin()
+        if self._layout.rounded:
+            log.warning("%d float16 tensors are rounded to bfloat16", self._layout.rounded)
+        kept = self._keep(finished)
+        self._check_room(kept)
+        digests = [kept.get(file.file) or write_file(file, self._store, self._advance) for file in self._files]
+        copies = tuple(self._copy(path) for path in self._checkpoint.copied)
+        manifest = self._manifest(digests, copies)
+        manifest.save(self._store)
+        (self._store / JOURNAL).unlink(missing_ok=True)
+        return Manifest.load(self._store)
+
+    def _keep(self, finished: bool) -> dict[str, tuple[str, ...]]:
+        """The files that need not be written, and their runs' checksums; those of a finished store are read again."""
+        kept = {}
+        for file in self._files:
+            if found := self._intact(file, thorough=finished):
+                kept[file.file] = found
+                self._advance(sum(run.bytes for run in file.runs))
+        return kept
+
+    def _advance(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        self._progress(self._done_bytes, self._total_bytes)
+
+    def _begin(self) -> bool:
+        """Makes the directory ready; true where it holds a finished store of this checkpoint."""
+        store, journal = self._store, self._store / JOURNAL
+        state = msgspec.json.encode({"version": VERSION, "source": self._checkpoint.fingerprint})
+        finished = self._finished()
+        if not finished and not (journal.exists() and journal.read_bytes() == state):
+            self._start_over()
+            replace_file(journal, state, 0o644)
+        for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
+            leftover.unlink()
+        (store / "experts").mkdir(exist_ok=True)
+        return finished
+
+    def _finished(self) -> bool:
+        if not (self._store / MANIFEST).exists():
+            return False
+        try:
+            found = Manifest.read(self._store)
+        except StoreVersionError:
+            raise
+        except StoreError:
+            return False
+        if found.source != self._checkpoint.fingerprint:
+            raise StoreError(f"{self._store} is the store of another checkpoint ({found.name}); remove it first")
+        return True
+
+    def _start_over(self) -> None:
+        """Clears away what cannot be told to come from this checkpoint; only in a directory of ours."""
+        store = self._store
+        if (store / MANIFEST).exists() or (store / JOURNAL).exists():
+            log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
+            for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
+                file.unlink(missing_ok=True)
+            return
+        ours = (LOCK, f"{JOURNAL}.tmp", "lost+found")
+        others = [path.name for path in store.iterdir() if path.name not in ours]
+        if others:
+            raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
+
+    def _intact(self, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | None:
+        """The checksums in the header of a file that is there and whole; `thorough` compares them to the bytes."""
+        path = self._store / file.file
+        if not path.is_file() or path.stat().st_size != file.bytes:
+            return None
+        with PageFile(path) as opened:
+            header = bytearray(file.header_bytes)
+            opened.fill(memoryview(header), len(header), 0)
+            start = header.find(b'"xxh3_128":"') + len(b'"xxh3_128":"')
+            found = header[start : header.find(b'"', start)].decode("ascii", "replace").split(" ")
+            if len(found) != len(file.runs) or file.header(found) != header:
+                return None
+            for run, offset, digest in zip(file.runs, file.offsets(), found, strict=True):
+                if thorough and range_checksum(opened, offset, run.bytes) != digest:
+                    log.warning("%s is damaged and will be written anew", path)
+                    return None
+        return tuple(found)
+
+    def _check_room(self, kept: dict[str, tuple[str, ...]]) -> None:
+        copied = sum(path.stat().st_size for path in self._checkpoint.copied)
+        needed = sum(file.bytes for file in self._files if file.file not in kept) + copied + SPARE_BYTES
+        disk = os.statvfs(self._store)
+        free = disk.f_bavail * disk.f_frsize
+        if needed > free:
+            raise StoreError(
+                f"{self._store}: packing needs {needed / 1e9:.1f} GB of room and the disk has {free / 1e9:.1f} GB; "
+                "free some, or choose another directory"
+            )
+
+    def _copy(self, path: Path) -> CopyEntry:
+        digest = copy_file(path, self._store / path.name)
+        return CopyEntry(file=path.name, bytes=(self._store / path.name).stat().st_size, xxh3_128=digest)
+
+    def _manifest(self, digests: Sequence[tuple[str, ...]], copies: tuple[CopyEntry, ...]) -> Manifest:
+        layout, config = self._layout, self._checkpoint.config
+        dense = DenseEntry(
+            file=layout.dense.file,
+            bytes=layout.dense.bytes,
+            header=checksum(layout.dense.header(digests[0])),
+            xxh3_128=digests[0][0],
+        )
+        return Manifest(
+            version=VERSION,
+            name=self._checkpoint.name,
+            digest=content_digest(config, layout.spec.dtype, (digest for file in digests for digest in file)),
+            source=self._checkpoint.fingerprint,
+            dtype=layout.spec.dtype,
+            config=config,
+            dense=dense,
+            layers=tuple(map(_layer_entry, layout.layers, digests[1:])),
+            files=copies,
+        )
+
+
+def _layer_entry(file: FilePlan, digests: Sequence[str]) -> LayerEntry:
+    entries = (
+        ExpertEntry(expert=expert, offset=offset, bytes=run.bytes, xxh3_128=digest)
+        for expert, (run, offset, digest) in enumerate(zip(file.runs, file.offsets(), digests, strict=True))
+    )
+    return LayerEntry(file=file.file, bytes=file.bytes, header=checksum(file.header(digests)), experts=tuple(entries))

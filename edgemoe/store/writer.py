@@ -1,0 +1,178 @@
+"""Copies tensors from a checkpoint into a file of the store: in blocks, off the page cache, all or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.durable import sync_directory
+from edgemoe.errors import CheckpointError
+from edgemoe.store.files import ALIGN, BLOCK_BYTES, Buffer, Checksum, PageFile, blocks, open_direct, padded, page_memory
+from edgemoe.store.layout import NO_DIGEST, FilePlan, Piece, Run
+
+AHEAD = 4  # blocks read before they are wanted
+
+
+class _Span(NamedTuple):
+    """At most a block of a piece; `run` counts the file's runs."""
+
+    run: int
+    piece: Piece
+    offset: int
+    bytes: int
+
+
+def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
+    """Writes one weight file of the store and returns its runs' checksums, which its header holds too.
+
+    The file gets its name when it is whole and on disk. `advance` is told of bytes written. Raises CheckpointError.
+    """
+    digests = [Checksum() for _ in plan.runs]
+    with _Output(directory / plan.file) as output, _Source() as source:
+        output.write(plan.header([NO_DIGEST] * len(plan.runs)))
+        ends = [start + run.bytes for start, run in zip(plan.offsets(), plan.runs, strict=True)]
+        for index, block in source.read(plan.runs):
+            digests[index].update(block)
+            output.write(block)
+            if output.position == ends[index]:
+                output.write(bytes(plan.runs[index].padding))
+            advance(len(block))
+        found = tuple(digest.hexdigest() for digest in digests)
+        output.finish(plan.header(found))
+    return found
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """Copies a small file as durably as the weights; returns its checksum."""
+    digest = Checksum()
+    with _Output(target) as output, source.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            output.write(block)
+        output.finish(b"")
+    return digest.hexdigest()
+
+
+def to_bfloat16(halves: npt.NDArray[np.float16]) -> npt.NDArray[np.uint16]:
+    """The bits of the nearest bfloat16, ties to even."""
+    bits = halves.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(halves), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+
+
+class _Output:
+    """A file under a temporary name; `finish` puts it in place, leaving without it removes it."""
+
+    def __init__(self, path: Path) -> None:
+        self.position = 0
+        self._path = path
+        self._temporary = path.with_name(path.name + ".tmp")
+        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._direct = open_direct(self._temporary, os.O_WRONLY)
+        self._pages = page_memory(BLOCK_BYTES)
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
+        self._temporary.unlink(missing_ok=True)
+
+    def write(self, data: Buffer) -> None:
+        view = memoryview(data)
+        while view:
+            filled = self.position % BLOCK_BYTES
+            part = view[: BLOCK_BYTES - filled]
+            self._pages[filled : filled + len(part)] = part
+            self.position += len(part)
+            if filled + len(part) == BLOCK_BYTES:
+                self._put(self._pages, self.position - BLOCK_BYTES)
+            view = view[len(part) :]
+
+    def finish(self, header: bytes) -> None:
+        """Puts the final header in the first one's place and the file where it belongs."""
+        filled = self.position % BLOCK_BYTES
+        whole = filled // ALIGN * ALIGN
+        self._put(self._pages[:whole], self.position - filled)
+        self._put_rest(self._pages[whole:filled], self.position - filled + whole)
+        self._put_rest(memoryview(header), 0)
+        os.fsync(self._fd)
+        self._temporary.replace(self._path)
+        sync_directory(self._path.parent)
+
+    def _put(self, pages: memoryview, offset: int) -> None:
+        """Writes whole pages past the page cache, as far as the file system has such a thing."""
+        done = 0
+        try:
+            while self._direct is not None and done < len(pages):
+                done += os.pwrite(self._direct, pages[done:], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        self._put_rest(pages[done:], offset + done)
+
+    def _put_rest(self, view: memoryview, offset: int) -> None:
+        while view:
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+
+
+class _Source:
+    """Reads a checkpoint's tensors ahead of whoever consumes them."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, PageFile] = {}
+        self._buffers = [page_memory(BLOCK_BYTES + ALIGN) for _ in range(1 + AHEAD)]
+        self._reader = ThreadPoolExecutor(1, "pack-reader")
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._reader.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+
+    def read(self, runs: Sequence[Run]) -> Iterator[tuple[int, memoryview]]:
+        """The runs' bytes in order, as the store has them, with the run's index; a block is valid until the next."""
+        pending: deque[Future[tuple[int, memoryview]]] = deque()
+        for span, buffer in zip(_spans(runs), cycle(self._buffers), strict=False):
+            if len(pending) == len(self._buffers) - 1:
+                yield pending.popleft().result()
+            pending.append(self._reader.submit(self._read_span, span, buffer))
+        while pending:
+            yield pending.popleft().result()
+
+    def _read_span(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
+        """Reads the pages that the span lies in."""
+        tensor = span.piece.tensor
+        before = span.offset % ALIGN
+        try:
+            if tensor.file not in self._files:
+                self._files[tensor.file] = PageFile(tensor.file)
+            needed = before + span.bytes
+            self._files[tensor.file].fill(buffer[: padded(needed)], needed, span.offset - before)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{tensor.file} cannot be read, within tensor {tensor.name}: {error}") from error
+        block = buffer[before:needed]
+        if tensor.dtype == "F16":
+            block[:] = to_bfloat16(np.frombuffer(block, np.float16)).data.cast("B")
+        return span.run, block
+
+
+def _spans(runs: Sequence[Run]) -> Iterator[_Span]:
+    for index, run in enumerate(runs):
+        for piece in run.pieces:
+            for block in blocks(piece.bytes):
+                yield _Span(index, piece, piece.offset + block.start, block.stop - block.start)

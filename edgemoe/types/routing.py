@@ -1,0 +1,26 @@
+"""What the gates chose in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.types.arrays import FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepRouting:
+    """What the gates chose in one step: the one observation of cache policy, predictors and recorder."""
+
+    requests: tuple[str, ...]  # [S] request ids
+    query_lens: IntArray  # [S] tokens that each contributed
+    decode: npt.NDArray[np.bool_]  # [S] true where the sequence was decoding
+    tokens: IntArray  # [T] input token ids
+    positions: IntArray  # [T]
+    ids: npt.NDArray[np.int16]  # [L, T, k]
+    weights: FloatArray  # [L, T, k]
+    hints: dict[int, FloatArray]  # distance in layers -> [L, T, E]; empty where not collected
+    step_s: float  # wall time of the step
+    stall_s: float  # of it, spent waiting for experts

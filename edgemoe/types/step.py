@@ -1,0 +1,46 @@
+"""One step, as the decoder sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+BLOCK_TOKENS = 16  # tokens per KV block, everywhere
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's tokens: S sequences, each contributing `query_lens[s]` tokens, laid end to end (T in all).
+
+    A decoding sequence contributes one token, a prefilling one a chunk. The keys and values of the T tokens
+    are written to the KV blocks first; each token then attends to its sequence's positions up to its own.
+    """
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    query_lens: Sequence[int]  # [S]
+    context_lens: Sequence[int]  # [S] tokens of the sequence after this step
+    block_tables: Sequence[Sequence[int]]  # [S][blocks] KV block ids, in order
+    logit_rows: torch.Tensor  # [R] int64, the rows of T whose logits are wanted
+    decode: bool  # every sequence contributes one token
+
+
+class Experts(Protocol):
+    """The expert side of a MoE layer, as the decoder calls it. Called on the compute thread only."""
+
+    lookahead: int  # how many layers ahead `hint` is wanted (0: never call it)
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of the chosen experts' outputs, [T, H], best in float32.
+
+        `hidden` [T, H] in the model's dtype; `ids` [T, k] int64; `weights` [T, k] float32.
+        Raises MissingExpert, CorruptExpert.
+        """
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        """Layer `layer`'s real gate applied to an earlier layer's hidden state: `probs` [T, E] float32."""

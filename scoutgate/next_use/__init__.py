@@ -1,0 +1,1 @@
+"""Training of the next-use network."""

@@ -1,0 +1,120 @@
+"""keygen, witness and the picture of a cluster."""
+
+from __future__ import annotations
+
+import io
+import stat
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+import edgemoe.cli
+from edgemoe.cli.boxes import boxes
+from edgemoe.cluster.control.membership import read_join
+from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import ConfigError, ServiceError
+from edgemoe.front.cluster import listed
+from edgemoe.telemetry import metrics
+from edgemoe.telemetry.metrics import named
+
+
+def test_a_key_is_private_and_its_entry_goes_into_the_list_as_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "key"
+    words = ["keygen", str(file), "--node", "kitchen", "--address", "192.0.2.7:7540"]
+    assert edgemoe.cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    (tmp_path / "peers.toml").write_text(printed)
+    peers = load_peers(tmp_path / "peers.toml")
+    assert peers["kitchen"].key == load_secret(file).public.decode()
+    assert read_join(printed.split("'")[1]) == peers["kitchen"]
+    assert load_secret(file).secret.decode() not in printed
+    assert edgemoe.cli.main(words) == 2
+    assert "already" in capsys.readouterr().err
+
+
+def test_keygen_without_a_name_leaves_it_to_be_filled_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert edgemoe.cli.main(["keygen", str(tmp_path / "key")]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["peer"][0]["node"] == "NODE"
+
+
+@pytest.mark.parametrize("text", ["192.0.2.7:7540", "kitchen,192.0.2.7,KEY", "kitchen,192.0.2.7:7540,short"])
+def test_whom_to_join_needs_name_address_and_key(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_join(text)
+
+
+def test_who_joins_says_where_it_is() -> None:
+    settings = ClusterSettings(node="d", listen="0.0.0.0:7540", join="a,192.0.2.7:7540," + "k" * 40)
+    with pytest.raises(ConfigError, match=r"cluster\.address"):
+        listed(settings)
+    (seed,) = listed(msgspec.structs.replace(settings, address="192.0.2.9:7540")).values()
+    assert (seed.node, seed.address) == ("a", "192.0.2.7:7540")
+
+
+def test_a_box_may_have_either_of_its_two_keys_and_no_third(tmp_path: Path) -> None:
+    made = [generate(tmp_path / f"key-{n}").public.decode() for n in range(3)]
+    entry = f'[[peer]]\nnode = "d"\naddress = "192.0.2.9:7540"\nkey = "{made[0]}"\nnew_key = "{made[1]}"'
+    (tmp_path / "peers.toml").write_text(entry)
+    for n in range(2):
+        settings = ClusterSettings(
+            node="d", key_file=str(tmp_path / f"key-{n}"), peers_file=str(tmp_path / "peers.toml")
+        )
+        assert listed(settings)["d"].keys == (made[0], made[1])
+    with pytest.raises(ConfigError, match="belongs to the key"):
+        listed(msgspec.structs.replace(settings, key_file=str(tmp_path / "key-2")))
+
+
+def test_a_witness_needs_an_agreement_to_vote_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "edgemoe.toml"
+    config.write_text('[cluster]\nnode = "w"\nkey_file = "k"\nlisten = "127.0.0.1:7540"\n')
+    assert edgemoe.cli.main(["witness", "--config", str(config)]) == 2
+    assert "raft" in capsys.readouterr().err
+
+
+def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
+    member = {"homes": 6, "in_ram": 9, "on_disk": 18, "requests": 2, "engine": "boot", "role": "box"}
+    health = {
+        "cluster": {
+            "node": "a",
+            "leader": "b",
+            "epoch": 7,
+            "plan": {"version": 3, "epoch": 6, "digest": "abcdef0123456789"},
+            "trouble": "600 bytes missing [/]",
+            "members": [
+                member | {"node": "a", "state": "here"},
+                member | {"node": "b", "state": "here", "latency_s": 0.0123, "bytes_per_s": 62.5e6, "why": ""},
+                member | {"node": "x" * 63, "state": "here", "engine": ""},
+                member | {"node": "c", "state": "refused", "why": "c serves another model [/]"},
+            ],
+        }
+    }
+    calls, seconds = named(metrics.REMOTE_CALLS, peer="b"), named(metrics.REMOTE_SECONDS, peer="b")
+    page = io.StringIO()
+    console = Console(width=80, file=page)
+    console.print(boxes(health, {calls: 10.0, seconds: 1.0}, {calls: 110.0, seconds: 1.5}, 2.0))
+    text = page.getvalue()
+    assert "…" not in text
+    assert ["Box", "State", "Homes", "In", "RAM", "On", "disk", "Requests"] in map(str.split, text.splitlines())
+    assert ["b", "12.3", "ms", "62.5", "MB/s", "50.0", "5.0", "ms"] in map(str.split, text.splitlines())
+    for part in (
+        "b leads in epoch 7",
+        "plan 3 of epoch 6",
+        "600 bytes missing",
+        "another model",
+        "12.3 ms",
+        "50.0",
+        "5.0",
+    ):
+        assert part in text
+
+
+def test_a_box_on_its_own_has_no_picture() -> None:
+    with pytest.raises(ServiceError, match="on its own"):
+        boxes({}, {}, {}, 1.0)

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgemoe.cli import systemd_units as service
+from edgemoe.cli.systemd_units import Options, install, planned_files, status, templates, uninstall
+from edgemoe.errors import ServiceError
+
+ROOT = Path(__file__).parents[2]
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' own folders are temporary."""
+    monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", ("/nowhere",))
+
+
+def model_dir(tmp_path: Path) -> Path:
+    model = tmp_path / "my $model 100%"
+    model.mkdir()
+    return model
+
+
+def test_install_puts_every_file_in_place_and_uninstall_leaves_settings_only(tmp_path: Path) -> None:
+    done = install(Options(root=tmp_path))
+    assert all(line.startswith("write ") for line in done)
+    assert {state for _, state in status(tmp_path)} == {"installed"}
+    uninstall(Options(root=tmp_path))
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"etc/edgemoe/edgemoe.toml"}
+    assert {state for _, state in status(tmp_path)} == {"missing"}
+
+
+def test_a_settings_file_that_is_there_is_never_touched(tmp_path: Path) -> None:
+    mine = tmp_path / "etc/edgemoe/edgemoe.toml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("[engine]\nthreads = 3\n")
+    assert f"keep {mine}" in install(Options(root=tmp_path))
+    assert "threads = 3" in mine.read_text()
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    assert install(Options(root=tmp_path, dry_run=True))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_unit_runs_this_installation_on_the_given_model_and_settings(tmp_path: Path) -> None:
+    options = Options(model=str(model_dir(tmp_path)), config=Path("/etc/edgemoe/other.toml"), socket_group="llm")
+    texts = {file.path.name: file.text for file in planned_files(options)}
+    command = re.findall(r"(?m)^ExecStart=(.*)$", texts["edgemoe.service"])[0]
+    program = Path(sys.executable).with_name("edgemoe")
+    assert command == f'{program} serve --config /etc/edgemoe/other.toml --model "{tmp_path}/my $$model 100%%"'
+    reload = f"{program} reload --socket {service.SOCKET}"
+    assert f"\nExecReload={reload}\n" in texts["edgemoe.service"]
+    assert f"\nExecStartPost=-{reload}\n" in texts["edgemoe-scoutgate.service"]
+    learn = re.findall(r"(?m)^ExecStart=(.*)$", texts["edgemoe-scoutgate.service"])[0]
+    assert learn.endswith(
+        f'-m scoutgate.refresh --config /etc/edgemoe/other.toml --max-minutes 30 --model "{tmp_path}/my $$model 100%%"'
+    )
+    assert "SocketGroup=llm\n" in texts["edgemoe.socket"]
+
+
+def test_what_lies_under_home_is_bound_into_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_HIDDEN_BY_UNIT", (str(tmp_path),))
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs/weights").touch()
+    model = model_dir(tmp_path)
+    (model / "model.safetensors").symlink_to("../blobs/weights")
+    paths = next(file.text for file in planned_files(Options(model=str(model))) if file.path.name == "paths.conf")
+    assert f'BindReadOnlyPaths="{tmp_path}/my $model 100%%"\n' in paths
+    assert f"BindReadOnlyPaths={tmp_path}/blobs\n" in paths
+
+
+@pytest.mark.parametrize("what", ["the model", "this installation", "--config"])
+def test_what_lies_among_temporary_files_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(service, "_PRIVATE_TO_UNIT", (str(tmp_path),))
+    options = Options(root=tmp_path / "root")
+    if what == "the model":
+        options = replace(options, model=str(model_dir(tmp_path)))
+    elif what == "--config":
+        options = replace(options, config=tmp_path / "edgemoe.toml")
+    else:
+        monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    with pytest.raises(ServiceError, match=f"{what}.* lies in {tmp_path}.*which a service does not see"):
+        install(options)
+    assert not (tmp_path / "root").exists()
+
+
+def test_settings_under_home_are_bound_into_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(config=Path("/home/alice/edgemoe.toml"))
+    paths = next(file.text for file in planned_files(options) if file.path.name == "paths.conf")
+    assert "BindReadOnlyPaths=/home/alice/edgemoe.toml\n" in paths
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match="is not a directory"):
+        install(Options(root=tmp_path, model="/nowhere"))
+    assert not list(tmp_path.iterdir())
+
+
+@needs_systemd
+def test_the_units_pass_systemds_own_verification(tmp_path: Path) -> None:
+    install(Options(root=tmp_path, model=str(model_dir(tmp_path))))
+    installed = [str(path) for path in (tmp_path / "etc/systemd/system").glob("edgemoe*") if path.is_file()]
+    for units in (installed, [str(templates() / unit) for unit in (*service.UNITS, *service.LEARNING)]):
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_systemd
+def test_the_service_stays_well_hardened() -> None:
+    unit = str(templates() / "edgemoe.service")
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=20", "--no-pager", unit],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-300:]
+
+
+def test_the_wheel_carries_the_unit_files_and_the_demo_model(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        names = set(wheel.namelist())
+        wheel.extractall(tmp_path)
+    assert {f"edgemoe/systemd/{path.name}" for path in templates().iterdir()} <= names
+    assert "edgemoe/demo/model/model.safetensors" in names
+    assert "edgemoe/py.typed" in names
+    code = "import edgemoe.service; print(edgemoe.service.templates())"
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True, timeout=60)
+    assert found.strip() == str(tmp_path / "edgemoe/systemd")

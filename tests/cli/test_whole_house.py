@@ -1,0 +1,137 @@
+"""The commands and the README's examples against a real daemon with the demo model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.kept import KERNELS
+from support.readme import CURL, PARSED, PYTHON, README, TALK
+from support.waiting import wait_until
+
+from edgemoe.cli.client import Client
+from edgemoe.cli.parser import build_parser
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for a daemon that may compile
+ROOT = Path(__file__).parents[2]
+SMALL = ("device.0.kind=emulated", "device.0.expert_bytes=4MiB", "device.0.link_bytes_per_s=1GB/s")
+SMALL += ("memory.ram_bytes=8MiB", "memory.kv_bytes=16MiB", "memory.headroom_bytes=0", "engine.threads=1")
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a user for whom a daemon runs; the daemon must end cleanly."""
+    home = tmp_path_factory.mktemp("home")
+    env = os.environ | {"HOME": str(home), "XDG_RUNTIME_DIR": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env.pop("XDG_CONFIG_HOME", None)
+    KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (home / "cache/edgemoe").mkdir(parents=True)
+    (home / "cache/edgemoe/kernels").symlink_to(KERNELS)
+    command = ["edgemoe", "serve", *(word for setting in SMALL for word in ("--set", setting))]
+    log = home / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
+    try:
+        with Client(home / "edgemoe.sock") as client:
+            wait_until(lambda: client.is_ready() or process.poll() is not None, 180)
+        assert process.poll() is None, log.read_text()
+        yield env
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(env: dict[str, str], *words: str, text: str | None = None) -> str:
+    done = subprocess.run(words, env=env, input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_generate_streams_the_same_text_for_the_same_prompt(env: dict[str, str]) -> None:
+    words = ("edgemoe", "generate", "--max-tokens", "12", "--temperature", "0")
+    first = run(env, *words, "def add(a, b):")
+    assert first.strip()
+    assert run(env, *words, text="def add(a, b):") == first
+
+
+def test_chat_answers_one_question_and_holds_a_conversation(env: dict[str, str]) -> None:
+    options = ("--max-tokens", "8", "--temperature", "0")
+    assert run(env, "edgemoe", "chat", "Hello!", *options).strip()
+    said = run(env, "edgemoe", "chat", *options, text="Hello!\nWhat is 2 + 2?\n\n")
+    assert len(said.splitlines()) >= 2
+
+
+def test_a_refusal_of_the_daemon_is_one_clear_line(env: dict[str, str]) -> None:
+    words = ["edgemoe", "generate", "x", "--temperature", "-1"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "temperature" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_a_stream_and_frees_its_request(env: dict[str, str]) -> None:
+    words = ["env", "--default-signal=INT"]  # whoever started the tests may ignore it, which is inherited
+    words += ["edgemoe", "generate", "Once upon a time", "--max-tokens", "1500", "--temperature", "2"]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    with Client(Path(env["XDG_RUNTIME_DIR"]) / "edgemoe.sock") as client:
+        wait_until(lambda: not json.loads(client.text("/health"))["requests"]["live"])
+
+
+def test_status_shows_every_tier_and_speaks_json(env: dict[str, str]) -> None:
+    shown = run(env | {"COLUMNS": "120"}, "edgemoe", "status")
+    assert all(word in shown for word in ("ready", "VRAM", "RAM", "NVME", "Requests", "KV cache"))
+    told = json.loads(run(env, "edgemoe", "status", "--json"))
+    assert told["health"]["status"] == "ready"
+    assert sum(value for name, value in told["figures"].items() if name.startswith("edgemoe_tier_hits_total")) > 0
+
+
+def test_the_store_that_was_packed_is_listed_and_whole(env: dict[str, str]) -> None:
+    store = Path(json.loads(run(env, "edgemoe", "models", "list", "--json"))[0])
+    assert "is whole" in run(env, "edgemoe", "models", "verify", store.name)
+
+
+def test_a_second_daemon_on_the_same_socket_is_refused(env: dict[str, str]) -> None:
+    done = subprocess.run(["edgemoe", "serve"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "another daemon" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+def test_the_readmes_examples_work_as_they_stand_there(env: dict[str, str]) -> None:
+    """One shell runs them from top to bottom, as a reader would."""
+    script = "\n".join(["set -e", TALK, CURL, "echo; cat <<'EOF' | python3", f"{PYTHON}EOF"])
+    said = run(env, "bash", "-c", script)
+    assert said.count("Paris") >= 3, said
+
+
+def test_every_command_in_the_readme_exists() -> None:
+    commands = re.findall(r"(?m)^(?:sudo )?edgemoe (.*)$", "\n".join([TALK, *PARSED]))
+    assert len(commands) > 5
+    for command in commands:
+        build_parser().parse_args(shlex.split(command, comments=True))
+    for tool in re.findall(r"(?m)^(tools/\w+)", "\n".join(PARSED)):
+        assert os.access(ROOT / tool, os.X_OK)
+
+
+def test_the_readmes_tree_names_what_is_there() -> None:
+    tree = README.partition("## The house")[2].partition("```\n")[2].partition("```")[0]
+    names = re.findall(r"(?m)^(  )?([\w.]+/?)  ", tree)
+    assert len(names) > 15
+    for indent, name in names:
+        assert (ROOT / ("edgemoe" if indent else "") / name).exists(), name

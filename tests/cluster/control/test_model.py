@@ -1,0 +1,169 @@
+"""A cluster of three that anything may happen to, against what must hold; see `virtual` for what does."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import msgspec
+import pytest
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.planes import ABC, card
+from support.virtual import virtual_cluster
+
+NODES = st.sampled_from(ABC)
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """PySyncObj leaves the snapshots that it sends and receives to the garbage collector."""
+    yield
+    gc.collect()
+
+
+class ClusterOfThree(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 1 << 16))
+    def begin(self, seed: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.made = virtual_cluster(Path(self.folder.name), seed)
+        self.cluster = self.made.__enter__()
+        for node in ABC:
+            self.do(self.cluster.boxes[node].start())
+        self.do(self.cluster.until(self.cluster.settled))
+
+    def do(self, work: Any) -> None:
+        self.cluster.loop.run_until_complete(work)
+
+    def runs(self, node: str) -> bool:
+        return self.cluster.boxes[node].plane is not None
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 1.0, 2.5, 7.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.do(self.cluster.pass_time(seconds))
+
+    @rule(node=NODES)
+    def dies_or_starts(self, node: str) -> None:
+        box = self.cluster.boxes[node]
+        self.do(box.die() if self.runs(node) else box.start())
+
+    @rule(source=NODES, sink=NODES)
+    def is_cut(self, source: str, sink: str) -> None:
+        """One way: what goes the other way still arrives, until both notice."""
+        if source != sink:
+            self.cluster.cuts.add((source, sink))
+            self.cluster.join_up()
+
+    @rule(node=NODES)
+    def is_cut_off(self, node: str) -> None:
+        self.cluster.cuts |= {pair for other in ABC for pair in ((node, other), (other, node)) if other != node}
+        self.cluster.join_up()
+
+    @rule()
+    def links_heal(self) -> None:
+        self.cluster.cuts.clear()
+        self.cluster.join_up()
+
+    @rule(node=NODES)
+    def sleeps_for_a_minute(self, node: str) -> None:
+        """Its clock jumps between two beats."""
+        self.cluster.boxes[node].ahead_s += 60.0
+
+    @precondition(lambda self: all(box.whole for box in self.cluster.boxes.values()))
+    @rule(node=NODES)
+    def loses_its_disk(self, node: str) -> None:
+        box = self.cluster.boxes[node]
+        self.do(box.die())
+        self.cluster.lose_disk(node)
+        box.sound, box.settings = True, {}
+        self.do(box.start())
+
+    @precondition(lambda self: all(box.whole for box in self.cluster.boxes.values()))
+    @rule(node=NODES, at=st.floats(0, 1, exclude_max=True))
+    def loses_its_power(self, node: str, at: float) -> None:
+        """What was written last to its journal is gone, or garbage."""
+        box = self.cluster.boxes[node]
+        self.do(box.die())
+        journal = box.directory / "raft.journal"
+        content = journal.read_bytes()
+        end = len(content.rstrip(b"\0"))
+        journal.write_bytes(content[: int(at * end)])
+        self.do(box.start())
+
+    @rule(node=NODES)
+    def is_given_other_settings_or_its_own_again(self, node: str) -> None:
+        box = self.cluster.boxes[node]
+        if self.runs(node):
+            self.do(box.die())
+        box.sound = not box.sound
+        box.settings = {} if box.sound else {"coordination": "single", "leader": node}
+        self.do(box.start())
+
+    @rule(node=NODES, room=st.sampled_from([0, 6, 12]))
+    def has_another_engine(self, node: str, room: int) -> None:
+        box = self.cluster.boxes[node]
+        box.engine = card(f"engine-{node}-{room}", room) if room else None
+        if box.plane is not None and box.sound:
+            box.plane.say(msgspec.structs.replace(box.plane.announce, engine=box.engine))
+
+    @rule(node=NODES)
+    def forgets_old_entries(self, node: str) -> None:
+        if (store := self.cluster.boxes[node].store) is not None:
+            store._joined().forceLogCompaction()
+
+    def teardown(self) -> None:
+        """Whatever happened: once all is well again they agree, on no less than before."""
+        if not hasattr(self, "made"):
+            return
+        try:
+            cluster = self.cluster
+            cluster.cuts.clear()
+            cluster.join_up()
+            for node, box in cluster.boxes.items():
+                if not box.sound and box.plane is not None:
+                    self.do(box.die())
+                box.sound, box.settings, box.engine = True, {}, card(f"engine-{node}", 12)
+                if box.plane is None:
+                    self.do(box.start())
+                else:
+                    box.plane.say(msgspec.structs.replace(box.plane.announce, engine=box.engine))
+            self.do(cluster.until(cluster.settled))
+            assert max(cluster.plans) == cluster.boxes["a"].plane.plans.ref.version  # type: ignore[union-attr]
+        finally:
+            self.made.__exit__(None, None, None)
+            self.folder.cleanup()
+
+
+QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+
+
+@pytest.mark.timeout(300)
+def test_whatever_happens_one_leader_is_obeyed_and_nothing_agreed_is_lost() -> None:
+    short = hypothesis.settings(max_examples=120, stateful_step_count=20, suppress_health_check=QUIET, deadline=None)
+    hypothesis.stateful.run_state_machine_as_test(ClusterOfThree, settings=short)
+
+
+@pytest.mark.slow
+def test_whatever_happens_for_long() -> None:
+    long = hypothesis.settings(
+        max_examples=200, stateful_step_count=40, derandomize=False, suppress_health_check=QUIET, deadline=None
+    )
+    hypothesis.stateful.run_state_machine_as_test(ClusterOfThree, settings=long)
+
+
+def test_the_agreement_goes_by_the_clock_of_its_box(tmp_path: Path) -> None:
+    with virtual_cluster(tmp_path, 1) as cluster:
+        boxes, run = cluster.boxes, cluster.loop.run_until_complete
+        for node in ABC:
+            run(boxes[node].start())
+        run(cluster.until(cluster.settled))
+        first = boxes["a"].plane.leader if boxes["a"].plane else ""
+        left = [node for node in ABC if node != first]
+        run(boxes[first].die())
+        run(cluster.until(lambda: all(box.plane.leader in left for box in boxes.values() if box.plane), 10.0))

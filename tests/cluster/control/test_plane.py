@@ -1,0 +1,488 @@
+"""Fronts that find each other, elect one that plans, and obey it; and the many ways in which one may fail."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+from support.boxes import Box, running, secret
+from support.etcd_process import Certificates, etcd_cluster, free_ports
+from support.planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
+from support.waiting import until
+
+from edgemoe.cluster.control import leader as leading
+from edgemoe.cluster.control.coordination import etcd
+from edgemoe.cluster.control.coordination.choice import make_store
+from edgemoe.cluster.control.coordination.clock import since_boot
+from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.plan_store import PlanKeeper
+from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan
+from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
+from edgemoe.cluster.rpc.keys import Peer, generate
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import ConfigError, CoordUnavailable, PeerError, PeerRefused
+from edgemoe.front import status as about
+from edgemoe.types.placement import PlacementPlan, digest_of, pack_bits
+
+ABC = ("a", "b", "c")
+ABSENT_S = 1000.0  # no test takes so long: who is to be gone for long is made so
+# PySyncObj leaves the file open that it has read its journal's place from
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest_asyncio.fixture
+async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Front]]:
+    """Three fronts with engines, that have a leader and a plan."""
+    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    async with fronts(tmp_path, absent_s=ABSENT_S) as found:
+        for node, front in found.items():
+            front.has(card(f"engine-{node}"))
+        await planned(list(found.values()), ABC)
+        yield found
+
+
+async def time_passes_without(gone: str, fronts: list[Front]) -> None:
+    """From now on that box has been gone for long."""
+    await until(lambda: all(front.plane.members[gone].gone_s < float("inf") for front in fronts))
+    for front in fronts:
+        front.plane.members[gone].gone_s -= ABSENT_S
+
+
+async def test_all_go_by_one_plan_that_has_every_expert(three: dict[str, Front]) -> None:
+    plan = three["a"].plane.plans.plan
+    assert plan is not None
+    assert sum(int(plan.homes_of(node).sum()) for node in ABC) == LAYERS * EXPERTS
+    assert {f.plane.epoch for f in three.values()} == {plan.epoch}
+    assert {engine.node for engine in three["a"].plane.members.engines()} == {"b", "c"}
+
+
+async def test_another_leads_when_the_leader_dies_and_the_plan_stays_until_it_has_been_gone_for_long(
+    three: dict[str, Front],
+) -> None:
+    first = await led(list(three.values()))
+    epoch, ref = three[first].plane.epoch, three[first].plane.plans.ref
+    rest = [front for node, front in three.items() if node != first]
+    await three[first].die()
+    await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
+    assert all(front.plane.epoch > epoch for front in rest)
+    assert all(front.plane.plans.ref == ref for front in rest)
+    await time_passes_without(first, rest)
+    await planned(rest, [node for node in ABC if node != first])
+
+
+async def test_a_box_that_comes_back_obeys_the_new_leader_and_keeps_its_plan_meanwhile(
+    three: dict[str, Front],
+) -> None:
+    first = await led(list(three.values()))
+    epoch = three[first].plane.epoch
+    await three[first].die()
+    rest = [front for node, front in three.items() if node != first]
+    await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
+    await three[first].start()
+    assert three[first].plan_nodes == ABC  # from its disk, before it has heard anybody
+    assert three[first].plane.epoch == epoch
+    await until(lambda: three[first].plane.leader == rest[0].plane.leader)
+    assert three[first].plane.epoch == rest[0].plane.epoch > epoch
+
+
+async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
+    leader = await led(list(three.values()))
+    plane, other = three[leader].plane, next(n for n in ABC if n != leader)
+    target = three[next(n for n in ABC if n not in (leader, other))].plane
+    target.fence.admit(plane.epoch + 5)
+    stale, ref = target.stale, target.plans.ref
+    three[other].plane.lane.tell(target.node, Beat(leading=plane.epoch, plan_version=9, plan_digest="0" * 64))
+    await until(lambda: target.stale > stale)
+    await until(lambda: target.leader == "")
+    assert target.plans.ref == ref
+
+
+async def test_a_box_that_leaves_is_planned_without_at_once(three: dict[str, Front]) -> None:
+    leader = await led(list(three.values()))
+    gone = next(node for node in ABC if node != leader)
+    rest = [front for node, front in three.items() if node != gone]
+    await three[gone].plane.leave()
+    await planned(rest, [node for node in ABC if node != gone])
+    await three[gone].die()
+
+
+async def test_an_engine_that_ends_withdraws_what_it_holds_but_not_its_box(three: dict[str, Front]) -> None:
+    three["b"].has(None)
+    await until(lambda: {e.node for e in three["a"].plane.members.engines()} == {"c"})
+    assert three["a"].plane.members.is_alive("b")
+    assert three["a"].plan_nodes == ABC
+    three["b"].has(card("another"))
+    await until(lambda: {e.boot for e in three["a"].plane.members.engines()} == {"another", "engine-c"})
+
+
+async def test_the_engine_of_a_box_that_dies_is_called_no_more_and_its_key_stays_good(three: dict[str, Front]) -> None:
+    members = three["a"].plane.members
+    await three["c"].die()
+    await until(lambda: not members.is_alive("c"))
+    assert {engine.node: engine.heard for engine in members.engines()} == {"b": True, "c": False}
+    assert members.keys().keys() == {"b", "c"}
+
+
+async def test_another_model_is_refused_with_a_message_on_both_sides(three: dict[str, Front]) -> None:
+    three["c"].has(card("engine-c", model="x" * 32))
+    a, c = three["a"].plane, three["c"].plane
+    await until(lambda: "serve the same packed store" in a.members["c"].refused)
+    await until(lambda: "serve the same packed store" in c.members["a"].refused)
+    assert {engine.node for engine in a.members.engines()} == {"b"}
+
+
+async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_speaks_ours(
+    three: dict[str, Front],
+) -> None:
+    a, b = three["a"].plane, three["b"].plane
+    head = bytearray(seal(Beat())[0])
+    head[len(MAGIC)] = FRAMING + 1
+    await a.lane._links["b"].socket.send_multipart([bytes(head)])
+    await until(lambda: f"framing {FRAMING + 1}" in b.members["a"].refused)
+    assert about.state_of(b.members, b.members["a"]) == "refused"
+    three["a"].has(card("engine-a", room=5))
+    await until(lambda: not b.members["a"].refused)
+
+
+async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_down(three: dict[str, Front]) -> None:
+    for node, front in three.items():
+        front.plane.load = lambda boot=f"engine-{node}": Beat(engine=boot, slots=1, capacity=1)  # type: ignore[misc]
+    a = three["a"].plane
+    await until(lambda: a.members.serving(a.model) == {"engine-b": "b", "engine-c": "c"})
+    three["c"].has(card("engine-c", model="x" * 32))
+    await until(lambda: bool(a.members["c"].refused))
+    three["a"].has(None)
+    three["c"].has(card("engine-c", room=5, model="x" * 32))
+    await until(
+        lambda: (c := a.members["c"].card) is not None and c.engine is not None and c.engine.budget_experts == 5
+    )
+    assert a.members["c"].refused
+    assert a.members.serving(a.model) == {"engine-b": "b"}
+    three["b"].plane.load = lambda: Beat(engine="restarted", slots=1, capacity=1)
+    await until(lambda: a.members["b"].beat.engine == "restarted")
+    assert not a.members.serving(a.model)  # until it has said what that engine serves
+
+
+async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(three: dict[str, Front]) -> None:
+    a = three["a"].plane
+    d = Peer("d", "", secret().public.decode(), voter=False)
+    a.list({**three["a"].peers, "d": d})
+    member = a.members["d"]
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        a._meet(member, Announce(release="1", role="box", address="no host:1"))
+    assert member.card is None
+
+
+async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front]) -> None:
+    with pytest.raises(PeerRefused, match="is not here"):
+        await three["a"].plane.lane.ask("b", GetPlan("0" * 64), timeout_s=2)
+
+
+async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    thirds = {node: np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) % 3 == n for n, node in enumerate(ABC)}
+    async with fronts(tmp_path, absent_s=1.0, replicas=2) as found:
+        for node, front in found.items():
+            front.has(card(f"engine-{node}", 12, disk=pack_bits(thirds[node])))
+        await planned(list(found.values()), ABC)
+        for node, front in found.items():
+            ram = pack_bits(front.plane.plans.plan.homes_of(node))  # type: ignore[union-attr]
+            front.has(card(f"engine-{node}", 12, disk=pack_bits(thirds[node]), ram=ram))
+        rest = [found["a"], found["b"]]
+        await until(lambda: all(any(f.plane.members["c"].card.engine.ram) for f in rest))  # type: ignore[union-attr]
+        await found["c"].die()
+        await planned(rest, ("a", "b"))
+        plan = rest[0].plane.plans.plan
+        assert plan is not None
+        assert plan.homes_of("a").all()
+        assert plan.homes_of("b").all()
+
+
+async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        found["a"].has(card("engine-a", room=3))
+        found["b"].has(card("engine-b", room=3))
+        await until(lambda: "600 bytes missing" in found["a"].plane.trouble)
+        assert found["b"].plane.leader == "a"
+        found["b"].has(card("engine-b", room=9))
+        await planned(list(found.values()), ("a", "b"))
+        assert not found["a"].plane.trouble
+
+
+async def test_a_fixed_leader_that_restarts_leads_in_a_later_epoch(tmp_path: Path) -> None:
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        await until(lambda: found["b"].plane.leader == "a")
+        epoch = found["b"].plane.epoch
+        await found["a"].die()
+        await until(lambda: found["b"].plane.leader == "")
+        await found["a"].start()
+        await until(lambda: found["b"].plane.leader == "a")
+        assert found["b"].plane.epoch == epoch + 1
+
+
+async def test_a_fixed_leader_that_lost_its_state_leads_above_what_the_others_have_seen(tmp_path: Path) -> None:
+    async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
+        await led(list(found.values()))
+        found["b"].plane.fence.admit(found["b"].plane.epoch + 40)
+        seen = found["b"].plane.epoch
+        await found["a"].die()
+        shutil.rmtree(tmp_path / "a")
+        await found["a"].start()
+        await until(lambda: found["b"].plane.leader == "a" and found["b"].plane.epoch > seen, 15)
+        assert found["a"].plane.leading == found["b"].plane.epoch == seen + 1
+
+
+async def test_a_plan_older_than_what_is_held_is_not_gone_by(three: dict[str, Front]) -> None:
+    a = three["a"].plane
+    plan = a.plans.plan
+    assert plan is not None
+    newer = msgspec.structs.replace(plan, version=plan.version + 1)
+    a.plans.adopt(newer)
+    with pytest.raises(PeerRefused, match="older than the one held"):
+        a.adopt(plan, a.epoch)
+    assert a.plans.plan == newer
+
+
+async def test_a_plan_of_a_later_release_is_kept_and_handed_on_as_it_came(three: dict[str, Front]) -> None:
+    """With what it has beside the fields that are read here, so that all name it alike, also after a restart."""
+    first = await led(list(three.values()))
+    await planned(list(three.values()), ABC)
+    a, b = (front for node, front in three.items() if node != first)
+    plan = a.plane.plans.plan
+    assert plan is not None
+    later = msgspec.msgpack.encode(msgspec.to_builtins(plan, builtin_types=(bytes,)) | {"mood": "calm"})
+    digest = digest_of(later)
+    assert digest != plan.digest()
+    a.plane.plans.adopt(plan, later)
+    assert await b.plane.fetch(a.node, digest) == (plan, later)
+    again = PlanKeeper(Path(a.settings.state_dir) / "plan")
+    assert again.ref is not None
+    assert (again.plan, again.ref.digest, again.bytes_of(digest)) == (plan, digest, later)
+
+
+async def test_a_new_leader_that_was_behind_does_not_have_all_go_back_to_its_plan(three: dict[str, Front]) -> None:
+    first = await led(list(three.values()))
+    agreed = three[first].plane.plans.plan
+    assert agreed is not None
+    behind = msgspec.structs.replace(agreed, nodes=tuple(reversed(ABC)))
+    named: set[str] = set()
+    rest = [front for node, front in three.items() if node != first]
+    for front in rest:
+        front.plane.fetch = nothing  # type: ignore[method-assign]
+        front.plane.plans.adopt(behind)
+        front.plane.on_beat = lambda node, beat: named.add(beat.plan_digest) if beat.leading and node != first else None
+    await three[first].die()
+    await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
+    await time_passes_without(first, rest)
+    await until(lambda: any(named - {""}))
+    assert behind.digest() not in named
+
+
+async def nothing(node: str, digest: str) -> tuple[PlacementPlan, bytes]:
+    raise PeerRefused(f"{node} does not answer")
+
+
+async def test_a_wrong_key_gets_nothing_through(three: dict[str, Front]) -> None:
+    """Not even under a listed name, while its owner speaks."""
+    a = three["a"]
+    box = Box("b", secret(), {"a": a.key})
+    refused = a.plane._net.authenticator.refused
+    async with running(box):
+        box.lane.connect(a.peers["a"])
+        await until(lambda: a.plane._net.authenticator.refused > refused)
+        assert not box.lane.is_up("a")
+    assert a.plane.members["b"].boot == "boot-b-1"
+
+
+async def test_a_box_that_joins_is_let_in_by_all_for_as_long_as_one_lists_it(
+    three: dict[str, Front], tmp_path: Path
+) -> None:
+    a, key = three["a"], generate(tmp_path / "d.key")
+    seed, (port,) = a.peers["a"], free_ports(1)
+    joining = Peer("d", f"127.0.0.1:{port}", key.public.decode())
+    d = Front(tmp_path, joining, key, {"a": seed}, join=f"a,{seed.address},{seed.key}")
+    await d.start()
+    try:
+        d.has(card("engine-d"))
+        a.plane.list({**a.peers, "d": Peer("d", "", joining.key, voter=False)})
+        await planned([*three.values(), d], [*ABC, "d"])
+        await until(lambda: {engine.node for engine in d.plane.members.engines()} == set(ABC))
+        a.plane.list(a.peers)
+        await until(lambda: all("d" not in front.plane.members for front in three.values()))
+        assert not any(front.plane._net.allowed.name_of(joining.key.encode()) for front in three.values())
+        await planned(list(three.values()), ABC)
+    finally:
+        await d.die()
+
+
+async def test_the_word_of_a_box_that_is_gone_lets_others_in_for_an_hour_and_no_longer(
+    three: dict[str, Front], tmp_path: Path
+) -> None:
+    a, b, key = three["a"], three["b"], generate(tmp_path / "d.key")
+    d = Peer("d", "127.0.0.1:9", key.public.decode(), voter=False)
+    a.plane.list({**a.peers, "d": d})
+    await until(lambda: "d" in b.plane.members)
+    await a.die()
+    await until(lambda: not b.plane.members.is_alive("a"))
+    b.ahead_s += 3500
+    b.plane._watch()
+    assert "d" in b.plane.members
+    b.ahead_s += 200
+    b.plane._watch()
+    assert "d" not in b.plane.members
+    assert b.plane._net.allowed.name_of(d.key.encode()) is None
+    await a.start()
+    a.plane.list({**a.peers, "d": d})
+    await until(lambda: "d" in b.plane.members)
+
+
+async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cut_off(
+    three: dict[str, Front], tmp_path: Path
+) -> None:
+    """Listed beside the old one, taken up by its box, then listed alone: no other connection breaks, all go on."""
+    a, b, c = three.values()
+    old, new = c.key, generate(tmp_path / "new.key")
+    both = {**a.peers, "c": msgspec.structs.replace(a.peers["c"], new_key=new.public.decode())}
+    alone = {**a.peers, "c": msgspec.structs.replace(a.peers["c"], key=new.public.decode())}
+    await until(lambda: all(member.up for front in three.values() for member in front.plane.members))
+    for front in three.values():
+        front.plane.list(both)
+    assert all(member.up for front in three.values() for member in front.plane.members)
+    assert a.plane.members.keys()["c"] == (old.public.decode(), new.public.decode())
+    await c.die()
+    c.key, c.peers = new, both
+    await until(lambda: not a.plane.members["c"].up and not b.plane.members["c"].up)
+    await c.start()
+    await planned(list(three.values()), ABC)
+    await until(lambda: all(member.up for front in three.values() for member in front.plane.members))
+    for front in three.values():
+        front.plane.list(alone)
+    assert all(member.up for front in three.values() for member in front.plane.members)
+    assert a.plane._net.allowed.name_of(old.public) is None
+    assert a.plane._net.allowed.name_of(new.public) == "c"
+
+
+async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(three: dict[str, Front]) -> None:
+    a = three["a"]
+    a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
+    assert "b" not in a.plane.members
+    with pytest.raises(PeerError):
+        await three["b"].plane.lane.ask("a", GetPlan(""), timeout_s=1)
+    assert three["c"].plane.members.is_alive("b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"coordination": "raft"}, "3 voters or more"), ({"coordination": "single"}, "need a leader")],
+)
+async def test_two_boxes_need_a_leader_or_a_witness(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        async with fronts(tmp_path, ("a", "b"), **settings):
+            pass
+
+
+async def test_two_boxes_agree_by_an_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    with etcd_cluster(tmp_path / "etcd", 1) as (urls, _):
+        async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=",".join(urls), lease_s=2) as found:
+            for node, front in found.items():
+                front.has(card(f"engine-{node}"))
+            await planned(list(found.values()), ("a", "b"))
+            first = await led(list(found.values()))
+            epoch, other = found[first].plane.epoch, found["b" if first == "a" else "a"]
+            await found[first].die()
+            await until(lambda: other.plane.leader == other.node, 20)
+            assert other.plane.epoch > epoch
+            assert other.plan_nodes == ("a", "b")
+
+
+async def test_boxes_agree_by_an_etcd_with_certificates_and_a_password_and_nobody_does_without(tmp_path: Path) -> None:
+    tls, password = Certificates(tmp_path / "certificates"), tmp_path / "password"
+    password.write_text("a good one\n")
+    with etcd_cluster(tmp_path / "etcd", 1, tls) as (urls, _):
+
+        def call(path: str, **body: object) -> None:
+            httpx.post(f"{urls[0]}/v3/auth/{path}", json=body, verify=tls.context()).raise_for_status()
+
+        call("user/add", name="root", password="of root")
+        call("user/add", name="boxes", password="a good one")
+        call("role/add", name="root")
+        call("user/grant", user="root", role="root")
+        call("role/add", name="boxes")
+        whole = {"key": etcd._encode("/mine/"), "range_end": etcd._encode("/mine0"), "permType": "READWRITE"}
+        call("role/grant", name="boxes", perm=whole)
+        call("user/grant", user="boxes", role="boxes")
+        call("enable")
+        settings = {
+            "coordination": "etcd",
+            "etcd": urls[0],
+            "etcd_prefix": "/mine/",
+            "etcd_user": "boxes",
+            "etcd_password_file": str(password),
+            "etcd_ca": tls.file("ca.pem"),
+            "etcd_cert": tls.file("client.pem"),
+            "etcd_key": tls.file("client.key"),
+            "lease_s": 2,
+        }
+        async with fronts(tmp_path, ("a", "b"), **settings) as found:
+            first = await led(list(found.values()))
+            epoch, other = found[first].plane.epoch, found["b" if first == "a" else "a"]
+            await found[first].die()
+            await until(lambda: other.plane.leader == other.node)
+            assert other.plane.epoch > epoch
+        for wrong in ({"etcd_password_file": tls.file("ca.pem")}, {"etcd_ca": ""}):
+            given = ClusterSettings(node="a", **{**settings, **wrong})
+            store = make_store(given, {}, EpochFence(tmp_path / "epoch"), None, since_boot)  # type: ignore[arg-type]
+            assert store is not None
+            with pytest.raises(CoordUnavailable):
+                await store.start()
+            await store.close()
+
+
+async def test_a_witness_votes_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    async with fronts(tmp_path) as found:
+        await led(list(found.values()))
+        await found["c"].die()
+        found["c"].role = "witness"
+        await found["c"].start()
+        found["a"].has(card("engine-a"))
+        found["b"].has(card("engine-b"))
+        await planned(list(found.values()), ("a", "b"))
+        first = await led(list(found.values()))
+        assert first in ("a", "b")
+        await found[first].die()
+        other = "b" if first == "a" else "a"
+        await until(lambda: found["c"].plane.leader == other)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_box_that_was_not_listed_for_a_while_is_known_again(three: dict[str, Front], noticed: bool) -> None:
+    a, b = three["a"], three["b"]
+    a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
+    if noticed:
+        await until(lambda: not b.plane.members.is_alive("a"))  # whose connection to a stands all the while
+    a.plane.list(a.peers)
+    assert a.plane.members["b"].card is None
+    await until(lambda: {e.node for e in a.plane.members.engines() if e.heard} == {"b", "c"})
+
+
+async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dict[str, Front]) -> None:
+    a, b = three["a"], three["b"]
+    known = a.plane.members["b"].card
+    a.plane.list({**a.peers, "b": msgspec.structs.replace(a.peers["b"], address="127.0.0.1:1")})
+    assert not a.plane.members["b"].up
+    assert (a.plane.members["b"].boot, a.plane.members["b"].card) == ("boot-b-1", known)
+    assert b.plane.members.is_alive("a")
+    a.plane.list(a.peers)
+    await until(lambda: a.plane.members["b"].up and b.plane.members["a"].up)
+    assert a.plane.members["b"].boot == "boot-b-1"

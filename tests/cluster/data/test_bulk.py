@@ -1,0 +1,239 @@
+"""Experts as bytes between boxes: what a peer may ask for, and what becomes of bytes that are not what they must be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import xxhash
+
+from edgemoe.cluster.data import expert_fetch as bulk
+from edgemoe.cluster.data.expert_fetch import BulkServer, PeerStore
+from edgemoe.cluster.data.messages import CHUNK_BYTES, Chunk, Fetch, Result
+from edgemoe.cluster.data.peer_estimate import PeerState
+from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.errors import CorruptExpert, MissingExpert, PeerRefused
+
+SEVENS = b"\7" * CHUNK_BYTES
+
+
+def checksum(view: bytes | memoryview) -> str:
+    return xxhash.xxh3_128_hexdigest(view)
+
+
+class BulkLane:
+    """The lane to peers each of which takes so long for a chunk of an expert of sevens."""
+
+    def __init__(self, **chunk_s: float) -> None:
+        self.chunk_s = chunk_s
+        self.answered = dict.fromkeys(chunk_s, 0)
+        self.size_bytes = 0  # of an expert
+        self.lies: dict[str, Callable[[Fetch, Chunk, bytes], Answer[Any]]] = {}
+
+    async def ask(self, node: str, fetch: Fetch, *, timeout_s: float) -> Answer[Any]:
+        await asyncio.sleep(self.chunk_s[node])
+        self.answered[node] += 1
+        chunk, part = Chunk(checksum(b"\7" * self.size_bytes)), b"\7" * fetch.bytes
+        if node in self.lies:
+            return self.lies[node](fetch, chunk, part)
+        return Answer(chunk, [memoryview(part)])
+
+
+class EmptyShelf:
+    """A box that has no expert itself; its manifest may know what an expert must hash to."""
+
+    def __init__(self, known: str | None = None) -> None:
+        self.known = known
+        self.learned: list[str] = []
+
+    def checksum(self, layer: int, expert: int) -> str | None:
+        return self.known
+
+    def learn(self, layer: int, expert: int, checksum: str) -> None:
+        self.learned.append(checksum)
+
+    def has(self, layer: int, expert: int) -> bool:
+        return False
+
+
+def store_of(lane: BulkLane, chunks: float, timeout_s: float, shelf: EmptyShelf | None = None) -> PeerStore:
+    """Experts of so many chunks come from the lane's peers, the first one first; their links seem fast."""
+    peers = {node: PeerState(node, "boot", 1, 1) for node in lane.chunk_s}
+    for peer in peers.values():
+        peer.ready, peer.s_per_byte = True, 1e-12
+        peer.ram[:] = True
+    lane.size_bytes = int(chunks * CHUNK_BYTES)
+    own: Any = None
+    store = PeerStore(own, shelf or EmptyShelf(), checksum, lane.size_bytes)  # type: ignore[arg-type]
+    store.join(lane, lambda: peers, timeout_s)  # type: ignore[arg-type]
+    return store
+
+
+async def test_who_has_it_in_memory_and_answers_is_asked_first() -> None:
+    lane = BulkLane(a=0.0, b=0.0, c=0.0, d=0.0, e=0.0)
+    store = store_of(lane, 1, 5.0)
+    peers = store._peers()
+    for silent in ("a", "b"):
+        peers[silent].silent = True
+    peers["c"].ram[:], peers["c"].disk[:] = False, True
+    peers["d"].ready = False
+    peers["b"].latency_s = 9.0
+    assert [peer.node for peer in store._sources(0, 0)] == ["e", "c", "a", "b"]
+    peers["a"].ram[:] = peers["a"].disk[:] = False
+    assert [peer.node for peer in store._sources(0, 0)] == ["e", "c", "b"]
+
+
+async def test_a_source_that_crawls_is_left_for_another_however_many_chunks_an_expert_has() -> None:
+    lane, chunks = BulkLane(b=0.15, c=0.0), 16
+    into = memoryview(bytearray(chunks * CHUNK_BYTES))
+    await store_of(lane, chunks, timeout_s=5.0).read(0, 0, into)
+    assert 0 < lane.answered["b"] < chunks
+    assert lane.answered["c"] == chunks
+    assert bytes(into) == b"\7" * len(into)
+
+
+async def test_the_only_source_may_take_longer_than_a_time_out_for_all_of_an_expert() -> None:
+    lane, chunks = BulkLane(b=0.1), 32
+    await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
+    assert lane.answered["b"] == chunks
+
+
+async def test_the_only_source_is_given_up_where_it_crawls_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "LEAST_BYTES_PER_S", 1e12)
+    lane, chunks = BulkLane(b=0.2), 64
+    with pytest.raises(MissingExpert, match="b did not"):
+        await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
+    assert 0 < lane.answered["b"] < chunks
+
+
+def damaged(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    """Other bytes than the right checksum is of."""
+    return Answer(chunk, [memoryview(b"\0" + part[1:])])
+
+
+def agreeing(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    """Zeros, with the checksum of as many zeros."""
+    return Answer(Chunk(checksum(bytes(CHUNK_BYTES * 5 // 2))), [memoryview(bytes(fetch.bytes))])
+
+
+def changing(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    return Answer(Chunk(f"{fetch.offset:032x}"), [memoryview(part)])
+
+
+def short(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    return Answer(chunk, [memoryview(part[:-1])])
+
+
+def long(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    return Answer(chunk, [memoryview(part + b"\7")])
+
+
+def none(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    return Answer(chunk, [])
+
+
+def two(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    return Answer(chunk, [memoryview(part), memoryview(part)])
+
+
+def another(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
+    return Answer(Result(1.0), [memoryview(part)])
+
+
+@pytest.mark.parametrize("lie", [damaged, agreeing, changing, short, long, none, two, another])
+async def test_a_peer_that_lies_costs_its_own_fetch_and_another_is_asked(lie: Any) -> None:
+    lane = BulkLane(b=0.0, c=0.0)
+    lane.lies["b"] = lie
+    shelf = EmptyShelf(checksum(b"\7" * (CHUNK_BYTES * 5 // 2)))
+    store = store_of(lane, 2.5, 5.0, shelf)
+    into = bytearray(lane.size_bytes + 512)  # a slot is padded
+    await store.read(0, 0, memoryview(into))
+    assert into == b"\7" * lane.size_bytes + bytes(512)
+    assert lane.answered["b"] > 0
+    assert store.fetched == 1
+    assert set(shelf.learned) <= {shelf.known}
+
+
+@pytest.mark.parametrize("lie", [damaged, agreeing])
+async def test_our_own_manifest_and_no_peer_says_what_an_expert_must_hash_to(lie: Any) -> None:
+    lane = BulkLane(b=0.0)
+    lane.lies["b"] = lie
+    shelf = EmptyShelf(checksum(b"\7" * (CHUNK_BYTES * 5 // 2)))
+    store = store_of(lane, 2.5, 5.0, shelf)
+    with pytest.raises(MissingExpert, match="its checksum is"):
+        await store.read(0, 0, memoryview(bytearray(lane.size_bytes)))
+    assert store.refused > 0
+    assert store.fetched == 0
+    assert shelf.learned == []
+
+
+@pytest.mark.parametrize("lie", [damaged, changing])
+async def test_where_nobody_here_knows_the_checksum_one_for_all_chunks_must_be_the_bytes(lie: Any) -> None:
+    lane = BulkLane(b=0.0, c=0.0)
+    lane.lies["b"] = lie
+    shelf = EmptyShelf()
+    store = store_of(lane, 2.5, 5.0, shelf)
+    await store.read(0, 0, memoryview(bytearray(lane.size_bytes)))
+    assert store.refused > 0
+    assert shelf.learned == [checksum(b"\7" * lane.size_bytes)]
+
+
+class FullShelf(EmptyShelf):
+    """Hands out parts of one expert, which lies in a padded slot beside another's."""
+
+    def __init__(self, expert: bytes) -> None:
+        super().__init__(checksum(expert))
+        self.slab = expert + b"of another"
+        self.asked: list[Sequence[int]] = []
+
+    def checksum(self, layer: int, expert: int) -> str | None:
+        return self.known if (layer, expert) == (0, 0) else None
+
+    async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
+        self.asked.append((offset, size_bytes))
+        return self.slab[offset : offset + size_bytes]
+
+
+def asked(message: object) -> Any:
+    return type("Question", (), {"message": message})()
+
+
+async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_further() -> None:
+    shelf = FullShelf(bytes(range(100)))
+    server = BulkServer(shelf, layers=2, experts=3, expert_bytes=100)
+    answer = await server.serve(asked(Fetch(0, 0, 90, 10)))
+    assert answer.message == Chunk(checksum(bytes(range(100))))
+    assert [bytes(part) for part in answer.tensors] == [bytes(range(90, 100))]
+    assert server.sent_bytes == 10
+    wrong = [Fetch(0, 0, 90, 11), Fetch(0, 0, 100, 1), Fetch(0, 0, 1 << 40, 1), Fetch(2, 0, 0, 1), Fetch(0, 3, 0, 1)]
+    for fetch in wrong:
+        with pytest.raises(PeerRefused, match="no such part"):
+            await server.serve(asked(fetch))
+    with pytest.raises(PeerRefused, match="not here"):
+        await server.serve(asked(Fetch(1, 2, 0, 1)))
+    with pytest.raises(PeerRefused, match="not a question"):
+        await server.serve(asked(Chunk("0" * 32)))
+    assert shelf.asked == [(90, 10)]
+    assert server.sent_bytes == 10
+
+
+async def test_a_damaged_expert_of_our_own_disk_comes_from_a_peer_or_is_named_as_damaged() -> None:
+    lane = BulkLane(b=0.0)
+    shelf = EmptyShelf(checksum(SEVENS))
+    shelf.has = lambda layer, expert: True  # type: ignore[method-assign]
+    store = store_of(lane, 1, 5.0, shelf)
+
+    class Damaged:
+        async def read(self, layer: int, expert: int, into: memoryview) -> None:
+            into[:3] = b"bad"
+            raise CorruptExpert("ours", layer, expert, "its checksum is wrong")
+
+    store._own = Damaged()  # type: ignore[assignment]
+    into = bytearray(CHUNK_BYTES)
+    await store.read(0, 0, memoryview(into))
+    assert into == SEVENS
+    lane.lies["b"] = damaged
+    with pytest.raises(CorruptExpert, match="ours"):
+        await store.read(0, 0, memoryview(into))

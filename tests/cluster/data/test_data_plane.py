@@ -1,0 +1,310 @@
+"""The parts of the data plane by themselves: what a call may say, who is sent away, what a plan costs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+from support.boxes import Box, running, secret
+from support.waiting import until
+
+from edgemoe.cluster.data.expert_client import Calls
+from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
+from edgemoe.cluster.data.messages import CALLS, Call, Hello, Model, Result
+from edgemoe.cluster.data.peer_estimate import PeerState
+from edgemoe.cluster.rpc.envelope import Envelope
+from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.errors import PeerBusy, PeerRefused
+from edgemoe.telemetry import unit_time as pace
+from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
+
+MODEL = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
+
+
+def work(layer: int = 1, rows: int = 3, seed: int = 0) -> ExpertWork:
+    """Every row calls experts 2 and 5."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.integers(0, 256, (rows, 16), np.uint8)
+    index = np.tile(np.arange(rows), 2)
+    weights = rng.random(2 * rows).astype(np.float32)
+    return ExpertWork(layer, np.array([2, 5]), np.array([0, rows, 2 * rows]), index, weights, hidden)
+
+
+def frames(asked: ExpertWork) -> tuple[Call, list[memoryview]]:
+    call, tensors = MODEL.call(asked)
+    return call, [memoryview(bytes(t)) for t in tensors]
+
+
+def test_work_arrives_as_it_was_sent() -> None:
+    sent = work()
+    read = MODEL.read_call(*frames(sent))
+    for got, wanted in zip(read, sent, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_call_that_cannot_be_is_refused_and_never_computed() -> None:
+    call, (hidden, index) = frames(work())
+    rng = random.Random(0)
+    survived = 0
+    for _ in range(3000):
+        numbers = bytearray(index)
+        numbers[rng.randrange(len(numbers))] ^= 1 << rng.randrange(8)
+        try:
+            read = MODEL.read_call(call, [hidden, memoryview(bytes(numbers))])
+        except PeerRefused:
+            continue
+        survived += 1  # another weight, row or expert, but a possible one
+        assert len(np.unique(read.experts)) == 2
+        assert ((read.experts >= 0) & (read.experts < 8)).all()
+        assert ((read.rows >= 0) & (read.rows < 3)).all()
+        assert read.offsets.tolist() == sorted(read.offsets.tolist())
+        assert np.isfinite(read.weights).all()
+    assert 0 < survived < 3000
+    for bad in (Call(9, 3, 2, 6), Call(1, 4, 2, 6), Call(1, 3, 3, 6), Call(1, 3, 2, 7), Call(1, 3, 9, 6)):
+        with pytest.raises(PeerRefused):
+            MODEL.read_call(bad, [hidden, index])
+    with pytest.raises(PeerRefused):
+        MODEL.read_call(call, [hidden])
+
+
+class Gate:
+    """A host that computes when the test lets it; its result is the hidden states."""
+
+    def __init__(self) -> None:
+        self.open, self.started = threading.Event(), threading.Event()
+        self.batches: list[list[int]] = []
+
+    def refuses(self, asked: ExpertWork) -> str:
+        return "expert 7 is not here" if 7 in asked.experts else ""
+
+    def compute_at_once(self, asked: ExpertWork) -> None:
+        return None
+
+    def compute(self, works: Sequence[ExpertWork]) -> Sequence[Any]:
+        self.started.set()
+        self.open.wait(10)
+        self.batches.append([asked.layer for asked in works])
+        return [asked.hidden.data.cast("B") for asked in works]
+
+
+def question(asked: ExpertWork, within_s: float = 10.0) -> Question[Any]:
+    call, tensors = frames(asked)
+    envelope = Envelope(1, False, SPOKEN, within_s * 1e3, (), (), b"")  # type: ignore[arg-type]
+    return Question("peer", "boot", envelope, call, tensors, asyncio.get_running_loop().time() + within_s)
+
+
+async def test_waiting_calls_of_a_layer_are_computed_together() -> None:
+    host = Gate()
+    server = ExpertServer(MODEL, host)
+    server.start()
+    first = asyncio.create_task(server.serve(question(work(0))))
+    await asyncio.to_thread(host.started.wait, 10)
+    rest = [asyncio.create_task(server.serve(question(work(n % 2, seed=n)))) for n in range(6)]
+    await asyncio.sleep(0)
+    host.open.set()
+    answers = await asyncio.gather(first, *rest)
+    assert host.batches == [[0], [0, 0, 0], [1, 1, 1]]
+    for n, answer in enumerate(answers[1:]):
+        assert isinstance(answer.message, Result)
+        assert bytes(answer.tensors[0]) == work(seed=n).hidden.tobytes()
+    await asyncio.to_thread(server.close)
+
+
+async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
+    host = Gate()
+    server = ExpertServer(MODEL, host)
+    server.start()
+    server._pace.measure(5.0, time.monotonic())
+    with pytest.raises(PeerBusy, match="in time"):
+        await server.serve(question(work(), within_s=1.5))
+    server._pace.mean_s = 1e-9
+    under_way = asyncio.create_task(server.serve(question(work())))
+    await asyncio.to_thread(host.started.wait, 10)
+    too_late = question(work(), within_s=0.5)
+    late = asyncio.create_task(server.serve(too_late))
+    await asyncio.sleep(0)  # it is let in before the others are made, which may take longer than it has
+    rest = [asyncio.create_task(server.serve(question(work()))) for _ in range(QUEUE_CALLS - 2)]
+    await until(lambda: server._pending == QUEUE_CALLS)
+    with pytest.raises(PeerBusy):
+        await server.serve(question(work()))
+    await until(lambda: asyncio.get_running_loop().time() > too_late.deadline)
+    host.open.set()
+    with pytest.raises(PeerBusy, match="too late"):
+        await late
+    await asyncio.gather(under_way, *rest)
+    assert server.shed == 3
+    assert server._pending == server._bytes == 0
+    await asyncio.to_thread(server.close)
+
+
+async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = Gate()
+    server = ExpertServer(MODEL, host)
+    server.start()
+
+    def slow(asked: ExpertWork) -> Any:
+        time.sleep(0.05)
+        return asked.hidden.data.cast("B")
+
+    host.compute_at_once = slow  # type: ignore[assignment]
+    await server.serve(question(work()))
+    with pytest.raises(PeerBusy, match="in time"):
+        await server.serve(question(work(rows=10_000), within_s=10))
+    monkeypatch.setattr(pace, "FADE_S", 1e-3)  # much later
+    big = asyncio.create_task(server.serve(question(work(rows=10_000), within_s=10)))
+    await asyncio.to_thread(host.started.wait, 10)
+    server._pace.measure(0.02, time.monotonic())
+    with pytest.raises(PeerBusy, match="in time"):  # while something is computed, nothing fades
+        await server.serve(question(work(rows=10_000), within_s=10))
+    host.open.set()
+    assert isinstance((await big).message, Result)
+    await asyncio.to_thread(server.close)
+
+
+async def test_what_the_host_has_not_is_refused() -> None:
+    server = ExpertServer(MODEL, Gate())
+    asked = work()._replace(experts=np.array([2, 7]))
+    with pytest.raises(PeerRefused, match="expert 7"):
+        await server.serve(question(asked))
+
+
+def test_a_peer_that_stops_answering_costs_more_with_every_moment() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.ram[:] = True
+    experts = np.array([1, 2])
+    fresh = peer.offer(1, experts, 16, 1000, 100.0)
+    peer.under_way[0] = type("Call", (), {"asked_s": 100.0})()  # type: ignore[assignment]
+    old = peer.offer(1, experts, 16, 1000, 103.0)
+    assert fresh is not None
+    assert old is not None
+    assert fresh.open_s < 0.01
+    assert old.open_s == pytest.approx(3.0)
+
+
+def test_round_trip_and_rate_are_told_apart() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    for _ in range(60):
+        peer.measure_way(1000, 0.002)
+        peer.measure_way(1_000_000, 0.002 + 0.016)
+    assert peer.latency_s == pytest.approx(0.002, rel=0.05)
+    assert 1 / peer.s_per_byte == pytest.approx(62.5e6, rel=0.05)
+    peer.failed(5.0)
+    for _ in range(8):
+        peer.measure_way(1000, 0.002)
+    assert peer.latency_s < 0.02
+
+
+def test_a_rate_that_looked_low_once_is_mended_by_a_few_probes() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.s_per_byte = 100 / 62.5e6
+    for _ in range(5):
+        peer.measure_way(1_000_000, peer.latency_s + 0.016)
+    assert 1 / peer.s_per_byte > 62.5e6 / 3
+
+
+def offer_of(peer: PeerState, now_s: float) -> Offer:
+    offer = peer.offer(1, np.array([1, 2]), 16, 1000, now_s)
+    assert offer is not None
+    return offer
+
+
+def test_a_peer_that_looked_slow_once_is_worth_a_trial_after_a_while() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.ram[:] = True
+    fresh = offer_of(peer, 100.0).unit_s
+    for now_s in (100.0, 400.0):
+        peer.answered_s = now_s
+        peer.measure_work(2.0, 4.0)
+        slow = offer_of(peer, now_s + 1).unit_s
+        assert slow > 100 * fresh
+        assert offer_of(peer, now_s + 20).unit_s < slow / 3
+        assert offer_of(peer, now_s + 200).unit_s < 1.1 * fresh
+    peer.answered_s = 600.0
+    peer.measure_work(2.0, 2 * fresh)
+    assert offer_of(peer, 600.0).unit_s < 1.1 * fresh
+
+
+def test_a_peer_that_is_fast_stays_fast_while_it_is_not_asked() -> None:
+    peer = PeerState("b", "boot", 2, 8)
+    peer.ram[:] = True
+    for peer.answered_s in range(100, 130):
+        peer.measure_work(1.0, 1e-5)
+    assert offer_of(peer, 1000.0).unit_s == offer_of(peer, 130.0).unit_s < 2e-5
+
+
+class SlowReader:
+    """The lane to a peer that says of each call that it took two seconds."""
+
+    on_up = on_down = staticmethod(lambda _node: None)
+
+    def is_up(self, node: str) -> bool:
+        return False
+
+    async def ask(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float) -> Answer[Any]:
+        return Answer(Result(2.0), [memoryview(tensors[0])])
+
+
+async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow() -> None:
+    nothing = np.zeros((2, 8), np.bool_)
+    calls = Calls(SlowReader(), MODEL, lambda: (nothing, nothing), 5.0)  # type: ignore[arg-type]
+    calls.add("b", "boot")
+    peer, answers = calls.peers["b"], SimpleQueue[RemoteCall]()
+    peer.disk[:] = True
+    peer.ram[1, 1] = True
+    before = offer_of(peer, time.monotonic())
+    running = asyncio.create_task(calls.run())
+    await asyncio.sleep(0)
+    calls.call("b", work(), answers)  # experts 2 and 5, which are on its disk
+    assert (await asyncio.to_thread(answers.get, timeout=10)).error is None
+    after = offer_of(peer, time.monotonic())
+    assert after.unit_s == before.unit_s
+    assert before.wait_s[1] < 1e-5
+    assert after.wait_s.tolist() == [0.0, pytest.approx(0.2, rel=0.3)]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_peer_that_is_not_heard_is_asked_nothing_and_stays_connected() -> None:
+    keys = {"a": secret(), "b": secret()}
+    asked = asyncio.Event()
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        if isinstance(question.message, Hello):
+            return Answer(question.message)
+        asked.set()
+        await asyncio.sleep(60)
+        raise AssertionError("it was waited for")
+
+    a, b = (Box(node, keys[node], keys, serve=serve, language=CALLS) for node in keys)
+    everything = np.ones((MODEL.layers, MODEL.experts), np.bool_)
+    calls = Calls(a.lane, MODEL, lambda: (everything, everything), 30.0)
+    async with running(a, b):
+        running_calls = asyncio.create_task(calls.run())
+        calls.add("b", "boot")
+        a.lane.connect(b.peer)
+        await until(lambda: calls.peers["b"].reachable)
+        downs: list[str] = []
+        a.lane.on_down = downs.append
+        answers: SimpleQueue[RemoteCall] = SimpleQueue()
+        calls.call("b", work(), answers)
+        await asked.wait()
+        calls.heed("b", False)
+        failed = await asyncio.to_thread(answers.get, True, 10)
+        assert "not heard" in str(failed.error)
+        assert not calls.offers(0, np.array([0]))
+        assert a.lane.is_up("b")
+        calls.heed("b", True)
+        await until(lambda: len(calls.offers(0, np.array([0]))) == 1)
+        assert downs == []
+        running_calls.cancel()
+        await asyncio.gather(running_calls, return_exceptions=True)

@@ -1,0 +1,361 @@
+"""Boxes that hold a part of a model each: the same tokens as one box, whatever breaks, or an error that says what."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from support.checkpoints import partial_store, tiny_checkpoint
+from support.engines import EXPERTS, LAYERS, EngineBox, adopt, meet, peers_of, plan_for, prompts, running
+from support.waiting import wait_until
+
+from edgemoe.cluster.rpc.engine_messages import Peers, Plan
+from edgemoe.experts.compute import peer_layer_step as remote
+from edgemoe.store.packer import pack
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.placement import pack_bits
+
+TOTAL = LAYERS * EXPERTS
+NODES = ("a", "b", "c")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint"))
+    directory = tmp_path_factory.mktemp("store")
+    pack(checkpoint, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What one box that holds everything generates."""
+    box = EngineBox("alone", store, TOTAL, tmp_path_factory.mktemp("alone"))
+    with running(box):
+        return box.generate(prompts())
+
+
+def thirds() -> list[BoolArray]:
+    """A third of each layer's experts [L, E] for each of three boxes."""
+    return [np.tile(np.arange(EXPERTS) % 3 == n, (LAYERS, 1)) for n in range(3)]
+
+
+def boxes(store: Path, directory: Path, present: list[BoolArray], slots: int, **options: float) -> list[EngineBox]:
+    """Boxes whose disks have these experts only."""
+    return [
+        EngineBox(node, partial_store(store, directory / node, held), slots, directory, **options)
+        for node, held in zip(NODES, present, strict=False)
+    ]
+
+
+def test_three_boxes_with_a_third_each_generate_what_one_box_does(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    three = boxes(store, tmp_path, thirds(), TOTAL // 3 + 2)
+    with running(*three):
+        adopt(plan_for(three), *three)
+        assert [int(box.side._homes) for box in three] == [TOTAL // 3] * 3
+        for box in three:
+            assert box.generate(prompts()) == alone
+        assert all(box.remote.experts > 0 for box in three)
+        assert all(box.side.figures()["edgemoe_local_compute_ratio"] < 1 for box in three)
+
+
+def compute_rather_than_fetch(*boxes: EngineBox) -> None:
+    """Tiny experts are fetched in no time; real ones are not."""
+    for box in boxes:
+        calls = box.side.plane.calls
+        real = calls.fetch_s
+        calls.fetch_s = lambda *which, real=real: 1e4 * real(*which)  # type: ignore[method-assign, misc]
+
+
+class Brake:
+    """Holds up what a box computes for others, from its n-th computation on."""
+
+    def __init__(self, box: EngineBox, after: int = 0, each_s: float = 0.0) -> None:
+        self.reached, self.release = threading.Event(), threading.Event()
+        self.computed, compute = 0, box.side._host.compute
+
+        def slow(works: Any) -> Any:
+            self.computed += 1
+            if self.computed > after:
+                self.reached.set()
+                self.release.wait(each_s or 20)
+            return compute(works)
+
+        box.side._host.compute = slow  # type: ignore[method-assign]
+        box.side._host.compute_at_once = lambda _: None  # type: ignore[method-assign]
+
+
+def everything() -> BoolArray:
+    return np.ones((LAYERS, EXPERTS), np.bool_)
+
+
+def nothing() -> BoolArray:
+    return ~everything()
+
+
+def test_a_peer_that_dies_mid_call_costs_no_token_where_another_has_its_experts(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        brake = Brake(b, after=4)
+        for n, prompt in enumerate(prompts()):
+            a.submit(prompt, str(n))
+        assert brake.reached.wait(20), "b was never asked"
+        killer = threading.Thread(target=b.die)
+        killer.start()
+        assert [a.end(str(n)).finish for n in range(4)] == ["length"] * 4
+        assert [a.tokens(str(n)) for n in range(4)] == alone
+        brake.release.set()
+        killer.join()
+        assert c.side.plane.server.served > 0
+
+
+def test_without_another_copy_the_request_ends_in_an_error_that_names_the_expert(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=1)
+    compute_rather_than_fetch(a)
+    with running(a, b):
+        brake = Brake(b, after=4)
+        a.submit(prompts()[1], remaining_s=20)
+        assert brake.reached.wait(20), "b was never asked"
+        killer = threading.Thread(target=b.die)
+        killer.start()
+        began_s = time.monotonic()
+        end = a.end(within_s=20)
+        assert time.monotonic() - began_s < 6
+        brake.release.set()
+        killer.join()
+        assert (end.finish, end.error_code) == ("error", "missing_expert")
+        assert "of layer" in end.error
+        assert a.tokens() == alone[1][: len(a.tokens())]
+        wait_until(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
+        a.submit(prompts()[1], "again")
+        assert a.end("again", within_s=10).error_code == "missing_expert"
+
+
+def test_a_peer_that_hangs_is_hedged_long_before_its_deadline(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        brake = Brake(b, after=2)
+        began_s = time.monotonic()
+        assert a.generate(prompts()) == alone
+        assert time.monotonic() - began_s < 12
+        assert brake.reached.is_set(), "b was never asked"
+        assert a.remote.hedged > 0
+        brake.release.set()
+
+
+def test_a_box_that_comes_while_another_hangs_is_asked_at_once(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    compute_rather_than_fetch(a)
+    with running(a, b, c, know=False):
+        meet(a, b)
+        looks, offers = [0], a.remote.peers.offers
+
+        def counted(*which: Any) -> Any:
+            looks[0] += 1
+            return offers(*which)
+
+        a.remote.peers.offers = counted
+        brake = Brake(b, after=2)
+        began_s = time.monotonic()
+        a.submit(prompts()[1])
+        assert brake.reached.wait(10), "b was never asked"
+        before = looks[0]
+        wait_until(lambda: looks[0] > before)  # the call is late, and there is no other way
+        meet(a, b, c)
+        assert a.end().finish == "length"
+        assert time.monotonic() - began_s < 12
+        assert a.tokens() == alone[1]
+        brake.release.set()
+
+
+def test_a_peer_that_was_busy_is_asked_again_while_the_other_hangs(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL, timeout_s=15)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        refused = []
+
+        def refuses(work: Any) -> str:
+            if len(refused) >= 4:
+                return ""
+            refused.append(work)
+            return "not now"
+
+        brake = Brake(b, after=2)
+        c.side._host.refuses = refuses  # type: ignore[method-assign]
+        began_s = time.monotonic()
+        assert a.generate(prompts()) == alone
+        assert time.monotonic() - began_s < 12
+        assert brake.reached.is_set(), "b was never asked"
+        assert len(refused) == 4
+        brake.release.set()
+
+
+def test_calls_on_many_rows_are_cut_and_add_up(
+    store: Path, alone: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CALL_BYTES", (1, 700))
+    three = boxes(store, tmp_path, thirds(), TOTAL // 3 + 2)
+    compute_rather_than_fetch(*three)
+    with running(*three):
+        adopt(plan_for(three), *three)
+        assert three[0].generate(prompts()) == alone
+        assert three[0].remote.asked > 2 * LAYERS * (12 + 10)  # steps, and parts of prompts
+
+
+def test_a_peer_that_has_answered_since_is_not_silent_for_an_old_call(store: Path, tmp_path: Path) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=3)
+    compute_rather_than_fetch(a)
+    with running(a, b):
+        brake = Brake(b, after=2)
+        a.submit(prompts()[1])
+        peer = a.side.plane.calls.peers["b"]
+        wait_until(lambda: peer.failures)  # the call that b never answered; it answered hellos meanwhile
+        assert peer.reachable
+        brake.release.set()
+
+
+def test_a_box_that_is_cut_off_and_comes_back_costs_no_token(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2)
+    compute_rather_than_fetch(a)
+    with running(a, b):
+        Brake(b, each_s=0.02)
+        for n, prompt in enumerate(prompts()):
+            a.submit(prompt, str(n))
+        for _ in range(2):
+            so_far = len(a.emitted)
+            wait_until(lambda: len(a.emitted) > so_far + 4)  # noqa: B023
+            for box in (a, b):
+                box.obey(Peers())
+            wait_until(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
+            meet(a, b)
+        assert [a.end(str(n)).finish for n in range(4)] == ["length"] * 4
+        assert [a.tokens(str(n)) for n in range(4)] == alone
+
+
+def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
+    a, b, c = boxes(store, tmp_path, [thirds()[0], everything(), everything()], TOTAL // 3 + 2)
+    compute_rather_than_fetch(a)
+    with running(a, b, c):
+        Brake(b, each_s=0.1)
+        assert a.generate(prompts()) == alone
+        calls = {node: peer.calls for node, peer in a.side.plane.calls.peers.items()}
+        assert calls["c"] > 4 * calls["b"]
+
+
+def bytes_at(box: EngineBox, layer: int, expert: int) -> bytes:
+    slot = int(box.tiers.residency.ram.where[layer, expert])
+    return bytes(box.tiers.ram.view(slot)[: box.tiers.shape.expert_bytes])
+
+
+def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_refused(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [nothing(), everything(), everything()], TOTAL)
+    part = b.assembly.sharing.shelf.part  # type: ignore[union-attr]
+
+    async def damaged(*which: int) -> bytes:
+        data = bytearray(await part(*which))
+        data[len(data) // 2] ^= 1
+        return bytes(data)
+
+    b.assembly.sharing.shelf.part = damaged  # type: ignore[union-attr, method-assign]
+    with running(a, b, c):
+        plan = plan_for((a, b, c), replicas=3)
+        b_first = a.side.plane.calls.peers["b"]
+        b_first.latency_s = b_first.s_per_byte = 1e-12
+        adopt(plan, a)
+        homes = plan.homes_of("a")
+        assert homes.sum() == TOTAL - 2
+        for layer, expert in zip(*np.nonzero(homes), strict=True):
+            wait_until(lambda: c.tiers.residency.ram.where[layer, expert] >= 0)  # noqa: B023
+            assert bytes_at(a, layer, expert) == bytes_at(c, layer, expert)
+        assert a.assembly.sharing.store.refused > 0  # type: ignore[union-attr]
+        assert a.generate(prompts()) == alone
+        assert not a.tiers.residency.missing_homes()
+
+
+def test_an_expert_whose_bytes_do_not_come_is_fetched_from_another_long_before_the_deadline(
+    store: Path, alone: list[list[int]], tmp_path: Path
+) -> None:
+    a, b, c = boxes(store, tmp_path, [nothing(), everything(), everything()], TOTAL, timeout_s=15)
+    asked = threading.Event()
+
+    async def never(*_which: int) -> bytes:
+        asked.set()
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    b.assembly.sharing.shelf.part = never  # type: ignore[union-attr, method-assign]
+    with running(a, b, c):
+        b_first = a.side.plane.calls.peers["b"]
+        b_first.latency_s = b_first.s_per_byte = 1e-12
+        began_s = time.monotonic()
+        adopt(plan_for((a, b, c), replicas=3), a)
+        wait_until(lambda: not a.tiers.residency.missing_homes(), within_s=12)
+        assert time.monotonic() - began_s < 12
+        assert asked.is_set(), "b was never asked"
+        assert a.generate(prompts()) == alone
+
+
+def test_a_plan_that_does_not_fit_is_refused_and_the_last_one_stays(store: Path, tmp_path: Path) -> None:
+    a, b = boxes(store, tmp_path, [everything(), everything()], TOTAL // 2 + 2)
+    with running(a, b):
+        good = plan_for((a, b))
+        adopt(good, a, b)
+        bits = pack_bits(everything())
+        a.obey(Plan(plan=msgspec.structs.replace(good, version=2, homes=(bits, bits))))
+        a.obey(Plan(plan=msgspec.structs.replace(good, version=3, model="another")))
+        last = msgspec.structs.replace(good, version=4)
+        a.obey(Plan(plan=last))
+        wait_until(lambda: a.side.plan == last)
+        assert a.side.figures()["edgemoe_home_experts"] == good.homes_of("a").sum()
+
+
+def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
+    a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=0.5)
+    with running(a, b):
+        wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        b.obey(Peers())
+        a.submit(prompts()[0])
+        assert a.end().error_code == "missing_expert"
+        meet(a, b)
+        wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        assert a.generate(prompts()[:1], tag="again") == alone[:1]
+
+
+def test_boxes_with_other_weights_do_not_compute_for_each_other(store: Path, tmp_path: Path) -> None:
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "other", seed=9), tmp_path / "other store")
+    a = EngineBox("a", partial_store(store, tmp_path / "a", thirds()[0]), TOTAL, tmp_path, timeout_s=1)
+    b = EngineBox("b", tmp_path / "other store", TOTAL, tmp_path)
+    with running(a, b, know=False):
+        for box, other in ((a, b), (b, a)):
+            box.obey(peers_of(other))
+        for box, node in ((a, "b"), (b, "a")):
+            wait_until(lambda: node in box.side.plane.calls.peers)  # noqa: B023
+            peer = box.side.plane.calls.peers[node]
+            wait_until(lambda: "the same packed store" in peer.refused)  # noqa: B023
+        assert not a.remote.peers.offers(0, np.arange(EXPERTS))
+        a.submit(prompts()[0])
+        assert a.end().error_code == "missing_expert"

@@ -1,0 +1,196 @@
+"""Expert calls with peers whose messages are wrong: each costs that call, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+from test_data_plane import MODEL, Gate, question, work
+
+from edgemoe.cluster.data import expert_server as server
+from edgemoe.cluster.data.expert_client import Calls
+from edgemoe.cluster.data.expert_server import ExpertServer
+from edgemoe.cluster.data.messages import Hello, Result
+from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.errors import MissingExpert, PeerBusy, PeerRefused, WireError
+from edgemoe.types.peers import ExpertWork, RemoteCall
+
+Reply = Callable[[Any, Sequence[Any]], Answer[Any]]
+
+
+class LyingLane:
+    """The lane to a peer that answers as the test wants it."""
+
+    on_up = on_down = staticmethod(lambda _node: None)
+
+    def __init__(self) -> None:
+        self.reply: Reply = honest
+
+    def is_up(self, node: str) -> bool:
+        return True
+
+    async def ask(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float) -> Answer[Any]:
+        return self.reply(body, tensors)
+
+
+def honest(body: Any, tensors: Sequence[Any]) -> Answer[Any]:
+    if isinstance(body, Hello):
+        return Answer(body)
+    return Answer(Result(0.001), [memoryview(tensors[0])])
+
+
+@pytest.fixture
+async def calls() -> AsyncIterator[Calls]:
+    have = np.ones((2, 8), np.bool_)
+    calls = Calls(LyingLane(), MODEL, lambda: (have, have), 5.0)  # type: ignore[arg-type]
+    calls.add("b", "boot")
+    running = asyncio.create_task(calls.run())
+    await asyncio.sleep(0)
+    yield calls
+    assert not running.done(), "a lie ended the plane"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def ask(calls: Calls, reply: Reply) -> RemoteCall:
+    calls._lane.reply = reply  # type: ignore[attr-defined]
+    answers: SimpleQueue[RemoteCall] = SimpleQueue()
+    calls.call("b", work(), answers)
+    return await asyncio.to_thread(answers.get, timeout=10)
+
+
+def sized(*sizes: int) -> Reply:
+    return lambda *_: Answer(Result(0.001), [memoryview(bytes(size)) for size in sizes])
+
+
+def raising(error: Exception) -> Reply:
+    def reply(*_: Any) -> Answer[Any]:
+        raise error
+
+    return reply
+
+
+ROWS = work().hidden.nbytes
+LIES: dict[str, Reply] = {
+    "no sums": sized(),
+    "too few bytes": sized(ROWS - 1),
+    "too many bytes": sized(ROWS + 1),
+    "a row too many": sized(ROWS + 16),
+    "two tensors": sized(ROWS, ROWS),
+    "a hello": lambda body, tensors: Answer(MODEL.hello(np.ones((2, 8), np.bool_), np.ones((2, 8), np.bool_))),
+    "its own question": lambda body, tensors: Answer(body, [memoryview(t) for t in tensors]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_an_answer_that_is_none_is_refused_and_the_next_one_counts(calls: Calls, lie: str) -> None:
+    wrong = await ask(calls, LIES[lie])
+    assert wrong.result is None
+    assert isinstance(wrong.error, PeerRefused)
+    assert "answered a call with something else" in str(wrong.error)
+    right = await ask(calls, honest)
+    assert right.error is None
+    assert right.result == work().hidden.tobytes()
+    assert not calls.peers["b"].under_way
+
+
+@pytest.mark.parametrize("error", [WireError("too large to be sent"), RuntimeError("a bug")], ids=["wire", "bug"])
+async def test_whatever_goes_wrong_with_a_call_its_caller_hears_of_it(calls: Calls, error: Exception) -> None:
+    assert (await ask(calls, raising(error))).error is not None
+    assert (await ask(calls, honest)).error is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        sized(4),
+        lambda body, _: Answer(Hello("e" * 32, 2, 8, 16, 1000, body.ram, body.disk)),
+        lambda body, _: Answer(Hello("d" * 32, 2, 8, 16, 1001, body.ram, body.disk)),
+        lambda body, _: Answer(Hello("d" * 32, 2, 8, 16, 1000, body.ram + b"\0", body.disk)),
+    ],
+    ids=["a result", "another model", "other sizes", "other bitmaps"],
+)
+async def test_a_peer_that_greets_wrongly_is_not_asked_until_it_greets_well(calls: Calls, lie: Reply) -> None:
+    peer, lane = calls.peers["b"], calls._lane
+    for reply, ready in ((lie, False), (honest, True)):
+        lane.reply = reply  # type: ignore[attr-defined]
+        await calls._greet(peer, probe=False)
+        assert peer.ready == ready
+        assert bool(calls.offers(0, np.array([1]))) == ready
+
+
+async def test_a_greeting_that_cannot_be_sent_is_a_failure_of_that_peer(calls: Calls) -> None:
+    calls._lane.reply = raising(WireError("too large to be sent"))  # type: ignore[attr-defined]
+    failures = calls.peers["b"].failures
+    await calls._greet(calls.peers["b"], probe=True)
+    assert calls.peers["b"].failures == failures + 1
+
+
+async def test_a_peer_whose_connection_broke_is_not_asked_until_it_has_greeted_again(calls: Calls) -> None:
+    peer = calls.peers["b"]
+    peer.silent = True
+    calls._lane.on_down("b")
+    assert (peer.ready, peer.silent) == (False, False)
+    assert not calls.offers(0, np.array([1]))
+    calls._lane.on_up("b")
+    while not peer.ready:
+        await asyncio.sleep(0)
+    assert calls.offers(0, np.array([1]))
+
+
+class Picky(Gate):
+    """A host on whose damaged disk expert 6 lies."""
+
+    def compute(self, works: Sequence[ExpertWork]) -> Sequence[Any]:
+        self.started.set()
+        self.open.wait(10)
+        self.batches.append([len(asked.hidden) for asked in works])
+        if any(6 in asked.experts for asked in works):
+            raise MissingExpert(1, 6, "the disk is damaged")
+        return [asked.hidden.data.cast("B") for asked in works]
+
+
+async def test_a_call_that_fails_costs_none_of_those_that_were_to_be_computed_with_it() -> None:
+    host = Picky()
+    serving = ExpertServer(MODEL, host)
+    serving.start()
+    first = asyncio.create_task(serving.serve(question(work(0))))
+    await asyncio.to_thread(host.started.wait, 10)
+    bad = work(rows=2)._replace(experts=np.array([2, 6]))
+    rest = [asyncio.create_task(serving.serve(question(asked))) for asked in (work(rows=1), bad, work(rows=3))]
+    await asyncio.sleep(0)
+    host.open.set()
+    await first
+    answers = await asyncio.gather(*rest, return_exceptions=True)
+    assert host.batches == [[3], [1, 2, 3], [1], [2], [3]]
+    for answer, rows in ((answers[0], 1), (answers[2], 3)):
+        assert isinstance(answer, Answer)
+        assert bytes(answer.tensors[0]) == work(rows=rows).hidden.tobytes()
+    assert isinstance(answers[1], MissingExpert)
+    assert serving._pending == serving._bytes == 0
+    await asyncio.to_thread(serving.close)
+
+
+async def test_calls_wait_up_to_so_many_bytes_and_are_computed_up_to_so_many_rows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "QUEUE_BYTES", 5 * 16)  # five rows
+    monkeypatch.setattr(server, "TOGETHER_ROWS", 3)
+    host = Picky()
+    serving = ExpertServer(MODEL, host)
+    serving.start()
+    first = asyncio.create_task(serving.serve(question(work(0, rows=1))))
+    await asyncio.to_thread(host.started.wait, 10)
+    waiting = [asyncio.create_task(serving.serve(question(work(rows=2)))) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(PeerBusy):
+        await serving.serve(question(work(rows=1)))
+    host.open.set()
+    await asyncio.gather(first, *waiting)
+    assert host.batches == [[1], [2, 2], [2]]
+    await serving.serve(question(work(rows=1)))
+    await asyncio.to_thread(serving.close)

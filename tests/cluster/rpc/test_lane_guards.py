@@ -1,0 +1,160 @@
+"""Each guard of the lanes, by what would get past it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+from support.boxes import Box, Echo, running, secret
+from support.waiting import until
+
+from edgemoe.cluster.data.messages import Call, Model
+from edgemoe.cluster.rpc import keys
+from edgemoe.cluster.rpc.auth import ENDPOINT
+from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, seal, unseal
+from edgemoe.cluster.rpc.ipc import private_directory
+from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.transport import Answer, Credits, Failure, Question
+from edgemoe.errors import ConfigError, PeerRefused, ServiceError, WireError
+
+
+@asynccontextmanager
+async def raw(kind: int, key: Secret, **options: bytes) -> AsyncIterator[zmq.asyncio.Socket]:
+    """A socket of a listed box, to say on it what no lane would."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.CURVE_PUBLICKEY, key.public)
+    socket.set(zmq.CURVE_SECRETKEY, key.secret)
+    for name, value in options.items():
+        socket.set(getattr(zmq, name), value)
+    try:
+        yield socket
+    finally:
+        socket.close(0)
+        context.term()
+
+
+async def test_nobody_takes_over_a_connection_by_guessing_its_name() -> None:
+    a_key, b_key, c_key = secret(), secret(), secret()
+    listed = {"a": a_key, "b": b_key, "c": c_key}
+    a, b = Box("a", a_key, listed), Box("b", b_key, listed)
+    async with running(a, b):
+        a.lane.connect(b.peer)
+        await until(lambda: a.lane.is_up("b"))
+        await a.lane.ask("b", Echo("before"), timeout_s=5)
+        for guess in (b"a", b"a:boot-of-a", b"a:boot-of-a:"):
+            async with raw(zmq.DEALER, c_key, IDENTITY=guess, CURVE_SERVERKEY=b_key.public) as thief:
+                thief.connect(f"tcp://127.0.0.1:{b.port}")
+                await thief.send_multipart(seal(Echo("I am a"), id=1, remaining_ms=1000))
+                rejected = b.lane.rejected
+                await until(lambda before=rejected: b.lane.rejected > before)  # type: ignore[misc]
+                assert (await a.lane.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
+
+
+async def test_what_is_no_answer_answers_nothing() -> None:
+    a_key, c_key = secret(), secret()
+    a = Box("a", a_key, {"a": a_key, "c": c_key})
+    async with raw(zmq.ROUTER, c_key) as router, running(a):
+        router.set(zmq.CURVE_SERVER, 1)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        a.lane.connect(Peer("c", f"127.0.0.1:{port}", c_key.public.decode()))
+        await until(lambda: a.lane.is_up("c"))
+        asked = asyncio.create_task(a.lane.ask("c", Echo("?"), timeout_s=5))
+        identity, *frames = await router.recv_multipart()
+        number = unseal(frames).id
+        await router.send_multipart([identity, *seal(Echo("a question"), id=number)])
+        await router.send_multipart([identity, *seal(Echo("of another"), id=number + 1000, answer=True)])
+        await router.send_multipart([identity, *seal(Echo("the answer"), id=number, answer=True)])
+        assert (await asked).message.text == "the answer"
+
+
+@pytest.mark.parametrize("frames", [seal(Echo("x"), id=5, answer=True), seal(Failure("busy", "x"), id=5)])
+async def test_an_answer_to_nothing_is_served_to_nobody(frames: list[bytes]) -> None:
+    served: list[Any] = []
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        served.append(question.message)
+        return Answer(question.message)
+
+    b_key, c_key = secret(), secret()
+    b = Box("b", b_key, {"b": b_key, "c": c_key}, serve=serve)
+    async with running(b), raw(zmq.DEALER, c_key, IDENTITY=b"c:x:1", CURVE_SERVERKEY=b_key.public) as socket:
+        socket.connect(f"tcp://127.0.0.1:{b.port}")
+        await socket.send_multipart(frames)
+        await socket.send_multipart(seal(Echo("a real one"), id=6, remaining_ms=1000))
+        while unseal(await socket.recv_multipart()).id != 6:
+            pass
+    assert served == [Echo("a real one")]
+    assert b.lane.rejected == 1
+
+
+async def test_a_question_larger_than_all_credits_goes_alone() -> None:
+    credits_ = Credits(100)
+    async with asyncio.timeout(5):
+        taken = await credits_.take(1000)
+    waiting = asyncio.create_task(credits_.take(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await credits_.give(taken)
+    async with asyncio.timeout(5):
+        assert await waiting == 1
+
+
+@pytest.mark.parametrize("tensors", [[b""] * (MAX_FRAMES + 1), [bytes(MAX_TENSOR_BYTES + 1)]], ids=["many", "large"])
+def test_tensors_that_no_peer_would_read_are_not_sealed(tensors: list[bytes]) -> None:
+    with pytest.raises(WireError, match="too many or too large"):
+        seal(Echo("x"), tensors)
+    seal(Echo("x"), tensors[: MAX_FRAMES // 2] if len(tensors) > 1 else [])
+
+
+@pytest.mark.parametrize(("mechanism", "status"), [(b"CURVE", b"200"), (b"NULL", b"400"), (b"PLAIN", b"400")])
+async def test_a_listed_key_is_good_for_curve_only(mechanism: bytes, status: bytes) -> None:
+    key = secret()
+    box = Box("a", key, {"a": key})
+    async with running(box):
+        asking = box.net.context.socket(zmq.REQ)
+        asking.connect(ENDPOINT)
+        await asking.send_multipart([b"1.0", b"7", b"", b"127.0.0.1", b"", mechanism, zmq.utils.z85.decode(key.public)])
+        assert (await asking.recv_multipart())[1:3] == [b"7", status]
+        asking.close(0)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o604, 0o602, 0o610])
+def test_a_secret_key_that_anybody_else_can_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    keys.generate(tmp_path / "key")
+    (tmp_path / "key").chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        keys.load_secret(tmp_path / "key")
+
+
+def test_a_directory_of_another_user_is_not_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir(0o755)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(ServiceError, match="owned by the user"):
+        private_directory(tmp_path / "run")
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize(
+    ("experts", "counts", "rows"),
+    [((2, 2), (1, 1), (0, 1)), ((2, 5), (1, 2), (0, 1)), ((2, 5), (1, 0), (0, 1)), ((2, 8), (1, 1), (0, 1))],
+    ids=["the same expert twice", "more calls than are there", "an expert without a call", "no such expert"],
+)
+def test_a_call_that_contradicts_itself_is_refused(experts: Any, counts: Any, rows: Any) -> None:
+    model = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
+    index = np.array([*experts, *counts, *rows, 0, 0], np.int32)
+    hidden = memoryview(bytes(3 * 16))
+    good = np.array([2, 5, 1, 1, 0, 1, 0, 0], np.int32)
+    assert model.read_call(Call(1, 3, 2, 2), [hidden, good.data.cast("B")]).experts.tolist() == [2, 5]
+    with pytest.raises(PeerRefused, match="cannot be"):
+        model.read_call(Call(1, 3, 2, 2), [hidden, index.data.cast("B")])

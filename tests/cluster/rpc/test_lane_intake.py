@@ -1,0 +1,166 @@
+"""What a connection may bring before a whole message has come out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from support.boxes import Box, Echo, running, secret
+from support.waiting import until
+
+from edgemoe.cluster.rpc.envelope import seal
+from edgemoe.cluster.rpc.intake import Intake
+from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.errors import PeerRefused
+
+MESSAGE_BYTES = 1 << 20
+ENDLESS = [bytes(256 << 10)] * 800  # what takes far longer to arrive than the lane looks away
+
+
+def three(**of_b: Any) -> tuple[Box, Box, Secret]:
+    """a and b, and the key of c, which both list."""
+    keys = {name: secret() for name in "abc"}
+    a = Box("a", keys["a"], keys, message_bytes=MESSAGE_BYTES)
+    return a, Box("b", keys["b"], keys, message_bytes=MESSAGE_BYTES, **of_b), keys["c"]
+
+
+def dealer(context: zmq.asyncio.Context, b: Box, key: Secret) -> zmq.asyncio.Socket:
+    """c's own connection to b, whatever is said on it."""
+    socket = context.socket(zmq.DEALER)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.IDENTITY, b"c:boot:1"),
+        (zmq.CURVE_SERVERKEY, b.key.public),
+        (zmq.CURVE_PUBLICKEY, key.public),
+        (zmq.CURVE_SECRETKEY, key.secret),
+    ):
+        socket.set(option, value)
+    socket.connect(f"tcp://127.0.0.1:{b.port}")
+    return socket
+
+
+async def connected(a: Box, b: Box) -> None:
+    a.lane.connect(b.peer)
+    await until(lambda: a.lane.is_up(b.node))
+
+
+async def test_a_message_without_an_end_is_cut_off_and_others_are_heard() -> None:
+    a, b, key = three()
+    context = zmq.asyncio.Context()
+    async with running(a, b):
+        await connected(a, b)
+        socket = dealer(context, b, key)
+        await socket.send_multipart(seal(Echo("c"), id=1, remaining_ms=1000))
+        await socket.recv_multipart()
+        assert b.lane.intake.cut == 0
+        await socket.send_multipart(ENDLESS, copy=False)
+        await until(lambda: b.lane.intake.cut == 1)
+        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+        assert a.lane.is_up("b")
+        socket.close(0)
+    context.term()
+
+
+async def test_messages_that_end_are_never_cut_off_however_many_they_are() -> None:
+    a, b, _ = three()
+    payload = bytes(MESSAGE_BYTES - (64 << 10))
+    async with running(a, b):
+        await connected(a, b)
+        for number in range(40):
+            answers = await asyncio.gather(*(a.lane.ask("b", Echo(str(number)), [payload], timeout_s=20) for _ in "12"))
+            assert {answer.tensors[0].nbytes for answer in answers} == {len(payload)}
+        assert a.lane.intake.cut == b.lane.intake.cut == 0
+
+
+@pytest.mark.parametrize(("waiting", "cut"), [(True, 1), (False, 0)])
+def test_messages_that_wait_to_be_read_count_and_those_that_were_read_do_not(waiting: bool, cut: int) -> None:
+    with socketpair() as (near, far):
+        one = Intake("test", 300_000)
+        one.note(zmq.EVENT_ACCEPTED, far.fileno())
+        for _ in range(4):
+            near.sendall(bytes(100_000))
+            far.recv(100_000, socket.MSG_WAITALL)
+            one.delivered(far.fileno(), [zmq.Frame(bytes(10_000))], waiting)
+            one.look()
+        assert one.cut == cut
+
+
+@contextmanager
+def socketpair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as near:
+        far, _ = door.accept()
+        with far:
+            yield near, far
+
+
+async def test_an_answer_without_an_end_is_cut_off_too() -> None:
+    key, c_key = secret(), secret()
+    keys = {"a": key, "c": c_key}
+    a = Box("a", key, keys, message_bytes=MESSAGE_BYTES)
+    context = zmq.asyncio.Context()
+    router = context.socket(zmq.ROUTER)
+    router.set(zmq.CURVE_SERVER, 1)
+    router.set(zmq.CURVE_SECRETKEY, c_key.secret)
+    router.set(zmq.CURVE_PUBLICKEY, c_key.public)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with running(a):
+        a.lane.connect(Peer("c", f"127.0.0.1:{port}", c_key.public.decode()))
+        await until(lambda: a.lane.is_up("c"))
+        asked = asyncio.create_task(a.lane.ask("c", Echo("?"), timeout_s=20))
+        identity, *_ = await router.recv_multipart()
+        await router.send_multipart([identity, *ENDLESS], copy=False)
+        await until(lambda: a.lane.intake.cut == 1)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+    router.close(0)
+    context.term()
+
+
+async def test_a_message_that_no_peer_would_take_in_is_not_sent() -> None:
+    a, b, _ = three()
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises(PeerRefused, match="pass over test"):
+            await a.lane.ask("b", Echo("x"), [bytes(MESSAGE_BYTES)], timeout_s=5)
+
+
+async def test_questions_of_one_peer_are_bounded_in_number_and_bytes_and_cost_no_other_peer() -> None:
+    served: list[str] = []
+    open_: asyncio.Event = asyncio.Event()
+
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        served.append(question.peer)
+        if question.peer == "c":
+            await open_.wait()
+        return Answer(question.message)
+
+    a, b, key = three(serve=serve, credits_bytes=100_000)
+    context = zmq.asyncio.Context()
+    async with running(a, b):
+        await connected(a, b)
+        socket = dealer(context, b, key)
+        for number in range(100):
+            await socket.send_multipart(seal(Echo("c"), id=number + 1, remaining_ms=10_000))
+        failures = [await socket.recv_multipart() for _ in range(100 - 64)]
+        assert len(failures) == 36
+        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+        assert served.count("c") == 64
+        open_.set()
+        await asyncio.gather(*(socket.recv_multipart() for _ in range(64)))
+        open_.clear()
+        for number in range(3):
+            await socket.send_multipart(seal(Echo("c"), [bytes(90_000)], id=number + 1, remaining_ms=10_000))
+        assert b"too many questions" in bytes((await socket.recv_multipart())[0])
+        assert served.count("c") == 66
+        open_.set()
+        await asyncio.gather(*(socket.recv_multipart() for _ in range(2)))
+        socket.close(0)
+    context.term()

@@ -1,0 +1,126 @@
+"""Lanes between neighbouring releases: N as it is, and N + 1 with one more message and one more field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+from support.boxes import LANGUAGE, Box, Echo, running, secret
+from support.waiting import until
+
+from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.envelope import seal
+from edgemoe.cluster.rpc.protocol import SPOKEN, Language, Message, Versions
+from edgemoe.errors import PeerOutdated, PeerRefused, PeerUnavailable
+
+NEXT = Versions(SPOKEN.lowest, SPOKEN.highest + 1)
+
+
+class NextEcho(Message, frozen=True, tag="Echo"):
+    """Echo, with a field that N does not know."""
+
+    text: str
+    tone: str = "plain"
+
+
+class Wave(Message, frozen=True, tag="Wave"):
+    """What N does not have."""
+
+    since = NEXT.highest
+
+
+NEXT_LANGUAGE: Language[Any] = Language(NextEcho, *[m for m in LANGUAGE.messages.values() if m is not Echo], Wave)
+
+
+def boxes(**of_b: Any) -> tuple[Box, Box]:
+    """a is N + 1, b is N unless told otherwise."""
+    a_key, b_key = secret(), secret()
+    allowed = {"a": a_key, "b": b_key}
+    a = Box("a", a_key, allowed, language=NEXT_LANGUAGE, speaks=NEXT)
+    return a, Box("b", b_key, allowed, **of_b)
+
+
+async def connected(a: Box, b: Box) -> None:
+    a.lane.connect(b.peer)
+    b.lane.connect(a.peer)
+    await until(lambda: a.lane.is_up("b") and b.lane.is_up("a"))
+
+
+async def test_a_field_that_an_older_release_does_not_know_is_ignored_and_one_that_it_lacks_has_its_default() -> None:
+    a, b = boxes()
+    async with running(a, b):
+        await connected(a, b)
+        assert (await a.lane.ask("b", NextEcho("x", tone="loud"), timeout_s=5)).message == NextEcho("x")
+        assert (await b.lane.ask("a", Echo("y"), timeout_s=5)).message == Echo("y")
+
+
+async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -> None:
+    a, b = boxes()
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises(PeerOutdated, match="does not know Wave"):  # also before it has said what it speaks
+            await a.lane.ask("b", Wave(), timeout_s=5)
+        await a.lane.ask("b", NextEcho("x"), timeout_s=5)
+        assert a.lane.version("b") == SPOKEN.highest
+        with pytest.raises(PeerOutdated, match="does not know Wave"):
+            await a.lane.ask("b", Wave(), timeout_s=5)
+        assert not a.lane.tell("b", Wave())
+        await a.lane.ask("b", NextEcho("x"), timeout_s=5)
+        assert b.lane.rejected == 0
+
+
+async def test_two_of_the_next_release_use_what_it_has_once_they_have_heard_each_other() -> None:
+    a, b = boxes(language=NEXT_LANGUAGE, speaks=NEXT)
+    async with running(a, b):
+        await connected(a, b)
+        await a.lane.ask("b", NextEcho("x"), timeout_s=5)
+        assert a.lane.version("b") == b.lane.version("a") == NEXT.highest
+        assert (await a.lane.ask("b", Wave(), timeout_s=5)).message == Wave()
+
+
+async def test_a_message_that_is_not_known_is_answered_with_a_typed_refusal_and_costs_nothing_else() -> None:
+    a, b = boxes()
+    async with running(a, b):
+        await connected(a, b)
+        a.lane._speaks["b"] = NEXT  # a takes b for one of its own release
+        with pytest.raises(PeerOutdated, match="'Wave' is no message"):
+            await a.lane.ask("b", Wave(), timeout_s=5)
+        a.lane.tell("b", Wave())
+        assert (await a.lane.ask("b", NextEcho("on"), timeout_s=5)).message == NextEcho("on")
+
+
+async def test_a_message_that_cannot_be_read_is_refused_at_once() -> None:
+    a, b = boxes()
+    async with running(a, b):
+        await connected(a, b)
+
+        class Wrong(Message, frozen=True, tag="Echo"):
+            text: int
+
+        with pytest.raises(PeerRefused, match="Echo that cannot be read"):
+            await a.lane.ask("b", Wrong(3), timeout_s=5)
+
+
+async def test_releases_without_a_common_version_refuse_each_other_and_say_so() -> None:
+    a, b = boxes(speaks=Versions(5, 6))
+    foreign: dict[str, str] = {}
+    a.lane.on_foreign = b.lane.on_foreign = foreign.__setitem__
+    async with running(a, b):
+        await connected(a, b)
+        with pytest.raises((PeerRefused, PeerUnavailable)):
+            await a.lane.ask("b", NextEcho("x"), timeout_s=0.5)
+        with pytest.raises((PeerRefused, PeerUnavailable)):
+            await b.lane.ask("a", Echo("x"), timeout_s=0.5)
+        await until(lambda: len(foreign) == 2)
+    assert foreign["a"].startswith("a speaks versions 1 to 2 of the protocol, b 5 to 6")
+    assert foreign["b"].startswith("b speaks versions 5 to 6 of the protocol, a 1 to 2")
+
+
+def test_an_envelope_of_a_later_release_may_have_more_at_its_end() -> None:
+    opened = envelope.unseal(seal(Echo("x"), id=3))
+    row = [*msgspec.msgpack.decode(msgspec.msgpack.encode(opened)), "news"]
+    packed = msgspec.msgpack.encode(row)
+    head = envelope._HEAD.pack(envelope.MAGIC, envelope.FRAMING, xxhash.xxh3_64_digest(packed))
+    assert envelope.unseal([head + packed]).id == 3

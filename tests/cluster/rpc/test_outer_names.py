@@ -1,0 +1,77 @@
+"""What is known outside stays as it was, whatever is renamed inside; what is added can be ignored by older releases."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from support.outer_names import GOLDEN, LANGUAGES, breaks, outer_names
+
+from edgemoe.cluster.rpc.protocol import SPOKEN
+
+KEPT: dict[str, Any] = json.loads(GOLDEN.read_text())
+MESSAGES = [kind for language in LANGUAGES.values() for kind in language.messages.values()]
+
+
+def test_everything_is_called_outside_what_it_was_called() -> None:
+    now = json.loads(json.dumps(outer_names()))
+    for version in range(SPOKEN.lowest, SPOKEN.highest):
+        assert breaks(KEPT[str(version)], now) == []
+    assert now == KEPT[str(SPOKEN.highest)], (
+        "what was released cannot change: raise protocol.SPOKEN for additions, then run tests/support/outer_names.py"
+    )
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_class_that_is_renamed_keeps_its_tag(kind: type[msgspec.Struct]) -> None:
+    renamed = msgspec.defstruct("Renamed", [], bases=(kind,), frozen=True)
+    assert renamed.__struct_config__.tag == kind.__struct_config__.tag
+
+
+def test_tags_of_a_language_are_told_apart() -> None:
+    for language in LANGUAGES.values():
+        assert len(language.messages) == len({id(kind) for kind in language.messages.values()})
+
+
+def changed(path: list[str], value: Any = None) -> dict[str, Any]:
+    """The names of now with one entry replaced, or taken out."""
+    names: dict[str, Any] = json.loads(json.dumps(outer_names()))
+    at = names
+    for step in path[:-1]:
+        at = at[step]
+    if value is None:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return names
+
+
+@pytest.mark.parametrize(
+    ("new", "complaint"),
+    [
+        (changed(["control", "Beat"]), "control.Beat: has gone"),
+        (changed(["control", "Beat", "fields", "seen"]), "seen: has gone"),
+        (changed(["control", "Beat", "fields", "mood"], {"is": "bool"}), "must have a default"),
+        (changed(["control", "Wave"], {"since": 1, "fields": {}}), "says no `since`"),
+        (changed(["control", "Announce", "fields", "release", "is"], "bool"), "release.is: was"),
+        (changed(["manifest.json", "fields", "dtype"]), "dtype: has gone"),
+        (changed(["plan file", "fields", "homes"]), "homes: has gone"),
+    ],
+)
+def test_a_change_that_older_releases_cannot_bear_is_named(new: dict[str, Any], complaint: str) -> None:
+    old = json.loads(json.dumps(outer_names()))
+    assert any(complaint in one for one in breaks(old, new)), breaks(old, new)
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        changed(["control", "Beat", "fields", "mood"], {"is": "bool", "optional": False}),
+        changed(["control", "Wave"], {"since": 2, "fields": {}}),
+    ],
+)
+def test_what_older_releases_can_ignore_is_no_break(new: dict[str, Any]) -> None:
+    assert breaks(json.loads(json.dumps(outer_names())), copy.deepcopy(new)) == []

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+
+from edgemoe.config.budgets import ModelNeeds, resolve_budgets
+from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSettings, MemorySettings, Settings
+from edgemoe.errors import CapacityError
+from edgemoe.telemetry.probes import Gpu, Machine
+
+GIB = 1 << 30
+NEEDS = ModelNeeds(
+    dense_bytes=GIB, kv_bytes_per_token=1 << 16, expert_bytes=5_000_000, experts=2000, context_tokens=8192
+)
+HOST = Machine(ram_total_bytes=24 * GIB, ram_available_bytes=20 * GIB, cpus=8, memlock_bytes=None)
+GPU_HOST = Machine(24 * GIB, 20 * GIB, 8, None, (Gpu(0, "A", 24 * GIB, 8 * GIB), Gpu(1, "B", 24 * GIB, 6 * GIB)))
+
+
+def settings(device: DeviceSettings | None = None, *, contained: bool = True, **memory: int) -> Settings:
+    return Settings(
+        device=(device or DeviceSettings(),),
+        memory=MemorySettings(**memory),
+        cache=CacheSettings(containment=contained),
+    )
+
+
+def test_on_a_cpu_everything_together_leaves_the_headroom_free() -> None:
+    found = resolve_budgets(settings(headroom_bytes=12 * GIB), HOST, NEEDS)
+    assert found.devices[0].kind == "cpu"
+    assert found.dense_bytes + found.kv_bytes + found.ram_bytes <= 8 * GIB
+    assert found.ram_bytes % NEEDS.stride_bytes == 0
+    assert found.threads == 8
+
+
+def test_an_arena_never_exceeds_the_model() -> None:
+    found = resolve_budgets(settings(), HOST, NEEDS)
+    assert found.ram_bytes == found.all_bytes
+
+
+def test_auto_takes_the_first_gpu_and_keeps_its_headroom() -> None:
+    found = resolve_budgets(settings(), GPU_HOST, NEEDS)
+    assert found.devices[0].kind == "cuda:0"
+    assert found.dense_bytes + found.kv_bytes + found.devices[0].expert_bytes <= 7 * GIB
+    assert found.containment
+
+
+def test_a_second_gpu_holds_experts_only() -> None:
+    two = Settings(device=(DeviceSettings(kind="cuda:0"), DeviceSettings(kind="cuda:1")))
+    found = resolve_budgets(two, GPU_HOST, NEEDS)
+    first, second = (device.expert_bytes for device in found.devices)
+    assert second <= 5 * GIB
+    assert first + found.kv_bytes + found.dense_bytes <= 7 * GIB
+
+
+def test_a_gpu_that_is_not_there_is_named_beside_those_that_are() -> None:
+    with pytest.raises(CapacityError, match=r"no cuda:7 .* cuda:0 \(A\), cuda:1 \(B\)"):
+        resolve_budgets(settings(DeviceSettings(kind="cuda:7")), GPU_HOST, NEEDS)
+
+
+def test_the_slab_of_an_emulated_device_counts_as_ram() -> None:
+    device = DeviceSettings(kind="emulated", expert_bytes=GIB, link_bytes_per_s=8e9)
+    free = settings(device, headroom_bytes=12 * GIB)
+    with_slab, without = (
+        resolve_budgets(free, HOST, NEEDS),
+        resolve_budgets(settings(headroom_bytes=12 * GIB), HOST, NEEDS),
+    )
+    assert with_slab.devices[0].expert_bytes == GIB // NEEDS.stride_bytes * NEEDS.stride_bytes
+    assert without.ram_bytes - with_slab.ram_bytes > 0.7 * GIB
+
+
+def test_a_stated_budget_is_kept_in_whole_slots_and_blocks() -> None:
+    found = resolve_budgets(settings(ram_bytes=GIB, kv_bytes=100 << 20), HOST, NEEDS)
+    assert found.ram_bytes == GIB // NEEDS.stride_bytes * NEEDS.stride_bytes
+    assert found.kv_bytes == 100 << 20
+
+
+def test_a_stated_budget_that_does_not_fit_is_refused_with_the_missing_bytes() -> None:
+    with pytest.raises(CapacityError, match=r"9\.3 GiB needed, .* missing; set a lower memory\.ram_bytes"):
+        resolve_budgets(settings(ram_bytes=100 * GIB, headroom_bytes=12 * GIB), HOST, NEEDS)
+
+
+def test_a_budget_below_one_slot_is_refused() -> None:
+    with pytest.raises(CapacityError, match=r"set memory\.ram_bytes"):
+        resolve_budgets(settings(ram_bytes=4096), HOST, NEEDS)
+
+
+def test_a_machine_without_room_for_dense_weights_is_refused() -> None:
+    with pytest.raises(CapacityError, match="dense weights"):
+        resolve_budgets(settings(headroom_bytes=20 * GIB), HOST, NEEDS)
+
+
+def test_stated_containment_needs_ram_for_what_vram_holds() -> None:
+    device = DeviceSettings(kind="emulated", expert_bytes=GIB, link_bytes_per_s=8e9)
+    with pytest.raises(CapacityError, match=r"cache\.containment=false"):
+        resolve_budgets(settings(device, ram_bytes=GIB // 2), HOST, NEEDS)
+    assert not resolve_budgets(settings(device, ram_bytes=GIB // 2, contained=False), HOST, NEEDS).containment
+
+
+def test_containment_is_given_up_where_ram_is_the_smaller_and_nothing_was_stated() -> None:
+    little = Machine(4 * GIB, 3 * GIB, 8, None, (Gpu(0, "A", 24 * GIB, 20 * GIB),))
+    assert not resolve_budgets(settings(), little, NEEDS).containment
+
+
+def test_it_is_told_whether_the_fastest_tier_holds_every_expert() -> None:
+    assert resolve_budgets(settings(), HOST, NEEDS).all_fit
+    assert not resolve_budgets(settings(ram_bytes=NEEDS.all_bytes - NEEDS.stride_bytes), HOST, NEEDS).all_fit
+    device = DeviceSettings(kind="emulated", expert_bytes=GIB, link_bytes_per_s=8e9)
+    assert not resolve_budgets(settings(device), HOST, NEEDS).all_fit
+
+
+def test_the_context_is_cut_to_what_kv_can_hold() -> None:
+    found = resolve_budgets(settings(kv_bytes=1000 << 16), HOST, NEEDS)
+    assert found.context_tokens == 992
+    shorter = Settings(engine=EngineSettings(context_tokens=512))
+    assert resolve_budgets(shorter, HOST, NEEDS).context_tokens == 512
+
+
+def test_the_printed_lines_name_every_tier() -> None:
+    text = "\n".join(resolve_budgets(settings(), GPU_HOST, NEEDS).lines())
+    assert "RAM experts" in text
+    assert "cuda:0 experts" in text
+    assert "KV" in text

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgemoe.config.loading import default_socket, fill_paths, flatten, load
+from edgemoe.config.settings import Settings
+from edgemoe.errors import ConfigError
+
+ENV = {"HOME": "/home/ada", "XDG_RUNTIME_DIR": "/run/user/1000"}
+
+
+def settings_of(tmp_path: Path, text: str = "", *sets: str) -> Settings:
+    file = tmp_path / "edgemoe.toml"
+    file.write_text(text)
+    return load(file, sets, env=ENV).settings
+
+
+def refusal(tmp_path: Path, text: str = "", *sets: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(tmp_path, text, *sets)
+    return str(caught.value).replace(f"{tmp_path}/", "")
+
+
+def test_sizes_and_rates_are_written_with_units(tmp_path: Path) -> None:
+    device = '[[device]]\nkind = "emulated"\nexpert_bytes = "1.5 GB"\nlink_bytes_per_s = "8GB/s"\n'
+    found = settings_of(tmp_path, f'{device}[memory]\nram_bytes = "12GiB"\n')
+    assert found.memory.ram_bytes == 12 << 30
+    assert found.device[0].expert_bytes == 1_500_000_000
+    assert found.device[0].link_bytes_per_s == 8e9
+
+
+def test_set_wins_over_the_file_and_every_origin_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "edgemoe.toml"
+    file.write_text('# mine\n[engine]\nthreads = 3\n\n[cache]\npolicy = "lfu"\n')
+    loaded = load(file, ["engine.threads=5", "memory.kv_bytes=64MiB", "model.name=3"], env=ENV)
+    assert loaded.settings.engine.threads == 5
+    assert loaded.settings.memory.kv_bytes == 64 << 20
+    assert loaded.settings.model.name == "3"
+    assert loaded.origins["engine.threads"] == "--set"
+    assert loaded.origins["cache.policy"] == f"{file}:6"
+    assert loaded.origins["api.socket"] == "default"
+
+
+def test_the_users_file_wins_over_the_machines(tmp_path: Path) -> None:
+    machines = (
+        '[engine]\nthreads = 1\n[[device]]\nkind = "cuda:1"\n[[device]]\nkind = "cuda:7"\n[cache]\nprefetch = false\n'
+    )
+    users = '[engine]\nthreads = 2\n[[device]]\nkind = "cuda:2"\n'
+    for folder, text in (("etc/edgemoe", machines), ("home/edgemoe", users)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "edgemoe.toml").write_text(text)
+    loaded = load(env=ENV | {"XDG_CONFIG_HOME": str(tmp_path / "home")}, root=tmp_path)
+    assert loaded.settings.engine.threads == 2
+    assert not loaded.settings.cache.prefetch
+    assert [device.kind for device in loaded.settings.device] == ["cuda:2"]
+    assert len(loaded.files) == 2
+
+
+def test_devices_are_set_one_by_one(tmp_path: Path) -> None:
+    sets = ["device.0.kind=cuda:0", "device.1.kind=cuda:1"]
+    assert [device.kind for device in settings_of(tmp_path, "", *sets).device] == ["cuda:0", "cuda:1"]
+    assert "counted from 0" in refusal(tmp_path, "", "device.2.kind=cpu")
+
+
+def test_a_single_device_table_is_a_device(tmp_path: Path) -> None:
+    assert settings_of(tmp_path, '[device]\nkind = "cpu"\n').device[0].kind == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[engine]\nthread = 3", "edgemoe.toml:2: unknown setting 'engine.thread'; did you mean 'engine.threads'?"),
+        ("[engine]\nsocket = 'x'", "edgemoe.toml:2: unknown setting 'engine.socket'; did you mean 'api.socket'?"),
+        ("threads = 3", "edgemoe.toml:1: unknown setting 'threads'; did you mean 'engine.threads'?"),
+        ("[enigne]\nthreads = 3", "edgemoe.toml:2: unknown setting 'enigne.threads'; did you mean 'engine.threads'?"),
+        ("[[device]]\nkidn = 'cpu'", "edgemoe.toml:2: unknown setting 'device.0.kidn'; did you mean 'device.0.kind'?"),
+        ("device = [1]", "edgemoe.toml:1: unknown setting 'device'"),
+        ("[zoo]\nzebra = 1", "edgemoe.toml:2: unknown setting 'zoo.zebra'; see `edgemoe config`"),
+        ("[engine]\nthreads = -1", "edgemoe.toml:2: engine.threads = -1: Expected `int` >= 0"),
+        ("[engine]\nthreads = 'x'", "edgemoe.toml:2: engine.threads = 'x': Expected `int`, got `str`"),
+        ("[memory]\nram_bytes = '12Gb'", "edgemoe.toml:2: memory.ram_bytes = '12Gb': '12Gb' is not a size"),
+        (
+            "[cache]\npolicy = 'lruu'",
+            "edgemoe.toml:2: cache.policy = 'lruu': Invalid enum value 'lruu'; one of lru, lfu",
+        ),
+        ("[engine\n", "edgemoe.toml is not TOML"),
+        ("[api]\ntcp = '127.0.0.1:80'", "api.tcp needs api.api_key_file"),
+        ("[api]\ntcp = '80'\napi_key_file = 'x'", "write HOST:PORT"),
+        ("[api]\napi_key_file = 'x'", "used for api.tcp only"),
+        ("[[device]]\nkind = 'emulated'\nexpert_bytes = 1000", "needs device.0.link_bytes_per_s"),
+        ("[[device]]\nkind = 'emulated'\nlink_bytes_per_s = 1000", "needs device.0.expert_bytes"),
+        ("[[device]]\nkind = 'cuda:0'\nlink_bytes_per_s = 1000", "has a real link"),
+        ("[[device]]\nkind = 'cpu'\nexpert_bytes = 1000", "set memory.ram_bytes instead"),
+        ("[[device]]\nkind = 'cuda:0'\n[[device]]\nkind = 'cuda:0'", "listed twice"),
+        ("[[device]]\nkind = 'cuda:0'\n[[device]]\nkind = 'cpu'", "must be the only device"),
+        ("[record]\ndir = '/x'\nfile_bytes = '2GiB'", "one file must fit the limit"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the settings in /nowhere\.toml"):
+        load(Path("/nowhere.toml"), env=ENV)
+
+
+def test_set_without_a_value_says_how() -> None:
+    with pytest.raises(ConfigError, match=r"write --set section\.key=value"):
+        load(sets=["engine.threads"], env=ENV, root=Path("/nowhere"))
+
+
+def test_paths_follow_the_user_or_the_service() -> None:
+    mine = fill_paths(Settings(), ENV)
+    assert mine.api.socket == "/run/user/1000/edgemoe.sock"
+    assert mine.model.store_dir == "/home/ada/.cache/edgemoe/stores"
+    assert mine.service.runtime_dir == "/run/user/1000/edgemoe.run"
+    service = ENV | {"RUNTIME_DIRECTORY": "/run/edgemoe", "STATE_DIRECTORY": "/var/lib/edgemoe"}
+    served = fill_paths(Settings(), service)
+    assert served.api.socket == "/run/edgemoe/edgemoe.sock"
+    assert served.model.store_dir == "/var/lib/edgemoe/stores"
+    assert default_socket({"XDG_RUNTIME_DIR": "/r"}) == Path("/r/edgemoe.sock")
+
+
+def test_every_setting_has_a_flat_name_and_an_origin(tmp_path: Path) -> None:
+    loaded = load(env=ENV, root=tmp_path)
+    assert set(loaded.origins) == set(flatten(loaded.settings))
+    assert flatten(loaded.settings)["device.0.kind"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[engine]\nthreads = " + "[" * 5000, "is not TOML"),
+        ("[engine]\nthreads = " + "9" * 5000, "is not TOML"),
+        ("[engine]\nthreads = 0x" + "f" * 5000, "engine.threads = an endless int"),
+        ("[memory]\nram_bytes = '" + "9" * 400 + "TB'", "is not a size"),
+        ("[[device]]\nexpert_bytes = 1\n" * 65, "these settings cannot be"),
+        ('[api]\nsocket = "a\\u0000b"', "api.socket"),
+        ('[model]\nname = "' + "x" * 5000 + '"', "model.name"),
+        ('[cluster]\nnode = "a\\n"', "cluster.node"),
+        ('[[device]]\nkind = "cuda:0\\n"', "device.0.kind"),
+        ("[api]\nrequest_timeout_s = nan", "api.request_timeout_s"),
+        ("[engine]\nmax_queue = inf", "engine.max_queue"),
+        ("#" * ((1 << 20) + 1), "too large"),
+    ],
+)
+def test_what_no_file_should_hold_is_refused_in_a_short_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "edgemoe.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(file, env={})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "text", ["device.².kind=cpu", "model.name=\udcff", "api.socket=\0", "engine.threads=" + "9" * 9999]
+)
+def test_what_no_command_line_should_hold_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        load(None, [text], env={}, root=tmp_path)
+
+
+@pytest.mark.parametrize(("key", "most"), [("memory.ram_bytes", 1 << 50), ("engine.max_queue", 1 << 20)])
+def test_bounds_hold_at_the_bound(tmp_path: Path, key: str, most: int) -> None:
+    assert flatten(load(None, [f"{key}={most}"], env={}, root=tmp_path).settings)[key] == most
+    with pytest.raises(ConfigError, match=key):
+        load(None, [f"{key}={most + 1}"], env={}, root=tmp_path)

@@ -1,0 +1,264 @@
+"""Experts on a GPU: the same results, copies beside the computation, the right order of both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+import torch
+from support.fake_gpu import FakeGpu, FakeSlab, FakeStream
+from support.tiers_kit import SMALL, FileStore, Weights, running
+from support.waiting import wait_until
+
+from edgemoe.errors import CapacityError
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order, open_cuda
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.compute.gpu_calls import blocks_of
+from edgemoe.experts.tiers.eviction import ALWAYS
+from edgemoe.experts.tiers.residency import Horizon, Residency
+from edgemoe.experts.tiers.slab import ExpertShape, HostArena
+from edgemoe.experts.tiers.slots import Load, Pool
+from edgemoe.experts.transfer.links import Link
+from edgemoe.policy.baselines import LRU
+from edgemoe.types.experts import ExpertId, Move, Tier
+
+gpu = pytest.mark.gpu
+WIDE = ExpertShape(layers=2, experts=16, top_k=4, hidden=256, width=192, bf16=True)
+
+
+def test_calls_are_cut_into_blocks_of_one_expert() -> None:
+    blocks = blocks_of(np.array([7, 3, 5]), np.array([0, 1, 36, 52]), 16)
+    assert blocks.tolist() == [[7, 0, 1], [3, 1, 17], [3, 17, 33], [3, 33, 36], [5, 36, 52]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, rng = FakeGpu(seed), np.random.default_rng(seed)
+    gpu.install(monkeypatch)
+    layers, experts, stride, policy = 3, 6, 4096, LRU(3, 6)
+    ram, slab, order = HostArena(5, stride), FakeSlab(gpu, 3, stride), Order(3)
+    ram.pinned = True  # there is nothing to register with
+    pools = [Pool(Tier.VRAM, layers, experts, 3, policy)]
+    residency = Residency(Pool(Tier.RAM, layers, experts, 5, policy), pools, containment=bool(seed % 2))
+    link = CudaLink(ram, slab, order)  # type: ignore[arg-type]
+    desk = Desk(residency, ram, link)
+    link.attach(desk)
+    compute, wrong = FakeStream(gpu), []
+
+    def read(slots: list[int], tags: list[int]) -> bool:
+        wrong.extend(slot for slot, tag in zip(slots, tags, strict=True) if (slab.memory[slot] != tag).any())
+        return True
+
+    for step in range(150):
+        layer, wanted = step % layers, rng.choice(experts, 2, replace=False)
+        for _ in range(rng.integers(3)):
+            tier = Tier(rng.integers(2))
+            move = Move(ExpertId((layer + 1) % layers, int(rng.integers(experts))), Tier(tier + 1), tier, ALWAYS)
+            load = residency.reserve(move, Horizon.NEAR)
+            desk.start([load] if load else [])
+        residency.begin(layer, wanted)
+        while True:
+            claim = residency.acquire(0, layer, wanted, SimpleQueue())
+            desk.start(claim.loads)
+            if (claim.slots >= 0).all():
+                break
+            residency.release(0, claim.slots[claim.slots >= 0])
+            gpu.run(5)
+        slots = claim.slots.tolist()
+        order.before_compute(slots, compute)  # type: ignore[arg-type]
+        compute.work.append(functools.partial(read, slots, [1 + layer * experts + e for e in wanted.tolist()]))
+        order.computed(slots, compute)  # type: ignore[arg-type]
+        residency.done(layer, wanted)
+        residency.release(0, claim.slots)
+        gpu.run(int(rng.integers(12)))
+    gpu.drain()
+    wait_until(link.idle)
+    ram.pinned = False
+    link.close()
+    assert not wrong
+    residency.check_integrity(idle=True)
+
+
+class Desk:
+    """Reads at once, marking the slot with the expert's number; passes on how copies end."""
+
+    def __init__(self, residency: Residency, ram: HostArena, link: CudaLink) -> None:
+        self._residency, self._ram, self._link = residency, ram, link
+
+    def start(self, loads: Iterable[Load]) -> None:
+        for load in loads:
+            if load.source >= 0:
+                self._link.copy(load)
+            else:
+                self._ram.slab[load.slot] = 1 + load.layer * 6 + load.expert
+                self.start(self._residency.arrive(load))
+
+    def arrived(self, load: Load) -> None:
+        self._residency.arrive(load)
+
+    def released(self, load: Load) -> None:
+        self._residency.let_go(load.source)
+
+    def failed(self, load: Load, error: Exception) -> None:
+        raise error
+
+    def roused(self, link: Link) -> None:
+        raise AssertionError
+
+
+class Budget:
+    kind = "cuda:0"
+    link_bytes_per_s = 0.0
+
+    def __init__(self, expert_bytes: int) -> None:
+        self.expert_bytes = expert_bytes
+
+
+def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **options: object) -> Tiers:
+    shape, policy = store.shape, LRU(store.shape.layers, store.shape.experts)
+    stride = shape.stride_bytes
+    budgets = [Budget(slots * stride)]
+    policies = {Tier.VRAM: policy, Tier.RAM: policy}
+    return Tiers(shape, store, ram_slots * stride, budgets, policies, None, **options)  # type: ignore[arg-type]
+
+
+@gpu
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("ram", "slots"), [(32, 32), (16, 8), (3, 2), (1, 1)])
+@pytest.mark.parametrize("wide", [False, True], ids=["small", "wide"])
+def test_a_gpu_computes_what_resident_experts_do(wide: bool, bf16: bool, ram: int, slots: int) -> None:
+    weights = Weights((WIDE if wide else SMALL)._replace(bf16=bf16))
+    store, rng = FileStore(weights), np.random.default_rng(1)
+    tolerance = 3e-2 if bf16 else 1e-4
+    with running(gpu_tiers(store, ram, slots)) as tiers:
+        for tokens in (1, 2, 33, 200, 1, 1, 5):
+            for layer in range(weights.shape.layers):
+                hidden, ids, shares = weights.route(tokens, rng)
+                out = tiers.experts.forward(layer, hidden.cuda(), ids.cuda(), shares.cuda())
+                want = weights.forward(layer, hidden, ids, shares)
+                scale = float(want.abs().max())
+                assert out.dtype == torch.float32
+                assert (out.cpu().double() - want).abs().max() < tolerance * scale
+            tiers.check_integrity()
+        wait_until(lambda: all(link.idle() for link in tiers.mover.links))
+
+
+@gpu
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(bf16: bool) -> None:
+    shape = WIDE._replace(bf16=bf16)
+    weights, rng = Weights(shape), np.random.default_rng(2)
+    slots = rng.permutation(3000)[: shape.experts]
+    slab = torch.full((3000, shape.stride_bytes), 255, dtype=torch.uint8)  # NaN wherever nobody calls
+    for expert, slot in enumerate(slots.tolist()):
+        slab[slot, : shape.expert_bytes] = torch.frombuffer(bytearray(weights.bytes_of(0, expert)), dtype=torch.uint8)
+    compute = CudaCompute(slab.cuda(), shape, Order(len(slab)))
+    for tokens in (1, 7, 90, 700):
+        hidden, ids, shares = weights.route(tokens, rng)
+        group = Group.of(ids.numpy(), shares.numpy())
+        compute.begin(hidden.cuda())
+        compute.add(slots[group.experts], group)
+        want, rounding = weights.forward(0, hidden, ids, shares), 3e-2 if bf16 else 1e-4
+        assert (compute.end().cpu().double() - want).abs().max() < rounding * float(want.abs().max())
+
+
+@gpu
+def test_results_do_not_depend_on_how_a_layer_is_cut_into_waves() -> None:
+    weights, rng = Weights(WIDE), np.random.default_rng(5)
+    hidden, ids, shares = weights.route(6, rng)
+    outputs = []
+    for ram, slots in ((32, 32), (5, 3)):
+        with running(gpu_tiers(FileStore(weights), ram, slots)) as tiers:
+            outputs.append(tiers.experts.forward(0, hidden.cuda(), ids.cuda(), shares.cuda()).cpu())
+            wait_until(lambda tiers=tiers: tiers.mover.links[0].idle())  # type: ignore[misc]
+    assert torch.equal(*outputs)
+
+
+@gpu
+def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
+    shape = WIDE._replace(hidden=2048, width=1024, experts=4)
+    ram = HostArena(4, shape.stride_bytes)
+    ram.slab[:] = 1
+    link, _ = open_cuda("cuda:0", 2, shape, ram)
+    pool = Pool(Tier.VRAM, shape.layers, shape.experts, 2, LRU(shape.layers, shape.experts))
+    dock = Landing()
+    link.attach(dock)
+    link._slab[0].fill_(7)
+    seen = torch.zeros(shape.stride_bytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream()
+    torch.cuda._sleep(200_000_000)  # some 0.1 s
+    seen.copy_(link._slab[0])
+    link._order.computed([0], stream)
+    load = pool.place(0, 0, 1, 0, 0)
+    load.source = 1
+    link.copy(load)
+    assert dock.arrivals == 1, "the host does not wait"
+    assert not link.idle()
+    torch.cuda.synchronize()
+    assert (seen == 7).all(), "the copy overtook the computation"
+    assert (link._slab[0] == 1).all()
+    wait_until(lambda: dock.releases == 1)
+    link.close()
+
+
+@gpu
+def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
+    shape = WIDE._replace(hidden=4096, width=4096, experts=4)
+    ram = HostArena(4, shape.stride_bytes)
+    ram.slab[:] = np.arange(1, 5)[:, None]
+    link, _ = open_cuda("cuda:0", 4, shape, ram)
+    assert ram.pinned
+    pool = Pool(Tier.VRAM, shape.layers, shape.experts, 4, LRU(shape.layers, shape.experts))
+    link.attach(Landing())
+    torch.cuda.synchronize()
+    for slot in range(4):
+        load = pool.place(slot, 0, slot, 0, 0)
+        load.source = slot
+        link.copy(load)
+    stream = torch.cuda.current_stream()
+    link._order.before_compute([0], stream)
+    first = link._slab[0, -1].clone()
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    assert not link.idle(), "the other copies are still under way"
+    link._order.before_compute([1, 2, 3], stream)
+    rest = link._slab[1:, -1].clone()
+    assert first.item() == 1
+    assert rest.tolist() == [2, 3, 4]
+    wait_until(link.idle)
+    link.close()
+    assert not ram.pinned
+
+
+@gpu
+def test_a_slab_that_does_not_fit_is_a_capacity_error() -> None:
+    shape = WIDE._replace(hidden=1 << 14, width=1 << 14)
+    with pytest.raises(CapacityError, match="lower the device's expert_bytes"):
+        open_cuda("cuda:0", 1 << 12, shape, HostArena(1, 4096))
+
+
+class Landing:
+    """Counts how copies end."""
+
+    def __init__(self) -> None:
+        self.arrivals = self.releases = 0
+
+    def arrived(self, load: object) -> None:
+        self.arrivals += 1
+
+    def released(self, load: object) -> None:
+        self.releases += 1
+
+    def failed(self, load: object, error: Exception) -> None:
+        raise error
+
+    def roused(self, link: object) -> None:
+        raise AssertionError

@@ -1,0 +1,96 @@
+"""The whole decoder on a GPU, its experts passing through few slots, against the CPU with everything at hand."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.tiers_kit import Emulated, FileStore, Weights, running
+from support.waiting import wait_until
+
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.policy.baselines import LRU
+from edgemoe.types.experts import Tier
+from edgemoe.types.step import Batch
+
+SPEC = spec_from_config(
+    {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 16,
+        "moe_intermediate_size": 48,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 256,
+        "dtype": "float32",
+    }
+)
+SHAPE = ExpertShape(SPEC.layers, SPEC.experts, SPEC.top_k, SPEC.hidden, SPEC.expert_width, bf16=False)
+
+
+def dense(directory: Path, spec: ModelSpec) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    path = directory / "dense.safetensors"
+    shapes = dense_shapes(spec).items()
+    save_file({name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes}, path)
+    return path
+
+
+@contextlib.contextmanager
+def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[Tiers]:
+    policy, stride = LRU(SHAPE.layers, SHAPE.experts), SHAPE.stride_bytes
+    budgets = [Emulated(slots * stride, 1e12 if kind == "emulated" else 0.0, kind)]
+    store, policies = FileStore(Weights(SHAPE)), {Tier.VRAM: policy, Tier.RAM: policy}
+    with running(Tiers(SHAPE, store, ram_slots * stride, budgets, policies, None)) as made:
+        yield made
+        wait_until(lambda: all(link.idle() for link in made.mover.links))
+
+
+def generate(decoder: Decoder, experts: Tiers, prompt: list[int], steps: int) -> list[torch.Tensor]:
+    """Greedy: the logits of the prompt's last token and of each step."""
+    kv, table = KVCache(decoder.spec, 8, decoder.device), list(range(8))
+    tokens, start, found = prompt, 0, []
+    for _ in range(steps):
+        end = start + len(tokens)
+        batch = Batch(
+            tokens=torch.tensor(tokens, device=decoder.device),
+            positions=torch.arange(start, end, device=decoder.device),
+            query_lens=[len(tokens)],
+            context_lens=[end],
+            block_tables=[table],
+            logit_rows=torch.tensor([len(tokens) - 1], device=decoder.device),
+            decode=len(tokens) == 1,
+        )
+        found.append(decoder.forward(batch, kv, experts.experts)[0].cpu())
+        tokens, start = [int(found[-1].argmax())], end
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", ["emulated", pytest.param("cuda:0", marks=[pytest.mark.gpu])]
+)  # the same test on both: here the other half of it is tried
+@pytest.mark.parametrize(("ram", "slots"), [(48, 48), (24, 12), (2, 1)])
+def test_logits_are_the_same_wherever_the_experts_lie(kind: str, ram: int, slots: int, tmp_path: Path) -> None:
+    path = dense(tmp_path, SPEC)
+    device = "cpu" if kind == "emulated" else kind
+    prompt = list(range(3, 40))
+    with tiers("emulated", 48, 48) as everything:
+        wanted = generate(Decoder.load(SPEC, path), everything, prompt, 20)
+    with tiers(kind, ram, slots) as few:
+        found = generate(Decoder.load(SPEC, path, device), few, prompt, 20)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+        assert got.argmax() == want.argmax()

@@ -1,0 +1,200 @@
+"""What copies and computations took, by the clock of a fake GPU: the host waits for neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.fake_gpu import FakeGpu, FakeSlab, FakeStream
+from support.tiers_kit import SMALL
+from support.waiting import wait_until
+
+from edgemoe.experts.compute import cuda
+from edgemoe.experts.compute.cost_model import Costs
+from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order
+from edgemoe.experts.compute.dispatch import Compute, Group, Spent
+from edgemoe.experts.compute.moe import StepMeta, TieredExperts
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slab import HostArena
+from edgemoe.experts.tiers.slots import Load, Pool
+from edgemoe.policy.baselines import LRU
+from edgemoe.types.experts import Tier
+
+STRIDE, SLOTS = 4096, 3
+COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer
+
+
+class Landing:
+    """Whoever is told how copies end."""
+
+    def __init__(self) -> None:
+        self.released_slots: list[int] = []
+
+    def arrived(self, load: Load) -> None:
+        pass
+
+    def released(self, load: Load) -> None:
+        self.released_slots.append(load.source)
+
+    def failed(self, load: Load, error: Exception) -> None:
+        raise error
+
+    def roused(self, link: object) -> None:
+        raise AssertionError
+
+
+class Desk:
+    """A link and a computation on one fake GPU, whose streams go on when told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gpu = FakeGpu(0)
+        self.gpu.install(monkeypatch)
+        self.stream = FakeStream(self.gpu)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self.stream)
+        monkeypatch.setattr(
+            cuda, "Fused", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
+        )
+        self.ram, self.order = HostArena(SLOTS, STRIDE), Order(SLOTS)
+        self.ram.pinned = True  # there is nothing to register with
+        slab: Any = FakeSlab(self.gpu, SLOTS, STRIDE)
+        self.link, self.landing = CudaLink(self.ram, slab, self.order), Landing()
+        self.link.attach(self.landing)
+        self.pool = Pool(Tier.VRAM, 1, SLOTS, SLOTS, LRU(1, SLOTS))
+        self.compute = CudaCompute(slab, SMALL, self.order)
+        self.compute.begin(torch.ones(1, SMALL.hidden))
+
+    def copy(self, slot: int, *, demand: bool = True) -> None:
+        load = self.pool.place(slot, 0, slot, 0, 0, demand=demand)
+        load.source = slot
+        self.link.copy(load)
+
+    def add(self, *slots: int) -> None:
+        n = len(slots)
+        ids, shares = np.arange(n)[None], np.ones((1, n), np.float32)
+        self.compute.add(np.array(slots), Group.of(ids, shares))
+
+    def copy_streams(self) -> None:
+        for stream in self.link._streams:
+            self.gpu.go(stream)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    desk = Desk(monkeypatch)
+    yield desk
+    desk.gpu.drain()
+    wait_until(desk.link.idle)
+    desk.ram.pinned = False
+    desk.link.close()
+
+
+def test_a_copy_is_charged_for_copying_and_not_for_waiting_for_its_slot(desk: Desk) -> None:
+    desk.stream.compute(100)
+    desk.order.computed([0], desk.stream)  # type: ignore[arg-type]
+    desk.copy(0)
+    desk.copy_streams()
+    assert not desk.link.idle()
+    desk.gpu.go(desk.stream)
+    desk.copy_streams()
+    wait_until(desk.link.idle)
+    assert desk.link.stats.seconds == pytest.approx(COPY_S)
+    assert desk.link.stats.bytes_per_s == pytest.approx(STRIDE / COPY_S)
+
+
+def test_copies_that_overlap_are_charged_the_time_that_the_link_was_busy(desk: Desk) -> None:
+    desk.copy(0, demand=False)
+    desk.copy(1)
+    first, second = desk.link._streams
+    for stream in (first, second):  # both begin, then one after the other goes on
+        assert stream.work[0]()  # type: ignore[attr-defined]
+        stream.work.popleft()  # type: ignore[attr-defined]
+    for stream, slot in ((first, 0), (second, 1)):
+        desk.gpu.go(stream)  # type: ignore[arg-type]
+        wait_until(lambda slot=slot: slot in desk.landing.released_slots)  # type: ignore[misc]
+    assert desk.link.stats.bytes_per_s == pytest.approx(STRIDE / COPY_S)
+
+
+def test_a_computation_knows_how_long_it_waited_for_a_copy(desk: Desk) -> None:
+    desk.copy(0)
+    desk.add(0, 1)
+    assert desk.compute.spent() == Spent(), "nothing has ended yet, and nobody waits for it"
+    desk.gpu.go(desk.stream)
+    desk.copy_streams()
+    desk.gpu.go(desk.stream)
+    assert desk.compute.spent() == Spent(2.0, pytest.approx(COPY_S), pytest.approx(KERNEL_PIECES * 1e-3))
+    assert desk.compute.spent() == Spent(), "each is told once"
+
+
+def test_a_computation_whose_copy_came_in_time_waited_for_nothing(desk: Desk) -> None:
+    desk.copy(0)
+    desk.copy_streams()
+    desk.add(0)
+    desk.gpu.go(desk.stream)
+    assert desk.compute.spent() == Spent(1.0, 0.0, pytest.approx(KERNEL_PIECES * 1e-3))
+
+
+def test_hits_are_not_timed(desk: Desk) -> None:
+    desk.add(0, 1, 2)
+    assert len(desk.stream.work) == KERNEL_PIECES + 1, "the kernel, and the mark that copies wait for"
+
+
+def test_a_thread_s_own_times_are_its_own(desk: Desk) -> None:
+    twin = desk.compute.twin(None)  # type: ignore[arg-type]
+    desk.copy(0)
+    desk.add(0)
+    desk.gpu.go(desk.stream)
+    desk.copy_streams()
+    desk.gpu.go(desk.stream)
+    assert twin.spent() == Spent()
+    assert desk.compute.spent().units == 1.0
+
+
+def test_a_thread_that_finds_no_copy_to_wait_for_comes_behind_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(0)
+    gpu.install(monkeypatch)
+    order = Order(1)
+    copies, stream = FakeStream(gpu), FakeStream(gpu)
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record(copies)
+    order.copied(0, event)
+    usual = stream.wait_event
+
+    def interrupted(event: Any) -> None:  # the other thread gets here just before this one waits
+        stream.wait_event = usual  # type: ignore[method-assign]
+        order.before_compute([0], stream)  # type: ignore[arg-type]
+        stream.work.append(lambda: seen.append(event.happened) or True)  # type: ignore[func-returns-value]
+        usual(event)
+
+    seen: list[int] = []
+    stream.wait_event = interrupted  # type: ignore[method-assign]
+    order.before_compute([0], stream)  # type: ignore[arg-type]
+    gpu.go(stream)
+    assert seen == [], "it computes before the copy is there"
+    gpu.go(copies)
+    gpu.go(stream)
+    assert seen == [1]
+
+
+def test_what_a_device_waited_for_is_the_step_s_stall_and_its_time_the_cost_of_a_unit() -> None:
+    told = [Spent(4.0, 0.25, 0.5)]
+    compute: Any = SimpleNamespace(spent=lambda: told.pop() if told else Spent())
+    policy = LRU(SMALL.layers, SMALL.experts)
+    pools = [Pool(tier, SMALL.layers, SMALL.experts, 4, policy) for tier in (Tier.RAM, Tier.VRAM)]
+    residency = Residency(pools[0], pools[1:])
+    mover: Any = SimpleNamespace(gap=None, links=[])
+    costs = Costs(residency, mover, STRIDE)
+    computes: list[Compute] = [compute]
+    experts = TieredExperts(SMALL, residency, mover, computes, SimpleNamespace(costs=costs))  # type: ignore[arg-type]
+    one = np.ones(1, np.int64)
+    experts.begin_step(StepMeta(("r",), one, np.ones(1, np.bool_), one, one))
+    assert experts.end_step().stall_s == 0.25
+    assert experts.stall_s == [0.0, 0.25, 0.0]
+    thread_s = costs.thread_unit_s
+    for _ in range(100):
+        costs.observe_device(4.0, 0.5)
+        costs.observe(4.0, 1e-6)
+    assert thread_s < costs.unit_s == pytest.approx(0.125, rel=0.01)

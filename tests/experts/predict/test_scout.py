@@ -1,0 +1,198 @@
+"""ScoutGate in the engine: forecasts off the compute thread, fitted to the model, scored while serving."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
+from edgemoe.errors import ConfigError
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.experts.predict import scoutgate_export as export
+from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served, fitting
+from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
+from edgemoe.telemetry import metrics
+from edgemoe.types.routing import StepRouting
+
+L, E, K, V, D = 3, 8, 2, 40, 16
+SERVED = Served("digest", "tokenizer", L, E, K)
+MODEL = {"id": "the model", "digest": "digest", "tokenizer": "tokenizer"}
+PROMISED = {"horizons": {"this_token": {"scoutgate": {"log_loss": 0.4}}}}
+
+
+def embedding() -> torch.Tensor:
+    return torch.randn(V, D, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+
+def exported(folder: Path, *, variant: str = "source", hidden: int = 0, model: dict[str, str] = MODEL) -> Path:
+    torch.manual_seed(2)
+    shape = ScoutShape((E,) * L, K, D, hidden, variant=variant)
+    export.write(folder, ScoutGate(shape), (torch.full((2 * L,), 0.8), torch.full((2 * L,), -0.1)), model, PROMISED)
+    return folder
+
+
+def meta(requests: tuple[str, ...], tokens: list[list[int]], positions: list[int], decode: list[bool]) -> StepMeta:
+    flat = np.array([t for part in tokens for t in part])
+    at = np.concatenate([np.arange(len(part)) + p for part, p in zip(tokens, positions, strict=True)])
+    return StepMeta(requests, np.array([len(part) for part in tokens]), np.array(decode), flat, at)
+
+
+def routing(of: StepMeta, ids: np.ndarray) -> StepRouting:
+    return StepRouting(
+        requests=of.requests, query_lens=of.query_lens, decode=of.decode, tokens=of.tokens, positions=of.positions,
+        ids=ids.astype(np.int16), weights=np.ones(ids.shape, np.float32), hints={}, step_s=0.01, stall_s=0.0,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=["source", "context"])
+def scout(request: pytest.FixtureRequest, tmp_path: Path):
+    scout = Scout(SERVED)
+    scout.load(exported(tmp_path, variant=request.param), embedding())
+    yield scout
+    scout.close()
+
+
+def run(scout: Scout, step: StepMeta, ids: np.ndarray | None = None) -> None:
+    scout.look(step)
+    assert scout.wait_idle(10)
+    if ids is not None:
+        scout.learn(routing(step, ids))
+        assert scout.wait_idle(10)
+
+
+def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout: Scout) -> None:
+    rng = np.random.default_rng(0)
+    prompts, ids = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7]], rng.integers(0, E, (L, 12, K))
+    run(scout, meta(("a", "b"), prompts, [0, 0], [False, False]), ids)
+    assert scout.forecast is None  # nothing decodes yet
+    run(scout, meta(("a", "b"), [[8], [1]], [10, 2], [True, True]))
+    assert scout._tables is not None
+    gate, each = scout._tables.export.gate, []
+    for tokens, row in (([4, 1, 5, 9, 2, 6, 5, 3, 8][-8:], 9), ([2, 7, 1], 11)):
+        window = torch.tensor([-1] * (8 - len(tokens)) + tokens)[None]
+        previous = torch.tensor((ids[:, row] + np.arange(L)[:, None] * E).reshape(1, -1))
+        with torch.no_grad():
+            logits = gate(gate.project(embedding().float())[window.clamp_min(0)], window >= 0, previous)
+        each.append(torch.sigmoid(0.8 * logits - 0.1).view(2, L, E))
+    wanted = 1 - torch.stack([1 - p for p in each]).prod(0)
+    assert scout.forecast is not None
+    np.testing.assert_allclose(scout.forecast.probs, wanted.numpy(), atol=2e-3)
+
+
+def test_a_sequence_that_begins_again_forgets_what_went_before(scout: Scout) -> None:
+    run(scout, meta(("a",), [[3, 1, 4]], [0], [False]))
+    run(scout, meta(("a",), [[5]], [40], [True]))  # a replay: not the position that comes next
+    fresh = scout.forecast
+    run(scout, meta(("b",), [[5]], [40], [True]))
+    assert fresh is not None
+    assert scout.forecast is not None
+    np.testing.assert_array_equal(fresh.probs, scout.forecast.probs)
+
+
+def test_live_figures_tell_recall_and_trust(scout: Scout) -> None:
+    assert scout.wait_idle(10)
+    assert scout.trust == 1.0
+    for position in range(80):
+        step = meta(("a",), [[position % V]], [position], [True])
+        scout.look(step)
+        assert scout.wait_idle(10)
+        forecast = scout.forecast
+        assert forecast is not None
+        scout.learn(routing(step, np.argsort(-forecast.probs[0], axis=1)[:, None, :K]))  # as was forecast
+    assert scout.wait_idle(10)
+    figures = scout.figures()
+    assert figures[metrics.named(metrics.SCOUT_RECALL, horizon="0")] == pytest.approx(1.0)
+    assert 0 <= figures[metrics.SCOUT_TRUST] <= 1
+    assert figures[metrics.SCOUT_SECONDS] < 1.0
+
+
+def test_trust_falls_where_forecasts_stop_coming_true(scout: Scout) -> None:
+    for position in range(100):
+        step = meta(("a",), [[position % V]], [position], [True])
+        scout.look(step)
+        assert scout.wait_idle(10)
+        assert scout.forecast is not None
+        scout.learn(routing(step, np.argsort(scout.forecast.probs[0], axis=1)[:, None, :K]))  # the least likely
+    assert scout.wait_idle(10)
+    assert scout.trust < 0.7
+
+
+def test_what_it_remembers_is_bounded(scout: Scout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgemoe.experts.predict.scoutgate_forecaster.TRACKS", 5)
+    for number in range(20):
+        run(scout, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert len(scout._tracks) == 5
+    assert len(scout._ahead) <= 5
+
+
+@pytest.mark.parametrize(
+    ("served", "what"),
+    [
+        (Served("other", "tokenizer", L, E, K), "digest"),
+        (Served("digest", "other", L, E, K), "tokenizer"),
+        (Served("digest", "tokenizer", L + 1, E, K), "layers x experts"),
+        (Served("digest", "tokenizer", L, E, K + 1), "experts per token"),
+    ],
+)
+def test_an_export_for_another_model_is_refused(tmp_path: Path, served: Served, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"ScoutGate for the model: its .*{what}"):
+        fitting(exported(tmp_path), served, embedding())
+
+
+def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a ScoutGate export"):
+        fitting(tmp_path, SERVED, embedding())
+    with pytest.raises(ConfigError, match="embedding width"):
+        fitting(exported(tmp_path / "a"), SERVED, torch.randn(V, D + 1))
+    with pytest.raises(ConfigError, match="hidden states"):
+        fitting(exported(tmp_path / "b", variant="context", hidden=4), SERVED, embedding())
+    record = exported(tmp_path / "c") / export.RECORD
+    record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0"}))
+    with pytest.raises(ConfigError, match="damaged"):
+        fitting(tmp_path / "c", SERVED, embedding())
+
+
+def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from edgemoe.worker import assemble
+
+    settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
+    save_file({"embed_tokens.weight": embedding()}, tmp_path / "dense.safetensors")
+    manifest = SimpleNamespace(digest="digest", files=())
+    spec = SimpleNamespace(layers=L, experts=E, top_k=K)
+    scout = assemble._scout(settings, manifest, spec)
+    assert scout is not None
+    assert "serving without ScoutGate" in caplog.text
+    run(scout, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert scout.forecast is None
+    assert scout.trust == 0.0
+    exported(tmp_path)
+    assemble.load_scout(scout, settings)
+    run(scout, meta(("a",), [[2]], [1], [True]), np.zeros((L, 1, K), int))
+    assert scout.forecast is not None
+    scout.close()
+
+
+def test_an_export_is_replaced_while_sequences_run_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    scout = Scout(SERVED)
+    scout.load(exported(tmp_path / "a"), embedding())
+    run(scout, meta(("a",), [[3, 1, 4]], [0], [True]), np.zeros((L, 3, K), int))
+    first = scout.forecast
+    scout.load(exported(tmp_path / "b", variant="context"), embedding())
+    run(scout, meta(("a",), [[1]], [3], [True]), np.zeros((L, 1, K), int))
+    second = scout.forecast
+    assert first is not None
+    assert second is not None
+    (tmp_path / "c").mkdir()
+    with pytest.raises(ConfigError, match="not a ScoutGate export"):
+        scout.load(tmp_path / "c", embedding())
+    run(scout, meta(("b",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert scout.forecast is not None
+    assert scout.forecast.step == 3
+    assert (scout.loads, scout.refused) == (2, 1)
+    scout.close()

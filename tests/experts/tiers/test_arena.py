@@ -1,0 +1,54 @@
+"""Arenas are exact, aligned and fixed."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from edgemoe.errors import CapacityError
+from edgemoe.experts.tiers.slab import ExpertShape, HostArena
+
+SHAPE = ExpertShape(layers=2, experts=4, top_k=2, hidden=64, width=48, bf16=True)
+
+
+def test_a_slot_is_an_expert_in_whole_pages() -> None:
+    assert SHAPE.expert_bytes == 3 * 64 * 48 * 2
+    assert SHAPE.stride_bytes % 4096 == 0
+    assert 0 <= SHAPE.stride_bytes - SHAPE.expert_bytes < 4096
+
+
+def test_a_budget_buys_whole_slots_and_no_more_than_there_are_experts() -> None:
+    stride = SHAPE.stride_bytes
+    assert SHAPE.slots(3 * stride + stride - 1, "RAM") == 3
+    assert SHAPE.slots(100 * stride, "RAM") == 8
+    with pytest.raises(CapacityError, match=r"RAM: 4096 bytes hold no expert.*raise the budget"):
+        SHAPE.slots(4096, "RAM")
+
+
+def test_an_arena_is_page_aligned_and_exactly_its_slots() -> None:
+    arena = HostArena(5, SHAPE.stride_bytes)
+    assert arena.address % 4096 == 0
+    assert arena.slab.nbytes == arena.size_bytes == 5 * SHAPE.stride_bytes
+    for slot in range(5):
+        arena.view(slot)[:] = bytes([slot + 1]) * SHAPE.stride_bytes
+    assert [set(row.tolist()) for row in arena.slab] == [{1}, {2}, {3}, {4}, {5}]
+
+
+def test_memory_that_cannot_be_locked_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = SimpleNamespace(mlock=lambda address, size: -1)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: refusing)
+    with pytest.raises(CapacityError, match=r"cannot lock 8192 bytes.*LimitMEMLOCK"):
+        HostArena(2, 4096, lock=True)
+
+
+def test_a_locked_arena_is_locked() -> None:
+    def locked_kib() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmLck:")[1].split()[0])
+
+    before = locked_kib()
+    arena = HostArena(8, 4096, lock=True)
+    assert locked_kib() - before == arena.size_bytes >> 10

@@ -1,0 +1,363 @@
+"""Residency keeps its books: capacity, containment, pins, and who goes first."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgemoe.experts.tiers.eviction import ALWAYS
+from edgemoe.experts.tiers.residency import Claim, Horizon, Residency
+from edgemoe.experts.tiers.slots import Load, Pool
+from edgemoe.policy.baselines import LRU
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.experts import CachePolicy, ExpertId, Move, Tier
+
+L, E = 3, 6
+
+
+class Ranks:
+    """A policy with ranks that the test sets."""
+
+    def __init__(self) -> None:
+        self.ranks: FloatArray = np.zeros((L, E), np.float32)
+        self.touched: list[tuple[int, list[int]]] = []
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        self.touched.append((layer, experts.tolist()))
+
+    def rank(self, layer: int) -> FloatArray:
+        return self.ranks
+
+
+class Desk:
+    """A residency driven by hand: loads end when told."""
+
+    def __init__(self, ram: int, *devices: int, policy: CachePolicy | None = None, containment: bool = True) -> None:
+        self.policy = policy or LRU(L, E)
+        pools = [Pool(Tier.VRAM, L, E, slots, self.policy) for slots in devices]
+        self.residency = Residency(Pool(Tier.RAM, L, E, ram, self.policy), pools, containment=containment)
+        self.arrivals: SimpleQueue[Load] = SimpleQueue()
+        self.reading: list[Load] = []
+        self.copying: list[Load] = []
+
+    def start(self, loads: object) -> None:
+        for load in loads:  # type: ignore[attr-defined]
+            (self.copying if load.source >= 0 else self.reading).append(load)
+
+    def acquire(self, layer: int, *experts: int, scan: bool = False, device: int = 0) -> Claim:
+        ids = np.array(experts)
+        claim = self.residency.acquire(device, layer, ids, self.arrivals, scan=np.full(len(ids), scan))
+        self.start(claim.loads)
+        return claim
+
+    def finish(self) -> None:
+        """Lets all loads arrive."""
+        while self.reading or self.copying:
+            while self.reading:
+                self.start(self.residency.arrive(self.reading.pop()))
+            while self.copying:
+                load = self.copying.pop()
+                self.residency.arrive(load)
+                self.residency.let_go(load.source)
+
+    def use(self, layer: int, *experts: int, scan: bool = False) -> None:
+        """A whole layer-step that has room for its experts."""
+        self.residency.begin(layer, np.array(() if scan else experts, np.int64))
+        claim = self.acquire(layer, *experts, scan=scan)
+        assert (claim.slots >= 0).all()
+        self.finish()
+        self.residency.done(layer, np.array(experts))
+        self.residency.release(0, claim.slots)
+
+    def on_top(self) -> set[tuple[int, int]]:
+        return {(int(layer), int(e)) for layer, e in np.argwhere(self.residency.tops[0].where >= 0)}
+
+
+def wish(layer: int, expert: int, score: float = ALWAYS, target: Tier = Tier.RAM) -> Move:
+    return Move(ExpertId(layer, expert), Tier.NVME if target is Tier.RAM else Tier.RAM, target, score)
+
+
+def test_hits_are_pinned_and_never_evicted() -> None:
+    desk = Desk(2)
+    desk.use(0, 0, 1)
+    claim = desk.acquire(0, 0)
+    more = desk.acquire(0, 2, 3)
+    assert sorted(more.slots >= 0) == [False, True], "one slot is pinned, so there is room for one of two"
+    assert (0, 0) in desk.on_top()
+    assert claim.ready.all()
+    desk.finish()
+    desk.residency.release(0, claim.slots)
+    desk.residency.release(0, more.slots[more.slots >= 0])
+    desk.residency.check_integrity(idle=True)
+
+
+def test_the_lowest_ranked_goes_first() -> None:
+    policy = Ranks()
+    desk = Desk(3, policy=policy)
+    desk.use(0, 0, 1, 2)
+    policy.ranks[0] = [5, 1, 3, 0, 0, 0]
+    desk.use(0, 3)
+    assert desk.on_top() == {(0, 0), (0, 2), (0, 3)}
+
+
+def test_policies_see_each_layer_step_once_and_only_what_decode_demands() -> None:
+    policy = Ranks()
+    desk = Desk(6, 4, policy=policy)
+    assert desk.residency.begin_here(0, 1, np.array([2, 3]), np.array([False, True])) is None
+    desk.residency.begin(2, np.array([], np.int64))
+    assert policy.touched == [(1, [2])]
+
+
+def test_a_scan_leaves_what_decode_uses() -> None:
+    desk = Desk(4)
+    desk.use(0, 0, 1, 2)
+    for expert in range(E):
+        desk.use(1, expert, scan=True)
+    assert {(0, 0), (0, 1), (0, 2)} <= desk.on_top()
+
+
+def test_a_scans_leavings_are_reused_in_the_next_round() -> None:
+    desk = Desk(L * 2)
+    for layer in range(L):  # three slots a layer would be needed, two are there
+        for expert in range(3):
+            desk.use(layer, expert, scan=True)
+    assert {layer for layer, _ in desk.on_top()} >= {0, 1}, "what the next round needs first is kept"
+
+
+def test_decode_makes_a_scans_leavings_its_own() -> None:
+    desk = Desk(2)
+    desk.use(0, 0, scan=True)
+    desk.use(0, 0)
+    desk.use(0, 1, scan=True)
+    desk.use(0, 2, scan=True)
+    assert (0, 0) in desk.on_top()
+
+
+def test_dropping_from_ram_drops_from_the_device() -> None:
+    policy = Ranks()
+    desk = Desk(2, 2, policy=policy)
+    desk.use(0, 0, 1)
+    policy.ranks[0, 1] = 1
+    desk.use(0, 2)
+    assert desk.on_top() == {(0, 1), (0, 2)}
+    desk.residency.check_integrity(idle=True)
+
+
+def test_without_containment_a_copy_in_the_device_outlives_its_source() -> None:
+    desk = Desk(1, 3, containment=False)
+    desk.use(0, 0)
+    desk.use(0, 1)
+    assert desk.on_top() == {(0, 0), (0, 1)}
+    assert (desk.residency.ram.where >= 0).sum() == 1
+
+
+def test_a_pin_in_the_device_protects_the_source_in_ram() -> None:
+    desk = Desk(2, 2)
+    desk.use(0, 0, 1)
+    claim = desk.acquire(0, 0, 1)
+    assert (desk.acquire(0, 2).slots < 0).all()
+    desk.residency.release(0, claim.slots)
+    assert (desk.acquire(0, 2).slots >= 0).all()
+
+
+def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
+    policy = Ranks()
+    desk = Desk(2, policy=policy)
+    desk.use(0, 0, 1)
+    policy.ranks[0] = 3.0
+    assert desk.residency.reserve(wish(0, 2, score=2.0), Horizon.FAR) is None
+    assert desk.residency.reserve(wish(0, 2, score=4.0), Horizon.SCAN) is None
+    assert desk.residency.reserve(wish(0, 2, score=4.0), Horizon.FILL) is None
+    load = desk.residency.reserve(wish(0, 2, score=4.0), Horizon.FAR)
+    assert load is not None
+    assert not load.demand
+
+
+def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
+    policy = Ranks()
+    desk = Desk(2, policy=policy)
+    desk.use(0, 0, 1)
+    load = desk.residency.reserve(wish(1, 2, score=4.0), Horizon.NEAR)
+    assert load is not None
+    desk.start([load])
+    desk.finish()
+    policy.ranks[0] = 1.0
+    assert desk.residency.reserve(wish(1, 3, score=2.0), Horizon.NEAR) is not None
+    assert (1, 2) in desk.on_top()
+    desk.residency.begin(1, np.array([5]))
+    assert desk.residency.reserve(wish(2, 0, score=0.5), Horizon.NEAR) is not None, "its time is over"
+    assert (1, 2) not in desk.on_top()
+    assert desk.residency.ram.wasted == 1
+
+
+def test_wishes_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
+    policy = Ranks()
+    desk = Desk(4, 2, policy=policy)
+    desk.use(0, 0, 1)
+    desk.use(1, 0, 1)
+    policy.ranks[0], policy.ranks[1] = 2.0, 3.0
+    policy.ranks[0, 0], policy.ranks[1, 0] = 0.0, 1.0
+    assert desk.residency.reserve(wish(2, 0, score=5.0), Horizon.FAR) is not None
+    claim = desk.acquire(1, 0)
+    assert claim.ready.all()
+    assert desk.residency.reserve(wish(2, 1, score=5.0), Horizon.FAR) is not None
+    assert (1, 0) in desk.on_top()
+    assert desk.residency.ram.where[0].max() < 0
+
+
+def test_a_wish_for_what_is_there_or_on_its_way_is_refused() -> None:
+    desk = Desk(4, 2)
+    desk.use(0, 0)
+    assert desk.residency.reserve(wish(0, 0), Horizon.FAR) is None
+    assert desk.residency.reserve(wish(0, 1), Horizon.FAR) is not None
+    assert desk.residency.reserve(wish(0, 1), Horizon.FAR) is None
+    assert desk.residency.reserve(wish(0, 2, target=Tier.VRAM), Horizon.FAR) is None, "its source is not in RAM"
+
+
+def test_a_demand_joins_a_prefetch_under_way() -> None:
+    desk = Desk(4, 2)
+    load = desk.residency.reserve(wish(0, 1), Horizon.FAR)
+    assert load is not None
+    desk.start([load])
+    claim = desk.acquire(0, 1)
+    assert list(claim.loads) == [], "nothing is read twice"
+    desk.finish()
+    assert desk.arrivals.get_nowait().expert == 1
+    desk.residency.release(0, claim.slots)
+    desk.residency.check_integrity(idle=True)
+
+
+def test_a_failed_load_frees_its_slot_when_nobody_pins_it() -> None:
+    desk = Desk(1, 1)
+    claim = desk.acquire(0, 1)
+    error = OSError("the disk is gone")
+    desk.residency.fail(desk.reading.pop(), error)
+    assert desk.arrivals.get_nowait().error is error
+    assert (desk.acquire(0, 2).slots < 0).all(), "the slot is still pinned"
+    desk.residency.release(0, claim.slots)
+    desk.residency.check_integrity(idle=True)
+    assert (desk.acquire(0, 2).slots >= 0).all()
+
+
+def test_experts_are_dealt_to_devices_by_their_slots() -> None:
+    policy = LRU(48, 128)
+    pools = [Pool(Tier.VRAM, 48, 128, slots, policy) for slots in (100, 300)]
+    residency = Residency(Pool(Tier.RAM, 48, 128, 500, policy), pools)
+    share = (residency.device_of == 1).mean(axis=1)
+    assert share.min() > 0.70
+    assert share.max() < 0.80
+
+
+@st.composite
+def workplaces(draw: st.DrawFn) -> Desk:
+    devices = draw(st.lists(st.integers(1, 8), max_size=2))
+    return Desk(draw(st.integers(1, 12)), *devices, containment=draw(st.booleans()))
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["acquire", "scan", "release", "arrive", "fail", "wish", "fill", "begin"]),
+        st.integers(0, L - 1),
+        st.lists(st.integers(0, E - 1), min_size=1, max_size=E, unique=True),
+        st.floats(-50, 50),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(workplaces(), OPERATIONS)
+def test_any_sequence_of_operations_keeps_the_books(
+    desk: Desk, operations: list[tuple[str, int, list[int], float]]
+) -> None:
+    residency = desk.residency
+    claims: list[tuple[int, IntArray]] = []
+    for name, layer, experts, score in operations:
+        if name == "begin":
+            residency.begin(layer, np.array(experts))
+        elif name in ("acquire", "scan"):
+            for device in range(len(residency.tops)):
+                mine = [e for e in experts if residency.device_of[layer, e] == device]
+                if mine:
+                    claim = desk.acquire(layer, *mine, scan=name == "scan", device=device)
+                    claims.append((device, claim.slots[claim.slots >= 0]))
+        elif name == "release" and claims:
+            residency.release(*claims.pop(experts[0] % len(claims)))
+        elif name in ("wish", "fill"):
+            target = Tier.VRAM if residency.devices and experts[0] % 2 else Tier.RAM
+            horizon = Horizon.FILL if name == "fill" else [Horizon.NEAR, Horizon.FAR, Horizon.SCAN][experts[-1] % 3]
+            load = residency.reserve(wish(layer, experts[0], score, target), horizon)
+            desk.start([load] if load else [])
+        elif name == "arrive" and desk.reading:
+            desk.start(residency.arrive(desk.reading.pop(0)))
+        elif name == "arrive" and desk.copying:
+            load = desk.copying.pop(0)
+            residency.arrive(load)
+            residency.let_go(load.source)
+        elif name == "fail" and desk.copying:
+            load = desk.copying.pop(0)
+            residency.fail(load, OSError())
+            residency.let_go(load.source)
+        elif name == "fail" and desk.reading:
+            residency.fail(desk.reading.pop(0), OSError())
+        residency.check_integrity()
+    desk.finish()
+    for device, slots in claims:
+        residency.release(device, slots)
+    residency.check_integrity(idle=True)
+
+
+def bits(*experts: tuple[int, int]) -> BoolArray:
+    found = np.zeros((L, E), np.bool_)
+    for expert in experts:
+        found[expert] = True
+    return found
+
+
+def read(desk: Desk, horizon: Horizon, score: float, *experts: tuple[int, int]) -> None:
+    """Reads them into RAM, as far as there is a place worth less."""
+    for layer, expert in experts:
+        load = desk.residency.reserve(wish(layer, expert, score), horizon)
+        desk.start([load] if load is not None else [])
+        desk.finish()
+
+
+def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
+    """Another box, whose home it is now, may not have it yet."""
+    desk = Desk(8)
+    residency = desk.residency
+    residency.keep(bits((0, 0), (0, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (0, 0), (0, 1))
+    residency.keep(bits((1, 0), (1, 1)))
+    read(desk, Horizon.FAR, 5.0, *((2, expert) for expert in range(E)))
+    read(desk, Horizon.FAR, 6.0, *((0, expert) for expert in range(2, E)))
+    read(desk, Horizon.HOME, ALWAYS, (1, 0), (1, 1))
+    assert residency.ram.where[0, :2].min() >= 0
+    assert residency.ram.where[1, :2].min() >= 0
+    residency.forget_former_homes()
+    read(desk, Horizon.FAR, 7.0, *((2, expert) for expert in range(E)))
+    assert residency.ram.where[0, :2].max() < 0
+    assert residency.ram.where[1, :2].min() >= 0
+
+
+def test_a_home_takes_the_place_of_a_former_one_where_nothing_else_can_go() -> None:
+    desk = Desk(4)
+    desk.residency.keep(bits((0, 0), (0, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (0, 0), (0, 1))
+    desk.residency.keep(bits((1, 0), (1, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (1, 0), (1, 1))
+    desk.residency.keep(bits((2, 0), (2, 1)))
+    read(desk, Horizon.HOME, ALWAYS, (2, 0), (2, 1))
+    assert desk.residency.ram.where[2, :2].min() >= 0
+
+
+def test_only_homes_that_are_here_count_as_held_for_others() -> None:
+    desk = Desk(6)
+    residency = desk.residency
+    read(desk, Horizon.FAR, 5.0, (0, 0), (0, 1))
+    assert not residency.homes_in_ram().any()
+    residency.keep(bits((0, 1), (0, 2)))
+    assert np.argwhere(residency.homes_in_ram()).tolist() == [[0, 1]]

@@ -1,0 +1,134 @@
+"""What may be dropped from a tier, and what may not."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+from support.waiting import wait_until
+from test_residency import Desk, E, L, Ranks, wish
+
+from edgemoe.errors import CapacityError
+from edgemoe.experts.tiers.residency import Horizon
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.experts import ExpertId, Tier
+
+
+def homes(*experts: tuple[int, int]) -> BoolArray:
+    marked = np.zeros((L, E), np.bool_)
+    marked[tuple(zip(*experts, strict=True))] = True
+    return marked
+
+
+@pytest.mark.parametrize("devices", [(), (2,)], ids=["ram", "device"])
+def test_a_home_stays_whatever_is_demanded_and_wished_for(devices: tuple[int, ...]) -> None:
+    policy = Ranks()
+    desk = Desk(4, *devices, policy=policy)
+    desk.use(0, 0, 1)
+    policy.ranks[1:] = 1.0  # homes rank lowest
+    desk.residency.keep(homes((0, 0), (0, 1)))
+    for layer in (1, 2):
+        for expert in range(E):
+            desk.use(layer, expert)
+    for expert in range(E):
+        load = desk.residency.reserve(wish(2, expert, score=1e9), Horizon.FAR)
+        desk.start([load] if load else [])
+        desk.finish()
+    assert (desk.residency.ram.where[0, :2] >= 0).all()
+    assert desk.residency.missing_homes() == []
+    desk.residency.check_integrity(idle=True)
+
+
+def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_wishes() -> None:
+    policy = Ranks()
+    desk = Desk(4, policy=policy)
+    desk.use(0, 0, 1, 2, 3)
+    policy.ranks[0] = [0, 1, 2, 3, 0, 0]
+    assert desk.residency.reserve(wish(1, 0, score=9.0), Horizon.FAR) is not None
+    desk.residency.keep(homes((0, 1)))
+    assert desk.residency.reserve(wish(1, 1, score=9.0), Horizon.FAR) is not None
+    assert desk.residency.tier_of(ExpertId(0, 1)) is Tier.RAM
+    assert desk.residency.tier_of(ExpertId(0, 2)) is Tier.NVME
+
+
+def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -> None:
+    desk = Desk(6)
+    assert desk.residency.home_slots == 4
+    desk.residency.keep(homes(*((0, expert) for expert in range(4))))
+    with pytest.raises(CapacityError, match="5 experts are to be at home here, RAM has room for 4"):
+        desk.residency.keep(homes(*((0, expert) for expert in range(5))))
+
+
+def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed() -> None:
+    policy = Ranks()
+    desk = Desk(3, 1, policy=policy, containment=False)
+    desk.use(0, 1)
+    desk.use(0, 0)
+    desk.use(2, 5)
+    assert (desk.residency.ram.where >= 0).sum() == 3
+    policy.ranks[2] = 10.0
+    desk.residency.begin(0, np.array([0, 1]))
+    claim = desk.acquire(0, 0, 1)
+    assert sorted(claim.slots >= 0) == [False, True], "the device has one slot: the other waits for its turn in RAM"
+    assert desk.residency.reserve(wish(1, 0, score=5.0), Horizon.NEAR) is None
+    assert (desk.residency.ram.where[0, :2] >= 0).all()
+    desk.finish()
+    desk.residency.done(0, np.array([0, 1]))
+    desk.residency.release(0, claim.slots[claim.slots >= 0])
+    desk.residency.begin(1, np.array([0]))
+    assert desk.residency.reserve(wish(1, 0, score=5.0), Horizon.NEAR) is not None, "now it may go"
+
+
+def test_who_waits_for_room_is_woken_when_slots_are_let_go_of() -> None:
+    desk = Desk(2)
+    desk.use(0, 0, 1)
+    held = desk.acquire(0, 0, 1)
+    without = desk.residency.acquire(0, 1, np.array([3]), SimpleQueue())
+    assert (without.slots < 0).all()
+    woken: list[bool] = []
+
+    def wait() -> None:
+        woken.append(desk.residency.wait_for_change(without.version, 20.0))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    wait_until(lambda: desk.residency._waiting == 1)
+    desk.residency.release(0, held.slots)
+    waiting.join(10)
+    assert woken == [True]
+    assert (desk.acquire(1, 3).slots >= 0).all()
+
+
+def test_a_wish_never_takes_the_place_of_what_is_worth_as_much() -> None:
+    policy = Ranks()
+    desk = Desk(2, policy=policy)
+    desk.use(0, 0, 1)
+    policy.ranks[0] = 2.0
+    assert desk.residency.reserve(wish(1, 0, score=2.0), Horizon.FAR) is None
+    assert desk.residency.reserve(wish(1, 0, score=2.1), Horizon.FAR) is not None
+
+
+def test_a_demand_that_finds_no_slot_on_the_device_pins_nothing_in_ram() -> None:
+    desk = Desk(4, 1)
+    desk.use(0, 0)
+    desk.use(0, 1)
+    held = desk.acquire(0, 1)
+    assert (desk.acquire(0, 0).slots < 0).all()
+    desk.residency.release(0, held.slots)
+    desk.residency.check_integrity(idle=True)
+
+
+def test_a_read_that_was_wished_for_and_is_demanded_meanwhile_counts_as_demanded() -> None:
+    desk = Desk(4, 2)
+    load = desk.residency.reserve(wish(0, 1), Horizon.FAR)
+    assert load is not None
+    desk.start([load])
+    claim = desk.acquire(0, 1)
+    assert load.demand
+    desk.finish()
+    assert desk.residency.ram.moved == 1
+    assert desk.residency.ram.prefetched == 0
+    desk.residency.release(0, claim.slots)
+    desk.residency.check_integrity(idle=True)

@@ -1,0 +1,214 @@
+"""Configurations as transformers 4 and 5 write them, and those that are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from edgemoe.errors import CheckpointError, UnsupportedModel
+from edgemoe.families.spec import FAMILIES, ModelSpec, RopeSpec, dense_shapes, spec_from_config
+from edgemoe.model.rope import frequencies
+
+QWEN4 = {  # Qwen3-30B-A3B, as transformers 4 wrote it
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL4 = {  # Mixtral-8x7B-v0.1
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32000,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_qwen3_30b_as_published() -> None:
+    spec = spec_from_config(QWEN4)
+    assert dataclasses.replace(spec, rope=RopeSpec(0.0)) == ModelSpec(
+        family="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        vocab=151936,
+        hidden=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        expert_width=768,
+        experts=128,
+        top_k=8,
+        norm_topk=True,
+        rms_eps=1e-6,
+        qk_norm=True,
+        tied=False,
+        rope=RopeSpec(0.0),
+        dtype="bfloat16",
+        context_tokens=40960,
+    )
+    assert spec.rope == RopeSpec(1e6)
+    assert spec.expert_bytes == 3 * 2048 * 768 * 2
+    assert spec.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2
+
+
+def test_mixtral_8x7b_as_published() -> None:
+    spec = spec_from_config(MIXTRAL4)
+    assert (spec.head_dim, spec.expert_width, spec.experts, spec.norm_topk) == (128, 14336, 8, True)
+
+
+@pytest.mark.parametrize("config", [QWEN4, MIXTRAL4], ids=["qwen3", "mixtral"])
+def test_transformers_5_spells_the_same_model_otherwise(config: dict[str, Any]) -> None:
+    loaded = transformers.AutoConfig.for_model(**config)
+    rewritten = loaded.to_dict() | {"architectures": config["architectures"]}
+    assert "rope_parameters" in rewritten
+    assert "num_local_experts" in rewritten
+    assert spec_from_config(rewritten) == spec_from_config(config)
+
+
+@pytest.mark.parametrize("config", [QWEN4, MIXTRAL4], ids=["qwen3", "mixtral"])
+def test_shapes_are_those_of_transformers(config: dict[str, Any]) -> None:
+    small = config | {"num_hidden_layers": 2, "vocab_size": 100}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**small))
+    theirs = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    spec = spec_from_config(small)
+    gate_up, down = spec.names.stacked(1)
+    assert theirs[gate_up] == (spec.experts, *spec.gate_up_shape)
+    assert theirs[down] == (spec.experts, *spec.down_shape)
+    assert dense_shapes(spec) == {name: shape for name, shape in theirs.items() if ".experts." not in name}
+
+
+def test_names_of_older_checkpoints_are_known() -> None:
+    mixtral = FAMILIES["MixtralForCausalLM"]
+    assert mixtral.spellings("model.layers.3.mlp.gate.weight") == (
+        "model.layers.3.mlp.gate.weight",
+        "model.layers.3.block_sparse_moe.gate.weight",
+    )
+    assert mixtral.spellings(mixtral.separate(0, 7)[2])[-1] == "model.layers.0.block_sparse_moe.experts.7.w2.weight"
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        YARN,
+        YARN | {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
+        YARN | {"attention_factor": 1.5},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+    ],
+)
+def test_frequencies_equal_those_of_transformers(rope: dict[str, Any]) -> None:
+    config = QWEN4 | {"rope_scaling": rope}
+    spec = spec_from_config(config)
+    loaded = transformers.AutoConfig.for_model(**config)
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](loaded, torch.device("cpu"))
+    torch.testing.assert_close(frequencies(spec.rope, spec.head_dim), expected, rtol=1e-6, atol=0)
+    assert spec.rope.attention_factor == pytest.approx(factor)
+
+
+def test_yarn_extends_the_context() -> None:
+    assert spec_from_config(QWEN4 | {"rope_scaling": YARN}).context_tokens == 131072
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "gpt_oss"}, "gpt_oss"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        spec_from_config(QWEN4 | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": None},
+        {"hidden_size": -1},
+        {"hidden_size": "many"},
+        {"num_hidden_layers": 2.5},
+        {"num_hidden_layers": True},
+        {"num_experts_per_tok": 129},
+        {"num_key_value_heads": 5},
+        {"head_dim": 63},
+        {"rms_norm_eps": float("nan")},
+        {"architectures": "Qwen3MoeForCausalLM"},
+        {"rope_scaling": [1]},
+        {"rope_scaling": {"rope_type": "linear"}},
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        spec_from_config(QWEN4 | change)
+
+
+def test_a_window_as_long_as_the_context_changes_nothing() -> None:
+    assert spec_from_config(MIXTRAL4 | {"sliding_window": 32768}) == spec_from_config(MIXTRAL4)
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("vocab_size", 1 << 24),
+        ("hidden_size", 1 << 20),
+        ("moe_intermediate_size", 1 << 22),
+        ("num_hidden_layers", 1 << 10),
+    ],
+)
+def test_sizes_are_bounded_so_that_no_configuration_asks_for_endless_memory(key: str, most: int) -> None:
+    assert spec_from_config({**QWEN4, key: most})
+    for value in (most + 2, 10**30, 10**400):
+        with pytest.raises(CheckpointError, match=r"impossible|positive number"):
+            spec_from_config({**QWEN4, key: value})

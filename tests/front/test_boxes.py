@@ -1,0 +1,210 @@
+"""Three whole boxes on loopback, each of which holds a third of the experts in memory; any of them may die."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from support.box_processes import Box, like, make_boxes
+from support.checkpoints import partial_store, tiny_checkpoint
+from support.front_kit import byte_level_tokenizer, free_ports, write_model
+from support.kept import STORES
+from support.waiting import until
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+import edgemoe.cli
+from edgemoe.api.text.detokenize import Vocabulary
+from edgemoe.cluster.rpc.keys import load_peers, load_secret
+from edgemoe.store.files import padded
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import ensure_store
+from edgemoe.telemetry import metrics
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+NODES = ("a", "b", "c")
+EXPERTS = 18  # in all
+SLOTS = EXPERTS // 2 + 2  # of RAM: two boxes could hold all, and two slots stay free for what passes through
+
+
+class Oracle:
+    """What one box that holds everything would say."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+    @torch.inference_mode()
+    def complete(self, prompt: str, max_tokens: int) -> str:
+        ids = torch.tensor([self._tokenizer.encode(prompt).ids])
+        out = self._model.generate(
+            ids, do_sample=False, max_new_tokens=max_tokens, min_new_tokens=max_tokens, pad_token_id=0, eos_token_id=[]
+        )
+        return Vocabulary(self._tokenizer).text(out[0, ids.shape[1] :].tolist(), skip_special=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that has the tests' tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny") / "hf"
+    vocab = byte_level_tokenizer().get_vocab_size()
+    tiny_checkpoint("qwen3_moe", folder, vocab_size=vocab, max_position_embeddings=1024)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = (folder / "config.json").read_text()
+    write_model(folder)
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Box]]:
+    """Three boxes that have a plan; a's disk lacks half of the experts."""
+    folder = tmp_path_factory.mktemp("x")
+    store = ensure_store(checkpoint, folder / "stores")
+    half = partial_store(store, folder / "half", np.tile(np.arange(6) < 3, (EXPERTS // 6, 1)))
+    slot = padded(Manifest.load(store).entry(0, 0).bytes)
+    made = make_boxes(
+        folder,
+        {"a": half, "b": store, "c": store},
+        free_ports(len(NODES)),
+        model={"name": "tiny", "store_dir": str(STORES)},
+        memory={"ram_bytes": SLOTS * slot, "kv_bytes": 8 << 20},
+        engine={"threads": 1},
+        service={"max_restarts": 50, "drain_s": 2.0},
+        cluster={"coordination": "raft", "replicas": 1, "absent_s": 60.0},
+    )
+    for box in made:
+        box.start()
+    try:
+        await until(lambda: settled(made), 180.0)
+        yield {box.node: box for box in made}
+    finally:
+        for box in made:
+            await box.close()
+
+
+async def settled(boxes: Iterable[Box], nodes: tuple[str, ...] = NODES) -> bool:
+    """Whether all are ready, see these nodes alone, and have every expert of one plan at home in memory."""
+    told = [await box.health() for box in boxes]
+    if any(one.get("status") != "ready" or not one["cluster"]["leader"] for one in told):
+        return False
+    plans = {one["cluster"]["plan"] and one["cluster"]["plan"]["digest"] for one in told}
+    members = [member for one in told for member in one["cluster"]["members"]]
+    alive = all(member["state"] == "here" and member["homes"] for member in members)
+    alive = alive and all({m["node"] for m in one["cluster"]["members"]} == set(nodes) for one in told)
+    return alive and len(plans) == 1 and None not in plans and not any([await box.missing() for box in boxes])
+
+
+PROMPTS = ["number one", "a longer prompt of several words " * 3, "x"]
+
+
+async def test_three_boxes_say_what_one_would_say(boxes: dict[str, Box], oracle: Oracle) -> None:
+    said = await asyncio.gather(*(box.complete(p, 40) for box, p in zip(boxes.values(), PROMPTS, strict=True)))
+    assert said == [oracle.complete(prompt, 40) for prompt in PROMPTS]
+    about = await boxes["a"].cluster()
+    assert [member["homes"] for member in about["members"]] == [EXPERTS // 3] * 3
+    assert [member["on_disk"] for member in about["members"]] == [EXPERTS // 2, EXPERTS, EXPERTS]
+    figures = [metrics.parse(await box.metrics()) for box in boxes.values()]
+    # b and c may find their own disks nearer than each other; a has no other way
+    assert metrics.select(figures[0], metrics.REMOTE_EXPERTS) + metrics.select(figures[0], metrics.EXPERTS_FETCHED) > 0
+    assert sum(one[metrics.CLUSTER_LEADING] for one in figures) == 1
+
+
+async def test_the_picture_of_the_cluster_is_drawn_from_any_box(
+    boxes: dict[str, Box], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert edgemoe.cli.main(["status", "--cluster", "--socket", str(boxes["b"].socket)]) == 0
+    page = capsys.readouterr().out
+    assert "leads in epoch" in page
+    assert "b (this box)" in page
+    assert page.count("here") >= len(NODES)
+
+
+async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
+    boxes: dict[str, Box], oracle: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Listed on a alone, and told of a alone; all others learn of it, give it homes, and lose it again."""
+    d, lists = like(boxes["b"], tmp_path / "d", *free_ports(1)), boxes["a"].folder / "peers.toml"
+    seed, before = load_peers(lists)["a"], lists.read_text()
+    key = load_secret(d.folder / "key").public.decode()
+    four = [*boxes.values(), d]
+    lists.write_text(f'{before}\n[[peer]]\nnode = "d"\naddress = ""\nkey = "{key}"\nvoter = false\n')
+    d.start("--join", f"a,{seed.address},{seed.key}")
+    try:
+        await until(lambda: settled(four, (*NODES, "d")), 60.0)
+        assert await d.complete("said by the fourth", 40) == oracle.complete("said by the fourth", 40)
+        for box in boxes.values():
+            assert edgemoe.cli.main(["status", "--cluster", "--socket", str(box.socket)]) == 0
+            assert re.search(r"(?m)^\W*d\b.*\bhere\b", capsys.readouterr().out)
+    finally:
+        await d.close()
+        lists.write_text(before)
+    await until(lambda: settled(boxes.values()), 60.0)
+
+
+async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_it(
+    boxes: dict[str, Box], oracle: Oracle
+) -> None:
+    a, died = boxes["a"], []
+
+    async def guests() -> list[Box]:
+        return [box for box in boxes.values() if box is not a and await box.guests()]
+
+    async def chaos() -> None:
+        await a.kill_engine()
+        died.extend((await until(guests))[:1])
+        await died[0].kill()
+
+    assert await a.stream("go on", 800, 20, chaos) == oracle.complete("go on", 800)
+    died[0].start()
+    await until(lambda: settled(boxes.values()), 60)
+
+
+async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[str, Box], oracle: Oracle) -> None:
+    before = await boxes["a"].cluster()
+    leader = boxes[before["leader"]]
+    others = [box for box in boxes.values() if box is not leader]
+    saying = [asyncio.ensure_future(box.complete(f"said by {box.node}", 300)) for box in others]
+    await leader.kill()
+
+    async def led_anew() -> bool:
+        told = [await box.cluster() for box in others]
+        return len({one["leader"] for one in told} - {"", leader.node}) == 1 and all(one["leader"] for one in told)
+
+    await until(led_anew, 20)
+    after = await others[0].cluster()
+    assert after["epoch"] > before["epoch"]
+    assert after["plan"] == before["plan"]  # whoever is gone for a moment keeps its homes
+    assert await asyncio.gather(*saying) == [oracle.complete(f"said by {box.node}", 300) for box in others]
+    leader.start()
+    await until(lambda: settled(boxes.values()), 60)
+    assert (await leader.cluster())["epoch"] >= after["epoch"]
+
+
+async def test_a_box_that_leaves_gives_its_homes_away_at_once(boxes: dict[str, Box], oracle: Oracle) -> None:
+    c, rest = boxes["c"], [boxes["a"], boxes["b"]]
+    version = (await rest[0].cluster())["plan"]["version"]
+    c.stop()
+
+    async def planned_anew() -> bool:
+        told = [await box.cluster() for box in rest]
+        homes = {m["node"]: m["homes"] for m in told[0]["members"]}
+        return homes["c"] == 0 and all(one["plan"]["version"] == version + 1 for one in told)
+
+    await until(planned_anew, 20)
+    assert c.process is not None
+    await asyncio.to_thread(c.process.wait, 20)
+    assert c.process.returncode == 0
+    assert await rest[0].complete("after", 30) == oracle.complete("after", 30)

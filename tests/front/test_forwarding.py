@@ -1,0 +1,321 @@
+"""Requests on other boxes' engines: they come back whole whatever dies. Real fronts, scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from support.front_kit import free_ports, http_client, openai_client, running, settings_for
+from support.waiting import until
+
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
+from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decode_from_engine, encode
+from edgemoe.cluster.rpc.keys import generate
+from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.config.settings import ClusterSettings, Settings
+from edgemoe.errors import PeerUnavailable, WireError
+from edgemoe.front import hosted_requests as guests_module
+from edgemoe.front import supervisor as supervisor_module
+from edgemoe.front.cluster import listed
+from edgemoe.front.hosted_requests import Guests
+from edgemoe.front.main import Front
+from edgemoe.front.router import Places
+from edgemoe.telemetry import metrics
+from edgemoe.types.request import Emission, Request, Sampling
+
+DAEMON = Path(__file__).parents[1] / "fakes" / "daemon_process.py"
+TOKENS = 200
+
+
+@pytest.fixture(autouse=True)
+def slow_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRIPTED_STEP_S", "0.005")
+
+
+@pytest.fixture
+def two(tmp_path: Path, model_dir: Path) -> tuple[Settings, Settings]:
+    """Settings of two boxes that list each other."""
+    ports = free_ports(2)
+    names = ("a", "b")
+    entries = []
+    for name, port in zip(names, ports, strict=True):
+        key = generate(tmp_path / f"{name}.key").public.decode()
+        entries.append(f'[[peer]]\nnode = "{name}"\naddress = "127.0.0.1:{port}"\nkey = "{key}"\n')
+    (tmp_path / "peers.toml").write_text("\n".join(entries))
+
+    def settings(name: str, port: int) -> Settings:
+        folder = tmp_path / name
+        folder.mkdir()
+        cluster = ClusterSettings(
+            node=name,
+            key_file=str(tmp_path / f"{name}.key"),
+            listen=f"127.0.0.1:{port}",
+            peers_file=str(tmp_path / "peers.toml"),
+            state_dir=str(folder / "state"),
+            leader="a",
+            route="spread",
+        )
+        return settings_for(folder, model_dir, cluster=cluster, service={"max_restarts": 50})
+
+    return settings("a", ports[0]), settings("b", ports[1])
+
+
+def cluster_of(front: Front) -> Any:
+    assert front.cluster is not None
+    return front.cluster
+
+
+def engine_pid(front: Front) -> int:
+    assert front.supervisor is not None
+    return int(front.supervisor.describe()["engine"]["pid"])
+
+
+@asynccontextmanager
+async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Front]]:
+    async with running(two[0]) as a, running(two[1]) as b:
+        await until(lambda: len(cluster_of(a).places()) == len(cluster_of(b).places()) == 1, 30)
+        yield a, b
+
+
+async def texts(front: Front, count: int = 4) -> list[str]:
+    """Streamed completions, all at once."""
+    async with openai_client(front.settings) as client:
+
+        async def one(number: int) -> str:
+            stream = await client.completions.create(
+                model="tiny", prompt=f"prompt {number}", seed=number, max_tokens=TOKENS, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        return list(await asyncio.gather(*map(one, range(count))))
+
+
+async def test_requests_are_spread_and_say_the_same_wherever_they_run(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        at_a = await texts(a)
+        assert cluster_of(b).guests.served == 2
+        assert await texts(b) == at_a
+        assert not len(cluster_of(a).guests)
+        assert not len(cluster_of(b).guests)
+
+
+async def test_a_forwarded_stream_outlives_the_engine_it_runs_on(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        os.kill(engine_pid(b), signal.SIGKILL)
+        assert await streams == expected
+
+
+async def test_a_box_whose_own_engine_is_away_has_others_run_its_requests(
+    two: tuple[Settings, Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 60.0)
+        os.kill(engine_pid(a), signal.SIGKILL)
+        assert await streams == expected
+        assert a.supervisor is not None
+        assert a.supervisor.state == "loading"
+        assert await texts(a) == expected
+
+
+async def test_who_hangs_up_leaves_nothing_behind_elsewhere(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b), http_client(a.settings) as client:
+        body = {"prompt": "HANG@3", "max_tokens": 50}
+        waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        for one in waiting:
+            one.cancel()
+        await until(lambda: not len(cluster_of(b).guests))
+
+
+async def test_a_box_that_drains_gives_its_guests_back(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        b.stop()
+        assert await streams == expected
+
+
+async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[Settings, Settings]) -> None:
+    command = [sys.executable, str(DAEMON), msgspec.json.encode(two[1]).decode()]
+    async with running(two[0]) as a:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as b:
+            try:
+                await until(lambda: len(cluster_of(a).places()) == 1, 30)
+                expected = await texts(a)
+                streams = asyncio.ensure_future(texts(a))
+                await until(lambda: cluster_of(a).figures()["edgemoe_forwarded_requests_total"] >= 4)
+                async with http_client(two[1]) as other:
+                    await until(lambda: guests(other))
+                b.kill()
+                assert await streams == expected
+                assert a.supervisor is not None
+                assert a.supervisor.book.replayed == 2
+            finally:
+                b.kill()
+
+
+async def guests(client: httpx.AsyncClient) -> int:
+    """Requests of the other box that run there."""
+    return int(json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"])
+
+
+def engine_with(disk: int) -> EngineCard:
+    return EngineCard(
+        boot="engine",
+        calls_port=1,
+        bulk_port=2,
+        model="m",
+        layers=1,
+        experts=4,
+        expert_bytes=1,
+        budget_experts=4,
+        disk=bytes([disk]),
+        ram=bytes(1),
+        shares=True,
+    )
+
+
+async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        a_plane, b_plane = cluster_of(a).plane, cluster_of(b).plane
+
+        def has(plane: ControlPlane, disk: int) -> None:
+            plane.say(msgspec.structs.replace(plane.announce, engine=engine_with(disk)))
+
+        has(a_plane, 0b0011)
+        has(b_plane, 0b1110)
+        await until(lambda: a_plane.members["b"].card.engine is not None, 30)
+        leaving = asyncio.ensure_future(cluster_of(a).hand_over())
+        await until(lambda: b_plane.members["a"].card.leaving, 30)
+        assert b_plane.members["a"].card.engine is not None  # it is still there to be fetched from
+        assert not leaving.done()
+        has(b_plane, 0b1111)
+        await leaving
+
+
+async def test_an_attempt_that_was_overtaken_on_the_way_is_not_run() -> None:
+    sent: list[Submit | Cancel] = []
+    guests = Guests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
+    request = Request(id="r", prompt=(1,), sampling=Sampling(), seed=1)
+    for attempt in (2, 1):
+        guests.submit("b", "boot", Submit(request=request, attempt=attempt, remaining_ms=1000.0))
+    assert [message.attempt for message in sent] == [2]
+    assert len(guests) == guests.served == 1
+    guests.submit("b", "boot", Submit(request=request, attempt=3, remaining_ms=1000.0))
+    assert isinstance(sent[-1], Cancel)
+    assert sent[-1].attempt == 2  # whichever is run, it is one
+    assert len(guests) == guests.served == 1
+
+
+async def test_requests_that_another_box_has_forgotten_run_again(two: tuple[Settings, Settings]) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) > 0, 30)
+        cluster_of(b).guests.forget("a")
+        assert await asyncio.wait_for(streams, 60) == expected
+
+
+async def test_a_front_whose_address_is_written_in_another_way_keeps_its_requests_there(
+    two: tuple[Settings, Settings],
+) -> None:
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        streams = asyncio.ensure_future(texts(a))
+        await until(lambda: len(cluster_of(b).guests) > 0, 30)
+        peers = listed(two[1].cluster)
+        moved = msgspec.structs.replace(peers["a"], address=peers["a"].address.replace("127.0.0.1", "localhost"))
+        cluster_of(b).plane.list({**peers, "a": moved})
+        assert len(cluster_of(b).guests)
+        assert await asyncio.wait_for(streams, 60) == expected
+
+
+async def test_tokens_whose_receipts_are_lost_are_not(
+    two: tuple[Settings, Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guests_module, "GIVEN_UP_S", 0.2)
+    async with both(two) as (a, b):
+        expected = await texts(a)
+        lane, dropped = cluster_of(b).plane.lane, lambda: cluster_of(a).figures()[metrics.FORGOTTEN]
+        ask = lane.ask
+
+        async def lossy(node: str, body: msgspec.Struct, *args: Any, **options: Any) -> Answer[Any]:
+            answer = await ask(node, body, *args, **options)
+            if isinstance(body, Tokens) and not dropped():
+                raise PeerUnavailable("no answer came in time")
+            return answer
+
+        monkeypatch.setattr(lane, "ask", lossy)
+        assert await asyncio.wait_for(texts(a), 60) == expected
+        assert dropped()
+
+
+@pytest.mark.parametrize("letters", [1, 256])
+async def test_a_guest_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
+    async with both(two) as (a, b):
+        lane, model, pid = cluster_of(a).plane.lane, cluster_of(a).plane.model, engine_pid(b)
+        name = "x" * letters
+        request = Request(id=name, prompt=(1, 2), sampling=Sampling(max_tokens=5000), seed=1)
+        for message in (Submit(request=request, remaining_ms=9e4), Cancel(request=name, attempt=1)):
+            answer = await lane.ask("b", Forward(model), [encode(message)], timeout_s=5)
+            assert isinstance(answer.message, Taken)
+        assert not len(cluster_of(b).guests)
+        assert engine_pid(b) == pid
+        assert await texts(b, 1)  # by the same engine
+
+
+async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() -> None:
+    told: list[Emission] = []
+
+    class Lane:
+        async def ask(self, node: str, body: object, frames: list[bytes], timeout_s: float) -> Answer[Any]:
+            if any(len(frame) > 1000 for frame in frames):
+                raise WireError("too large")
+            message = decode_from_engine(frames[0])
+            assert isinstance(message, Emissions)
+            told.extend(message.items)
+            return Answer(Taken())
+
+    guests = Guests(Lane(), lambda message: True, asyncio.ensure_future)  # type: ignore[arg-type]
+    for name in ("large", "small"):
+        request = Request(id=name, prompt=(1,), sampling=Sampling(), seed=1)
+        guests.submit("b", "boot", Submit(request=request, remaining_ms=1000.0))
+    large = tuple((-1.0, ((token, -1.0),)) for token in range(1000))
+    guests.take([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
+    guests.take([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
+    await until(lambda: len(told) == 2)
+    assert [(one.request, one.finish) for one in told] == [("large", "error"), ("small", "stop")]
+
+
+def test_what_a_box_says_is_unwanted_is_bounded() -> None:
+    class Nothing:
+        def place_of(self, request: str) -> tuple[str, int]:
+            return "", 0
+
+        def take(self, emissions: list[Emission]) -> None:
+            assert not emissions
+
+    places = Places(None, "local", Nothing(), lambda: None, lambda _: "", None)  # type: ignore[arg-type]
+    items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
+    taken = places.take("b", items)
+    assert len(taken.unwanted) == MAX_UNWANTED
+    assert CONTROL.read(msgspec.msgpack.encode(taken)) == taken

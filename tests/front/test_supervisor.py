@@ -1,0 +1,405 @@
+"""Engines die, hang and refuse to start; clients notice as little as can be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.front_kit import SCRIPTED, http_client, openai_client, ready, running, settings_for
+from support.waiting import until
+
+from edgemoe.cluster.rpc.engine_messages import Emissions, Failed, Stats
+from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.errors import EngineUnavailable, ServiceError
+from edgemoe.front import connections
+from edgemoe.front import engine_handle as engine_module
+from edgemoe.front import supervisor as supervisor_module
+from edgemoe.front.engine_handle import Engine
+from edgemoe.front.listen import tcp_socket
+from edgemoe.front.main import Front
+from edgemoe.front.supervisor import Supervisor
+from edgemoe.types.request import Emission
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Back-offs for people in a hurry."""
+    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "LONGEST_DELAY_S", 0.05)
+
+
+def supervisor_of(front: Front) -> Supervisor:
+    assert front.supervisor is not None
+    return front.supervisor
+
+
+def engine_pid(front: Front) -> int:
+    return int(supervisor_of(front).describe()["engine"]["pid"])
+
+
+def emitted(front: Front) -> int:
+    """Tokens of the requests that are alive."""
+    return sum(len(live.emitted) for live in supervisor_of(front).book._live.values())
+
+
+async def text_of(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> str:
+    stream = await client.completions.create(model="tiny", prompt=prompt, stream=True, **options)
+    return "".join([chunk.choices[0].text async for chunk in stream])
+
+
+async def test_killing_the_engine_again_and_again_changes_no_text(tmp_path: Path, model_dir: Path, quick: None) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 50})
+    async with running(settings) as front, openai_client(settings) as client:
+        prompts: list[dict[str, Any]] = [
+            {"prompt": f"prompt {n}", "max_tokens": 300, "seed": n, "temperature": n % 2} for n in range(8)
+        ]
+        expected = await asyncio.gather(*(text_of(client, **options) for options in prompts))
+        streams = asyncio.gather(*(text_of(client, **options) for options in prompts))
+        for start in range(1, 4):
+            await until(lambda: emitted(front) > start * 400)  # noqa: B023 (used at once)
+            os.kill(engine_pid(front), signal.SIGKILL)
+            await until(lambda: supervisor_of(front).starts > start)  # noqa: B023
+        assert await streams == expected
+        assert supervisor_of(front).book.replayed >= 3
+
+
+async def test_an_engine_that_hangs_is_replaced(
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "SILENCE_S", 0.6)
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, openai_client(settings) as client:
+        first = engine_pid(front)
+        stream = asyncio.ensure_future(text_of(client, "go", max_tokens=200, seed=1))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        os.kill(first, signal.SIGSTOP)
+        text = await stream
+        assert engine_pid(front) != first
+        assert "silent" in supervisor_of(front).why
+        assert text == await text_of(client, "go", max_tokens=200, seed=1)
+
+
+async def test_health_says_that_the_engine_is_stalled_while_it_is(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        monkeypatch.setattr(engine_module, "STALLED_S", 0.5)
+        os.kill(engine_pid(front), signal.SIGSTOP)
+        await until(lambda: supervisor_of(front).state == "stalled")
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "stalled")
+        os.kill(engine_pid(front), signal.SIGCONT)
+        monkeypatch.setattr(engine_module, "STALLED_S", 10.0)
+        await until(lambda: supervisor_of(front).state == "ready")
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    window = {"max_restarts": 0, "restart_window_s": 60.0}
+    settings = settings_for(tmp_path, model_dir, service=window)
+    front = Front(settings, SCRIPTED, env={})
+    serving = asyncio.ensure_future(front.serve())
+    async with http_client(settings) as client:
+        await until(lambda: ready(front), 60)
+        os.kill(engine_pid(front), signal.SIGKILL)
+        await until(lambda: supervisor_of(front).state == "failed")
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.json()["error"]["code"] == "engine_failed"
+        assert 30 <= int(refused.headers["retry-after"]) <= 60
+    front.stop()
+    await serving
+
+
+@pytest.mark.parametrize(("step_s", "hangs"), [(0.0, False), (179.0, False), (181.0, True)])
+async def test_an_engine_hangs_by_the_age_of_its_step_alone(step_s: float, hangs: bool) -> None:
+    engine = Engine(None, "boot")  # type: ignore[arg-type]
+    engine.note(Stats(values={}, step_s=step_s))
+    assert bool(engine.hangs()) == hangs
+
+
+async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now)
+    engine = Engine(None, "boot")  # type: ignore[arg-type]
+    now += 1000.0  # nothing was read meanwhile, and no look taken
+    assert not engine.hangs()
+    looks = 0
+    while not engine.hangs():
+        now, looks = now + engine_module.LOOK_S, looks + 1
+    assert looks * engine_module.LOOK_S == pytest.approx(engine_module.LOADING_SILENCE_S, abs=1.0)
+
+
+async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        (live,) = supervisor_of(front).book._live.values()
+        late = EngineEnd(supervisor_of(front)._wire.address, "earlier")
+        last = Emission(request=live.request.id, attempt=live.attempt, index=0, finish="stop")
+        late.post(Emissions(items=[last]))
+        late.post(Failed(error="Late", message="from beyond"))
+        await late.close()
+        fresh = await client.post("/v1/completions", json={"prompt": "SAY{a}END"})  # by then they have been read
+        assert fresh.status_code == 200
+        assert not waiting.done()
+        assert supervisor_of(front)._said_fatal() is False
+        waiting.cancel()
+
+
+async def test_a_request_that_fells_engines_ends_in_an_error_and_others_go_on(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 50})
+    async with running(settings) as front, openai_client(settings) as client:
+        bad = asyncio.ensure_future(client.completions.create(model="tiny", prompt="DIE-ALWAYS"))
+        with pytest.raises(openai.InternalServerError, match="in a row") as failed:
+            await bad
+        assert failed.value.status_code == 500
+        assert failed.value.response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in failed.value.response.headers
+        assert await text_of(client, "SAY{still here}END") == "still here"
+        assert front.supervisor is not None
+
+
+async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    window = {"max_restarts": 1, "restart_window_s": 1.0}
+    settings = settings_for(tmp_path, model_dir, service=window)
+    async with running(settings) as front, http_client(settings) as client:
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        for _ in range(2):
+            await until(lambda: ready(front))
+            os.kill(engine_pid(front), signal.SIGKILL)
+            await until(lambda: not ready(front))
+        await until(lambda: supervisor_of(front).state == "failed")
+        assert (await waiting).status_code == 503
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert "SIGKILL" in health.json()["engine"]["last_end"]
+        refused = await client.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503
+        assert "is started again in" in refused.json()["error"]["message"]
+        await until(lambda: ready(front))
+        assert (await client.post("/v1/completions", json={"prompt": "SAY{a}END"})).status_code == 200
+
+
+async def test_requests_that_fell_engines_one_after_the_other_never_put_the_service_out_of_order(
+    tmp_path: Path, model_dir: Path, quick: None
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 4})
+    async with running(settings) as front, openai_client(settings, max_retries=2) as client:
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError, match="in a row"):
+                await client.completions.create(model="tiny", prompt="DIE-ALWAYS")
+        assert supervisor_of(front).starts == 10  # three a request: none was tried again by the client
+        assert await text_of(client, "SAY{still here}END") == "still here"
+
+
+async def test_deaths_count_for_as_long_as_the_window_lasts(tmp_path: Path, model_dir: Path, quick: None) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 1, "restart_window_s": 0.2})
+    async with running(settings) as front:
+        for start in range(1, 5):
+            await until(lambda: ready(front))
+            died = asyncio.get_running_loop().time()
+            os.kill(engine_pid(front), signal.SIGKILL)
+            await until(lambda: supervisor_of(front).starts > start)  # noqa: B023 (used at once)
+            assert supervisor_of(front).state != "failed"
+            await until(lambda: asyncio.get_running_loop().time() > died + 0.5)  # noqa: B023
+
+
+@pytest.mark.parametrize("script", ["import sys; sys.exit(3)", "import os; os.abort()"])
+async def test_an_engine_that_never_starts_ends_the_daemon(
+    tmp_path: Path, model_dir: Path, quick: None, script: str
+) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 2})
+    with pytest.raises(BaseExceptionGroup) as group:
+        await Front(settings, (sys.executable, "-c", script), env={}).serve()
+    assert group.group_contains(ServiceError, match="exit status 3|SIGABRT")
+
+
+async def test_a_fatal_error_ends_the_daemon_at_once_with_its_reason(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCRIPTED_FATAL", "1")
+    with pytest.raises(BaseExceptionGroup) as group:
+        async with running(settings_for(tmp_path, model_dir)):
+            raise AssertionError("it started")
+    assert group.group_contains(ServiceError, match="no room for the experts")
+
+
+async def test_requests_wait_for_an_engine_that_is_still_loading(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    front = Front(settings, env={}, command=(sys.executable, "-c", "import time; time.sleep(60)"))
+    serving = asyncio.ensure_future(front.serve())
+    async with http_client(settings) as client:
+        await until(Path(settings.api.socket).exists)
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert not waiting.done()
+        front.stop()
+        assert (await waiting).status_code == 503
+    await serving
+
+
+async def test_deadlines_end_requests_with_504(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, api={"request_timeout_s": 0.5})
+    async with running(settings), http_client(settings) as client:
+        late = await client.post("/v1/completions", json={"prompt": "HANG@0"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        stream = await client.post("/v1/completions", json={"prompt": "HANG@2", "stream": True})
+        assert stream.status_code == 200
+        assert "deadline_exceeded" in stream.text
+
+
+async def test_a_full_queue_is_a_429(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, engine={"max_sequences": 1, "max_queue": 1})
+    async with running(settings) as front, http_client(settings) as client:
+        body = {"prompt": "HANG@0"}
+        waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(2)]
+        await until(lambda: len(supervisor_of(front).book) == 2)
+        full = await client.post("/v1/completions", json=body)
+        assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(full.headers["retry-after"]) >= 1
+        for one in waiting:
+            one.cancel()
+        await until(lambda: not supervisor_of(front).book)
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        body = {"prompt": "go", "max_tokens": 300, "seed": 1}
+        running_one = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        front.stop()
+        await until(lambda: supervisor_of(front).state == "draining")
+        assert (await client.get("/health")).json()["status"] == "draining"
+        refused = await client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        os.kill(engine_pid(front), signal.SIGKILL)  # even now
+        answer = await running_one
+        assert answer.json()["usage"]["completion_tokens"] == 300
+
+
+async def test_who_had_connected_before_the_end_is_told_of_it(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LATE_S", 30.0)
+    ending, shutdown = asyncio.Event(), connections.Server.shutdown
+
+    async def noticed(server: connections.Server, sockets: Any = None) -> None:
+        ending.set()
+        await shutdown(server, sockets)
+
+    monkeypatch.setattr(connections.Server, "shutdown", noticed)
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front:
+        reader, writer = await asyncio.open_unix_connection(settings.api.socket)
+        front.stop()
+        await ending.wait()
+        for _ in range(20):  # rounds of the loop
+            await asyncio.sleep(0)
+        assert not Path(settings.api.socket).exists()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 14\r\n\r\n" + b'{"prompt":"x"}')
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"draining" in answer
+
+
+async def test_a_drain_that_takes_too_long_ends_in_errors(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"drain_s": 0.2})
+    async with running(settings) as front, http_client(settings) as client:
+        stuck = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
+        await until(lambda: len(supervisor_of(front).book) == 1)
+        front.stop()
+        assert (await stuck).status_code == 503
+
+
+async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        tasks_before = len(asyncio.all_tasks())
+
+        async def one(number: int) -> int:
+            body = {"prompt": f"p{number}", "max_tokens": 40, "seed": number, "stream": number % 2 == 0}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                async for _ in answer.aiter_bytes():
+                    if number % 3 == 0:
+                        return 0  # hangs up midway
+            return answer.status_code
+
+        statuses = await asyncio.gather(*map(one, range(100)))
+        assert set(statuses) <= {0, 200}
+        await until(lambda: not supervisor_of(front).book)
+        await until(lambda: supervisor_of(front).values.get("edgemoe_num_requests_running") == 0)
+        supervisor_of(front).check_integrity()
+    assert len(asyncio.all_tasks()) <= tasks_before
+
+
+async def test_tcp_asks_for_the_key_and_the_socket_does_not(tmp_path: Path, model_dir: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("0123456789abcdef\n")
+    keys.chmod(0o600)
+    with tcp_socket("127.0.0.1:0") as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    api = {"tcp": address, "api_key_file": str(keys)}
+    settings = settings_for(tmp_path, model_dir, api=api)
+    async with running(settings), httpx.AsyncClient(base_url=f"http://{address}") as tcp:
+        for header in (None, "Bearer wrong-key-0123456", "Basic 0123456789abcdef", "0123456789abcdef"):
+            headers = {"authorization": header} if header else {}
+            refused = await tcp.get("/v1/models", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="0123456789abcdef") as client:
+            assert (await client.models.retrieve("tiny")).id == "tiny"
+        async with http_client(settings) as local:
+            assert (await local.get("/v1/models")).status_code == 200
+
+
+async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Path) -> None:
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, http_client(settings) as client:
+        for user, expected in ((None, f"uid:{os.getuid()}"), ("anna", f"uid:{os.getuid()}/anna")):
+            body = {"prompt": "HANG@0", "user": user}
+            waiting = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            await until(lambda: len(supervisor_of(front).book) == 1)
+            (live,) = supervisor_of(front).book._live.values()
+            assert live.request.user == expected
+            waiting.cancel()
+            await until(lambda: not supervisor_of(front).book)
+
+
+async def test_what_the_book_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
+    async with running(settings_for(tmp_path, model_dir)) as front:
+        supervisor_of(front).book.closed = EngineUnavailable("closed for today", code="holiday")
+        async with http_client(front.settings) as client:
+            answer = await client.post("/v1/completions", json={"prompt": "x"})
+        assert answer.json()["error"] == {
+            "message": "closed for today",
+            "type": "server_error",
+            "param": None,
+            "code": "holiday",
+        }
+
+
+async def test_an_engine_that_cannot_be_executed_is_told_as_such(tmp_path: Path, model_dir: Path, quick: None) -> None:
+    settings = settings_for(tmp_path, model_dir, service={"max_restarts": 0})
+    with pytest.raises(BaseExceptionGroup) as group:
+        await Front(settings, (str(tmp_path / "nothing"),), env={}).serve()
+    assert group.group_contains(ServiceError, match="cannot be started")

@@ -1,0 +1,69 @@
+"""Real lanes on loopback for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import zmq
+
+from edgemoe.cluster.rpc.auth import AllowList
+from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.protocol import Language, Message, Versions
+from edgemoe.cluster.rpc.transport import Answer, Failure, Net, Question
+
+
+class Echo(Message, frozen=True, tag="Echo"):
+    text: str
+
+
+LANGUAGE: Language[Any] = Language(Echo, Failure)
+
+
+async def echo(question: Question[Any]) -> Answer[Any]:
+    return Answer(question.message, [bytes(t) for t in question.tensors])
+
+
+def secret() -> Secret:
+    public, private = zmq.curve_keypair()
+    return Secret(private, public)
+
+
+class Box:
+    """One process's Net and one lane of it."""
+
+    def __init__(
+        self,
+        node: str,
+        key: Secret,
+        allowed: dict[str, Secret],
+        serve: Any = echo,
+        language: Any = LANGUAGE,
+        speaks: Versions | None = None,
+        **lane: Any,
+    ) -> None:
+        self.node, self.key = node, key
+        self.allowed = AllowList({name: (s.public.decode(),) for name, s in allowed.items()})
+        self.net = Net(node, f"boot-of-{node}", key, self.allowed, speaks)
+        self.lane: Lane[Any] = Lane(self.net, "test", language, serve, **lane)
+        self.port = self.lane.bind("127.0.0.1")
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.node, f"127.0.0.1:{self.port}", self.key.public.decode())
+
+
+@asynccontextmanager
+async def running(*boxes: Box) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(work) for box in boxes for work in (box.net.run(), box.lane.run())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for box in boxes:
+            box.net.close()

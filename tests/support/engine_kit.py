@@ -1,0 +1,237 @@
+"""What the tests of the engine share: a small model written down plainly, and an engine to drive step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from edgemoe.config.settings import EngineSettings
+from edgemoe.engine.engine import Engine
+from edgemoe.engine.grammar import Grammars
+from edgemoe.errors import MissingExpert
+from edgemoe.experts.compute.moe import StepMeta
+from edgemoe.families.spec import ModelSpec, RopeSpec
+from edgemoe.types.request import Emission, Request, Sampling
+from edgemoe.types.routing import StepRouting
+from edgemoe.types.step import BLOCK_TOKENS, Batch
+
+torch.set_num_threads(1)  # the matrices are tiny
+
+SPEC = ModelSpec(
+    family="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    vocab=264,
+    hidden=32,
+    layers=2,
+    heads=2,
+    kv_heads=2,
+    head_dim=16,
+    expert_width=16,
+    experts=6,
+    top_k=2,
+    norm_topk=True,
+    rms_eps=1e-6,
+    qk_norm=False,
+    tied=True,
+    rope=RopeSpec(1e4),
+    dtype="float32",
+    context_tokens=512,
+)
+
+
+class PlainCache:
+    """Keys and values of all layers in blocks."""
+
+    def __init__(self, blocks: int) -> None:
+        shape = (blocks, SPEC.layers, 2, BLOCK_TOKENS, SPEC.kv_heads, SPEC.head_dim)
+        self.data = torch.full(shape, torch.nan)
+
+    def gather(self, blocks: Sequence[int]) -> torch.Tensor:
+        return self.data[list(blocks)].clone()
+
+    def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:
+        self.data[list(blocks)] = rows
+
+
+class PlainExperts:
+    """Every expert at hand; those in `missing` are nowhere to be had."""
+
+    lookahead = 0
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights  # [L, E, H, H]
+        self.missing: set[tuple[int, int]] = set()
+        self._ids: list[torch.Tensor] = []
+        self._shares: list[torch.Tensor] = []
+
+    def begin_step(self, meta: StepMeta) -> None:
+        self._meta, self._ids, self._shares = meta, [], []
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for expert in ids.unique().tolist():
+            if (layer, expert) in self.missing:
+                raise MissingExpert(layer, expert, "the test says so")
+        self._ids.append(ids)
+        self._shares.append(weights)
+        out = torch.einsum("tkoh,th->tko", self.weights[layer, ids], hidden)
+        return (torch.tanh(out) * weights[..., None]).sum(1)
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        raise AssertionError("nobody asked")
+
+    def end_step(self) -> StepRouting:
+        meta = self._meta
+        return StepRouting(
+            requests=meta.requests,
+            query_lens=meta.query_lens,
+            decode=meta.decode,
+            tokens=meta.tokens,
+            positions=meta.positions,
+            ids=np.stack([ids.numpy() for ids in self._ids]).astype(np.int16),
+            weights=np.stack([shares.numpy() for shares in self._shares]),
+            hints={},
+            step_s=0.0,
+            stall_s=0.0,
+        )
+
+
+class PlainDecoder:
+    """A small Mixture-of-Experts transformer, a sequence at a time."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int, scale: float) -> torch.Tensor:
+            return scale * torch.randn(*shape, generator=generator)
+
+        hidden, layers = SPEC.hidden, SPEC.layers
+        self.embed = random(SPEC.vocab, hidden, scale=1.0)
+        self.places = random(SPEC.context_tokens, hidden, scale=0.5)
+        self.qkv = random(layers, hidden, 3 * hidden, scale=0.25)
+        self.gates = random(layers, hidden, SPEC.experts, scale=0.5)
+        self.experts = PlainExperts(random(layers, SPEC.experts, hidden, hidden, scale=0.4))
+        self.steps: list[Batch] = []
+
+    def forward(self, batch: Batch, kv: PlainCache, experts: PlainExperts) -> torch.Tensor:
+        self.steps.append(batch)
+        x = self.embed[batch.tokens] + self.places[batch.positions]
+        for layer in range(SPEC.layers):
+            x = x + self._attend(layer, _norm(x), batch, kv)
+            probs = torch.softmax(_norm(x) @ self.gates[layer], -1)
+            shares, ids = probs.topk(SPEC.top_k)
+            x = x + experts.forward(layer, _norm(x), ids, shares)
+        return _norm(x[batch.logit_rows]) @ self.embed.T
+
+    def _attend(self, layer: int, x: torch.Tensor, batch: Batch, kv: PlainCache) -> torch.Tensor:
+        heads = (-1, SPEC.heads, SPEC.head_dim)
+        q, k, v = (part.reshape(heads) for part in (x @ self.qkv[layer]).chunk(3, -1))
+        out, start = [], 0
+        for count, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+            rows = slice(start, start + count)
+            at = batch.positions[rows]
+            blocks = torch.tensor(table)[at // BLOCK_TOKENS]
+            kv.data[blocks, layer, 0, at % BLOCK_TOKENS] = k[rows]
+            kv.data[blocks, layer, 1, at % BLOCK_TOKENS] = v[rows]
+            used = torch.tensor(table[: -(-context // BLOCK_TOKENS)])
+            keys, values = (kv.data[used, layer, part].flatten(0, 1)[:context] for part in (0, 1))
+            scores = torch.einsum("qhd,khd->hqk", q[rows], keys) / SPEC.head_dim**0.5
+            scores = scores.masked_fill(torch.arange(context) > at[:, None], -torch.inf)
+            out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1))
+            start += count
+        return torch.cat(out)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+class Model(NamedTuple):
+    """What an engine computes with."""
+
+    decoder: Any
+    experts: Any
+    spec: ModelSpec
+    cache: Callable[[int], Any]  # a KV cache of so many blocks
+
+
+def plain_model() -> Model:
+    decoder = PlainDecoder()
+    return Model(decoder, decoder.experts, SPEC, PlainCache)
+
+
+class Drive:
+    """An engine that the test steps, with a clock that the test moves."""
+
+    def __init__(
+        self,
+        blocks: int = 64,
+        grammars: Grammars | None = None,
+        model: Model | None = None,
+        patience_s: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        self.now_s = 0.0
+        self.emitted: list[Emission] = []
+        self.model = model = model or plain_model()
+        chosen = {"mixed_step_s": 0.0, "step_tokens": 48, "max_sequences": 8, **settings}
+        self.engine = Engine(
+            model.decoder,
+            model.cache(blocks),
+            model.experts,
+            model.spec,
+            EngineSettings(**chosen),
+            self.emitted.extend,
+            kv_blocks=blocks,
+            context_tokens=model.spec.context_tokens,
+            device=torch.device("cpu"),
+            parking_bytes=1 << 20,
+            grammars=grammars,
+            clock=lambda: self.now_s,
+            patience_s=patience_s,
+        )
+
+    def submit(
+        self,
+        prompt: Sequence[int] = (1, 2, 3),
+        name: str = "r",
+        *,
+        emitted: Sequence[int] = (),
+        attempt: int = 1,
+        seed: int = 7,
+        choice: int = 0,
+        user: str = "",
+        remaining_s: float = 1e6,
+        **sampling: Any,
+    ) -> None:
+        chosen = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
+        request = Request(id=name, prompt=tuple(prompt), sampling=chosen, seed=seed, choice=choice, user=user)
+        self.engine.loop.submit(request, tuple(emitted), attempt, remaining_s)
+
+    def step(self) -> bool:
+        worked = self.engine.loop.step()
+        self.now_s += 0.1
+        self.engine.check_integrity()
+        return worked
+
+    def run(self) -> None:
+        while self.step():
+            assert self.now_s < 1000, "it does not end"
+
+    def tokens(self, name: str = "r") -> list[int]:
+        """What a request has emitted; checks that the indices have no gap."""
+        mine = [one for one in self.emitted if one.request == name and one.token is not None]
+        assert [one.index for one in mine] == list(range(mine[0].index, mine[0].index + len(mine)))
+        return [one.token for one in mine if one.token is not None]
+
+    def end(self, name: str = "r") -> Emission:
+        """A request's last emission."""
+        (last,) = [one for one in self.emitted if one.request == name and one.finish]
+        return last
+
+
+def prompt(length: int, seed: int = 0, vocab: int = SPEC.vocab) -> list[int]:
+    """Random tokens."""
+    return np.random.default_rng(seed).integers(0, vocab, length).tolist()  # type: ignore[no-any-return]

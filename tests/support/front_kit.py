@@ -1,0 +1,139 @@
+"""A model directory without weights, and a front with a scripted engine behind it, for tests of api and daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from support.kept import STORES
+from support.waiting import until
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from edgemoe.config.settings import ApiSettings, EngineSettings, ModelSettings, ServiceSettings, Settings
+from edgemoe.front.main import Front
+
+SCRIPTED = (sys.executable, str(Path(__file__).parent / "fakes" / "scripted_engine.py"))
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TEXT = "The quick brown fox jumps over the lazy dog; Größe, naïve café, 東京 and 🦊. " * 8
+
+TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('unknown role ' + message.role) }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+
+def byte_level_tokenizer(special_marks: bool = False) -> Tokenizer:
+    """Byte-level BPE like Qwen's: every byte, a few merges, special tokens and marks, which may be special too."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    add = tokenizer.add_special_tokens if special_marks else tokenizer.add_tokens
+    add([AddedToken(text, special=special_marks, normalized=False) for text in MARKS])
+    return tokenizer
+
+
+def write_model(directory: Path, template: str = TEMPLATE) -> Path:
+    """Everything that the front reads of a model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    files: dict[str, Any] = {
+        "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": template},
+        "generation_config.json": {"eos_token_id": ends, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        "config.json": {"vocab_size": tokenizer.get_vocab_size()},
+    }
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+def settings_for(folder: Path, model: Path, **sections: Any) -> Settings:
+    """Settings of a daemon that keeps everything in `folder`."""
+    api = {"socket": str(folder / "api.sock"), **sections.pop("api", {})}
+    service = {"runtime_dir": str(folder / "run"), "drain_s": 5.0, **sections.pop("service", {})}
+    return Settings(
+        model=ModelSettings(path=str(model), name="tiny", store_dir=str(STORES)),
+        api=ApiSettings(**api),
+        service=ServiceSettings(**service),
+        engine=EngineSettings(**sections.pop("engine", {})),
+        **sections,
+    )
+
+
+@asynccontextmanager
+async def running(settings: Settings, command: tuple[str, ...] = SCRIPTED) -> AsyncIterator[Front]:
+    """A front that serves in this process, its engine ready; stopped and found consistent at the end."""
+    front = Front(settings, command, env={})
+    serving = asyncio.ensure_future(front.serve())
+    try:
+        await until(lambda: serving.done() or ready(front), 120.0)
+        if serving.done():
+            serving.result()
+        yield front
+        assert front.supervisor is not None
+        front.supervisor.check_integrity()
+        assert not front.integrity_errors
+    finally:
+        front.stop()
+        front.stop()
+        await serving
+
+
+def ready(front: Front) -> bool:
+    return front.supervisor is not None and front.supervisor.state == "ready"
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback interface that nobody uses at this moment."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def http_client(settings: Settings, **options: Any) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(uds=settings.api.socket)
+    return httpx.AsyncClient(transport=transport, base_url="http://edgemoe", timeout=120.0, **options)
+
+
+def openai_client(settings: Settings, **options: Any) -> openai.AsyncOpenAI:
+    """The real client, over the Unix socket."""
+    options = {"max_retries": 0, **options}
+    return openai.AsyncOpenAI(
+        base_url="http://edgemoe/v1", api_key="none", http_client=http_client(settings), **options
+    )

@@ -1,0 +1,150 @@
+# ruff: noqa: E402
+"""This release as the next one would be: it speaks one version more, with one more message and one more field.
+
+    python tests/support/next_release.py -m edgemoe serve --config FILE
+    python tests/support/next_release.py tests/support/daemon_process.py SETTINGS_JSON
+
+runs what Python would run with these arguments, as of the next release; its engines, too. Greet is a new message of the
+control lane: with each beat a box asks all others by it, and notes how many it got (`greeted`) and how many it may not
+send, as the other is of the release before (`spared`). Beat has a new field, `mood`. Mark is a new operation of the
+embedded agreement: a leader proposes one with each beat, and notes how often that was `marked` and, as a voter is of
+the release before, `withheld`. All goes to the log, as "next release: greeted N, spared N, moods N, marked N, withheld
+N". Import it before anything of edgemoe.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from edgemoe.cluster.rpc import protocol
+
+protocol.SPOKEN = protocol.Versions(protocol.SPOKEN.lowest, protocol.SPOKEN.highest + 1)
+
+from edgemoe.cluster.rpc import control_messages
+from edgemoe.cluster.rpc.protocol import Language, Message
+
+
+class Greet(Message, frozen=True, tag="Greet"):
+    """What the release before does not have."""
+
+    since = protocol.SPOKEN.highest
+    words: control_messages.Text = ""
+
+
+class Beat(control_messages.Beat, frozen=True, tag="Beat"):
+    """With what the release before does not know."""
+
+    mood: control_messages.Text = "fine"
+
+
+kept = [kind for tag, kind in control_messages.CONTROL.messages.items() if tag != "Beat"]
+control_messages.Beat = Beat  # type: ignore[misc]
+control_messages.CONTROL = Language(*kept, Beat, Greet)
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination import store as coord
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True, tag="mark"):
+    """One more is counted."""
+
+    SINCE: ClassVar[int] = protocol.SPOKEN.highest
+    epoch: ops.Count
+
+
+ops._decoder = msgspec.msgpack.Decoder(ops.Op | Mark)
+Before = coord.CoordState
+
+
+@dataclass(slots=True)
+class NextState(Before):
+    """With what only the new operation changes: the release before passes that over, and misses nothing of its own."""
+
+    marks: int = 0
+
+    def apply(self, op: Any) -> int | bool | str:
+        if isinstance(op, Mark):
+            self.marks += 1
+            return True
+        return Before.apply(self, op)
+
+
+coord.CoordState = NextState  # type: ignore[misc]
+
+from edgemoe.cluster.control import plane
+from edgemoe.cluster.control.coordination.raft import RaftStore
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.config.settings import Settings
+from edgemoe.errors import CoordError, PeerError
+from edgemoe.front.engine_handle import Engine
+
+figures = {"greeted": 0, "spared": 0, "moods": 0, "marked": 0, "withheld": 0}
+
+
+class NextPlane(plane.ControlPlane):
+    """A control plane that uses what is new."""
+
+    async def _serve(self, question: Question[Any]) -> Answer[Any] | None:
+        match question.message:
+            case Greet():
+                figures["greeted"] += 1
+                return Answer(control_messages.Welcome())
+            case Beat() as beat:
+                figures["moods"] += getattr(beat, "mood", "") == "well"
+        return await super()._serve(question)
+
+    def beat(self) -> None:
+        load, self.load = self.load, lambda: msgspec.structs.replace(load(), mood="well")
+        super().beat()
+        self.load = load
+        if self._group is not None:
+            for member in self.members:
+                self.spawn(self._greet(member.peer.node))
+            if self.leading and self._leader is not None and isinstance(self._leader._store, RaftStore):
+                self.spawn(self._mark(self._leader._store))
+
+    async def _mark(self, store: RaftStore) -> None:
+        try:
+            figures["marked"] += await store._agree(Mark(self.leading))  # type: ignore[arg-type]
+        except CoordError as error:
+            figures["withheld"] += "not every voter knows" in str(error)
+
+    async def _greet(self, node: str) -> None:
+        try:
+            await self.lane.ask(node, Greet("hello"), timeout_s=1.0)
+        except PeerError as error:
+            figures["spared"] += "does not know Greet" in str(error)
+        plane.log.info("next release: " + ", ".join(f"{name} {count}" for name, count in figures.items()))
+
+
+plane.ControlPlane = NextPlane  # type: ignore[misc]
+
+start = Engine.start.__func__  # type: ignore[attr-defined]
+
+
+async def start_next(cls: type[Engine], command: Sequence[str], settings: Settings, address: str) -> Engine:
+    """An engine of the next release, too."""
+    made: Engine = await start(cls, (command[0], __file__, *command[1:]), settings, address)
+    return made
+
+
+Engine.start = classmethod(start_next)  # type: ignore[assignment, method-assign]
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,121 @@
+"""Fronts' sides of a cluster on loopback, without engines: real lanes, real agreement, made-up experts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from support.etcd_process import free_ports
+from support.waiting import until
+
+from edgemoe.cluster.control.coordination.clock import since_boot
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
+from edgemoe.cluster.rpc.keys import Peer, Secret, generate
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.types.placement import pack_bits
+
+ABC = ("a", "b", "c")
+LAYERS, EXPERTS = 2, 6
+ALL = pack_bits(np.ones((LAYERS, EXPERTS), np.bool_))
+NONE = bytes(len(ALL))
+
+
+def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram: bytes = NONE) -> EngineCard:
+    return EngineCard(
+        boot=boot,
+        calls_port=1,
+        bulk_port=2,
+        model=model,
+        layers=LAYERS,
+        experts=EXPERTS,
+        expert_bytes=100,
+        budget_experts=room,
+        disk=disk,
+        ram=ram,
+        shares=True,
+    )
+
+
+class Front:
+    """One box's plane, and the task that runs it."""
+
+    def __init__(self, folder: Path, peer: Peer, key: Secret, peers: dict[str, Peer], **settings: Any) -> None:
+        self.node, self.key = peer.node, key
+        self.settings = ClusterSettings(
+            node=peer.node,
+            key_file="unused",
+            listen=peer.address,
+            state_dir=str(folder / peer.node),
+            **{"coordination": "raft", "replicas": 1, "lease_s": 1.0, **settings},
+        )
+        self.peers, self.starts = peers, 0
+        self.engine: EngineCard | None = None
+        self.role: Any = "box"
+        self.task: asyncio.Future[None] | None = None
+        self.ahead_s = 0.0  # by which its clock has jumped
+
+    def clock(self) -> float:
+        return since_boot() + self.ahead_s
+
+    async def start(self) -> None:
+        self.starts += 1
+        announce = Announce(release="1", role=self.role, address=self.settings.listen, engine=self.engine)
+        boot = f"boot-{self.node}-{self.starts}"
+        self.plane = ControlPlane(self.settings, boot, self.key, self.peers, announce, self.clock)
+        self.plane.listen()
+        self.task = asyncio.ensure_future(self.plane.run())
+
+    async def die(self) -> None:
+        """Without a word to anybody."""
+        if self.task is not None and not self.task.done():
+            if (leader := self.plane._leader) is not None and leader._election is not None:
+                leader._election._step_down()  # so that it does not resign
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+    def has(self, engine: EngineCard | None) -> None:
+        """The engine comes up, or ends."""
+        self.engine = engine
+        self.plane.say(msgspec.structs.replace(self.plane.announce, engine=engine))
+
+    @property
+    def plan_nodes(self) -> tuple[str, ...]:
+        return self.plane.plans.plan.nodes if self.plane.plans.plan else ()
+
+
+@asynccontextmanager
+async def fronts(
+    folder: Path, nodes: Sequence[str] = ("a", "b", "c"), voters: Sequence[str] = ABC, **settings: Any
+) -> AsyncIterator[dict[str, Front]]:
+    """Fronts that list each other, started; `voters` are those that have a vote."""
+    ports = free_ports(len(nodes))
+    keys = {node: generate(folder / f"{node}.key") for node in nodes}
+    peers = {
+        node: Peer(node, f"127.0.0.1:{port}", keys[node].public.decode(), voter=node in voters)
+        for node, port in zip(nodes, ports, strict=True)
+    }
+    made = {node: Front(folder, peers[node], keys[node], peers, **settings) for node in nodes}
+    try:
+        for front in made.values():
+            await front.start()
+        yield made
+    finally:
+        await asyncio.gather(*(front.die() for front in made.values()))
+
+
+async def led(fronts: Sequence[Front], within_s: float = 15.0) -> str:
+    """The node that all of them obey."""
+    await until(lambda: len({f.plane.leader for f in fronts}) == 1 and bool(fronts[0].plane.leader), within_s)
+    return fronts[0].plane.leader
+
+
+async def planned(fronts: Sequence[Front], nodes: Sequence[str], within_s: float = 15.0) -> None:
+    """All go by one plan over these nodes."""
+    await until(lambda: all(f.plan_nodes == tuple(nodes) for f in fronts), within_s)
+    await until(lambda: len({f.plane.plans.ref for f in fronts}) == 1, within_s)

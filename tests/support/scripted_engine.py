@@ -1,0 +1,159 @@
+"""An engine process without a model that speaks the real wire. What it says is a function of prompt and index.
+
+The prompt steers it: SAY{text} makes it say the text and end; DIE@n has it killed when token n is due, on the first
+attempt only; DIE-ALWAYS on every attempt; HANG@n has it say nothing more; FAIL{code} ends the request with an error.
+Anything else yields letters drawn by a hash of (prompt, seed, choice, index), up to max_tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import os
+import re
+import signal
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from edgemoe.cluster.rpc.engine_messages import (
+    Boot,
+    Cancel,
+    Emissions,
+    Failed,
+    Holds,
+    Limits,
+    Listening,
+    Loading,
+    Ready,
+    Reload,
+    Reloaded,
+    Stats,
+    Stop,
+    Submit,
+)
+from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.config.settings import Settings
+from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.request import Emission, TokenLogprob
+
+STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
+CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
+COMMAND = re.compile(r"(SAY|FAIL)\{(.*?)\}END|(DIE|HANG)@(\d+)|(DIE-ALWAYS)", re.S)
+
+
+@dataclass
+class Running:
+    submit: Submit
+    text: str
+    said: list[int] | None
+    index: int
+    commands: dict[str, str] = field(default_factory=dict)
+
+
+class Scripted:
+    def __init__(self, boot: Boot) -> None:
+        settings = msgspec.convert(boot.settings, Settings)
+        self.tokenizer = Tokenizer.from_file(str(Path(settings.model.path) / "tokenizer.json"))
+        self.boot, self.name, self.helps = boot, settings.model.name, bool(settings.cluster.node)
+        self.running: dict[str, Running] = {}
+        self.end = EngineEnd(boot.address, boot.boot_id, boot.speaks)
+
+    async def serve(self) -> None:
+        if os.environ.get("SCRIPTED_FATAL"):
+            self.end.post(Failed(error="CapacityError", message="no room for the experts", fatal=True))
+            await self.end.close()
+            sys.exit(1)
+        self.end.post(Loading(phase="weights", fraction=0.5))
+        info = ModelInfo(
+            id=self.name,
+            family="scripted",
+            digest="0",
+            context_tokens=CONTEXT,
+            vocab=self.tokenizer.get_vocab_size(),
+            layers=2,
+            experts=8,
+            top_k=2,
+            dtype="float32",
+            expert_bytes=1,
+        )
+        limits = Limits(context_tokens=CONTEXT, kv_tokens=1 << 20, max_sequences=64, max_queue=256)
+        if self.helps:
+            none = bytes(2)
+            self.end.post(Listening(calls_port=1, bulk_port=1, model=info))
+            self.end.post(Holds(disk=none, ram=none, budget_experts=0))
+        self.end.post(Ready(boot_id=self.boot.boot_id, model=info, limits=limits))
+        stepping = asyncio.ensure_future(self.step_for_ever())
+        async for message in self.end.messages():
+            if isinstance(message, Stop):
+                break
+            if isinstance(message, Submit):
+                self.running[message.request.id] = self.accept(message)
+            elif isinstance(message, Cancel):
+                self.running.pop(message.request, None)
+            elif isinstance(message, Reload):
+                self.end.post(Reloaded(message="loaded again"))
+        stepping.cancel()
+        await self.end.close()
+
+    def accept(self, submit: Submit) -> Running:
+        text = self.tokenizer.decode(list(submit.request.prompt), skip_special_tokens=False)
+        commands = {m[1] or m[3] or m[5]: m[2] or m[4] or "" for m in COMMAND.finditer(text)}
+        said = self.tokenizer.encode(commands["SAY"]).ids if "SAY" in commands else None
+        return Running(submit, text, said, len(submit.emitted), commands)
+
+    async def step_for_ever(self) -> None:
+        steps = 0
+        while True:
+            await asyncio.sleep(STEP_S)
+            items = [item for one in list(self.running.values()) for item in self.emit(one)]
+            if items:
+                self.end.post(Emissions(items=items))
+            if (steps := steps + 1) % 20 == 0:
+                self.end.post(Stats(values={"edgemoe_num_requests_running": float(len(self.running))}))
+
+    def emit(self, one: Running) -> list[Emission]:
+        request, attempt, index = one.submit.request, one.submit.attempt, one.index
+        fields = {"request": request.id, "attempt": attempt, "index": index}
+        if "DIE-ALWAYS" in one.commands or (attempt == 1 and index == int(one.commands.get("DIE", -1))):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == int(one.commands.get("HANG", -1)):
+            return []
+        if "FAIL" in one.commands:
+            del self.running[request.id]
+            return [Emission(**fields, finish="error", error="scripted", error_code=one.commands["FAIL"])]
+        if (one.said is not None and index >= len(one.said)) or index >= request.sampling.max_tokens:
+            del self.running[request.id]
+            return [Emission(**fields, finish="stop" if index < request.sampling.max_tokens else "length")]
+        one.index += 1
+        token = self.token(one, index)
+        wanted = request.sampling.logprobs
+        top = tuple((token + at, -0.5 - at) for at in range(wanted or 0))
+        told = () if index or request.sampling.prompt_logprobs is None else self.told(request.prompt)
+        logprob = -0.5 if wanted is not None else None
+        return [Emission(**fields, token=token, logprob=logprob, top=top, prompt_logprobs=told)]
+
+    @staticmethod
+    def told(prompt: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+        return tuple((-1.0 - at, ((token, -0.25),)) for at, token in enumerate(prompt[1:]))
+
+    def token(self, one: Running, index: int) -> int:
+        if one.said is not None:
+            return one.said[index]
+        request = one.submit.request
+        seed = (request.seed, request.choice) if request.sampling.temperature else ()
+        digest = hashlib.sha256(repr((request.prompt, seed, index)).encode()).digest()
+        return int(self.tokenizer.token_to_id(chr(ord("a") + digest[0] % 26)))
+
+
+async def main() -> None:
+    await Scripted(msgspec.json.decode(sys.stdin.buffer.read(), type=Boot)).serve()
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the front
+    asyncio.run(main())

@@ -1,0 +1,110 @@
+"""Members of the embedded agreement in simulated time: real replicas and files, no threads, no waiting."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pysyncobj.syncobj
+from support.fake_link import FakeNet
+
+from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination.raft import Replica
+from edgemoe.cluster.control.coordination.store import PlanRef
+
+LEASE_S = 1.0
+STEP_S = 0.02
+
+
+class World:
+    """Members by name, some of them running. `now` is everybody's clock."""
+
+    def __init__(self, directory: Path, voters: dict[str, Sequence[str]]) -> None:
+        """`voters` is the list that each goes by."""
+        self.now = 1000.0
+        self.voters, self.directory = dict(voters), directory
+        self.net = FakeNet(list(voters))
+        self.running: dict[str, Replica] = {}
+
+    def start(self, *names: str) -> None:
+        for name in names or self.voters:
+            directory = self.directory / name
+            directory.mkdir(exist_ok=True)
+            others = [other for other in self.voters[name] if other != name]
+            link = self.net.links[name]
+            self.running[name] = Replica(name, others, directory, link, LEASE_S, self.clock)
+
+    def stop(self, name: str) -> None:
+        """As kill -9 would."""
+        self.running.pop(name).destroy()
+        self.net.listening.discard(name)
+        for other in self.net.listening:
+            self.net.links[other].down(name)
+
+    def lose_disk(self, name: str) -> None:
+        shutil.rmtree(self.directory / name)
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self) -> None:
+        self.now += STEP_S
+        for name in list(self.running):
+            if not self.running[name].tick(0.0):
+                self.stop(name)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds / STEP_S)):
+            self.step()
+
+    def until(self, condition: Callable[[], object], within_s: float = 30.0) -> None:
+        ends = self.now + within_s
+        while not condition():
+            assert self.now < ends, {name: member.getStatus() for name, member in self.running.items()}
+            self.step()
+
+    def elected(self) -> list[str]:
+        """Those that raft has lead now."""
+        return [name for name, member in self.running.items() if member._isLeader()]
+
+    def agree(self, name: str, op: ops.Op | bytes, within_s: float = 5.0) -> Any:
+        """The answer to an operation that this member proposes until it goes through; None where it does not."""
+        ends, answers = self.now + within_s, list[tuple[Any, int]]()
+        while self.now < ends and name in self.running:
+            sent = op if isinstance(op, bytes) else ops.encode(op)
+            self.running[name].propose(sent, lambda answer, failure: answers.append((answer, failure)))
+            asked, count = self.now, len(answers)
+            while len(answers) == count and self.now < asked + LEASE_S and name in self.running:
+                self.step()
+            if answers and answers[-1][1] == 0:
+                return answers[-1][0]
+        return None
+
+    def claim(self, name: str) -> int:
+        state = self.running[name].state
+        return int(self.agree(name, ops.Claim(name, state.epoch + 1, state.epoch, state.renewals)) or 0)
+
+    def commit(self, name: str, digest: str) -> PlanRef:
+        state = self.running[name].state
+        plan = PlanRef((state.plan.version if state.plan else 0) + 1, digest)
+        assert self.agree(name, ops.CommitPlan(state.epoch, plan.version, digest)) == "ok"
+        return plan
+
+
+@contextmanager
+def world(directory: Path, voters: dict[str, Sequence[str]], seed: int = 1) -> Iterator[World]:
+    made = World(directory, voters)
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        with mock.patch.object(pysyncobj.syncobj, "monotonicTime", made.clock):
+            yield made
+    finally:
+        random.setstate(state)
+        for name in list(made.running):
+            made.stop(name)

@@ -1,0 +1,151 @@
+"""What the tests of tiers share: a small model's experts in a file, and the plain way to compute them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from edgemoe.errors import CorruptExpert
+from edgemoe.experts.build import Tiers
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.policy.baselines import LRU
+from edgemoe.types.experts import ExpertId, Store, Tier
+
+torch.set_num_threads(1)  # the matrices are tiny
+
+SMALL = ExpertShape(layers=3, experts=8, top_k=2, hidden=32, width=24, bf16=False)
+
+
+class Emulated(NamedTuple):
+    expert_bytes: int
+    link_bytes_per_s: float = 1e12
+    kind: str = "emulated"
+
+
+class Weights:
+    """Random experts, and what they compute when all are at hand."""
+
+    def __init__(self, shape: ExpertShape, seed: int = 0) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        dtype = torch.bfloat16 if shape.bf16 else torch.float32
+        size = (shape.layers, shape.experts)
+        self.gate_up = torch.randn(*size, 2 * shape.width, shape.hidden, generator=generator).to(dtype) * 0.2
+        self.down = torch.randn(*size, shape.hidden, shape.width, generator=generator).to(dtype) * 0.2
+
+    def bytes_of(self, layer: int, expert: int) -> bytes:
+        parts = (self.gate_up[layer, expert], self.down[layer, expert])
+        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Every call on its own, in float64."""
+        out = torch.zeros(hidden.shape, dtype=torch.float64)
+        for t, row in enumerate(ids.tolist()):
+            for j, expert in enumerate(row):
+                x = hidden[t].double()
+                gate, up = (self.gate_up[layer, expert].double() @ x).chunk(2)
+                out[t] += weights[t, j].double() * (
+                    self.down[layer, expert].double() @ (torch.nn.functional.silu(gate) * up)
+                )
+        return out
+
+    def route(self, tokens: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states [T, H], distinct experts and their weights [T, k]."""
+        shape = self.shape
+        hidden = torch.from_numpy(rng.standard_normal((tokens, shape.hidden)).astype(np.float32))
+        if shape.bf16:
+            hidden = hidden.bfloat16()
+        ids = np.argsort(rng.random((tokens, shape.experts)), axis=1)[:, : shape.top_k]
+        weights = rng.random((tokens, shape.top_k)).astype(np.float32)
+        return hidden, torch.from_numpy(ids), torch.from_numpy(weights)
+
+
+class FileStore:
+    """Implements `types.Store` on one file. Reads of experts in `held` wait; those in `damaged` fail."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.shape = weights.shape
+        self.reads: list[ExpertId] = []
+        self.damaged: set[ExpertId] = set()
+        self.gates: dict[ExpertId, asyncio.Event] = {}
+        layers, experts = range(self.shape.layers), range(self.shape.experts)
+        self._file = os.memfd_create("experts")
+        os.write(self._file, b"".join(weights.bytes_of(layer, expert) for layer in layers for expert in experts))
+
+    def hold(self, layer: int, *experts: int) -> None:
+        for expert in experts:
+            self.gates[ExpertId(layer, expert)] = asyncio.Event()
+
+    def let_go(self, layer: int, *experts: int) -> None:
+        for expert in experts:
+            self.gates.pop(ExpertId(layer, expert)).set()
+
+    def expert_bytes(self, layer: int, expert: int) -> int:
+        return self.shape.expert_bytes
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        key = ExpertId(layer, expert)
+        self.reads.append(key)
+        await asyncio.sleep(0)
+        if key in self.gates:
+            await self.gates[key].wait()
+        if key in self.damaged:
+            raise CorruptExpert("a file", layer, expert, "as the test wants it")
+        offset = (layer * self.shape.experts + expert) * self.shape.expert_bytes
+        assert os.preadv(self._file, [into[: self.shape.expert_bytes]], offset) == self.shape.expert_bytes
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+def small_tiers(
+    store: Store,
+    ram_slots: int,
+    device_slots: tuple[int, ...] = (),
+    kernels: Kernels | None = None,
+    shape: ExpertShape = SMALL,
+    link_bytes_per_s: float = 1e12,
+    **options: object,
+) -> Tiers:
+    """Tiers with so many slots in RAM and in each emulated device."""
+    policy = LRU(shape.layers, shape.experts)
+    return Tiers(
+        shape,
+        store,
+        ram_slots * shape.stride_bytes,
+        [Emulated(slots * shape.stride_bytes, link_bytes_per_s) for slots in device_slots],
+        {Tier.VRAM: policy, Tier.RAM: policy},
+        kernels,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@contextlib.contextmanager
+def running(tiers: Tiers, *, fill: bool = False) -> Iterator[Tiers]:
+    """The tiers with their loop on a thread of its own; at the end nothing may be left behind."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(tiers.run() if fill else tiers.mover.run())
+    thread = threading.Thread(target=_run, args=(loop, task), daemon=True)
+    thread.start()
+    try:
+        yield tiers
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(10)
+        assert not thread.is_alive()
+        loop.close()
+        tiers.close()
+        tiers.check_integrity(idle=True)
+
+
+def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        loop.run_until_complete(task)

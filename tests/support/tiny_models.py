@@ -1,0 +1,109 @@
+"""Tiny random checkpoints of both families, and what it takes to run them all resident."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from edgemoe.families.spec import ModelSpec
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.types.step import BLOCK_TOKENS, Batch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 8, "moe_intermediate_size": 48, "head_dim": 32, "norm_topk_prob": True},
+    ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"num_local_experts": 6, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+}
+
+
+class ResidentExperts:
+    """The definition, slowly: every expert in memory, token by token in float32 or more."""
+
+    lookahead = 0
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [layer.mlp.experts for layer in model.model.layers]
+        self.hints: list[tuple[int, torch.Tensor]] = []
+        self.ids: list[torch.Tensor] = []
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts, out = self._layers[layer], torch.zeros(hidden.shape, dtype=torch.float32)
+        self.ids.append(ids.clone())
+        for expert in ids.unique().tolist():
+            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            gate, up = (hidden[tokens].float() @ experts.gate_up_proj[expert].float().T).chunk(2, dim=-1)
+            output = (torch.nn.functional.silu(gate) * up) @ experts.down_proj[expert].float().T
+            out.index_add_(0, tokens, output * weights[tokens, places, None])
+        return out
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        self.hints.append((layer, probs))
+
+
+@dataclass
+class Tiny:
+    """A random checkpoint: the oracle, and our decoder of it."""
+
+    model: Any  # transformers'
+    spec: ModelSpec
+    decoder: Decoder
+    experts: ResidentExperts
+
+    @torch.inference_mode()
+    def reference(self, tokens: list[int]) -> torch.Tensor:
+        """transformers' logits of all positions, [T, V]."""
+        logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
+        return logits.float()
+
+
+class Session:
+    """Sequences that grow step by step, over a cache whose blocks are dealt out in no particular order."""
+
+    def __init__(self, tiny: Tiny, sequences: int = 1, blocks: int = 64) -> None:
+        self._tiny, self.kv, self.device = tiny, KVCache(tiny.spec, blocks), "cpu"
+        self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
+        self._tables: list[list[int]] = [[] for _ in range(sequences)]
+        self._lengths = [0] * sequences
+
+    def step(self, *chunks: list[int], rows: list[int] | None = None) -> torch.Tensor:
+        """Appends a chunk to each sequence (none where empty); logits of all new tokens, or of `rows`."""
+        positions: list[int] = []
+        for s, chunk in enumerate(chunks):
+            positions += range(self._lengths[s], self._lengths[s] + len(chunk))
+            self._lengths[s] += len(chunk)
+            while len(self._tables[s]) * BLOCK_TOKENS < self._lengths[s]:
+                self._tables[s].append(self._free.pop())
+        present = [s for s, chunk in enumerate(chunks) if chunk]
+        batch = Batch(
+            tokens=torch.tensor([token for chunk in chunks for token in chunk], device=self.device),
+            positions=torch.tensor(positions, device=self.device),
+            query_lens=[len(chunks[s]) for s in present],
+            context_lens=[self._lengths[s] for s in present],
+            block_tables=[self._tables[s] for s in present],
+            logit_rows=torch.tensor(
+                range(len(positions)) if rows is None else rows, dtype=torch.int64, device=self.device
+            ),
+            decode=all(len(chunks[s]) == 1 for s in present),
+        )
+        return self._tiny.decoder.forward(batch, self.kv, self._tiny.experts)

@@ -1,0 +1,385 @@
+"""Whole control planes in virtual time: real planes, leaders, elections, replicas and files; links and clock are not.
+
+Nothing waits: where all are idle, time jumps to the next timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pysyncobj.syncobj
+from pysyncobj.node import Node
+from support.planes import ABC, card
+
+from edgemoe.cluster.control import leader as leading
+from edgemoe.cluster.control import plane as plane_module
+from edgemoe.cluster.control.coordination import choice as stores
+from edgemoe.cluster.control.coordination.raft import BACK_S, TICK_S, RaftStore
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.auth import AllowList
+from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard
+from edgemoe.cluster.rpc.envelope import Envelope
+from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
+
+LATENCY_S = 0.003
+DOWN_S = 1.5  # before a cut is noticed
+UP_S = 0.1
+
+
+class _Jumping(selectors.SelectSelector):
+    """Never waits."""
+
+    now = 1000.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready:
+            assert timeout is not None, "everybody waits for ever"
+            self.now += max(timeout, 0.0)
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.jumping = _Jumping()
+        super().__init__(self.jumping)
+
+    def time(self) -> float:
+        return self.jumping.now
+
+
+class Lane:
+    """What a control plane uses of a lane."""
+
+    def __init__(self, net: Net, _name: str, _language: Any, serve: Any, heartbeat_s: float = 0.0) -> None:
+        self.rejected = self.failed = 0
+        self.on_up = self.on_down = lambda _node: None
+        self.on_foreign = lambda _node, _why: None
+        self.net, self.serve = net, serve
+        self.wanted: set[str] = set()
+        self.up: set[str] = set()
+        self.cluster = net.cluster
+
+    def bind(self, _host: str, _port: int = 0) -> int:
+        self.cluster.lanes[self.net.node] = self
+        self.cluster.join_up()
+        return 1
+
+    async def run(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.cluster.lanes.get(self.net.node) is self:
+            del self.cluster.lanes[self.net.node]
+            self.cluster.join_up()
+
+    def connect(self, peer: Peer) -> None:
+        self.wanted.add(peer.node)
+        self.cluster.join_up()
+
+    def disconnect(self, node: str) -> None:
+        self.wanted.discard(node)
+        self.cluster.join_up()
+
+    def is_up(self, node: str) -> bool:
+        return node in self.up
+
+    def version(self, _node: str) -> int:
+        return SPOKEN.highest
+
+    def tell(self, node: str, body: Any, _tensors: Sequence[Any] = ()) -> bool:
+        if node in self.up:
+            asyncio.get_running_loop().create_task(self._carry(node, body))
+        return node in self.up
+
+    async def ask(self, node: str, body: Any, _tensors: Sequence[Any] = (), *, timeout_s: float) -> Answer[Any]:
+        if node not in self.up:
+            raise PeerUnavailable(f"{node} is not connected")
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._carry(node, body)
+                if answer is None or (node, self.net.node) in self.cluster.cuts:
+                    await asyncio.Event().wait()
+                assert answer is not None
+                return answer
+        except TimeoutError as error:
+            raise PeerUnavailable(f"{node} did not answer") from error
+        except EdgemoeError as error:
+            raise error if isinstance(error, PeerUnavailable) else PeerRefused(f"{node}: {error}") from error
+
+    async def _carry(self, node: str, body: Any) -> Answer[Any] | None:
+        data = msgspec.msgpack.encode(body)
+        await asyncio.sleep(LATENCY_S * (1 + self.cluster.rng.random()))
+        other = self.cluster.lanes.get(node)
+        if other is None or (self.net.node, node) in self.cluster.cuts or self.net.node not in other.wanted:
+            return None
+        envelope = Envelope(0, False, SPOKEN, 0.0, (), (), msgspec.Raw())
+        message = CONTROL.read(data)
+        answer: Answer[Any] | None = await other.serve(
+            Question(self.net.node, self.net.boot, envelope, message, (), 0.0)
+        )
+        self.cluster.observe(node)
+        return answer
+
+
+class Net:
+    cluster: Cluster
+
+    def __init__(self, node: str, boot: str, _secret: Secret, allowed: AllowList) -> None:
+        self.node, self.boot, self.allowed = node, boot, allowed
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    def close(self) -> None:
+        return None
+
+
+class Ticking(RaftStore):
+    """Its replica runs on the loop."""
+
+    def _launch(self) -> None:
+        self._task = asyncio.ensure_future(self._go())
+
+    async def _go(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._replica is not None and not self._replica.tick(0.0):
+                self._replica.destroy()
+                await asyncio.sleep(BACK_S)
+                self._replica = self._open()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        if self._replica is not None:
+            self._replica.destroy()
+
+
+class Box:
+    """One box, running or not."""
+
+    def __init__(self, cluster: Cluster, node: str) -> None:
+        self.cluster, self.node = cluster, node
+        self.starts, self.ahead_s = 0, 0.0
+        self.plane: ControlPlane | None = None
+        self.sound = True  # its settings are like the others'
+        self.settings: dict[str, Any] = {}
+        self.engine: EngineCard | None = card(f"engine-{node}", 12)
+
+    def clock(self) -> float:
+        return self.cluster.loop.time() + self.ahead_s
+
+    @property
+    def directory(self) -> Path:
+        return self.cluster.folder / self.node
+
+    async def start(self) -> None:
+        self.starts += 1
+        given = {"coordination": "raft", "replicas": 1, "lease_s": 1.5, "absent_s": 5.0, **self.settings}
+        settings = ClusterSettings(
+            node=self.node, key_file="unused", listen="127.0.0.1:1", state_dir=str(self.directory), **given
+        )
+        announce = Announce(release="1", role="box", address="127.0.0.1:1", engine=self.engine if self.sound else None)
+        boot = f"{self.node}-{self.starts}"
+        plane = ControlPlane(settings, boot, Secret(b"", b""), self.cluster.peers, announce, self.clock)
+        plane.on_plan = lambda plan: self.cluster.adopted(self, plan)
+        plane.listen()
+        self.plane, self.task = plane, asyncio.ensure_future(plane.run())
+
+    async def die(self) -> None:
+        """Without a word to anybody."""
+        assert self.plane is not None
+        if (leader := self.plane._leader) is not None and leader._election is not None:
+            leader._election._step_down()  # so that it does not resign
+        self.plane = None
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    @property
+    def store(self) -> RaftStore | None:
+        found = self.plane._leader._store if self.plane is not None and self.plane._leader is not None else None
+        return found if isinstance(found, RaftStore) and found._replica is not None else None
+
+    @property
+    def whole(self) -> bool:
+        return self.store is not None and self.store._joined().journal.whole
+
+
+class Cluster:
+    """Boxes, the links between them, and what has been seen of whom they obey."""
+
+    def __init__(self, folder: Path, loop: VirtualLoop, seed: int) -> None:
+        self.folder, self.loop, self.rng = folder, loop, random.Random(seed)
+        self.peers = {node: Peer(node, "127.0.0.1:1", "k" * 40) for node in ABC}
+        self.lanes: dict[str, Lane] = {}
+        self.cuts: set[tuple[str, str]] = set()
+        self.obeyed: dict[int, str] = {}  # epoch -> leader
+        self.latest: dict[str, int] = {}  # node -> epoch last obeyed
+        self.plans: dict[int, str] = {}  # version -> digest
+        self.held: dict[str, tuple[int, int]] = {}  # node -> epoch and version of its plan
+        self.states: dict[int, str] = {}  # entries applied -> digest of the state
+        self.boxes = {node: Box(self, node) for node in ABC}
+
+    # --- links ------------------------------------------------------------------------------------------------
+
+    def joined(self, source: str, target: str) -> bool:
+        there = source in self.lanes and target in self.lanes
+        return there and target in self.lanes[source].wanted and source in self.lanes[target].wanted
+
+    def join_up(self) -> None:
+        """Connections that can come about do so after a moment; those that cannot stand any more end."""
+        for source, lane in list(self.lanes.items()):
+            for target in ABC:
+                cut = bool({(source, target), (target, source)} & self.cuts)
+                if target in lane.up and not self.joined(source, target):
+                    self._turn(lane, target, False)
+                elif cut and target in lane.up:
+                    self.loop.call_later(DOWN_S, self._settle, lane, target)
+                elif not cut and target not in lane.up and self.joined(source, target):
+                    self.loop.call_later(UP_S, self._settle, lane, target)
+
+    def _settle(self, lane: Lane, target: str) -> None:
+        source = lane.net.node
+        if self.lanes.get(source) is not lane:
+            return
+        stands = self.joined(source, target) and not {(source, target), (target, source)} & self.cuts
+        if stands != (target in lane.up):
+            self._turn(lane, target, stands)
+
+    def _turn(self, lane: Lane, target: str, up: bool) -> None:
+        (lane.up.add if up else lane.up.discard)(target)
+        (lane.on_up if up else lane.on_down)(target)
+
+    # --- what must hold ---------------------------------------------------------------------------------------
+
+    def observe(self, node: str) -> None:
+        """One leader per epoch is obeyed, and by each box in epochs that do not fall."""
+        box = self.boxes[node]
+        plane = box.plane
+        if plane is None or not box.sound or not plane.leader:
+            return
+        epoch = plane.leading if plane.leader == node else plane.members[plane.leader].beat.leading
+        if not epoch:
+            return
+        assert self.obeyed.setdefault(epoch, plane.leader) == plane.leader, (epoch, node)
+        assert epoch >= self.latest.get(node, 0), (node, epoch, self.latest)
+        self.latest[node] = epoch
+
+    def adopted(self, box: Box, plan: Any) -> None:
+        """One plan per version is gone by, none of an epoch above all seen, none older than the last."""
+        assert box.plane is None or plan.epoch <= box.plane.fence.highest
+        assert self.plans.setdefault(plan.version, plan.digest()) == plan.digest()
+        assert (plan.epoch, plan.version) >= self.held.get(box.node, (0, 0))
+        self.held[box.node] = (plan.epoch, plan.version)
+
+    def check(self) -> None:
+        """The replicated states are the same where as much has been applied; nothing piles up."""
+        for node, box in self.boxes.items():
+            self.observe(node)
+            if (store := box.store) is not None and box.sound:
+                applied, digest = store.agreed()
+                assert self.states.setdefault(applied, digest) == digest, (node, applied)
+                transport = store._joined().transport
+                assert len(transport._inbox) < 1000
+                assert len(store._joined().journal) < 6000
+
+    # --- what happens -----------------------------------------------------------------------------------------
+
+    async def pass_time(self, seconds: float) -> None:
+        ends = self.loop.time() + seconds
+        while self.loop.time() < ends:
+            await asyncio.sleep(0.1)
+            self.check()
+            for box in self.boxes.values():
+                if box.plane is not None and box.task.done():
+                    box.task.result()
+                    raise AssertionError(f"the plane of {box.node} ended")
+
+    async def until(self, condition: Any, within_s: float = 120.0) -> None:
+        ends = self.loop.time() + within_s
+        while not condition():
+            assert self.loop.time() < ends, {
+                node: box.plane and (box.plane.leader, box.plane.epoch, box.plane.trouble, box.plane.plans.ref)
+                for node, box in self.boxes.items()
+            }
+            await self.pass_time(0.1)
+
+    def one_leader(self) -> bool:
+        """All run, and obey one leader."""
+        planes = [box.plane for box in self.boxes.values() if box.plane is not None]
+        leaders = {plane.leader for plane in planes}
+        return len(planes) == len(ABC) and len(leaders) == 1 and "" not in leaders
+
+    def settled(self) -> bool:
+        """And go by one plan over all of them, with votes and one state."""
+        stores = [box.store for box in self.boxes.values()]
+        refs = {box.plane.plans.ref for box in self.boxes.values() if box.plane is not None}
+        plan = self.boxes["a"].plane.plans.plan if self.boxes["a"].plane is not None else None
+        return (
+            self.one_leader()
+            and all(box.whole for box in self.boxes.values())
+            and len(refs) == 1
+            and plan is not None
+            and plan.nodes == ABC
+            and len({store.view().plan for store in stores if store is not None}) == 1
+        )
+
+    def lose_disk(self, node: str) -> None:
+        shutil.rmtree(self.boxes[node].directory)
+        self.latest.pop(node, None)
+        self.held.pop(node, None)
+
+
+@contextmanager
+def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
+    loop = VirtualLoop()
+    made = Cluster(folder, loop, seed)
+    net = type("Net", (Net,), {"cluster": made})
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        with (
+            mock.patch.object(plane_module, "Lane", Lane),
+            mock.patch.object(plane_module, "Net", net),
+            mock.patch.object(stores, "RaftStore", Ticking),
+            mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
+            mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),
+            mock.patch.object(pysyncobj.syncobj, "monotonicTime", loop.time),
+            mock.patch("os.fsync"),
+        ):
+            try:
+                yield made
+            finally:
+                loop.run_until_complete(_end(made))
+    finally:
+        random.setstate(state)
+        loop.close()
+
+
+async def _end(cluster: Cluster) -> None:
+    for box in cluster.boxes.values():
+        if box.plane is not None:
+            await box.die()
+    await asyncio.sleep(1)
+    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
