@@ -167,14 +167,15 @@ class Inputs:
 
     def to(self, device: torch.device) -> Inputs:
         state = None if self.state is None else self.state.to(device)
-        rest = (t.to(device) for t in (self.tokens, self.previous))
-        return Inputs(*rest, state, self.chosen.to(device), self.known.to(device))
+        tokens, previous = self.tokens.to(device), self.previous.to(device)
+        return Inputs(tokens, previous, state, self.chosen.to(device), self.known.to(device))
 
 
 def flat_ids(ids: npt.NDArray[np.int16], experts: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """[B, L, k] -> [B, L * k], counted through all layers."""
     offsets = np.concatenate([[0], np.cumsum(experts)[:-1]])
-    return (ids.astype(np.int64) + offsets[:, None]).reshape(len(ids), -1)
+    flat: npt.NDArray[np.int64] = (ids.astype(np.int64) + offsets[:, None]).reshape(len(ids), -1)
+    return flat
 
 
 def gather(recording: Recording, positions: npt.NDArray[np.int64], shape: ScoutShape) -> Inputs:
@@ -194,8 +195,10 @@ def gather(recording: Recording, positions: npt.NDArray[np.int64], shape: ScoutS
     known = ahead < end[:, None]
     safe = np.minimum(ahead, recording.count - 1)
     chosen = flat_ids(recording.ids[safe.reshape(-1)], shape.experts).reshape(*safe.shape, -1)
-    arrays = (torch.from_numpy(np.ascontiguousarray(a)) for a in (tokens.astype(np.int64), previous))
-    return Inputs(*arrays, state, torch.from_numpy(chosen), torch.from_numpy(known))
+    seen = torch.from_numpy(np.ascontiguousarray(tokens.astype(np.int64)))
+    return Inputs(
+        seen, torch.from_numpy(np.ascontiguousarray(previous)), state, torch.from_numpy(chosen), torch.from_numpy(known)
+    )
 
 
 def k_hot(inputs: Inputs, shape: ScoutShape) -> Tensor:

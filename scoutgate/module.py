@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from typing import Any
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Scheduled(L.LightningModule):
         by_time = (time.monotonic() - self._began) / self.max_s if self.max_s else 0.0
         return min(1.0, max(self.global_step / max(self.max_steps, 1), by_time))
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> Any:  # a dict, which Lightning names in a type of its own
         matrices = [p for p in self.parameters() if p.dim() > 1]
         rest = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": self.recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]

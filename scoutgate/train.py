@@ -54,14 +54,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def loaders(recording: Recording, shape: ScoutShape, options: argparse.Namespace) -> tuple[DataLoader, DataLoader]:
+def splits(recording: Recording, shape: ScoutShape, options: argparse.Namespace) -> tuple[Batches, Batches]:
     """Training batches in an order that changes every short epoch, and the validation split in order."""
     most = EPOCH_BATCHES * options.batch
     train = Batches(recording, "train", shape, options.batch, options.seed, most)
     validation = Batches(recording, "validation", shape, 2048, None, most)
     if not train.count or not validation.count:
         raise SystemExit(f"{options.data} has too few requests to split; record more")
-    return DataLoader(train, batch_size=None), DataLoader(validation, batch_size=None)
+    return train, validation
 
 
 def trainer_for(options: argparse.Namespace, max_epochs: int, keep: KeepBest) -> L.Trainer:
@@ -111,16 +111,17 @@ def train(options: argparse.Namespace) -> Path:
     hidden = meta.hidden if options.variant == "context" and not options.no_hidden else 0
     shape = ScoutShape(meta.experts, meta.top_k, embedding.shape[1], hidden, variant=options.variant)
     options.out.mkdir(parents=True, exist_ok=True)
-    training, validation = loaders(recording, shape, options)
+    training, validation = splits(recording, shape, options)
     steps = int(options.passes * -(-len(recording.positions("train")) // options.batch))
     module = ScoutModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
     described = {"meta": asdict(meta), "recipe": asdict(module.recipe), "seed": options.seed, "data": str(options.data)}
     keep = KeepBest(options.out, module.gate, lambda: described)
     with quiet():
-        trainer = trainer_for(options, -(-steps // training.dataset.count), keep)
+        trainer = trainer_for(options, -(-steps // training.count), keep)
     last = options.out / "last.ckpt"
     with quiet():
-        trainer.fit(module, training, validation, ckpt_path=str(last) if last.exists() else None)
+        train, held = DataLoader(training, batch_size=None), DataLoader(validation, batch_size=None)
+        trainer.fit(module, train, held, ckpt_path=str(last) if last.exists() else None)
     return Path(options.out)
 
 

@@ -147,5 +147,5 @@ class ScoutGate(nn.Module):
 def cardinality(logits: Tensor, shape: ScoutShape) -> Tensor:
     """How far the expected number of chosen experts is from k: mean over layers of ((sum_e p - k) / k)^2."""
     p = logits.sigmoid()
-    sums = torch.stack([part.sum(-1) for part in p.split(list(shape.experts) * shape.horizons, -1)], -1)
+    sums = torch.stack([part.sum(-1) for part in torch.split(p, list(shape.experts) * shape.horizons, -1)], -1)
     return ((sums / shape.top_k - 1) ** 2).mean()
