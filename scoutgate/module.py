@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from typing import Any
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from edgemoe.config.loading import load
+from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict import scoutgate_export as export
+from edgemoe.store.catalog import progress_bar, store_of
 from scoutgate import baselines, calibrate, train
 from scoutgate.convert import recordings
 from scoutgate.data import Recording
@@ -77,13 +80,9 @@ def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float
 
 def from_settings(config: Path, model: str = "") -> tuple[Path, Path, Path]:
     """Recordings, store and export folder that the daemon uses. Raises ValueError where one is not set."""
-    from edgemoe.cli.serve import with_store
-    from edgemoe.config.loading import load
-    from edgemoe.errors import EdgemoeError
-
     try:
         settings = load(config, [f"model.path={model}"] if model else []).settings
-        store = Path(with_store(settings).model.path)
+        store = Path(store_of(settings.model, progress_bar).path)
     except EdgemoeError as error:
         raise ValueError(str(error)) from error
     if not settings.record.dir or not settings.cache.scoutgate:

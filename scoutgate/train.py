@@ -1,7 +1,7 @@
 """Trains ScoutGate: `python -m scoutgate.train --data DIR --model DIR --out DIR [--max-minutes N]`.
 
 The folder `--out` holds Lightning's checkpoints (for resuming only), CSV logs, and `best.safetensors` + `best.json`,
-which `scoutgate.evaluate` and `edgemoe.experts.predict.scoutgate_export` read. A killed run goes on where its last short epoch ended.
+which `scoutgate.evaluate` and `scoutgate.export` read. A killed run goes on where its last short epoch ended.
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from edgemoe import demo
 from edgemoe.config.loading import Loaded, Value, load
-from edgemoe.config.settings import Settings
 from edgemoe.store.packer import Progress, ensure_store
 from edgemoe.telemetry.log import configure, goes_to_journal
 
@@ -27,11 +25,13 @@ LOG_EVERY_S = 5.0
 def serve(args: argparse.Namespace) -> int:
     """Packs the model if need be, then runs the daemon until a signal ends it."""
     from edgemoe.front import main as daemon
+    from edgemoe.store.catalog import store_of
 
     loaded = _loaded(args)
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
-    return daemon.run(with_store(loaded.settings))
+    model = store_of(loaded.settings.model, _progress)
+    return daemon.run(msgspec.structs.replace(loaded.settings, model=model))
 
 
 def pack(args: argparse.Namespace) -> int:
@@ -47,21 +47,6 @@ def pack(args: argparse.Namespace) -> int:
             store = ensure_store(args.checkpoint, _loaded(args).settings.model.store_dir, progress)
     print(store)
     return 0
-
-
-def with_store(settings: Settings) -> Settings:
-    """`settings` whose model is a packed store, written now if it was a checkpoint."""
-    model = settings.model
-    if not model.path:
-        model = msgspec.structs.replace(model, path=str(demo.model_path()), name=model.name or demo.NAME)
-    path = Path(model.path).expanduser()
-    if not path.exists():
-        from edgemoe.store.catalog import resolve
-
-        path = resolve(model.path, model.store_dir)
-    with _progress(f"packing {path.name}") as progress:
-        store = ensure_store(path, model.store_dir, progress)
-    return msgspec.structs.replace(settings, model=msgspec.structs.replace(model, path=str(store.absolute())))
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:

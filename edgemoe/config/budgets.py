@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from edgemoe.config.settings import DeviceSettings, Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CapacityError
-from edgemoe.telemetry.probes import Machine
+from edgemoe.types.machine import Machine
 from edgemoe.types.step import BLOCK_TOKENS
 
 PAGE_BYTES = 4096

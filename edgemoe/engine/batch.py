@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from edgemoe.engine.scheduler import Work
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.types.arrays import IntArray
+from edgemoe.types.routing import StepMeta
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 

@@ -18,9 +18,8 @@ from edgemoe.engine.metrics import figures
 from edgemoe.engine.runner import Decoder, Runner, StepExperts
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.validate import Bounds
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.families.spec import ModelSpec
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from edgemoe.engine.batch import describe, make_batch, token_blocks
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.chunk_budget import Pace
 from edgemoe.engine.scheduler import Work
-from edgemoe.experts.compute.moe import StepMeta
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import Batch, Experts
 
 KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ParamSpec
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from edgemoe import demo
+from edgemoe.config.settings import ModelSettings
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import lock_store, padded, page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.packer import JOURNAL, Progress, silent
+from edgemoe.store.packer import JOURNAL, Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copy, verify_weights
 
@@ -65,6 +68,21 @@ def resolve(name: str, store_dir: str | Path) -> Path:
     which = "several stores" if matching else "no store"
     there = ", ".join(path.name for path in stores) or "none"
     raise StoreError(f"{which} of the name {name!r}; in {store_dir} there are: {there}")
+
+
+def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextManager[Progress]]) -> ModelSettings:
+    """`model` with its packed store as `path`, written now if it was a checkpoint; the demo model where none is named.
+
+    `progress` makes, from a title, what shows how far packing is. Raises StoreError, CheckpointError.
+    """
+    if not model.path:
+        model = msgspec.structs.replace(model, path=str(demo.model_path()), name=model.name or demo.NAME)
+    path = Path(model.path).expanduser()
+    if not path.exists():
+        path = resolve(model.path, model.store_dir)
+    with progress(f"packing {path.name}") as advance:
+        store = ensure_store(path, model.store_dir, advance)
+    return msgspec.structs.replace(model, path=str(store.absolute()))
 
 
 def table(store_dir: str | Path) -> Table:

@@ -9,33 +9,13 @@ import contextlib
 import os
 import resource
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from edgemoe.types.machine import Gpu, Machine
+
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One CUDA device, numbered as this process will see it."""
-
-    index: int
-    name: str
-    total_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """What this process may use, at the moment of asking."""
-
-    ram_total_bytes: int
-    ram_available_bytes: int
-    cpus: int
-    memlock_bytes: int | None  # how much it may lock (pin); None is no limit
-    gpus: tuple[Gpu, ...] = ()
 
 
 def look(root: Path = Path("/"), visible_devices: str | None = None) -> Machine:

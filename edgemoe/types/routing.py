@@ -24,3 +24,14 @@ class StepRouting:
     hints: dict[int, FloatArray]  # distance in layers -> [L, T, E]; empty where not collected
     step_s: float  # wall time of the step
     stall_s: float  # of it, spent waiting for experts
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeta:
+    """What the engine knows of a step before it runs; the fields are those of `StepRouting`."""
+
+    requests: tuple[str, ...]  # [S]
+    query_lens: IntArray  # [S]
+    decode: npt.NDArray[np.bool_]  # [S]
+    tokens: IntArray  # [T]
+    positions: IntArray  # [T]

@@ -22,7 +22,6 @@ from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.build import Tiers
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served
@@ -41,8 +40,9 @@ from edgemoe.store.verify import verify_copies, verify_dense
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Header, Recorder
 from edgemoe.types.experts import LivePolicy, Tier
+from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from scoutgate.embedding import load_embedding
 
@@ -159,7 +159,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     return Assembly(settings, info, budgets, engine, tiers, closing.close, sharing, scout, controller)
 
 
-def _machine() -> probes.Machine:
+def _machine() -> Machine:
     return probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 

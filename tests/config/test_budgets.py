@@ -5,7 +5,7 @@ import pytest
 from edgemoe.config.budgets import ModelNeeds, resolve_budgets
 from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSettings, MemorySettings, Settings
 from edgemoe.errors import CapacityError
-from edgemoe.telemetry.probes import Gpu, Machine
+from edgemoe.types.machine import Gpu, Machine
 
 GIB = 1 << 30
 NEEDS = ModelNeeds(

@@ -12,10 +12,9 @@ from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.grammar import Grammars
 from edgemoe.errors import MissingExpert
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.types.request import Emission, Request, Sampling
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 torch.set_num_threads(1)  # the matrices are tiny

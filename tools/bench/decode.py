@@ -33,7 +33,6 @@ import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from edgemoe.experts.build import Tiers  # noqa: E402
-from edgemoe.experts.compute.moe import StepMeta  # noqa: E402
 from edgemoe.experts.tiers.slab import ExpertShape  # noqa: E402
 from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config  # noqa: E402
 from edgemoe.kernels.cpu.intrinsics import chunk, fields, i64_at, record  # noqa: E402
@@ -42,7 +41,8 @@ from edgemoe.kernels.cpu.thread_pool import parallel  # noqa: E402
 from edgemoe.model.decoder import Decoder  # noqa: E402
 from edgemoe.model.kv import KVCache  # noqa: E402
 from edgemoe.policy.baselines import LRU  # noqa: E402
-from edgemoe.types.experts import Tier
+from edgemoe.types.experts import Tier  # noqa: E402
+from edgemoe.types.routing import StepMeta  # noqa: E402
 from edgemoe.types.step import BLOCK_TOKENS, Batch  # noqa: E402
 from tools.bench.make_model import make_config  # noqa: E402
 from tools.bench.oracle import Oracle, spawn  # noqa: E402

@@ -39,7 +39,6 @@ from tokenizers import Tokenizer
 
 from edgemoe import demo
 from edgemoe.experts.build import Tiers
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served
 from edgemoe.experts.tiers.slab import ExpertShape
@@ -53,7 +52,7 @@ from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import Store, Tier
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 from scoutgate.embedding import load_embedding
 from tools.bench.decode import RandomStore, _random_decoder

@@ -13,12 +13,10 @@ from msgspec import Meta
 from edgemoe.api import schema
 from edgemoe.api.generate.origin import Origin
 from edgemoe.api.schema import Chat, convert
-from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 
 FIELDS = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences"}
-ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-ERRORS |= {500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,13 +103,6 @@ def as_chat(body: Create) -> tuple[Chat, Origin]:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     with origin.named():
         return convert(chat, Chat), origin
-
-
-def error_body(error: RequestError) -> Json:
-    """Anthropic's error object, which has no place for the field but its message."""
-    message = str(error) if not error.param or error.param in str(error) else f"{error.param}: {error}"
-    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _messages(body: Create, origin: Origin) -> list[Json]:

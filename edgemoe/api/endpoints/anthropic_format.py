@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.api.endpoints.anthropic import error_body
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.generate.generation import Job
+from edgemoe.api.http.refusals import anthropic_error
 from edgemoe.api.http.sse import event
 from edgemoe.api.text.output_parser import ToolCall
 from edgemoe.errors import RequestError
@@ -47,7 +47,7 @@ class MessageFormat:
         yield self._event("message_stop")
 
     def error(self, error: RequestError) -> Iterable[bytes]:
-        yield event(error_body(error), "error")
+        yield event(anthropic_error(error), "error")
 
     def whole(self, choices: list[Delta]) -> Json:
         (delta,) = choices

@@ -8,7 +8,8 @@ from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Job, Prompt, requests
 from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.generate.sampling import Span, room, sampling
-from edgemoe.api.http.sse import DONE, FINGERPRINT, call_body, chat_logprobs, error_body, event
+from edgemoe.api.http.refusals import error_body
+from edgemoe.api.http.sse import DONE, FINGERPRINT, call_body, chat_logprobs, event
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
 from edgemoe.api.text.chat_messages import for_template, tools_for_template
 from edgemoe.api.text.output_parser import END_THINK, THINK, Marks

@@ -8,7 +8,8 @@ from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Job, Prompt, requests
 from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.generate.sampling import Span, check_ids, room, sampling
-from edgemoe.api.http.sse import DONE, FINGERPRINT, Told, error_body, event, text_logprobs
+from edgemoe.api.http.refusals import error_body
+from edgemoe.api.http.sse import DONE, FINGERPRINT, Told, event, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, RequestError

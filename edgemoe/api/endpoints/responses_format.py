@@ -8,7 +8,8 @@ from typing import Any
 from edgemoe.api.endpoints.responses import Create, new_id
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.generate.generation import Job
-from edgemoe.api.http.sse import error_body, event
+from edgemoe.api.http.refusals import error_body
+from edgemoe.api.http.sse import event
 from edgemoe.api.text.output_parser import ToolCall
 from edgemoe.errors import RequestError
 from edgemoe.types.arrays import Json

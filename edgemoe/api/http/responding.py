@@ -13,10 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
-from edgemoe.api.endpoints import anthropic
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.generate.generation import Format, Job, collect
-from edgemoe.api.http.sse import error_body
+from edgemoe.api.http.refusals import anthropic_error, error_body
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
@@ -96,7 +95,7 @@ def error_response(error: RequestError, path: str) -> Response:
 
 
 def _body(error: RequestError, path: str) -> Json:
-    return anthropic.error_body(error) if path.startswith("/v1/messages") else error_body(error)
+    return anthropic_error(error) if path.startswith("/v1/messages") else error_body(error)
 
 
 def http_error(request: Request, error: Exception) -> Response:

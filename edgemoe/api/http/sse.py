@@ -11,7 +11,6 @@ import edgemoe
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.api.text.output_parser import ToolCall
-from edgemoe.errors import RequestError
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import Emission
 
@@ -26,11 +25,6 @@ def event(value: Any, name: str = "") -> bytes:
     """One server-sent event with `value` as JSON."""
     head = f"event: {name}\n".encode() if name else b""
     return b"".join((head, b"data: ", _encode(value), b"\n\n"))
-
-
-def error_body(error: RequestError) -> Json:
-    """OpenAI's error object."""
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def call_body(call: ToolCall) -> Json:

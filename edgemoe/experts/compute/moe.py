@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from edgemoe.experts.compute.cpu_experts import Beside
 from edgemoe.experts.compute.dispatch import Compute, Group
 from edgemoe.experts.compute.layer_step import Part, Waves
+from edgemoe.experts.compute.observations import Observations
 from edgemoe.experts.compute.peer_layer_step import Remote
 from edgemoe.experts.predict.gate_lookahead import LookAhead
 from edgemoe.experts.tiers.eviction import ALWAYS
@@ -25,70 +24,11 @@ from edgemoe.experts.transfer.loader import Mover
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 NOBODY: IntArray = np.empty(0, np.int64)
 CERTAIN = (1.0, ALWAYS)  # chance and worth
 SCAN_CALLS = 2  # expert calls per expert of a layer, from which on nearly all of its experts are needed
-
-
-@dataclass(frozen=True, slots=True)
-class StepMeta:
-    """What the engine knows of a step before it runs; the fields are those of `StepRouting`."""
-
-    requests: tuple[str, ...]  # [S]
-    query_lens: IntArray  # [S]
-    decode: npt.NDArray[np.bool_]  # [S]
-    tokens: IntArray  # [T]
-    positions: IntArray  # [T]
-
-
-class Observations:
-    """What the gates choose in one step, layer by layer."""
-
-    def __init__(self, meta: StepMeta, shape: ExpertShape) -> None:
-        self.meta = meta
-        self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
-        if not meta.decode.all():
-            self.decode = np.repeat(meta.decode, meta.query_lens)
-        self.ids = np.empty((shape.layers, len(meta.tokens), shape.top_k), np.int16)
-        self.weights = np.empty(self.ids.shape, np.float32)
-        self.hints: dict[int, FloatArray] = {}
-        self.stall_s = 0.0
-        self._began_s = time.perf_counter()
-
-    def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
-        """One layer's choice, [T, k]."""
-        self.ids[layer] = ids
-        self.weights[layer] = weights
-
-    def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
-        """What `layer` will choose, as it looks `distance` layers ahead, [T, E]."""
-        if distance not in self.hints:
-            self.hints[distance] = np.zeros((len(self.ids), *probs.shape), np.float32)
-        self.hints[distance][layer] = probs
-
-    def scan(self, ids: IntArray, group: Group) -> BoolArray | None:
-        """Which of the group's experts only prefill needs, [n]; None: none of them."""
-        if self.decode is None:
-            return None
-        return ~np.isin(group.experts, ids[self.decode])
-
-    def routing(self) -> StepRouting:
-        """The whole step; it ends now."""
-        meta = self.meta
-        return StepRouting(
-            requests=meta.requests,
-            query_lens=meta.query_lens,
-            decode=meta.decode,
-            tokens=meta.tokens,
-            positions=meta.positions,
-            ids=self.ids,
-            weights=self.weights,
-            hints=self.hints,
-            step_s=time.perf_counter() - self._began_s,
-            stall_s=self.stall_s,
-        )
 
 
 class TieredExperts:

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, Blend, Forecast, Forecaster, Said, compile_blend
 from edgemoe.experts.predict.next_use import NextUse
 from edgemoe.experts.predict.prefetch_planner import Plans, Wishes
@@ -34,7 +33,7 @@ from edgemoe.policy.baselines import LRU
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The trained next-use network beside the online learner: the `full` policy, its scores mixed with the network's.
 
-Source: edgemoe.experts.predict.next_use_model. The network was trained elsewhere and does not change; what it recalls from, a ring of past
-tokens, fills while serving. Bounded memory: SLOTS tokens.
+The network (next_use_model.py) was trained elsewhere and does not change; what it recalls from, a ring of past tokens,
+fills while serving. Bounded memory: SLOTS tokens.
 """
 
 from __future__ import annotations

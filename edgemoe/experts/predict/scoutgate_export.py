@@ -1,15 +1,13 @@
 """Exports: the one form in which a trained predictor reaches a daemon, safetensors and JSON.
 
-`python -m edgemoe.experts.predict.scoutgate_export --run DIR --data DIR --model DIR --to DIR` calibrates the best weights on the validation
-split, judges them on the test split, and writes
+`python -m scoutgate.export` writes
 
-    scoutgate.safetensors   the weights of edgemoe.experts.predict.scoutgate_model.ScoutGate, float32
+    scoutgate.safetensors   the weights of ScoutGate, float32
     scoutgate.json          format, shape, model (id, digest, tokenizer hash), calibration, metrics, hash of the weights
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Mapping
@@ -98,26 +96,3 @@ def get(weights: Path, record: Path, what: str) -> tuple[dict[str, Any], bytes]:
     if hashlib.sha256(data).hexdigest() != told.get("sha256"):
         raise ValueError(f"{weights} is damaged, or belongs to another {record.name}; export the predictor again")
     return told, data
-
-
-def main() -> None:
-    from scoutgate.evaluate import judge_run  # evaluation needs more than a server has
-
-    parser = argparse.ArgumentParser(
-        prog="edgemoe.experts.predict.scoutgate_export", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--run", type=Path, required=True, help="training folder")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--model", type=Path, help="checkpoint or store of the recorded model")
-    parser.add_argument("--to", type=Path, required=True, help="folder to write")
-    options = parser.parse_args()
-    try:
-        judged = judge_run(options.run, options.data, options.model)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    write(options.to, judged.gate, judged.calibration, judged.model, judged.metrics)
-    print(f"wrote {options.to / WEIGHTS} and {options.to / RECORD}")
-
-
-if __name__ == "__main__":
-    main()

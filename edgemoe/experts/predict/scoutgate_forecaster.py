@@ -1,7 +1,7 @@
 """ScoutGate in the engine: forecasts of the experts to come, made on a thread of its own.
 
-Source: two-tier-cache 4.2 (the network is edgemoe.experts.predict.scoutgate_model). The compute thread only leaves notes: `look` before a
-step's first layer, `learn` after its last. The thread keeps each sequence's last tokens, forecasts all layers of this
+Source: two-tier-cache 4.2 (the network is in scoutgate_model.py). The compute thread only leaves notes: `look` before
+a step's first layer, `learn` after its last. The thread keeps each sequence's last tokens, forecasts all layers of this
 token and the next, publishes the batch's forecast, and keeps score of what came true. Where its forecasts get worse
 than the export promised, `trust` falls from 1 towards 0, and fusion weighs them less.
 """
@@ -18,12 +18,11 @@ import numpy as np
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.experts.predict.scoutgate_export import Export, read
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 NOTES = 64  # that may wait for the thread; older ones are dropped
 TRACKS = 4096  # sequences whose last tokens are kept

@@ -17,12 +17,13 @@ from edgemoe.experts.compute import cuda
 from edgemoe.experts.compute.cost_model import Costs
 from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order
 from edgemoe.experts.compute.dispatch import Compute, Group, Spent
-from edgemoe.experts.compute.moe import StepMeta, TieredExperts
+from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostArena
 from edgemoe.experts.tiers.slots import Load, Pool
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
+from edgemoe.types.routing import StepMeta
 
 STRIDE, SLOTS = 4096, 3
 COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer

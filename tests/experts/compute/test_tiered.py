@@ -14,13 +14,13 @@ from support.waiting import wait_until
 
 from edgemoe.errors import CapacityError, CorruptExpert, MissingExpert
 from edgemoe.experts.build import Tiers
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.experts.tiers.residency import Horizon
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.routing import StepMeta
 
 BUDGETS = [  # slots of RAM, of the devices; there are 24 experts
     (24, ()),

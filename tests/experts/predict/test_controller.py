@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.experts.predict import controller as module
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.fusion import NEXT_LAYER
@@ -22,7 +21,7 @@ from edgemoe.experts.tiers.slots import Pool
 from edgemoe.telemetry import metrics
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import Move, Tier
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 L, E, K = 3, 12, 2
 META = StepMeta(("a",), np.ones(1, np.int64), np.ones(1, np.bool_), np.zeros(1, np.int64), np.zeros(1, np.int64))

@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.compute.moe import StepMeta
 from edgemoe.experts.predict import scoutgate_export as export
 from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served, fitting
 from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
 from edgemoe.telemetry import metrics
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 L, E, K, V, D = 3, 8, 2, 40, 16
 SERVED = Served("digest", "tokenizer", L, E, K)

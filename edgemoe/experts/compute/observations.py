@@ -1,0 +1,61 @@
+"""What the gates choose in one step, as it is seen layer by layer."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.tiers.slab import ExpertShape
+from edgemoe.experts.tiers.slots import BoolArray
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.routing import StepMeta, StepRouting
+
+
+class Observations:
+    """What the gates choose in one step, layer by layer."""
+
+    def __init__(self, meta: StepMeta, shape: ExpertShape) -> None:
+        self.meta = meta
+        self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
+        if not meta.decode.all():
+            self.decode = np.repeat(meta.decode, meta.query_lens)
+        self.ids = np.empty((shape.layers, len(meta.tokens), shape.top_k), np.int16)
+        self.weights = np.empty(self.ids.shape, np.float32)
+        self.hints: dict[int, FloatArray] = {}
+        self.stall_s = 0.0
+        self._began_s = time.perf_counter()
+
+    def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
+        """One layer's choice, [T, k]."""
+        self.ids[layer] = ids
+        self.weights[layer] = weights
+
+    def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
+        """What `layer` will choose, as it looks `distance` layers ahead, [T, E]."""
+        if distance not in self.hints:
+            self.hints[distance] = np.zeros((len(self.ids), *probs.shape), np.float32)
+        self.hints[distance][layer] = probs
+
+    def scan(self, ids: IntArray, group: Group) -> BoolArray | None:
+        """Which of the group's experts only prefill needs, [n]; None: none of them."""
+        if self.decode is None:
+            return None
+        return ~np.isin(group.experts, ids[self.decode])
+
+    def routing(self) -> StepRouting:
+        """The whole step; it ends now."""
+        meta = self.meta
+        return StepRouting(
+            requests=meta.requests,
+            query_lens=meta.query_lens,
+            decode=meta.decode,
+            tokens=meta.tokens,
+            positions=meta.positions,
+            ids=self.ids,
+            weights=self.weights,
+            hints=self.hints,
+            step_s=time.perf_counter() - self._began_s,
+            stall_s=self.stall_s,
+        )

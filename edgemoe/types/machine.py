@@ -1,0 +1,26 @@
+"""What a machine has, as far as this process may use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device, numbered as this process will see it."""
+
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What this process may use, at the moment of asking."""
+
+    ram_total_bytes: int
+    ram_available_bytes: int
+    cpus: int
+    memlock_bytes: int | None  # how much it may lock (pin); None is no limit
+    gpus: tuple[Gpu, ...] = ()

@@ -1,0 +1,32 @@
+"""Exports a trained ScoutGate for a daemon.
+
+`python -m scoutgate.export --run DIR --data DIR --model DIR --to DIR` calibrates the best weights on the validation
+split, judges them on the test split, and writes what `edgemoe.experts.predict.scoutgate_export` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from edgemoe.experts.predict.scoutgate_export import RECORD, WEIGHTS, write
+from scoutgate.evaluate import judge_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scoutgate.export", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run", type=Path, required=True, help="training folder")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--model", type=Path, help="checkpoint or store of the recorded model")
+    parser.add_argument("--to", type=Path, required=True, help="folder to write")
+    options = parser.parse_args()
+    try:
+        judged = judge_run(options.run, options.data, options.model)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    write(options.to, judged.gate, judged.calibration, judged.model, judged.metrics)
+    print(f"wrote {options.to / WEIGHTS} and {options.to / RECORD}")
+
+
+if __name__ == "__main__":
+    main()
