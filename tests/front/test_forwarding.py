@@ -35,7 +35,7 @@ from edgemoe.front.router import Places
 from edgemoe.telemetry import metrics
 from edgemoe.types.request import Emission, Request, Sampling
 
-DAEMON = Path(__file__).parents[1] / "fakes" / "daemon_process.py"
+DAEMON = Path(__file__).parents[1] / "support" / "daemon_process.py"
 TOKENS = 200
 
 

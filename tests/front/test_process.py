@@ -22,7 +22,7 @@ from support.waiting import until
 
 from edgemoe.config.settings import Settings
 
-SCRIPT = str(Path(__file__).parents[1] / "fakes" / "daemon_process.py")
+SCRIPT = str(Path(__file__).parents[1] / "support" / "daemon_process.py")
 
 
 @asynccontextmanager

@@ -57,7 +57,7 @@ def test_kernels_compile_and_fit_each_generation_of_gpus(capability: int, item: 
 
 
 def test_interpreted_kernels_compute_each_call_into_a_row_of_its_own() -> None:
-    script, path = Path(__file__).with_name("interpreted.py"), os.pathsep.join([str(ROOT), *sys.path])
+    script, path = ROOT / "tests" / "support" / "interpreted.py", os.pathsep.join([str(ROOT), *sys.path])
     env = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

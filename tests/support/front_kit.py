@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from edgemoe.config.settings import ApiSettings, EngineSettings, ModelSettings, ServiceSettings, Settings
 from edgemoe.front.main import Front
 
-SCRIPTED = (sys.executable, str(Path(__file__).parent / "fakes" / "scripted_engine.py"))
+SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_engine.py"))
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TEXT = "The quick brown fox jumps over the lazy dog; Größe, naïve café, 東京 and 🦊. " * 8

@@ -32,7 +32,7 @@ from support.waiting import until
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import ClusterSettings, Settings
 
-FAKES = Path(__file__).parents[1] / "fakes"
+FAKES = Path(__file__).parent
 THIS = (sys.executable, str(FAKES / "daemon_process.py"))
 NEXT = (sys.executable, str(FAKES / "next_release.py"), THIS[1])
 NODES = ("a", "b", "c")
