@@ -48,8 +48,8 @@ class File:
 
 def templates() -> Path:
     """The folder of unit files: in the wheel beside this file, in a checkout beside the package."""
-    found = Path(__file__).with_name("systemd")
-    return found if found.is_dir() else Path(__file__).parents[1] / "systemd"
+    found = Path(__file__).parents[1] / "systemd"
+    return found if found.is_dir() else Path(__file__).parents[2] / "systemd"
 
 
 def planned_files(options: Options) -> list[File]:
@@ -208,7 +208,7 @@ def _binds(options: Options, model: Path | None) -> list[Path]:
 
 
 def _installation() -> list[Path]:
-    return [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[1]]
+    return [Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[2]]
 
 
 # --- commands --------------------------------------------------------------------------------------------------

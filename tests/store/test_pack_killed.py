@@ -20,7 +20,7 @@ Make = Callable[..., Path]
 # Counts every step that touches the disk (block copied, file opened, renamed, removed, synced) and dies at the n-th.
 KILLED = """
 import os, signal, sys
-from edgemoe.pack import pack
+from edgemoe.store.packer import pack
 left = int(sys.argv[3])
 def step(*_):
     global left
