@@ -39,7 +39,7 @@ from edgemoe.telemetry import metrics
 from scoutgate.embedding import load_embedding
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-HANGING = (sys.executable, str(Path(__file__).parents[1] / "fakes" / "hanging_worker.py"))
+HANGING = (sys.executable, str(Path(__file__).parents[1] / "support" / "hanging_worker.py"))
 FREE = {"ignore_eos": True}  # a random model ends its texts at random
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.waiting import wait_until
 
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, Peers, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
@@ -24,6 +23,7 @@ from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.worker.assemble import assemble
 from edgemoe.worker.cluster import ClusterSide
+from support.waiting import wait_until
 
 LAYERS, EXPERTS = 3, 6  # of the tiny models
 

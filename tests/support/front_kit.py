@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 import openai
-from support.kept import STORES
-from support.waiting import until
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from edgemoe.config.settings import ApiSettings, EngineSettings, ModelSettings, ServiceSettings, Settings
 from edgemoe.front.main import Front
+from support.kept import STORES
+from support.waiting import until
 
 SCRIPTED = (sys.executable, str(Path(__file__).parent / "scripted_engine.py"))
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx
 import msgspec
-from support.front_kit import free_ports, http_client, settings_for, write_model
-from support.waiting import until
 
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.settings import ClusterSettings, Settings
+from support.front_kit import free_ports, http_client, settings_for, write_model
+from support.waiting import until
 
 FAKES = Path(__file__).parent
 THIS = (sys.executable, str(FAKES / "daemon_process.py"))

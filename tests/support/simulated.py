@@ -11,11 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pysyncobj.syncobj
-from support.fake_link import FakeNet
 
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.raft import Replica
 from edgemoe.cluster.control.coordination.store import PlanRef
+from support.fake_link import FakeNet
 
 LEASE_S = 1.0
 STEP_S = 0.02

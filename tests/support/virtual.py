@@ -20,7 +20,6 @@ from unittest import mock
 import msgspec
 import pysyncobj.syncobj
 from pysyncobj.node import Node
-from support.planes import ABC, card
 
 from edgemoe.cluster.control import leader as leading
 from edgemoe.cluster.control import plane as plane_module
@@ -35,6 +34,7 @@ from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
+from support.planes import ABC, card
 
 LATENCY_S = 0.003
 DOWN_S = 1.5  # before a cut is noticed

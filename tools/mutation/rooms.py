@@ -37,9 +37,23 @@ class Room:
 
 
 FOLDERS = (
-    *("api", "cli", "config", "engine", "experts", "families", "front", "kernels", "model", "policy", "replay", "store"),
+    *(
+        "api",
+        "cli",
+        "config",
+        "engine",
+        "experts",
+        "families",
+        "front",
+        "kernels",
+        "model",
+        "policy",
+        "replay",
+        "store",
+    ),
     *("telemetry", "worker", "cluster/control", "cluster/data", "cluster/rpc"),
 )  # of the package, each with its tests in the folder of the same name
 ROOMS = {Path(name).name: Room((f"edgemoe/{name}",), (f"tests/{name}/**/test_*.py",)) for name in FOLDERS} | {
+    "durable": Room(("edgemoe/durable.py",), ("tests/store/test_durable.py",)),
     "scoutgate": Room(("scoutgate",), ("tests/scoutgate/test_*.py",)),
 }
