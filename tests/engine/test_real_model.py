@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from support.checkpoints import tiny_checkpoint, tiny_model
 from support.engine_kit import Drive, Model, prompt
 from support.kept import KERNELS
+from support.waiting import wait_until
 
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import Tiers
+from edgemoe.experts.tiers.residency import Horizon
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -157,6 +160,70 @@ def test_a_prompt_that_the_prefix_cache_has_gives_the_same_tokens(model: Model, 
         drive.run()
         assert drive.tokens(f"r{attempt}") == alone[3]
     assert drive.engine.scheduler.prefix_tokens["hit"] == 64
+
+
+def failing(real: Callable[..., Any], when: Callable[[int], bool]) -> Callable[..., Any]:
+    """`real`, but that it raises at those of its calls, counted from 1."""
+    calls = itertools.count(1)
+
+    def call(*args: Any, **options: Any) -> Any:
+        if when(next(calls)):
+            raise OSError("the test says so")
+        return real(*args, **options)
+
+    return call
+
+
+def check_nothing_is_held(model: Model) -> None:
+    """No slot is pinned and nothing on its way, soon after the last step."""
+    residency, mover = model.experts.residency, model.experts.mover
+    for horizon in Horizon:
+        mover.prefetch((), horizon)
+    wait_until(lambda: not any(pool.loads for pool in (residency.ram, *residency.devices)))
+    wait_until(lambda: all(link.idle() for link in mover.links))
+    wait_until(lambda: not residency.ram.pins.any())
+    residency.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("stage", ["begin", "add", "end"])
+def test_what_a_device_raises_over_one_request_costs_that_request_alone(
+    model: Model, alone: dict[int, list[int]], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = model.experts
+    for compute in (*experts._computes, experts.beside._compute):
+        real = getattr(compute, stage)
+        monkeypatch.setattr(compute, stage, failing(real, lambda _: "bad" in experts._step.meta.requests))
+    drive = Drive(model=model)
+    drive.submit(prompt(50, 99, 96), "bad")
+    for n, length in enumerate(LENGTHS):
+        drive.submit(prompt(length, n, 96), f"r{n}", seed=n, max_tokens=16, **STYLES[n % len(STYLES)])
+    drive.run()
+    assert drive.end("bad").error_code == "request_failed"
+    assert {n: drive.tokens(f"r{n}") for n in alone} == alone
+    check_nothing_is_held(model)
+
+
+@pytest.mark.parametrize("stage", ["begin", "add", "end"])
+def test_what_a_device_raises_now_and_then_costs_no_token(
+    model: Model, alone: dict[int, list[int]], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for compute in (*model.experts._computes, model.experts.beside._compute):
+        monkeypatch.setattr(compute, stage, failing(getattr(compute, stage), lambda call: call % 211 == 40))
+    drive = drive_all(model)
+    assert {n: drive.tokens(f"r{n}") for n in alone} == alone
+    assert drive.engine.loop.steps.blamed == 0
+    check_nothing_is_held(model)
+
+
+def test_a_copy_to_a_device_that_fails_now_and_then_costs_no_token(
+    model: Model, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for link in model.experts.mover.links:
+        monkeypatch.setattr(link, "_transfer", failing(link._transfer, lambda call: call % 211 == 40))
+    drive = drive_all(model)
+    assert {n: drive.tokens(f"r{n}") for n in alone} == alone
+    assert drive.engine.loop.steps.blamed == 0
+    check_nothing_is_held(model)
 
 
 @pytest.mark.parametrize("settings", [{}, {"blocks": 7, "output_reserve": 0.0, "preemption": "recompute"}])

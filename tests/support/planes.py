@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from support.etcd_process import free_ports
-from support.waiting import until
 
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.plane import ControlPlane
@@ -19,6 +17,8 @@ from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.types.placement import pack_bits
+from support.etcd_process import free_ports
+from support.waiting import until
 
 ABC = ("a", "b", "c")
 LAYERS, EXPERTS = 2, 6

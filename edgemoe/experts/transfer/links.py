@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from edgemoe.errors import MissingExpert
 from edgemoe.experts.tiers.slab import HostArena
 from edgemoe.experts.tiers.slots import Load
 
@@ -192,21 +193,33 @@ class EmulatedLink:
             self._refuse(load)
 
     def _refuse(self, load: Load) -> None:
-        self._dock.failed(load, RuntimeError(f"the link of {load} is closed"))
+        self._dock.failed(load, MissingExpert(load.layer, load.expert, "the link to its device is closed"))
 
     def _run(self) -> None:
         while not self.closed:
             job = self._next()
             if job is None:
                 self._dock.roused(self)
-                continue
-            load, queued_s = job
+            else:
+                self._serve(*job)
+
+    def _serve(self, load: Load, queued_s: float) -> None:
+        error: Exception | None = None
+        try:
             self._transfer(load, queued_s)
-            with self._changed:
-                self._waiting -= 1
+        except Exception as raised:  # whatever it is, nobody may be left waiting
+            error = raised
+        with self._changed:
+            self._waiting -= 1
+            if error is None:
                 self.stats.end(self._target.stride_bytes)
+            else:
+                self.stats.abort()
+        if error is None:
             self._dock.arrived(load)
             self._dock.released(load)
+        else:
+            self._dock.failed(load, error)
 
     def _next(self) -> tuple[Load, float] | None:
         """The next copy; None when roused, or closed."""

@@ -193,8 +193,8 @@ class Mover:
         self.serve_wishes()
 
     def failed(self, load: Load, error: Exception) -> None:
-        """A copy ended without its bytes."""
-        self.residency.fail(load, _as_failure(load, error))
+        """A copy ended without its bytes: the expert is not missing, it is the device or the step that failed."""
+        self.residency.fail(load, error)
         self.residency.let_go(load.source)
 
     def roused(self, link: Link) -> None:
