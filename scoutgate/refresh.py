@@ -31,7 +31,7 @@ LEAST_GAIN = 0.005  # of log-loss, for the sake of which a forecaster is replace
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RefreshResult:
     """Log-loss (nats per expert) of the new forecaster and the one in use, and whether it was replaced."""
 
     new: float
@@ -58,7 +58,7 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
     return score.figures()["log_loss"]
 
 
-def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float, *more: str) -> Verdict:
+def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float, *more: str) -> RefreshResult:
     """Trains in `run` (with `more` options of scoutgate.train) and writes `target` where that is better.
 
     Raises ValueError where nothing can be trained.
@@ -75,7 +75,7 @@ def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float
     better = old is None or new < old * (1 - LEAST_GAIN)
     if better:
         export.write(target, judged.gate, judged.calibration, judged.model, judged.metrics)
-    return Verdict(new, old, better)
+    return RefreshResult(new, old, better)
 
 
 def from_settings(config: Path, model: str = "") -> tuple[Path, Path, Path]:

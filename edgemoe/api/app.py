@@ -24,11 +24,11 @@ from edgemoe.api.backend import Backend
 from edgemoe.api.endpoints import anthropic, chat, completions, responses
 from edgemoe.api.endpoints import models_and_tokens as tokens
 from edgemoe.api.endpoints.anthropic_format import MessageFormat
-from edgemoe.api.endpoints.responses_format import ResponseFormat
-from edgemoe.api.generate.generation import Format, Job, run
+from edgemoe.api.endpoints.responses_format import ResponsesFormat
+from edgemoe.api.generate.generation import Format, Generation, run
 from edgemoe.api.generate.sampling import Span
 from edgemoe.api.http import responding as http
-from edgemoe.api.http.bodies import Bodies
+from edgemoe.api.http.bodies import BodyBudget
 from edgemoe.api.http.middleware import Doorway
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize, convert, decode
@@ -55,10 +55,10 @@ class Api:
     keys: Sequence[bytes] = ()  # asked of clients that come by TCP
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
     free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
-    bodies: Bodies = field(init=False)
+    bodies: BodyBudget = field(init=False)
 
     def __post_init__(self) -> None:
-        self.bodies = Bodies(self.settings.max_body_bytes)
+        self.bodies = BodyBudget(self.settings.max_body_bytes)
 
     async def in_thread(self, work: Callable[..., R], *args: Any) -> R:
         """`work(*args)`, without stalling the event loop. What waits for a thread waits here, and can be cancelled."""
@@ -118,7 +118,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 # --- generating -----------------------------------------------------------------------------------------------
 
-Prepared = tuple[Job, Format, bool]
+Prepared = tuple[Generation, Format, bool]
 Prepare = Callable[[Api, bytes, ModelInfo, Span, str], Prepared]
 
 
@@ -160,15 +160,15 @@ def _prepare_completion(api: Api, raw: bytes, info: ModelInfo, span: Span, user:
 
 
 def _prepare_response(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
-    body = convert(decode(raw), responses.Create)
+    body = convert(decode(raw), responses.ResponsesBody)
     plain, origin = responses.as_chat(body)
     with origin.named():
         job = chat.prepare(plain, api.text, span, _served(body.model, info), _user(user, body.user), prefix="resp")
-    return job, ResponseFormat(job, body), bool(body.stream)
+    return job, ResponsesFormat(job, body), bool(body.stream)
 
 
 def _prepare_message(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
-    body = convert(decode(raw), anthropic.Create)
+    body = convert(decode(raw), anthropic.MessagesBody)
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
     plain, origin = anthropic.as_chat(body)
@@ -216,10 +216,10 @@ async def _detokenize(request: Request) -> Response:
 
 
 async def _count_tokens(request: Request) -> Response:
-    return await _quick(request, anthropic.Create, _count)
+    return await _quick(request, anthropic.MessagesBody, _count)
 
 
-def _count(body: anthropic.Create, text: TextModel, span: Span) -> Json:
+def _count(body: anthropic.MessagesBody, text: TextModel, span: Span) -> Json:
     plain, origin = anthropic.as_chat(body)
     with origin.named():
         return {"input_tokens": len(chat.prompt_of(plain, text))}

@@ -12,7 +12,7 @@ from edgemoe.types.request import Emission, Request
 State = Literal["loading", "ready", "draining", "failed", "stalled"]
 
 
-class Ticket(Protocol):
+class Submission(Protocol):
     """The accepted requests of one HTTP request, and what they emit."""
 
     def __aiter__(self) -> AsyncIterator[list[Emission]]:
@@ -42,7 +42,7 @@ class Backend(Protocol):
         Raises EngineUnavailable.
         """
 
-    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Ticket]:
+    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Submission]:
         """Accepts requests that all end within `timeout_s`. Raises QueueFull, EngineUnavailable."""
 
     async def reload(self) -> str:

@@ -16,7 +16,7 @@ from msgspec import Meta
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import Repetition
 
-B = TypeVar("B", bound="Body")
+B = TypeVar("B", bound="RequestBody")
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
     """What every generating endpoint reads. null is the same as absent throughout."""
 
     model: str | None = None
@@ -134,14 +134,14 @@ class Called(msgspec.Struct, frozen=True, kw_only=True):
     function: CalledFunction
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     text: str | None = None
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: Label | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same, by its other name
@@ -149,10 +149,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
 
-class Chat(Body, frozen=True, kw_only=True):
+class Chat(RequestBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -167,7 +167,7 @@ class Chat(Body, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
 
 
-class Completion(Body, frozen=True, kw_only=True):
+class Completion(RequestBody, frozen=True, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -183,7 +183,7 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessage] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -223,7 +223,7 @@ _one_at_a_time = threading.Lock()  # msgspec crashes where two threads are the f
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
     """`value` as a `kind`. Raises InvalidRequest with the path of the first field that does not fit."""
-    if issubclass(kind, Body):
+    if issubclass(kind, RequestBody):
         refuse_unsupported(value)
     try:
         with _one_at_a_time:

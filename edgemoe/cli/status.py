@@ -27,7 +27,7 @@ TIERS = ("vram", "ram", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StatusSnapshot:
     """What the daemon says of itself at one moment."""
 
     socket: str
@@ -50,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if snapshot.health.get("status") == "ready" else 1
 
 
-def take(client: Client, socket: Path) -> Snapshot:
+def take(client: Client, socket: Path) -> StatusSnapshot:
     """Asks the daemon."""
     health = json.loads(client.text("/health", accept_unavailable=True))
-    return Snapshot(str(socket), health, metrics.parse(client.text("/metrics")))
+    return StatusSnapshot(str(socket), health, metrics.parse(client.text("/metrics")))
 
 
-def render(snapshot: Snapshot) -> RenderableType:
+def render(snapshot: StatusSnapshot) -> RenderableType:
     """The picture of one moment."""
     return Group(_heading(snapshot), tier_table(snapshot.figures), _request_table(snapshot.figures))
 
@@ -86,7 +86,7 @@ def _watch(client: Client, socket: Path, picture: Callable[[Client, Path], Rende
             live.update(picture(client, socket), refresh=True)
 
 
-def _heading(snapshot: Snapshot) -> RenderableType:
+def _heading(snapshot: StatusSnapshot) -> RenderableType:
     health = snapshot.health
     state, model, engine = str(health["status"]), health.get("model") or {}, health.get("engine") or {}
     if loading := health.get("loading"):

@@ -20,7 +20,7 @@ SHORTER = 0.7  # of every second chunk
 FIRST_CHUNK_TOKENS = 4 * BLOCK_TOKENS  # beside decoders, before anything is known
 
 
-class Pace:
+class ChunkBudget:
     """Fits the length of prefilling steps and turns it into a token budget."""
 
     def __init__(self, step_tokens: int, aim_s: float) -> None:

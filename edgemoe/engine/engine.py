@@ -11,13 +11,13 @@ import torch
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import Pace
-from edgemoe.engine.kv_swap import Parking
+from edgemoe.engine.chunk_budget import ChunkBudget
+from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import figures
-from edgemoe.engine.runner import Decoder, Runner, StepExperts
+from edgemoe.engine.runner import Runner, StepDecoder, StepExperts
 from edgemoe.engine.scheduler import Scheduler
-from edgemoe.engine.validate import Bounds
+from edgemoe.engine.validate import RequestLimits
 from edgemoe.families.spec import ModelSpec
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
@@ -31,7 +31,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         kv: Any,
         experts: StepExperts,
         spec: ModelSpec,
@@ -46,21 +46,21 @@ class Engine:
         observe: Callable[[StepRouting], None] | None = None,
         expect: Callable[[StepMeta], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        patience_s: float = 0.0,
+        missing_expert_timeout_s: float = 0.0,
     ) -> None:
         """`kv` has `kv_blocks` blocks; `observe` is shown what the gates chose, `expect` each step before it runs.
 
-        A request that lacks an expert waits for `patience_s` for a box that brings it.
+        A request that lacks an expert waits for `missing_expert_timeout_s` for a box that brings it.
         """
         self.blocks = BlockManager(kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
-        self.bounds = Bounds(min(context_tokens, kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None)
-        pace = Pace(settings.step_tokens, settings.mixed_step_s)
-        parking = None
+        self.bounds = RequestLimits(min(context_tokens, kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None)
+        chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
+        kv_swap = None
         if settings.preemption == "park":
-            parking = Parking(kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, parking_bytes)
-        self.scheduler = Scheduler(settings, self.blocks, pace, parking)
-        self.runner = Runner(decoder, kv, experts, self.blocks, pace, device, observe, expect=expect)
-        self.loop = StepLoop(self.scheduler, self.runner, self.bounds, emit, grammars, clock, patience_s)
+            kv_swap = KVSwap(kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, parking_bytes)
+        self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
+        self.runner = Runner(decoder, kv, experts, self.blocks, chunk_budget, device, observe, expect=expect)
+        self.loop = StepLoop(self.scheduler, self.runner, self.bounds, emit, grammars, clock, missing_expert_timeout_s)
         self._grammars = grammars
 
     def start(self, threads: int, ended: Callable[[BaseException | None], None]) -> threading.Thread:

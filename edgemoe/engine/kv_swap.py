@@ -23,7 +23,7 @@ class Copyable(Protocol):
         """Writes rows that `gather` returned into these blocks."""
 
 
-class Parked(NamedTuple):
+class SwappedBlocks(NamedTuple):
     """What a paused sequence had computed."""
 
     tokens: int
@@ -31,7 +31,7 @@ class Parked(NamedTuple):
     signatures: npt.NDArray[np.uint8]  # [n, L, E]
 
 
-class Parking:
+class KVSwap:
     """Owner of parked keys and values. Where they do not fit, the sequence is computed again."""
 
     def __init__(self, kv: Copyable, blocks: BlockManager, block_bytes: int, budget_bytes: int) -> None:
@@ -44,7 +44,7 @@ class Parking:
         held = seq.blocks[: blocks_for(seq.computed)]
         if not held or len(held) > self._room:
             return False
-        seq.parked = Parked(seq.computed, self._kv.gather(held), self._blocks.signatures[held])
+        seq.parked = SwappedBlocks(seq.computed, self._kv.gather(held), self._blocks.signatures[held])
         self._room -= len(held)
         return True
 

@@ -22,7 +22,7 @@ from edgemoe.engine.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.step import BROKEN, Steps
-from edgemoe.engine.validate import Bounds, check_request
+from edgemoe.engine.validate import RequestLimits, check_request
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,
@@ -50,15 +50,18 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        bounds: Bounds,
+        bounds: RequestLimits,
         emit: Emit,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
-        patience_s: float = 0.0,
+        missing_expert_timeout_s: float = 0.0,
     ) -> None:
-        """`emit` gets what each step yields, on the compute thread. For `patience_s` a request may lack an expert."""
+        """`emit` gets what each step yields, on the compute thread.
+
+        A request may lack an expert for `missing_expert_timeout_s`.
+        """
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
-        self._patience_s = patience_s
+        self._missing_expert_timeout_s = missing_expert_timeout_s
         self.steps, self._runner = Steps(runner), runner
         self._scheduler, self._bounds = scheduler, bounds
         self._emit, self._grammars, self._clock = emit, grammars, clock
@@ -103,15 +106,15 @@ class StepLoop:
             now_s = self._clock()
             for seq in self._scheduler.expired(now_s):
                 late = DeadlineExceeded("the deadline passed before the answer was complete")
-                self._end(seq, "error", seq.lacks or late)
+                self._end(seq, "error", seq.missing_expert or late)
             works = [] if self._stopped else self._scheduler.schedule(now_s)
             self._compute(works)
             self._flush()
-            return any(work.seq.lacks is None for work in works)
+            return any(work.seq.missing_expert is None for work in works)
 
     def _wait(self) -> None:
         now_s, requests = self._clock(), self._requests.values()
-        ends = [now_s + RETRY_S if seq.lacks else seq.deadline_s for seq in requests]
+        ends = [now_s + RETRY_S if seq.missing_expert else seq.deadline_s for seq in requests]
         timeout_s = min(LONGEST_WAIT_S, max(0.0, min(ends) - now_s)) if ends else None
         if not self._stopped:
             try:
@@ -218,7 +221,7 @@ class StepLoop:
                 attempt=seq.attempt,
                 index=index,
                 cached_tokens=cached_tokens,
-                prompt_logprobs=() if index else tuple(seq.told),
+                prompt_logprobs=() if index else tuple(seq.prompt_logprobs),
                 **fields,
             )
         )
@@ -229,8 +232,8 @@ class StepLoop:
 
     def _compute(self, works: list[Work]) -> None:
         """One step; who lacked an expert in the last one holds nobody up."""
-        alone = [work for work in works if work.seq.lacks]
-        if whole := [work for work in works if not work.seq.lacks]:
+        alone = [work for work in works if work.seq.missing_expert]
+        if whole := [work for work in works if not work.seq.missing_expert]:
             self._run(whole)
         for work in alone:
             self._run([work])
@@ -241,7 +244,7 @@ class StepLoop:
             if isinstance(sampled, StoreError):
                 self._lack(seq, sampled)
                 continue
-            seq.lacks = None
+            seq.missing_expert = None
             if isinstance(sampled, Sampled):
                 with self._costs(seq):
                     self._deliver(seq, sampled)
@@ -253,9 +256,9 @@ class StepLoop:
     def _lack(self, seq: Sequence, error: StoreError) -> None:
         """Has the request tried again, unless it has lacked an expert for too long or a damaged one is at fault."""
         now_s = self._clock()
-        seq.lacks_since_s = seq.lacks_since_s if seq.lacks else now_s
-        seq.lacks = error
-        if not isinstance(error, MissingExpert) or now_s - seq.lacks_since_s >= self._patience_s:
+        seq.missing_since_s = seq.missing_since_s if seq.missing_expert else now_s
+        seq.missing_expert = error
+        if not isinstance(error, MissingExpert) or now_s - seq.missing_since_s >= self._missing_expert_timeout_s:
             self._end(seq, "error", error)
 
     def _deliver(self, seq: Sequence, sampled: Sampled) -> None:
@@ -265,7 +268,7 @@ class StepLoop:
             seq.matcher.accept(sampled.token)
         complete = seq.matcher is not None and seq.matcher.finished
         if stopped:
-            self._scheduler.users.finish(seq.user, seq.emitted)
+            self._scheduler.fairness.finish(seq.user, seq.emitted)
             self._end(seq, "stop")
         else:
             self._append(seq, sampled, complete)
@@ -273,10 +276,10 @@ class StepLoop:
     def _append(self, seq: Sequence, sampled: Sampled, complete: bool) -> None:
         index = seq.emitted
         seq.tokens.append(sampled.token)
-        self._scheduler.users.serve(seq.user, 0, 1)
+        self._scheduler.fairness.serve(seq.user, 0, 1)
         finish = "stop" if complete else self._finish_of(seq)
         if finish:
-            self._scheduler.users.finish(seq.user, seq.emitted)
+            self._scheduler.fairness.finish(seq.user, seq.emitted)
             self._forget(seq)
         self._put(seq, index=index, token=sampled.token, logprob=sampled.logprob, top=sampled.top, finish=finish)
 

@@ -13,7 +13,7 @@ import torch
 
 from edgemoe.engine.batch import describe, make_batch, token_blocks
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import Pace
+from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.scheduler import Work
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import Batch, Experts
@@ -21,7 +21,7 @@ from edgemoe.types.step import Batch, Experts
 KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
 
 
-class Decoder(Protocol):
+class StepDecoder(Protocol):
     """What the engine asks of the model."""
 
     def forward(self, batch: Batch, kv: Any, experts: Experts) -> torch.Tensor:
@@ -53,11 +53,11 @@ class Runner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         kv: Any,
         experts: StepExperts,
         blocks: BlockManager,
-        pace: Pace,
+        chunk_budget: ChunkBudget,
         device: torch.device,
         observe: Callable[[StepRouting], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -68,7 +68,7 @@ class Runner:
         self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
         self.started_s: float | None = None  # of the step, or the attempt at it, that the compute thread is in
         self._decoder, self._kv, self._experts = decoder, kv, experts
-        self._blocks, self._pace, self._device = blocks, pace, device
+        self._blocks, self._chunk_budget, self._device = blocks, chunk_budget, device
         self._observe, self._expect, self._clock = observe, expect, clock
 
     def step_age_s(self) -> float:
@@ -97,7 +97,7 @@ class Runner:
         logits = self._decoder.forward(batch, self._kv, self._experts)
         return Computed(works, meta, logits, self._experts.end_step(), self._clock() - started_s)
 
-    def book(self, step: Computed) -> None:
+    def commit(self, step: Computed) -> None:
         """Keeps the step's keys and values, counts it, and shows what its gates chose."""
         works, meta, _, routing, step_s = step
         self._blocks.observe(token_blocks(works), routing.ids)
@@ -106,7 +106,7 @@ class Runner:
         decoding = int(meta.decode.sum())
         prompt_tokens = len(meta.tokens) - decoding
         if prompt_tokens:
-            self._pace.observe(prompt_tokens, step_s)
+            self._chunk_budget.observe(prompt_tokens, step_s)
         phase = "prefill" if prompt_tokens else "decode"
         self.totals["steps", phase] += 1
         self.totals["seconds", phase] += step_s

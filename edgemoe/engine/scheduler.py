@@ -21,9 +21,9 @@ import numpy as np
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import Pace
-from edgemoe.engine.fairness import Users
-from edgemoe.engine.kv_swap import Parking
+from edgemoe.engine.chunk_budget import ChunkBudget
+from edgemoe.engine.fairness import Fairness
+from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.policy import sjf
 from edgemoe.types.step import BLOCK_TOKENS
@@ -50,16 +50,18 @@ class Waiter(NamedTuple):
 class Scheduler:
     """Owner of the queues. `now_s` is any monotonic clock's, the same one throughout."""
 
-    def __init__(self, settings: EngineSettings, blocks: BlockManager, pace: Pace, parking: Parking | None = None):
+    def __init__(
+        self, settings: EngineSettings, blocks: BlockManager, chunk_budget: ChunkBudget, kv_swap: KVSwap | None = None
+    ):
         self.waiting: list[Sequence] = []  # by arrival
         self.running: list[Sequence] = []  # by admission
-        self.users = Users()
+        self.fairness = Fairness()
         self.paused_total = Counter[str]()  # by way: park | recompute
         self.prefix_tokens = Counter[str]()  # by result: hit | miss
         self._settings = settings
         self._blocks = blocks
-        self._pace = pace
-        self._parking = parking
+        self._chunk_budget = chunk_budget
+        self._kv_swap = kv_swap
         self._admitted_s = 0.0
         self._gap_s = 1.0  # decayed mean time between admissions
 
@@ -76,7 +78,7 @@ class Scheduler:
     @property
     def aging_tokens_per_s(self) -> float:
         """Tokens of prefill that a second of waiting makes up for."""
-        return self._settings.aging_tokens_per_s or AGING_SHARE * self._pace.tokens_per_s
+        return self._settings.aging_tokens_per_s or AGING_SHARE * self._chunk_budget.tokens_per_s
 
     def retry_after_s(self) -> float:
         """When a refused request may find room in the queue."""
@@ -86,7 +88,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> Sequence | None:
         """Queues `seq`. Returns the request that has to be refused for it: the newest of the longest line."""
-        self.users.join(seq.user)
+        self.fairness.join(seq.user)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
         if len(self.waiting) + len(self.running) <= self._settings.max_queue + self._settings.max_sequences:
             return None
@@ -101,9 +103,9 @@ class Scheduler:
         """Forgets `seq`, wherever it is."""
         (self.running if seq.blocks else self.waiting).remove(seq)
         self._blocks.close(seq)
-        if self._parking:
-            self._parking.drop(seq)
-        self.users.leave(seq.user)
+        if self._kv_swap:
+            self._kv_swap.drop(seq)
+        self.fairness.leave(seq.user)
 
     def schedule(self, now_s: float) -> list[Work]:
         """The next step's work, decoding sequences first; every token of it has its place."""
@@ -111,7 +113,7 @@ class Scheduler:
         if self.waiting:
             self._admit(now_s)
         decoding = [Work(seq, 1) for seq in self.running if seq.decoding]
-        return decoding + self._chunks(now_s, self._pace.prefill_tokens(len(decoding)))
+        return decoding + self._chunks(now_s, self._chunk_budget.prefill_tokens(len(decoding)))
 
     # --- running
 
@@ -128,7 +130,7 @@ class Scheduler:
         return max(enumerate(self.running), key=lambda item: (counts[item[1].user], item[0]))[1]
 
     def _pause(self, seq: Sequence) -> None:
-        parked = self._parking is not None and self._parking.park(seq)
+        parked = self._kv_swap is not None and self._kv_swap.park(seq)
         self.paused_total["park" if parked else "recompute"] += 1
         self.running.remove(seq)
         self._blocks.close(seq)
@@ -199,8 +201,8 @@ class Scheduler:
         heads = [line[0] for line in lines.values()]
         keys = sjf.keys(
             np.array([head.tokens for head in heads]),
-            np.array(self.users.leads(lines)),
-            now_s - np.array([self.users.heading_since(head.seq.user, head.seq.arrived_s) for head in heads]),
+            np.array(self.fairness.leads(lines)),
+            now_s - np.array([self.fairness.heading_since(head.seq.user, head.seq.arrived_s) for head in heads]),
             self.aging_tokens_per_s,
         )
         best = int(np.argmin(keys))
@@ -228,18 +230,18 @@ class Scheduler:
 
     def _reserve(self, seqs: Iterable[Sequence]) -> int:
         """Blocks kept for a part of what these will probably still write."""
-        expected = self.users.expected_output
+        expected = self.fairness.expected_output
         tokens = sum(max(0.0, expected(seq.user, seq.sampling.max_tokens) - seq.emitted) for seq in seqs)
         return blocks_for(int(self._settings.output_reserve * tokens))
 
     def _may_displace(self, seq: Sequence, now_s: float) -> bool:
         """Whether `seq`, whose user has nothing running, has waited long enough for another's surplus to go."""
         counts = Counter(other.user for other in self.running)
-        waited_s = now_s - self.users.heading_since(seq.user, seq.arrived_s)
+        waited_s = now_s - self.fairness.heading_since(seq.user, seq.arrived_s)
         return not counts[seq.user] and max(counts.values()) > 1 and waited_s >= PATIENCE_S
 
     def _would_get_tokens(self, seq: Sequence, tokens: int, now_s: float) -> bool:
-        budget = self._pace.prefill_tokens(sum(other.decoding for other in self.running))
+        budget = self._chunk_budget.prefill_tokens(sum(other.decoding for other in self.running))
         mine = Waiter(seq, tokens)
         ordered = self._in_order([*(Waiter(other, other.uncomputed) for other in self._prefilling()), mine], now_s)
         return sum(waiter.tokens for waiter in ordered[: ordered.index(mine)]) < budget
@@ -251,12 +253,12 @@ class Scheduler:
             seq.cached_tokens = min(seq.computed, seq.prompt_tokens)
             self.prefix_tokens["hit"] += seq.computed
             self.prefix_tokens["miss"] += seq.uncomputed
-            self.users.serve(seq.user, seq.uncomputed, 0)
-        if self._parking:
-            self._parking.restore(seq)
+            self.fairness.serve(seq.user, seq.uncomputed, 0)
+        if self._kv_swap:
+            self._kv_swap.restore(seq)
         self.running.append(seq)
         seq.started = True
-        self.users.take_turn(seq.user, now_s)
+        self.fairness.take_turn(seq.user, now_s)
         self._gap_s += 0.1 * (now_s - max(self._admitted_s, seq.arrived_s) - self._gap_s)
         self._admitted_s = now_s
 
@@ -268,6 +270,6 @@ class Scheduler:
         assert not any(seq.blocks for seq in self.waiting)
         assert len(self.running) <= self._settings.max_sequences
         self._blocks.check_integrity(self.running)
-        self.users.check_integrity(dict(Counter(seq.user for seq in both)))
-        if self._parking:
-            self._parking.check_integrity(self.waiting)
+        self.fairness.check_integrity(dict(Counter(seq.user for seq in both)))
+        if self._kv_swap:
+            self._kv_swap.check_integrity(self.waiting)

@@ -14,7 +14,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
-    from edgemoe.engine.kv_swap import Parked
+    from edgemoe.engine.kv_swap import SwappedBlocks
 
 
 class Sequence:
@@ -34,15 +34,17 @@ class Sequence:
         self.deadline_s = deadline_s
         self.computed = 0
         self.blocks: list[int] = []  # the block table
-        self.told: list[TokenLogprob] = []  # log probabilities of the prompt's second token and on, as far as they go
+        self.prompt_logprobs: list[
+            TokenLogprob
+        ] = []  # log probabilities of the prompt's second token and on, as far as they go
         self.keys: list[bytes] = []  # of the full blocks, as far as they have been worked out
         self.cached_tokens: int | None = None  # supplied by the prefix cache at the first admission
         self.started = False  # has been admitted once
         self.ready = request.sampling.grammar is None  # its grammar, if it has one, is compiled
         self.matcher: Matcher | None = None  # its place in its grammar
-        self.parked: Parked | None = None
-        self.lacks: StoreError | None = None  # why its last step failed, if it did
-        self.lacks_since_s = 0.0  # and since when
+        self.parked: SwappedBlocks | None = None
+        self.missing_expert: StoreError | None = None  # why its last step failed, if it did
+        self.missing_since_s = 0.0  # and since when
 
     @property
     def sampling(self) -> Sampling:
@@ -57,13 +59,13 @@ class Sequence:
     def tells_prompt(self) -> bool:
         """Whether log probabilities of its prompt are still to be found."""
         wanted = self.request.sampling.prompt_logprobs is not None and not self.first_index
-        return wanted and len(self.told) < self.prompt_tokens - 1
+        return wanted and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
     def places_to_tell(self, tokens: int) -> range:
         """Those of the next `tokens` whose logits say how likely the prompt's next token is."""
         if not self.tells_prompt:
             return range(0)
-        return range(max(self.computed, len(self.told)), min(self.computed + tokens, self.prompt_tokens - 1))
+        return range(max(self.computed, len(self.prompt_logprobs)), min(self.computed + tokens, self.prompt_tokens - 1))
 
     @property
     def user(self) -> str:

@@ -41,7 +41,7 @@ class Attempt(NamedTuple):
     """A step that is computed and not booked."""
 
     computed: Computed
-    told: list[tuple[Sequence, list[TokenLogprob]]]
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprob]]]
     outcomes: list[Outcome]
 
 
@@ -67,7 +67,7 @@ class Steps:
                 return [self._condemn(works[0].seq, error)]
             size = -(-len(works) // 2)
         else:
-            return self._book(attempt)
+            return self._commit(attempt)
         parts = [works[first : first + size] for first in range(0, len(works), size)]
         return [outcome for part in parts for outcome in self.run(part, again=True)]
 
@@ -82,23 +82,23 @@ class Steps:
 
     def _attempt(self, works: Rows[Work]) -> Attempt:
         computed = self._runner.compute(works)
-        told, logits, row = [], computed.logits, 0
+        prompt_logprobs, logits, row = [], computed.logits, 0
         last: list[int] = []
         for work in works:
             if places := work.seq.places_to_tell(work.tokens):
-                told.append((work.seq, tell_prompt(work.seq, logits[row : row + len(places)], places)))
+                prompt_logprobs.append((work.seq, tell_prompt(work.seq, logits[row : row + len(places)], places)))
             row += len(places) + completes(work)
             last += [row - 1] * completes(work)
         done = [work.seq for work in works if completes(work)]
-        sampled = iter(sample(logits[last] if told else logits, done) if done else ())
+        sampled = iter(sample(logits[last] if prompt_logprobs else logits, done) if done else ())
         outcomes = [Outcome(work.seq, next(sampled) if completes(work) else None) for work in works]
-        return Attempt(computed, told, outcomes)
+        return Attempt(computed, prompt_logprobs, outcomes)
 
-    def _book(self, attempt: Attempt) -> list[Outcome]:
+    def _commit(self, attempt: Attempt) -> list[Outcome]:
         """Keeps what was computed; nothing of it depends on what a request says."""
-        self._runner.book(attempt.computed)
-        for seq, lines in attempt.told:
-            seq.told += lines
+        self._runner.commit(attempt.computed)
+        for seq, lines in attempt.prompt_logprobs:
+            seq.prompt_logprobs += lines
         return attempt.outcomes
 
     def _condemn(self, seq: Sequence, error: Exception) -> Outcome:

@@ -13,7 +13,7 @@ from edgemoe.types.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RequestLimits:
     """What one request may span and name."""
 
     context_tokens: int  # prompt and output; no more than the KV blocks hold
@@ -21,7 +21,7 @@ class Bounds:
     grammars: bool = True  # whether there is a tokenizer to follow grammars with
 
 
-def check_request(request: Request, emitted: Sequence[int], bounds: Bounds) -> None:
+def check_request(request: Request, emitted: Sequence[int], bounds: RequestLimits) -> None:
     """Raises InvalidRequest naming the field at fault."""
     tokens = len(request.prompt) + len(emitted)
     if not request.prompt:

@@ -10,24 +10,24 @@ import numpy as np
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.compute.cost_model import Costs
-from edgemoe.experts.compute.cpu_experts import Beside
+from edgemoe.experts.compute.cost_model import CostModel
+from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import Compute, HostCompute
 from edgemoe.experts.compute.moe import TieredExperts
-from edgemoe.experts.compute.peer_layer_step import Remote
-from edgemoe.experts.tiers.residency import Horizon, Residency
-from edgemoe.experts.tiers.slab import ExpertShape, HostArena
-from edgemoe.experts.tiers.slots import Pool
-from edgemoe.experts.transfer.links import EmulatedLink, Link
-from edgemoe.experts.transfer.loader import Mover
+from edgemoe.experts.compute.peer_layer_step import PeerExperts
+from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
+from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.transfer.links import EmulatedLink, TierLink
+from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertId, LivePolicy, Move, Store, Tier
-from edgemoe.types.peers import Peers
+from edgemoe.types.peers import ExpertPeers
 
 
-class DeviceBudget(Protocol):
+class DeviceBytes(Protocol):
     """One device and what of it is the experts'."""
 
     @property
@@ -47,15 +47,15 @@ class Device(NamedTuple):
     """A device's parts; the slab belongs to link and compute."""
 
     slots: int
-    link: Link
+    link: TierLink
     compute: Compute
 
 
-class Tiers:
+class ExpertTiers:
     """All that one engine needs to run experts from NVMe, RAM and devices.
 
     `experts` is for the decoder; `run` belongs on the engine's asyncio loop, in a task that is cancelled to stop;
-    `close` comes after it. `residency` and `mover` are for the controller.
+    `close` comes after it. `residency` and `loader` are for the controller.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Tiers:
         shape: ExpertShape,
         store: Store,
         ram_bytes: int,
-        devices: Sequence[DeviceBudget],
+        devices: Sequence[DeviceBytes],
         policies: Mapping[Tier, LivePolicy],
         kernels: Kernels | None,
         *,
@@ -80,7 +80,7 @@ class Tiers:
         `on_disk` [L, E] marks what the store can read without help, where that is not everything. `cpu_helps`: computes
         from RAM what devices lack, where that is sooner. Raises CapacityError for a budget that holds no expert.
         """
-        ram = HostArena(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
+        ram = HostSlab(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
         self.shape, self.ram, self.ram_bytes = shape, ram, ram.size_bytes
         self.on_disk = np.ones((shape.layers, shape.experts), np.bool_) if on_disk is None else on_disk
         math = ExpertMath(kernels)
@@ -88,44 +88,49 @@ class Tiers:
         self._math = math
         self.devices = [_open(device, shape, ram, math) for device in devices if device.kind != "cpu"]
         pools = [
-            Pool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM]) for device in self.devices
+            SlotPool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM])
+            for device in self.devices
         ]
-        ram_pool = Pool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
+        ram_pool = SlotPool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
         host = HostCompute(_matrices(ram, shape), math)
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=containment)
-        self.mover = Mover(self.residency, store, ram, [device.link for device in self.devices])
+        self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
         self.experts = TieredExperts(
             shape,
             self.residency,
-            self.mover,
+            self.loader,
             computes,
-            Beside(self.residency, host, Costs(self.residency, self.mover, shape.stride_bytes, cpu_helps=cpu_helps)),
+            CpuExperts(
+                self.residency, host, CostModel(self.residency, self.loader, shape.stride_bytes, cpu_helps=cpu_helps)
+            ),
             prefetch=prefetch,
             keep_hints=keep_hints,
             deadline_s=deadline_s,
         )
 
-    def join(self, peers: Peers) -> None:
+    def join(self, peers: ExpertPeers) -> None:
         """From here on peers help with what is missing here."""
-        self.experts.remote = remote = Remote(
-            self.shape, self.residency, self.experts.beside.costs, peers, self.on_disk
+        self.experts.remote = remote = PeerExperts(
+            self.shape, self.residency, self.experts.cpu_experts.costs, peers, self.on_disk
         )
-        self.mover.elsewhere = remote.elsewhere
+        self.loader.elsewhere = remote.elsewhere
 
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
         """The same experts for one more thread, which brings its own kernels."""
         math = self._math.twin(kernels)
         computes = [compute.twin(math) for compute in self._computes]
-        beside = self.experts.beside.twin(math, Costs(self.residency, self.mover, self.shape.stride_bytes))
+        cpu_experts = self.experts.cpu_experts.twin(
+            math, CostModel(self.residency, self.loader, self.shape.stride_bytes)
+        )
         return TieredExperts(
-            self.shape, self.residency, self.mover, computes, beside, prefetch=False, deadline_s=deadline_s
+            self.shape, self.residency, self.loader, computes, cpu_experts, prefetch=False, deadline_s=deadline_s
         )
 
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""
-        self.mover.prefetch(self._fill(), Horizon.FILL)
-        await self.mover.run()
+        self.loader.prefetch(self._fill(), PrefetchPriority.FILL)
+        await self.loader.run()
 
     def close(self) -> None:
         """Ends the links. To be called when `run` has ended; forwards that wait fail."""
@@ -146,10 +151,10 @@ class Tiers:
             yield Move(expert, Tier.NVME, target, 0.0)
 
 
-def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena, math: ExpertMath) -> Device:
+def _open(device: DeviceBytes, shape: ExpertShape, ram: HostSlab, math: ExpertMath) -> Device:
     slots = shape.slots(device.expert_bytes, f"experts on {device.kind}")
     if device.kind == "emulated":
-        slab = HostArena(slots, shape.stride_bytes)
+        slab = HostSlab(slots, shape.stride_bytes)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s)
         return Device(slots, link, HostCompute(_matrices(slab, shape), math))
     if device.kind.startswith("cuda:"):
@@ -159,5 +164,5 @@ def _open(device: DeviceBudget, shape: ExpertShape, ram: HostArena, math: Expert
     raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
 
 
-def _matrices(arena: HostArena, shape: ExpertShape) -> ExpertSlab:
-    return ExpertSlab(torch.from_numpy(arena.slab), shape.hidden, shape.width, shape.bf16)
+def _matrices(slab: HostSlab, shape: ExpertShape) -> ExpertSlab:
+    return ExpertSlab(torch.from_numpy(slab.slab), shape.hidden, shape.width, shape.bf16)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from edgemoe.experts.build import Tiers
-from edgemoe.experts.tiers.slots import Pool
+from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.experts import Tier
 
 
-def figures(tiers: Tiers) -> dict[str, float]:
+def figures(tiers: ExpertTiers) -> dict[str, float]:
     """Hits, moves, stalls, arenas and links. From any thread."""
     residency, stride_bytes = tiers.residency, tiers.shape.stride_bytes
     values: dict[str, float] = {}
@@ -20,18 +20,18 @@ def figures(tiers: Tiers) -> dict[str, float]:
             values[named(metrics.TIER_HITS, tier=name)] = residency.served[tier]
             values[named(metrics.TIER_MISSES, tier=name)] = slower
             values[named(metrics.STALL_SECONDS, tier=name)] = tiers.experts.stall_s[tier]
-    values |= _arena(Tier.RAM, (residency.ram,), "nvme", stride_bytes)
+    values |= _slab(Tier.RAM, (residency.ram,), "nvme", stride_bytes)
     if residency.devices:
-        values[metrics.CPU_EXPERTS] = tiers.experts.beside.experts
-        values |= _arena(Tier.VRAM, residency.devices, "ram", stride_bytes)
-    links = {"nvme": tiers.mover.stats} | {str(i): link.stats for i, link in enumerate(tiers.mover.links)}
+        values[metrics.CPU_EXPERTS] = tiers.experts.cpu_experts.experts
+        values |= _slab(Tier.VRAM, residency.devices, "ram", stride_bytes)
+    links = {"nvme": tiers.loader.stats} | {str(i): link.stats for i, link in enumerate(tiers.loader.links)}
     for link, stats in links.items():
         values[named(metrics.LINK_RATE, link=link)] = stats.bytes_per_s
         values[named(metrics.LINK_IDLE, link=link)] = stats.idle_share
     return values
 
 
-def _arena(tier: Tier, pools: tuple[Pool, ...], source: str, stride_bytes: int) -> dict[str, float]:
+def _slab(tier: Tier, pools: tuple[SlotPool, ...], source: str, stride_bytes: int) -> dict[str, float]:
     name = tier.name.lower()
     slots = sum(pool.slots for pool in pools)
     way = {"from": source, "to": name}

@@ -34,7 +34,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     Emissions,
     Holds,
     Listening,
-    Peers,
+    PeerList,
     PeerSeen,
     Plan,
     Submit,
@@ -47,10 +47,10 @@ from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused
 from edgemoe.front import status as about
-from edgemoe.front.hosted_requests import Guests
-from edgemoe.front.request_log import Book
-from edgemoe.front.router import Places
-from edgemoe.policy.route import Load
+from edgemoe.front.hosted_requests import HostedRequests
+from edgemoe.front.request_log import RequestLog
+from edgemoe.front.router import Router
+from edgemoe.policy.route import EngineLoad
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.probes import look
 from edgemoe.types.placement import PlacementPlan
@@ -65,7 +65,7 @@ class Supervised(Protocol):
     """Our own engine and the request book, as the cluster's side of the front uses them."""
 
     settings: Settings
-    book: Book
+    request_log: RequestLog
 
     @property
     def place(self) -> str:
@@ -88,7 +88,7 @@ class Supervised(Protocol):
         """Submits what no engine has that takes requests."""
 
 
-class Cluster:
+class ClusterFront:
     """Made on the front's event loop. `run` until cancelled, after `leave`."""
 
     def __init__(self, supervisor: Supervised) -> None:
@@ -101,7 +101,7 @@ class Cluster:
         self._listening: Listening | None = None
         self._holds: Holds | None = None
         self._boot = ""  # of our engine
-        self._peers = Peers()  # as our engine was told
+        self._peers = PeerList()  # as our engine was told
         self._news = asyncio.Event()  # from other boxes
         self._known: set[str] = set()  # places elsewhere, as of the last look
         self.plane = ControlPlane(
@@ -117,9 +117,9 @@ class Cluster:
                 ram_bytes=look().ram_total_bytes,
             ),
         )
-        self.guests = Guests(self.plane.lane, supervisor.send, self.plane.spawn)
-        self._places = Places(
-            self.plane, settings.route, supervisor.book, self._own_load, supervisor.submit_here, self.plane.spawn
+        self.hosted_requests = HostedRequests(self.plane.channel, supervisor.send, self.plane.spawn)
+        self._places = Router(
+            self.plane, settings.route, supervisor.request_log, self._own_load, supervisor.submit_here, self.plane.spawn
         )
         self.plane.load = self._load
         self.plane.on_change = self._look_around
@@ -128,7 +128,7 @@ class Cluster:
         self.plane.on_request = self._serve
 
     def listen(self) -> None:
-        """Opens the control lane. Raises PeerRefused where the address cannot be had."""
+        """Opens the control channel. Raises PeerRefused where the address cannot be had."""
         self.plane.listen()
 
     async def run(self) -> None:
@@ -165,7 +165,7 @@ class Cluster:
         """What our engine says of itself and its links."""
         match message:
             case Listening():
-                self._boot, self._listening, self._holds, self._peers = boot, message, None, Peers()
+                self._boot, self._listening, self._holds, self._peers = boot, message, None, PeerList()
                 self._tell_peers()
                 if self.plane.plans.plan is not None:
                     self._tell_plan(self.plane.plans.plan)
@@ -180,7 +180,7 @@ class Cluster:
         if self._supervisor.place != self._boot:
             self._listening = self._holds = None
             self.seen.clear()
-            self.guests.engine_ended()
+            self.hosted_requests.engine_ended()
             self._boot = ""
             self._announce()
         self.plane.beat()
@@ -201,17 +201,19 @@ class Cluster:
 
     def take(self, items: list[Emission]) -> list[Emission]:
         """Passes on what our engine emits for other boxes; returns the rest."""
-        return self.guests.take(items)
+        return self.hosted_requests.take(items)
 
-    def _own_load(self) -> Load | None:
-        place, book = self._supervisor.place, self._supervisor.book
+    def _own_load(self) -> EngineLoad | None:
+        place, request_log = self._supervisor.place, self._supervisor.request_log
         if not place:
             return None
-        return Load(place, True, book.count_at(place) + len(self.guests), self._slots, book.capacity)
+        return EngineLoad(
+            place, True, request_log.count_at(place) + len(self.hosted_requests), self._slots, request_log.capacity
+        )
 
     def _load(self) -> Beat:
         """What our beats say of how busy this box is."""
-        if self._supervisor.book.count_at(""):
+        if self._supervisor.request_log.count_at(""):
             self._supervisor.replay()  # what was turned away everywhere
         load = self._own_load()
         if load is None or self._supervisor.state == "draining" or self.plane.announce.leaving:
@@ -231,8 +233,8 @@ class Cluster:
             metrics.CLUSTER_STALE: plane.stale,
             metrics.FORWARDED: self._places.forwarded,
             metrics.FORGOTTEN: self._places.dropped,
-            metrics.GUESTS: len(self.guests),
-            metrics.GUESTS_SERVED: self.guests.served,
+            metrics.GUESTS: len(self.hosted_requests),
+            metrics.GUESTS_SERVED: self.hosted_requests.served,
         } | {metrics.named(metrics.CLUSTER_BOXES, state=state): states.count(state) for state in about.STATES}
 
     def describe(self) -> dict[str, Any]:
@@ -245,7 +247,9 @@ class Cluster:
         if isinstance(question.message, Check):
             if question.message.engine != self._supervisor.place:
                 raise PeerRefused("that engine is no more")
-            return Answer(Dropped(self.guests.missing(question.peer, question.boot, question.message.requests)))
+            return Answer(
+                Dropped(self.hosted_requests.missing(question.peer, question.boot, question.message.requests))
+            )
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
         if isinstance(question.message, Forward) and question.message.model != self.plane.model:
@@ -260,10 +264,10 @@ class Cluster:
                     load = self._own_load()
                     if load is None or load.requests >= load.capacity or self._supervisor.state == "draining":
                         raise PeerBusy("there is no room for another request here")
-                    self.guests.submit(question.peer, question.boot, submit)
+                    self.hosted_requests.submit(question.peer, question.boot, submit)
                     return Answer(Taken())
                 case Cancel() as cancel:
-                    self.guests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
+                    self.hosted_requests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
                     return Answer(Taken())
         raise PeerRefused("a frame of another kind")
 
@@ -273,7 +277,7 @@ class Cluster:
         """Members or their engines have changed, or may have."""
         self._news.set()
         self._tell_peers()
-        self.guests.keep({member.peer.node: member.boot for member in self.plane.members})
+        self.hosted_requests.keep({member.peer.node: member.boot for member in self.plane.members})
         if (places := set(self.places())) != self._known:
             self._known = places
             self._supervisor.replay()
@@ -300,7 +304,7 @@ class Cluster:
     def _tell_peers(self) -> None:
         if self._listening is None or not self.settings.share_experts:
             return
-        peers = Peers(keys=self.plane.members.keys(), engines=self.plane.members.engines())
+        peers = PeerList(keys=self.plane.members.keys(), engines=self.plane.members.engines())
         if peers != self._peers and self._supervisor.tell(peers):
             self._peers = peers
 
@@ -358,6 +362,6 @@ def _stamp(settings: ClusterSettings) -> tuple[int, int]:
 
 
 def address_of(settings: ClusterSettings) -> str:
-    """Where the others reach this box's control lane, as far as the settings say so; else ""."""
+    """Where the others reach this box's control channel, as far as the settings say so; else ""."""
     host = settings.listen.rpartition(":")[0].strip("[]")
     return settings.address or ("" if host in WILDCARDS else settings.listen)

@@ -40,7 +40,7 @@ FRONTS_OWN = ("NOTIFY_", "WATCHDOG_", "LISTEN_")  # between the front and the se
 STOP_S = 5.0  # that an engine has to exit once it is told to
 
 
-class Engine:
+class EngineHandle:
     """A running engine process."""
 
     def __init__(self, process: asyncio.subprocess.Process, boot_id: str) -> None:
@@ -53,7 +53,7 @@ class Engine:
         self.heard = self._looked = time.monotonic()
 
     @classmethod
-    async def start(cls, command: Sequence[str], settings: Settings, address: str) -> Engine:
+    async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineHandle:
         """Starts `command` in a process group of its own and hands it its Boot."""
         values = msgspec.to_builtins(settings)
         boot = Boot(boot_id=secrets.token_hex(8), address=address, speaks=SPOKEN, settings=values)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
 from edgemoe.errors import PeerBusy, PeerError, WireError
@@ -30,77 +30,79 @@ BATCH = 2000  # emissions in one message
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class HostedRequest:
     """One attempt at a request of another front."""
 
-    host: Host
+    host: RemoteFront
     request: str  # the request's own name
     attempt: int
     name: str  # at our engine
 
 
 @dataclass(slots=True, eq=False)
-class Host:
+class RemoteFront:
     """One front, one incarnation of it, and its requests here."""
 
     node: str
     boot: str
-    guests: dict[str, Guest] = field(default_factory=dict)  # by the request's own name
+    hosted_requests: dict[str, HostedRequest] = field(default_factory=dict)  # by the request's own name
     outbox: list[Emission] = field(default_factory=list)
     sending: asyncio.Task[None] | None = None
 
 
-class Guests:
+class HostedRequests:
     """One owner, one event loop."""
 
     def __init__(
         self,
-        lane: Lane[ControlMessage],
+        channel: Channel[ControlMessage],
         send: Callable[[ToEngine], bool],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
         """`send` hands a message to our engine, `spawn` starts a task."""
         self.served = 0
-        self._lane, self._send, self._spawn = lane, send, spawn
-        self._hosts: dict[str, Host] = {}
-        self._guests: dict[str, Guest] = {}  # by their names at our engine
+        self._channel, self._send, self._spawn = channel, send, spawn
+        self._hosts: dict[str, RemoteFront] = {}
+        self._hosted_requests: dict[str, HostedRequest] = {}  # by their names at our engine
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        return len(self._guests)
+        return len(self._hosted_requests)
 
     def submit(self, node: str, boot: str, message: Submit) -> None:
         """Runs a request of that front, unless a later attempt of it is here. Raises PeerBusy where none can be run."""
         host = self._hosts.get(node)
         if host is None or host.boot != boot:
             self.forget(node)
-            host = self._hosts[node] = Host(node, boot)
+            host = self._hosts[node] = RemoteFront(node, boot)
         request = message.request
-        before = host.guests.get(request.id)
+        before = host.hosted_requests.get(request.id)
         if before is not None and before.attempt > message.attempt:
             return
-        guest = Guest(host, request.id, message.attempt, f"{node}/{next(self._numbers)}")
-        renamed = msgspec.structs.replace(request, id=guest.name, user=f"{node}/{request.user}" if request.user else "")
+        hosted = HostedRequest(host, request.id, message.attempt, f"{node}/{next(self._numbers)}")
+        renamed = msgspec.structs.replace(
+            request, id=hosted.name, user=f"{node}/{request.user}" if request.user else ""
+        )
         if not self._send(msgspec.structs.replace(message, request=renamed)):
             raise PeerBusy("no engine takes requests here now")
         if before is not None:
             self._end(before)
         self.served += before is None
-        host.guests[request.id] = self._guests[guest.name] = guest
+        host.hosted_requests[request.id] = self._hosted_requests[hosted.name] = hosted
 
     def cancel(self, node: str, boot: str, request: str, attempt: int) -> None:
         """The front no longer waits for this attempt."""
         host = self._hosts.get(node)
-        guest = host.guests.get(request) if host is not None and host.boot == boot else None
-        if guest is not None and guest.attempt == attempt:
-            self._end(guest)
+        hosted = host.hosted_requests.get(request) if host is not None and host.boot == boot else None
+        if hosted is not None and hosted.attempt == attempt:
+            self._end(hosted)
 
     def missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
         """Those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
         host = self._hosts.get(node)
         here: set[tuple[str, int]] = set()
         if host is not None and host.boot == boot:
-            here = {(guest.request, guest.attempt) for guest in host.guests.values()}
+            here = {(hosted.request, hosted.attempt) for hosted in host.hosted_requests.values()}
             here |= {(emission.request, emission.attempt) for emission in host.outbox}
         return tuple(one for one in requests if one not in here)
 
@@ -109,9 +111,9 @@ class Guests:
         ours = [one for one in emissions if "/" not in one.request]
         if len(ours) < len(emissions):
             for one in emissions:
-                guest = self._guests.get(one.request)
-                if guest is not None and guest.attempt == one.attempt:
-                    self._pass_on(guest, msgspec.structs.replace(one, request=guest.request))
+                hosted = self._hosted_requests.get(one.request)
+                if hosted is not None and hosted.attempt == one.attempt:
+                    self._pass_on(hosted, msgspec.structs.replace(one, request=hosted.request))
         return ours
 
     def forget(self, node: str) -> None:
@@ -119,8 +121,8 @@ class Guests:
         if (host := self._hosts.pop(node, None)) is not None:
             if host.sending is not None:
                 host.sending.cancel()
-            for guest in list(host.guests.values()):
-                self._end(guest)
+            for hosted in list(host.hosted_requests.values()):
+                self._end(hosted)
 
     def keep(self, boots: Mapping[str, str]) -> None:
         """These are the fronts that are let in, and their incarnations, "" before they have said; others' end here."""
@@ -133,31 +135,31 @@ class Guests:
         for node in list(self._hosts):
             self.forget(node)
 
-    def _end(self, guest: Guest) -> None:
+    def _end(self, hosted: HostedRequest) -> None:
         """Has our engine forget it."""
-        self._remove(guest)
-        self._send(Cancel(request=guest.name, attempt=guest.attempt))
+        self._remove(hosted)
+        self._send(Cancel(request=hosted.name, attempt=hosted.attempt))
 
-    def _remove(self, guest: Guest) -> None:
-        del self._guests[guest.name]
-        if guest.host.guests.get(guest.request) is guest:
-            del guest.host.guests[guest.request]
+    def _remove(self, hosted: HostedRequest) -> None:
+        del self._hosted_requests[hosted.name]
+        if hosted.host.hosted_requests.get(hosted.request) is hosted:
+            del hosted.host.hosted_requests[hosted.request]
 
-    def _pass_on(self, guest: Guest, emission: Emission) -> None:
-        host = guest.host
+    def _pass_on(self, hosted: HostedRequest, emission: Emission) -> None:
+        host = hosted.host
         host.outbox.append(emission)
         if emission.finish:
-            self._remove(guest)
+            self._remove(hosted)
         if host.sending is None or host.sending.done():
             host.sending = self._spawn(self._deliver(host))
 
-    async def _deliver(self, host: Host) -> None:
+    async def _deliver(self, host: RemoteFront) -> None:
         failing_s, size = None, BATCH
         while host.outbox:
             batch = host.outbox[:size]
             try:
                 frame = encode(Emissions(items=batch))
-                answer = await self._lane.ask(host.node, Tokens(), [frame], timeout_s=ASK_S)
+                answer = await self._channel.ask(host.node, Tokens(), [frame], timeout_s=ASK_S)
             except PeerError as error:
                 failing_s = failing_s or time.monotonic()
                 if time.monotonic() - failing_s > GIVEN_UP_S:

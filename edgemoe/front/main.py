@@ -28,7 +28,7 @@ from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
 from edgemoe.config.loading import beside
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EdgemoeError, RequestError
-from edgemoe.front.cluster import Cluster
+from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
 from edgemoe.front.listen import api_keys, sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
@@ -70,7 +70,7 @@ class Front:
         self.metrics = Metrics(settings.model.name)
         self.supervisor: Supervisor | None = None
         self.api: Api | None = None
-        self.cluster: Cluster | None = None  # where the settings name a node
+        self.cluster: ClusterFront | None = None  # where the settings name a node
         self.integrity_errors = 0
         self._command = command
         self._env = env
@@ -109,7 +109,7 @@ class Front:
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_figures(supervisor)
             if settings.cluster.node:
-                self.cluster = supervisor.cluster = Cluster(supervisor)
+                self.cluster = supervisor.cluster = ClusterFront(supervisor)
                 self.cluster.listen()
             sockets = self._sockets(held)
             await self._serve(supervisor, Server(build(api), sockets, settings.api.max_connections))
@@ -126,7 +126,7 @@ class Front:
                 helpers.append(tasks.create_task(self.cluster.run(), name="cluster"))
             tasks.create_task(server.run_until_told(), name="http")
             await self._stopped[0].wait()
-            log.info("stopping", extra={"live": len(supervisor.book), "drain_s": self.settings.service.drain_s})
+            log.info("stopping", extra={"live": len(supervisor.request_log), "drain_s": self.settings.service.drain_s})
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")
             await _either(self._wind_down(supervisor), self._stopped[1].wait())
             supervisor.stop()
@@ -155,7 +155,7 @@ class Front:
                 told_ready, fields["READY"] = True, "1"
             elif not told_ready:
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
-            if (status := f"{supervisor.state}, {len(supervisor.book)} requests") != told:
+            if (status := f"{supervisor.state}, {len(supervisor.request_log)} requests") != told:
                 told = fields["STATUS"] = status
             self._notifier.tell(**fields)
             self._check(supervisor)
@@ -200,13 +200,15 @@ class Front:
         return sockets
 
     def _show_figures(self, supervisor: Supervisor) -> None:
-        book, gauge, counter = supervisor.book, self.metrics.gauge, self.metrics.counter
-        gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(book))
+        request_log, gauge, counter = supervisor.request_log, self.metrics.gauge, self.metrics.counter
+        gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(request_log))
         counter("edgemoe_engine_starts_total", "Engines started", lambda: supervisor.starts)
         counter(
-            "edgemoe_replayed_requests_total", "Choices submitted again after an engine's end", lambda: book.replayed
+            "edgemoe_replayed_requests_total",
+            "Choices submitted again after an engine's end",
+            lambda: request_log.replayed,
         )
-        counter("edgemoe_stale_emissions_total", "Emissions of an attempt that is over", lambda: book.stale)
+        counter("edgemoe_stale_emissions_total", "Emissions of an attempt that is over", lambda: request_log.stale)
         counter("edgemoe_integrity_errors_total", "Contradictions found in the front", lambda: self.integrity_errors)
 
 

@@ -31,13 +31,13 @@ RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
 SHARE_OF_FREE = 4
 
 
-class Ticket:
+class LoggedSubmission:
     """The requests of one HTTP request: an async iterator over what they emit, in batches."""
 
-    def __init__(self, book: Book, deadline: float) -> None:
+    def __init__(self, request_log: RequestLog, deadline: float) -> None:
         self.deadline = deadline
         self.live: set[str] = set()
-        self._book = book
+        self._book = request_log
         self._items: list[Emission] = []
         self._error: RequestError | None = None
         self._news = asyncio.Event()
@@ -71,11 +71,11 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class Live:
+class LoggedRequest:
     """One accepted request."""
 
     request: Request
-    ticket: Ticket
+    ticket: LoggedSubmission
     accepted: float
     emitted: list[int] = field(default_factory=list)
     attempt: int = 0  # 0: not yet submitted
@@ -84,7 +84,7 @@ class Live:
     fruitless: int = 0  # submissions since it last got further
 
 
-class Book:
+class RequestLog:
     """Accepts, replays, delivers and forgets requests. Call from one event loop."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Book:
         self.blamed = 0  # requests that were given up as what engines die of
         self._hand, self._recall = submit, cancel
         self._now = now
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LoggedRequest] = {}
         self._suspects: deque[str] = deque()  # to be tried one by one
         self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
@@ -121,16 +121,16 @@ class Book:
     # --- what the application calls ---
 
     @contextmanager
-    def open(self, requests: Sequence[Request], timeout_s: float) -> Iterator[Ticket]:
+    def open(self, requests: Sequence[Request], timeout_s: float) -> Iterator[LoggedSubmission]:
         """Accepts the requests; what still runs when the block is left is cancelled.
 
         Raises QueueFull, InvalidRequest (more than would ever fit), and whatever `closed` says.
         """
         self._check_room(requests)
         now = self._now()
-        ticket = Ticket(self, now + timeout_s)
+        ticket = LoggedSubmission(self, now + timeout_s)
         for request in requests:
-            self._live[request.id] = live = Live(request, ticket, now)
+            self._live[request.id] = live = LoggedRequest(request, ticket, now)
             ticket.live.add(request.id)
             self._idle.clear()
             self._submit(live)
@@ -241,7 +241,7 @@ class Book:
             alive = f"{len(self._live)} requests are waiting or running, {held} of them this user's"
             raise QueueFull(f"{alive}; try again", retry_after_s=wait_s)
 
-    def _submit(self, live: Live) -> None:
+    def _submit(self, live: LoggedRequest) -> None:
         """Sends the next attempt. With no engine to take it, `replay` will."""
         live.place = ""
         if live.fruitless >= FRUITLESS_ATTEMPTS:
@@ -262,7 +262,7 @@ class Book:
             live.emitted_before = len(live.emitted)
             live.fruitless += 1
 
-    def _deliver(self, live: Live, emission: Emission) -> None:
+    def _deliver(self, live: LoggedRequest, emission: Emission) -> None:
         if emission.token is not None:
             live.emitted.append(emission.token)
             if len(live.emitted) - live.emitted_before > FURTHER_TOKENS:
@@ -282,7 +282,7 @@ class Book:
                 self._on_trial = live.request.id
                 self._submit(live)
 
-    def _forget(self, live: Live) -> None:
+    def _forget(self, live: LoggedRequest) -> None:
         del self._live[live.request.id]
         live.ticket.live.discard(live.request.id)
         if live.request.id == self._on_trial:

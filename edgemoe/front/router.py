@@ -17,7 +17,7 @@ from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, Taken
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, encode
 from edgemoe.errors import EdgemoeError
-from edgemoe.policy.route import Load, Rule, choose
+from edgemoe.policy.route import EngineLoad, Rule, choose
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ AVOID_S = 1.0  # an engine that turned a request away
 CHECK_S = 1.0  # between questions whether requests are still where they were taken to
 
 
-class Requests(Protocol):
+class RoutedRequests(Protocol):
     """The request book, as far as engines elsewhere are concerned."""
 
     def take(self, emissions: list[Emission]) -> None:
@@ -42,15 +42,15 @@ class Requests(Protocol):
         """Live requests that this engine has."""
 
 
-class Places:
+class Router:
     """One owner, one event loop."""
 
     def __init__(
         self,
         plane: ControlPlane,
         rule: Rule,
-        requests: Requests,
-        own: Callable[[], Load | None],
+        requests: RoutedRequests,
+        own: Callable[[], EngineLoad | None],
         submit_here: Callable[[Submit], str],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
@@ -116,15 +116,15 @@ class Places:
         """A box has said how it is."""
         self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
 
-    def _load(self, place: str, node: str) -> Load:
+    def _load(self, place: str, node: str) -> EngineLoad:
         beat = self._plane.members[node].beat
         requests = beat.requests + self._requests.count_at(place) - self._ours.get(node, 0)
-        return Load(place, False, max(0, requests), beat.slots, beat.capacity)
+        return EngineLoad(place, False, max(0, requests), beat.slots, beat.capacity)
 
     async def _forward(self, place: str, node: str, message: Submit) -> None:
         try:
             asked = Forward(self._plane.model)
-            await self._plane.lane.ask(node, asked, [encode(message)], timeout_s=ASK_S)
+            await self._plane.channel.ask(node, asked, [encode(message)], timeout_s=ASK_S)
         except EdgemoeError as error:
             log.info("a request was turned away", extra={"peer": node, "why": str(error)})
             self._avoid[place] = time.monotonic() + AVOID_S
@@ -135,7 +135,7 @@ class Places:
     async def _check(self, place: str, node: str, requests: list[tuple[str, int]]) -> None:
         question = Check(place.removeprefix(f"{node}:"), tuple(requests[:MAX_UNWANTED]))
         try:
-            answer = await self._plane.lane.ask(node, question, timeout_s=ASK_S)
+            answer = await self._plane.channel.ask(node, question, timeout_s=ASK_S)
         except EdgemoeError as error:
             log.debug("what has become of requests is not known", extra={"peer": node, "why": str(error)})
             return
@@ -152,6 +152,6 @@ class Places:
 
     async def _recall(self, node: str, message: Cancel) -> None:
         try:
-            await self._plane.lane.ask(node, Forward(self._plane.model), [encode(message)], timeout_s=ASK_S)
+            await self._plane.channel.ask(node, Forward(self._plane.model), [encode(message)], timeout_s=ASK_S)
         except EdgemoeError as error:
             log.debug("a request was not recalled", extra={"peer": node, "why": str(error)})

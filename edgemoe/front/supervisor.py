@@ -39,8 +39,8 @@ from edgemoe.cluster.rpc.engine_messages import (
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, PeerOutdated, ReloadRefused, ServiceError, WireError
-from edgemoe.front.engine_handle import LOOK_S, STOP_S, Engine
-from edgemoe.front.request_log import Book, Ticket
+from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
+from edgemoe.front.request_log import LoggedSubmission, RequestLog
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request
 
@@ -85,13 +85,15 @@ class Supervisor:
 
     def __init__(self, settings: Settings, wire: FrontEnd, command: Sequence[str]) -> None:
         self.settings = settings
-        self.book = Book(settings.engine.max_sequences + settings.engine.max_queue, self._submit, self._cancel)
+        self.request_log = RequestLog(
+            settings.engine.max_sequences + settings.engine.max_queue, self._submit, self._cancel
+        )
         self._state: State = "loading"
         self.starts = 0
         self.why = ""  # what ended the last engine
         self._wire = wire
         self._command = command
-        self._engine: Engine | None = None
+        self._engine: EngineHandle | None = None
         self._deaths: deque[float] = deque()  # that no request has been blamed for
         self._blamed = 0  # requests, as of the last death
         self._served: tuple[ModelInfo, int] | None = None
@@ -119,8 +121,8 @@ class Supervisor:
         """The model and the tokens that a request may span. Waits for the first engine. Raises EngineUnavailable."""
         deadline = time.monotonic() + self.settings.api.request_timeout_s
         while self._served is None:
-            if self.book.closed is not None:
-                raise self.book.closed
+            if self.request_log.closed is not None:
+                raise self.request_log.closed
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._changed.wait()
@@ -128,9 +130,9 @@ class Supervisor:
                 raise EngineUnavailable("the model is still loading; try again") from None
         return self._served
 
-    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[Ticket]:
+    def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[LoggedSubmission]:
         """See Book.open."""
-        return self.book.open(requests, timeout_s)
+        return self.request_log.open(requests, timeout_s)
 
     def describe(self) -> dict[str, Any]:
         """The body of /health."""
@@ -143,9 +145,9 @@ class Supervisor:
             "loading": {"phase": loading.phase, "fraction": loading.fraction} if loading else None,
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
             "requests": {
-                "live": len(self.book),
-                "capacity": self.book.capacity,
-                "capacity_per_user": self.book.capacity_per_user,
+                "live": len(self.request_log),
+                "capacity": self.request_log.capacity,
+                "capacity_per_user": self.request_log.capacity_per_user,
             },
         }
 
@@ -176,7 +178,7 @@ class Supervisor:
         while not self._stopping:
             self.why = await self._incarnation()
             if not self._stopping:
-                log.error("engine ended", extra={"why": self.why, "live": len(self.book)})
+                log.error("engine ended", extra={"why": self.why, "live": len(self.request_log)})
                 await self._pause()
 
     async def listen(self) -> None:
@@ -189,7 +191,7 @@ class Supervisor:
                 case Ready() as ready:
                     self._on_ready(ready)
                 case Emissions(items=items):
-                    self.book.take(items if self.cluster is None else self.cluster.take(items))
+                    self.request_log.take(items if self.cluster is None else self.cluster.take(items))
                 case Reloaded() as reloaded if self._reloaded is not None and not self._reloaded.done():
                     self._reloaded.set_result(reloaded)
                 case Listening() | Holds() | PeerSeen() as news:
@@ -198,32 +200,32 @@ class Supervisor:
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""
-        self.book.closed = SHUTTING_DOWN
+        self.request_log.closed = SHUTTING_DOWN
         self._change("draining")
         self.send(Drain())
         try:
             async with asyncio.timeout(drain_s):
-                await self.book.empty()
+                await self.request_log.empty()
         except TimeoutError:
-            log.warning("requests were cut off by the drain deadline", extra={"live": len(self.book)})
-            self.book.fail_all(SHUTTING_DOWN)
+            log.warning("requests were cut off by the drain deadline", extra={"live": len(self.request_log)})
+            self.request_log.fail_all(SHUTTING_DOWN)
         await self._stop_engine()
 
     def stop(self) -> None:
         """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
         self._stopping = True
-        self.book.fail_all(SHUTTING_DOWN)
+        self.request_log.fail_all(SHUTTING_DOWN)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where book and engine contradict each other."""
-        self.book.check_integrity()
+        self.request_log.check_integrity()
         assert self.state != "ready" or (self._engine is not None and self._engine.ready is not None)
 
     async def _incarnation(self) -> str:
         """One engine, from start to end; how it ended."""
         self.starts += 1
         try:
-            engine = self._engine = await Engine.start(self._command, self.settings, self._wire.address)
+            engine = self._engine = await EngineHandle.start(self._command, self.settings, self._wire.address)
         except OSError as error:  # no memory for another process, say
             self._engine = None
             return f"it cannot be started: {error}"
@@ -231,7 +233,7 @@ class Supervisor:
         ended = asyncio.ensure_future(engine.ended())
         try:
             while not (await asyncio.wait([ended], timeout=LOOK_S))[0]:
-                self.book.expire()
+                self.request_log.expire()
                 if why := engine.hangs():
                     log.error("engine hangs", extra={"why": why})
                     await engine.kill()
@@ -247,8 +249,8 @@ class Supervisor:
     async def _pause(self) -> None:
         """Waits before the next start: longer each time, and for the window to move on after too many deaths."""
         service, now = self.settings.service, time.monotonic()
-        if self.book.blamed != self._blamed:  # what came before is explained, and over
-            self._blamed = self.book.blamed
+        if self.request_log.blamed != self._blamed:  # what came before is explained, and over
+            self._blamed = self.request_log.blamed
             self._deaths.clear()
         self._deaths.append(now)
         while self._deaths and self._deaths[0] < now - service.restart_window_s:
@@ -259,9 +261,9 @@ class Supervisor:
             self._give_up(delay_s)
         until = now + delay_s
         while not self._stopping and time.monotonic() < until:
-            self.book.expire()
-            if self.state == "failed" and self.book.closed is not None:
-                self.book.closed = self._keeps_failing(until - time.monotonic())
+            self.request_log.expire()
+            if self.state == "failed" and self.request_log.closed is not None:
+                self.request_log.closed = self._keeps_failing(until - time.monotonic())
             await asyncio.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
 
     def _keeps_failing(self, left_s: float) -> EngineUnavailable:
@@ -275,17 +277,19 @@ class Supervisor:
         error = self._keeps_failing(delay_s)
         elsewhere = self.cluster is not None and self.cluster.places()
         if not elsewhere:
-            self.book.fail_all(error)
+            self.request_log.fail_all(error)
         if self.state != "draining":
-            self.book.closed = None if elsewhere else error
+            self.request_log.closed = None if elsewhere else error
             self._change("failed")
 
     def _on_ready(self, ready: Ready) -> None:
         span = min(ready.limits.context_tokens, ready.limits.kv_tokens)
         self._served = (ready.model, span)
-        log.info("engine ready", extra={"model": ready.model.id, "context_tokens": span, "replayed": len(self.book)})
+        log.info(
+            "engine ready", extra={"model": ready.model.id, "context_tokens": span, "replayed": len(self.request_log)}
+        )
         if self.state != "draining":
-            self.book.closed = None
+            self.request_log.closed = None
             self._change("ready")
         self._engine_changed()
 
@@ -328,7 +332,7 @@ class Supervisor:
     def replay(self) -> None:
         """Submits what no engine has that takes requests."""
         others = () if self.cluster is None else self.cluster.places()
-        self.book.replay([place for place in (self.place, *others) if place])
+        self.request_log.replay([place for place in (self.place, *others) if place])
 
     def _engine_changed(self) -> None:
         if self.cluster is not None:

@@ -32,16 +32,16 @@ class EWMA:
 
     def rank(self, layer: int) -> FloatArray:
         """p * W, [L, E]."""
-        worth: FloatArray = self.p * self._weights[layer][:, None]
-        return worth
+        utility: FloatArray = self.p * self._weights[layer][:, None]
+        return utility
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """The chance in the place of p, as while the layer before runs."""
-        worth: FloatArray = chance * self._weights[layer - 1, layer]
-        return chance, worth
+        utility: FloatArray = chance * self._weights[layer - 1, layer]
+        return chance, utility
 
 
-class Paper(EWMA):
+class PublishedPolicy(EWMA):
     """The source's rules to the letter, for uniform costs and sizes: the lowest p * W goes first."""
 
     def __init__(self, layers: int, experts: int, top_k: int, alpha: float = ALPHA) -> None:

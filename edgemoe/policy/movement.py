@@ -41,8 +41,8 @@ def _densest(wanted: BoolArray, side: Side, sizes: IntArray, source: Tier, targe
     keys = np.flatnonzero(wanted)
     if not len(keys):
         return []
-    worth = side.b.ravel()[keys]
-    keys = keys[np.argsort(-worth, kind="stable")]
+    utility = side.b.ravel()[keys]
+    keys = keys[np.argsort(-utility, kind="stable")]
     keys = keys[np.cumsum(sizes.ravel()[keys]) <= side.idle_bytes]
     experts = side.b.shape[1]
     return [Move(ExpertId(*divmod(key, experts)), source, target, float(side.b.ravel()[key])) for key in keys.tolist()]
@@ -71,18 +71,18 @@ class Ledger:
         """Whether wishes should be carried out."""
         return self.outcomes >= TRIAL and self.share >= GOOD_SHARE
 
-    def watch(self, wish: int, rival: int, step: int) -> None:
+    def watch(self, prefetch_request: int, rival: int, step: int) -> None:
         """From the step after `step` on; not again while it is watched."""
-        if ((self._wish == wish) & (self._since >= 0)).any():
+        if ((self._wish == prefetch_request) & (self._since >= 0)).any():
             return
         at, self._next = self._next, (self._next + 1) % WATCHED
-        self._wish[at], self._rival[at], self._since[at] = wish, rival, step
+        self._wish[at], self._rival[at], self._since[at] = prefetch_request, rival, step
 
     def settle(self, last: IntArray) -> None:
         """Books what has been decided by each expert's latest need [L * E], in steps."""
         live = np.flatnonzero(self._since >= 0)
-        wish, rival = last[self._wish[live]], last[self._rival[live]]
-        came, lost = wish > self._since[live], rival > self._since[live]
+        prefetch_request, rival = last[self._wish[live]], last[self._rival[live]]
+        came, lost = prefetch_request > self._since[live], rival > self._since[live]
         decided = came | lost
         for good in np.where(came & lost, 0.5, came)[decided].tolist():  # both in one step: nothing was gained
             self.outcomes = LEDGER_DECAY * self.outcomes + 1

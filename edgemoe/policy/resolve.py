@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Costs = npt.NDArray[np.float64]
+CostMatrix = npt.NDArray[np.float64]
 EVENNESS = 1e-3  # weight of the channels' quadratic mean: tells partial assignments apart that are equally late
 BEAM = 16  # partial assignments kept; in the tests' random cases already 8 find the optimum
 PEERS_EACH = 3  # that are considered for an expert
@@ -34,10 +34,10 @@ class Ways:
     `busy` [c]: what each channel has to do anyway.
     """
 
-    load: Costs
-    alone: Costs
-    opening: Costs
-    busy: Costs | None = None
+    load: CostMatrix
+    alone: CostMatrix
+    opening: CostMatrix
+    busy: CostMatrix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def resolve(ways: Ways) -> Resolution:
     return Resolution(_follow(trail, order, best), float(finish[best]))
 
 
-def candidates(its_s: Costs, open_s: Costs) -> npt.NDArray[np.int64]:
+def candidates(its_s: CostMatrix, open_s: CostMatrix) -> npt.NDArray[np.int64]:
     """The peers [k, n] that are considered for each expert, k at most PEERS_EACH: those that would have it soonest.
 
     `its_s` [p, n]: how long a peer takes for an expert; inf: it cannot. `open_s` [p]: see `Ways`. The experts are gone

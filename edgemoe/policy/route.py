@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 Rule = Literal["local", "spread"]
 
 
-class Load(NamedTuple):
+class EngineLoad(NamedTuple):
     """An engine that takes requests."""
 
     place: str
@@ -18,7 +18,7 @@ class Load(NamedTuple):
     capacity: int  # that may be there, waiting ones included
 
 
-def choose(loads: Sequence[Load], rule: Rule) -> str:
+def choose(loads: Sequence[EngineLoad], rule: Rule) -> str:
     """The place to send a request to; "" where there is no room anywhere.
 
     "local" keeps it on this box while that has room; "spread", and "local" beyond that, take the engine with the

@@ -27,7 +27,7 @@ STALL, COMPUTE, TO_VRAM, TO_RAM, WASTED, PREFETCHED, GOOD, BAD = range(FIGURES)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class BoxSpec:
     """What a box is made of."""
 
     compute_s: float  # of one layer-step
@@ -56,10 +56,10 @@ class Machine:
         return figures
 
 
-class Box:
+class ReplayBox:
     """One box and its figures."""
 
-    def __init__(self, layers: int, experts: int, slots: int, machine: Machine) -> None:
+    def __init__(self, layers: int, experts: int, slots: int, machine: BoxSpec) -> None:
         self.machine, self.experts = machine, experts
         total = layers * experts
         self.figures = np.zeros(FIGURES)
@@ -78,8 +78,8 @@ class Box:
         self._ledger = np.zeros(2)  # outcomes, and good ones
         self._clock = 0
 
-    def run(self, layer: int, experts: IntArray, rank: FloatArray, wishes: bool) -> None:
-        """One layer-step that demands distinct experts [n]; `wishes`: the ranks foretell needs. `rank` [L, E]."""
+    def run(self, layer: int, experts: IntArray, rank: FloatArray, prefetch_requests: bool) -> None:
+        """One layer-step that demands distinct experts [n]; `rank` [L, E]; `prefetch_requests`: it foretells needs."""
         self._clock += 1
         machine = self.machine
         _run(
@@ -99,7 +99,7 @@ class Box:
             machine.compute_s,
             machine.link_s,
             machine.expert_bytes / machine.nvme_bytes_per_s,
-            machine.prefetches and wishes,
+            machine.prefetches and prefetch_requests,
             machine.margin,
         )
 
@@ -154,7 +154,7 @@ def _run(
     figures[COMPUTE] += compute_s
     times[0] = ready + compute_s
     if prefetch:
-        _wish(
+        _request_prefetch(
             rank, clock, vram, ram, free, pinned, unused, rival, wished, times, ledger, figures, ready, link_s, margin
         )
 
@@ -192,7 +192,7 @@ def _settle(key: int, rival: IntArray, wished: BoolArray, ledger: DoubleArray, f
 
 
 @njit(nogil=True)
-def _wish(
+def _request_prefetch(
     rank: FloatArray,
     clock: int,
     vram: BoolArray,

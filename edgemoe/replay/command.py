@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     """A row for each capacity and policy, in the order asked for."""
-    from edgemoe.replay.box import Machine
+    from edgemoe.replay.box import BoxSpec
     from edgemoe.replay.policies import nextuse
     from edgemoe.replay.run import replay
     from edgemoe.replay.trace import load
@@ -96,7 +96,7 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     )
     total = trace.layers * trace.experts
     slots = [max(1, round(share * total)) for share in options.capacity]
-    machine = Machine(
+    machine = BoxSpec(
         compute_s=options.layer_ms / 1000,
         expert_bytes=options.expert_bytes,
         link_bytes_per_s=options.link,

@@ -9,7 +9,7 @@ import numpy as np
 
 from edgemoe.errors import ConfigError
 from edgemoe.policy import baselines
-from edgemoe.policy.ewma import EWMA, Paper
+from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.replay.trace import Trace, chosen
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import CachePolicy
@@ -22,9 +22,9 @@ def _belady(trace: Trace, batch: int) -> CachePolicy:
 
 
 def _full(trace: Trace, batch: int) -> CachePolicy:
-    from edgemoe.experts.predict.learned_policy import Full  # imports numba
+    from edgemoe.experts.predict.learned_policy import LearnedPolicy  # imports numba
 
-    return Full(trace.layers, trace.experts, trace.top_k)
+    return LearnedPolicy(trace.layers, trace.experts, trace.top_k)
 
 
 def nextuse(directory: Path) -> Maker:
@@ -32,14 +32,14 @@ def nextuse(directory: Path) -> Maker:
     import torch  # takes seconds
 
     from edgemoe.experts.predict.next_use_export import read
-    from edgemoe.experts.predict.next_use_network import Foreseen
+    from edgemoe.experts.predict.next_use_network import NetworkPolicy
 
     torch.set_num_threads(1)  # its products are small
     try:
         network = read(directory)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return lambda trace, batch: Foreseen(network, trace.layers, trace.experts, trace.top_k)
+    return lambda trace, batch: NetworkPolicy(network, trace.layers, trace.experts, trace.top_k)
 
 
 MAKERS: dict[str, Maker] = {
@@ -50,7 +50,7 @@ MAKERS: dict[str, Maker] = {
     "random": lambda trace, batch: baselines.Random(trace.layers, trace.experts),
     "belady": _belady,
     "ewma": lambda trace, batch: EWMA(trace.layers, trace.experts, trace.top_k),
-    "paper": lambda trace, batch: Paper(trace.layers, trace.experts, trace.top_k),
+    "paper": lambda trace, batch: PublishedPolicy(trace.layers, trace.experts, trace.top_k),
     "full": _full,
 }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgemoe.replay import box, libcachesim
-from edgemoe.replay.box import Box, DoubleArray, Machine
+from edgemoe.replay.box import BoxSpec, DoubleArray, ReplayBox
 from edgemoe.replay.cache import Cache
 from edgemoe.replay.policies import MAKERS, Maker
 from edgemoe.replay.trace import Ids, Trace, chosen
@@ -31,7 +31,7 @@ def replay(
     slots: list[int],
     batch: int,
     score_from: float,
-    machine: Machine,
+    machine: BoxSpec,
     more: Mapping[str, Maker] | None = None,
 ) -> list[Figures]:
     """Figures for each capacity in `slots`; steps before `score_from` of the tokens are run, not scored.
@@ -48,7 +48,7 @@ def replay(
 
 
 class _Run:
-    def __init__(self, trace: Trace, policy: CachePolicy, slots: list[int], machine: Machine) -> None:
+    def __init__(self, trace: Trace, policy: CachePolicy, slots: list[int], machine: BoxSpec) -> None:
         self.trace, self.policy = trace, policy
         self.caches = [Cache(trace.layers, trace.experts, each) for each in slots]
         self.machine = machine
@@ -58,7 +58,7 @@ class _Run:
         self._loaded = getattr(policy, "loaded", None)
         self._foretells = bool(getattr(policy, "foretells", False))
         simple = machine.ram_share >= 1 and not (machine.prefetches and self._foretells)  # misses tell all
-        self.boxes = [] if simple else [Box(trace.layers, trace.experts, each, machine) for each in slots]
+        self.boxes = [] if simple else [ReplayBox(trace.layers, trace.experts, each, machine) for each in slots]
 
     def go(self, batch: int, score_from: float) -> list[Figures]:
         unscored = score_from * self.trace.tokens

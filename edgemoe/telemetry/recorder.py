@@ -1,8 +1,8 @@
 """Recordings of routing: what the gates chose, step by step, in compressed files that are bounded and rotated.
 
 A file is MAGIC, then blocks: four bytes of length (little-endian) and a zlib stream of that length, which holds a
-MessagePack array. The first block of a file is a `Header`, each other one is a `Block`. Recordings tell what users
-wrote: files are 0600, the oldest go first, and nothing is recorded unless the owner says so.
+MessagePack array. The first block of a file is a `Header`, each other one is a `RoutingBlock`. Recordings tell what
+users wrote: files are 0600, the oldest go first, and nothing is recorded unless the owner says so.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
 
 
-class Block(msgspec.Struct, frozen=True, array_like=True):
+class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
     """The `StepRouting` of some steps; arrays as little-endian bytes, S sequences and T tokens of all of them."""
 
     requests: tuple[tuple[str, ...], ...]  # of each step
@@ -93,9 +93,9 @@ class Filling:
         self._ids[:, at], self._weights[:, at] = step.ids, step.weights
         self._rows, self._tokens = rows.stop, at.stop
 
-    def block(self) -> Block:
+    def block(self) -> RoutingBlock:
         """What has been copied."""
-        return Block(
+        return RoutingBlock(
             requests=tuple(self.requests),
             query_lens=self._query_lens[: self._rows].astype("<i4").tobytes(),
             decode=self._decode[: self._rows].tobytes(),
@@ -186,7 +186,7 @@ class Recorder:
             self._filling = Filling(self._header, self._room)
             return filled
 
-    def _write(self, steps: Block) -> None:
+    def _write(self, steps: RoutingBlock) -> None:
         block = zlib.compress(self._encode(steps), 1)
         assert self._file is not None
         if len(block) > self._settings.file_bytes:
@@ -234,7 +234,7 @@ def _steps(path: Path, header: Header) -> Iterator[StepRouting]:
         file.seek(len(MAGIC))
         _block(path, file)
         while block := _block(path, file):
-            yield from _unpack(path, header, _decode(path, block, Block))
+            yield from _unpack(path, header, _decode(path, block, RoutingBlock))
 
 
 def _block(path: Path, file: BinaryIO) -> bytes:
@@ -263,7 +263,7 @@ def _decode(path: Path, data: bytes, kind: type[T]) -> T:
         raise StoreError(f"{path} is damaged: {error}") from error
 
 
-def _unpack(path: Path, header: Header, block: Block) -> Iterator[StepRouting]:
+def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRouting]:
     """A block's steps."""
     try:
         query_lens = np.frombuffer(block.query_lens, "<i4").astype(np.int64)

@@ -11,7 +11,7 @@ RECENT = 0.2  # weight of the newest measurement
 FADE_S = 10.0  # in which half of the distance fades
 
 
-class Pace:
+class UnitTime:
     """Written by one thread at a time; others may read it."""
 
     def __init__(self, first_s: float) -> None:

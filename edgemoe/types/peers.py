@@ -47,7 +47,7 @@ class RemoteCall:
         self.error: Exception | None = None
 
 
-class Peers(Protocol):
+class ExpertPeers(Protocol):
     """The other boxes, as the compute thread sees them. Never waits."""
 
     timeout_s: float  # after which a call has failed

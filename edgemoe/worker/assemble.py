@@ -21,17 +21,17 @@ from edgemoe.engine.engine import Engine
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
 from edgemoe.errors import CapacityError, ConfigError
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.policy import baselines
-from edgemoe.policy.ewma import EWMA, Paper
+from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import checksum
 from edgemoe.store.manifest import DENSE, Manifest
@@ -57,7 +57,7 @@ POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "full" has a contr
     "lfu": lambda spec: baselines.LFU(spec.layers, spec.experts),
     "lfru": lambda spec: baselines.LFRU(spec.layers, spec.experts),
     "ewma": lambda spec: EWMA(spec.layers, spec.experts, spec.top_k),
-    "paper": lambda spec: Paper(spec.layers, spec.experts, spec.top_k),
+    "paper": lambda spec: PublishedPolicy(spec.layers, spec.experts, spec.top_k),
 }
 
 
@@ -82,10 +82,10 @@ class Assembly:
     model: ModelInfo
     budgets: Budgets
     engine: Engine
-    tiers: Tiers
+    tiers: ExpertTiers
     close: Callable[[], None]
     sharing: Sharing | None = None  # without a cluster
-    scout: Scout | None = None  # without cache.scoutgate
+    scout: ScoutGateForecaster | None = None  # without cache.scoutgate
     controller: Controller | None = None  # without the policy `full`, or a need for it
 
 
@@ -134,7 +134,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             opened.callback(controller.close)
             observers.append(controller.observe)
             if settings.cache.prefetch:
-                controller.attach(tiers.residency, tiers.mover, spec.expert_bytes)
+                controller.attach(tiers.residency, tiers.loader, spec.expert_bytes)
         if settings.record.dir:
             recorder = Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
             opened.callback(recorder.close)
@@ -201,11 +201,11 @@ def _tiers(
     sharing: Sharing | None,
     kernels: Kernels | None,
     policy: LivePolicy,
-) -> Tiers:
+) -> ExpertTiers:
     shape = ExpertShape(
         spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=spec.dtype == "bfloat16"
     )
-    tiers = Tiers(
+    tiers = ExpertTiers(
         shape,
         store if sharing is None else sharing.store,
         budgets.ram_bytes,
@@ -221,7 +221,7 @@ def _tiers(
     return tiers
 
 
-def _controller(settings: Settings, spec: ModelSpec, directory: Path, scout: Scout | None) -> Controller:
+def _controller(settings: Settings, spec: ModelSpec, directory: Path, scout: ScoutGateForecaster | None) -> Controller:
     state = (
         Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
     )
@@ -235,12 +235,12 @@ def _controller(settings: Settings, spec: ModelSpec, directory: Path, scout: Sco
     )
 
 
-def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Scout | None:
+def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ScoutGateForecaster | None:
     """What forecasts, idle where the export that the settings name cannot be used, with a warning; None without."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
-    scout = Scout(Served(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k))
+    scout = ScoutGateForecaster(ServedModel(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k))
     try:
         load_scout(scout, settings)
     except ConfigError as error:
@@ -248,7 +248,7 @@ def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Scout | N
     return scout
 
 
-def load_scout(scout: Scout, settings: Settings) -> None:
+def load_scout(scout: ScoutGateForecaster, settings: Settings) -> None:
     """Has `scout` use the export that the settings name. Raises ConfigError, the one in use before kept."""
     try:
         embedding = load_embedding(Path(settings.model.path))
@@ -273,7 +273,7 @@ def _engine(
     spec: ModelSpec,
     budgets: Budgets,
     decoder: Decoder,
-    tiers: Tiers,
+    tiers: ExpertTiers,
     grammars: Grammars | None,
     emit: Emit,
     observers: Sequence[Callable[[StepRouting], None]],
@@ -301,7 +301,7 @@ def _engine(
         grammars=grammars,
         observe=_to_all(observers),
         expect=_to_all(expecting),
-        patience_s=PATIENCE_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0,
+        missing_expert_timeout_s=PATIENCE_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0,
     )
 
 

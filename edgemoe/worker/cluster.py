@@ -1,4 +1,4 @@
-"""The engine among other boxes' engines: lanes, what is told to the front, and the plan that it passes on."""
+"""The engine among other boxes' engines: channels, what is told to the front, and the plan that it passes on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from edgemoe.cluster.data.messages import Model
 from edgemoe.cluster.data.plane import DataPlane
-from edgemoe.cluster.rpc.engine_messages import FromEngine, Holds, Listening, Peers, PeerSeen, Plan
+from edgemoe.cluster.rpc.engine_messages import FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
-from edgemoe.experts.compute.peer_compute import ExpertHost
+from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import Horizon
+from edgemoe.experts.tiers.residency import PrefetchPriority
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
@@ -47,7 +47,7 @@ class ClusterSide:
             self._kernels = Kernels(assembly.budgets.threads, info.dtype == "bfloat16")
         shape = tiers.shape
         model = Model(info.digest, info.layers, info.experts, shape.hidden * shape.item_bytes, shape.expert_bytes)
-        self._host = ExpertHost(tiers.second(self._kernels, deadline_s=settings.call_timeout_s), tiers.on_disk)
+        self._host = PeerCompute(tiers.second(self._kernels, deadline_s=settings.call_timeout_s), tiers.on_disk)
         self.plane = DataPlane(
             settings.node,
             boot,
@@ -62,7 +62,7 @@ class ClusterSide:
         tiers.join(self.plane.calls)
 
     def listen(self) -> None:
-        """Opens the lanes and says where. Raises PeerRefused where an address cannot be had."""
+        """Opens the channels and says where. Raises PeerRefused where an address cannot be had."""
         host = self._settings.listen.rpartition(":")[0] or "0.0.0.0"
         calls, bulk = self.plane.bind(host.strip("[]"), self._settings.calls_port, self._settings.bulk_port)
         self._post(Listening(calls_port=calls, bulk_port=bulk, model=self._info))
@@ -79,9 +79,9 @@ class ClusterSide:
         if self._kernels is not None:
             self._kernels.close()
 
-    def obey(self, message: Peers | Plan) -> None:
+    def obey(self, message: PeerList | Plan) -> None:
         """What the front says."""
-        if isinstance(message, Peers):
+        if isinstance(message, PeerList):
             self.plane.set_peers(message.keys, message.engines)
         else:
             self._adopt(message.plan)
@@ -135,7 +135,9 @@ class ClusterSide:
     def _fetch_homes(self) -> None:
         """Wishes for the homes that are not in RAM; those under way or done are no wishes any more."""
         missing = self._tiers.residency.missing_homes()
-        self._tiers.mover.prefetch((Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in missing), Horizon.HOME)
+        self._tiers.loader.prefetch(
+            (Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in missing), PrefetchPriority.HOME
+        )
 
     def _holdings(self) -> tuple[BoolArray, BoolArray]:
         return self._tiers.residency.ram.where >= 0, self._tiers.on_disk

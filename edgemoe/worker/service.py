@@ -20,7 +20,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     Failed,
     Limits,
     Loading,
-    Peers,
+    PeerList,
     Ping,
     Plan,
     Ready,
@@ -180,7 +180,7 @@ class Worker:
                 self._wire.post(self._stats(assembly))
             case Reload():
                 self._told_to_reload.set()
-            case Peers() | Plan():
+            case PeerList() | Plan():
                 if self._side is not None:
                     self._side.obey(message)
             case Stop():

@@ -23,7 +23,7 @@ VALIDATION = 0.12  # of the tokens, the last ones
 
 
 @dataclass(frozen=True)
-class Batch:
+class NextUseBatch:
     """A window of W tokens, B of which forecast at one look, asking M others."""
 
     look: int
@@ -36,8 +36,8 @@ class Batch:
     own: Tensor  # [2, B, L * E, 6] before and after the token
     target: Tensor  # [2, B, L * E]
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(self.look, *(getattr(self, name).to(device) for name in list(self.__annotations__)[1:]))
+    def to(self, device: torch.device) -> NextUseBatch:
+        return NextUseBatch(self.look, *(getattr(self, name).to(device) for name in list(self.__annotations__)[1:]))
 
 
 class Routing:
@@ -56,11 +56,11 @@ class Routing:
         self.until = _until(flat, np.zeros(self.count, np.int64), shape.total)  # [N + 1, L * E] tokens, in any request
         self.until_own = _until(flat, self.request, shape.total)  # in the same request
         self.own = _own(flat, shape)  # [N + 1, L * E, 6] before each token
-        self.worth = np.append(DECAY ** np.arange(NEVER), 0).astype(np.float32)
+        self.utility = np.append(DECAY ** np.arange(NEVER), 0).astype(np.float32)
         recalled = np.where(np.arange(NEVER) < RECALL_HORIZON, RECALL_DECAY ** np.arange(NEVER), 0)
         self.recalled = np.append(recalled, 0).astype(np.float32)
 
-    def batch(self, look: int, low: int, asking: npt.NDArray[np.int64], memory: npt.NDArray[np.int64]) -> Batch:
+    def batch(self, look: int, low: int, asking: npt.NDArray[np.int64], memory: npt.NDArray[np.int64]) -> NextUseBatch:
         """Tokens by number, all in the window of WINDOW tokens from `low`; memory sorted."""
         high = min(self.count, low + WINDOW)
         same = self.request[asking][:, None] == self.request[memory][None]
@@ -68,10 +68,10 @@ class Routing:
         follows = (self.request[np.minimum(memory + 1, self.count - 1)] == self.request[memory])[:, None]
         soon = np.stack([self.recalled[self.until_own[memory]], self.recalled[self.until_own[memory + 1]] * follows])
         own = np.stack([self.own[asking], self.own[asking + 1]]).astype(np.float32)
-        target = self.worth[np.stack([self.until[asking], self.until[asking + 1]])]
+        target = self.utility[np.stack([self.until[asking], self.until[asking + 1]])]
         hot, place = self.hot[low:high].astype(np.float32), self.place[low:high]
         arrays: tuple[npt.NDArray[Any], ...] = (hot, place, asking - low, memory - low, hidden, soon, own, target)
-        return Batch(look, *(torch.from_numpy(array) for array in arrays))
+        return NextUseBatch(look, *(torch.from_numpy(array) for array in arrays))
 
 
 def _until(flat: npt.NDArray[np.int64], request: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.uint8]:
@@ -105,7 +105,7 @@ def _own(flat: npt.NDArray[np.int64], shape: NextUseShape) -> npt.NDArray[np.flo
     return out
 
 
-class Glances(torch.utils.data.IterableDataset[Batch]):
+class Glances(torch.utils.data.IterableDataset[NextUseBatch]):
     """Batches at random places of the training part, other ones every epoch; or a fixed few of the validation part.
 
     While training, a query may ask any request but its own future; while validating, only what came before.
@@ -118,7 +118,7 @@ class Glances(torch.utils.data.IterableDataset[Batch]):
             raise ValueError(f"{routing.count} tokens are too few to train a next-use network")
         self.epoch = 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[NextUseBatch]:
         rng = np.random.default_rng((self.seed or 0, self.epoch))
         looks = self.routing.shape.looks + 1
         for number in range(self.count):
@@ -128,7 +128,7 @@ class Glances(torch.utils.data.IterableDataset[Batch]):
                 yield self._any(int(rng.integers(looks)), rng)
         self.epoch += self.seed is not None
 
-    def _any(self, look: int, rng: np.random.Generator) -> Batch:
+    def _any(self, look: int, rng: np.random.Generator) -> NextUseBatch:
         end = self.split - NEVER  # targets beyond are not known here
         low = int(rng.integers(max(1, self.split - WINDOW + 1)))
         high = min(self.split, low + WINDOW)
@@ -137,7 +137,7 @@ class Glances(torch.utils.data.IterableDataset[Batch]):
         memory = np.sort(rng.choice(np.arange(low, high), min(MEMORY, high - low), replace=False))
         return self.routing.batch(look, low, asking, memory)
 
-    def _later(self, look: int, number: int, rng: np.random.Generator) -> Batch:
+    def _later(self, look: int, number: int, rng: np.random.Generator) -> NextUseBatch:
         end = self.routing.count - NEVER
         part = np.array_split(np.arange(self.split, end), self.count)[number]
         asking = np.sort(rng.choice(part, min(QUERIES, len(part)), replace=False))

@@ -24,7 +24,7 @@ from edgemoe.experts.predict import next_use_export as nextuse_export
 from edgemoe.experts.predict.next_use_model import AFTER, FROM_HERE, PAST, NextUseNet, NextUseShape
 from edgemoe.replay.trace import Trace, first, in_turn, load
 from scoutgate.module import KeepBest, Recipe, Scheduled
-from scoutgate.next_use.data import Batch, Glances, Routing
+from scoutgate.next_use.data import Glances, NextUseBatch, Routing
 from scoutgate.train import quiet, trainer_arguments, trainer_for
 
 EPOCH_BATCHES = 60  # a short epoch: this many batches, then a validation and a checkpoint
@@ -37,7 +37,7 @@ class NextUseModule(Scheduled):
         self.network, self.recipe = NextUseNet(shape, dropout), recipe
         self.max_steps, self.max_s = max_steps, max_s
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: NextUseBatch) -> Tensor:
         """Cross entropy (nats) of the discounted time to next use; every expert in the forecast that will be read."""
         network, shape = self.network, self.network.shape
         rows = torch.cat([batch.asking, batch.memory])
@@ -58,12 +58,12 @@ class NextUseModule(Scheduled):
             losses.append(functional.binary_cross_entropy_with_logits(odds, target, reduction="none").flatten())
         return torch.cat(losses).mean()
 
-    def training_step(self, batch: Batch, _: int) -> Tensor:
+    def training_step(self, batch: NextUseBatch, _: int) -> Tensor:
         loss = self.loss(batch)
         self.log("train_log_loss", loss, prog_bar=True, batch_size=len(batch.asking))
         return loss
 
-    def validation_step(self, batch: Batch, _: int) -> None:
+    def validation_step(self, batch: NextUseBatch, _: int) -> None:
         self.log("log_loss", self.loss(batch), prog_bar=True, batch_size=len(batch.asking))
 
 

@@ -13,7 +13,7 @@ import pytest
 from support.waiting import until
 
 from edgemoe.api.generate.choice import Choice
-from edgemoe.api.generate.generation import Job, Prompt, requests
+from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.types.request import Emission, Sampling
 
@@ -154,7 +154,7 @@ async def test_cached_tokens_of_a_prompt_are_counted_once_whatever_its_choices(t
     ready = [Prompt((1, 2, 3, 4), Sampling()), Prompt((5, 6, 7), Sampling())]
     asked = requests(ready, 3, 0, "u")
     choices = [Choice(at, text_model.vocabulary) for at in range(6)]
-    job = Job("cmpl", "tiny", asked, choices, prompt_tokens=7)
+    job = Generation("cmpl", "tiny", asked, choices, prompt_tokens=7)
     for choice, request in zip(choices, asked, strict=True):
         choice.take(Emission(request=request.id, attempt=1, index=0, token=65, cached_tokens=len(request.prompt) - 1))
     assert job.usage()["prompt_tokens_details"] == {"cached_tokens": 3 + 2}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.kv_swap import Parking
+from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
@@ -61,7 +61,7 @@ class Blocks(RuleBasedStateMachine):
         super().__init__()
         self.blocks = BlockManager(12, LAYERS, EXPERTS)
         self.memory = Memory(12)
-        self.parking = Parking(self.memory, self.blocks, block_bytes=1, budget_bytes=6)
+        self.kv_swap = KVSwap(self.memory, self.blocks, block_bytes=1, budget_bytes=6)
         self.sequences: list[Sequence] = []
 
     @rule(target=live, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=70))
@@ -76,7 +76,7 @@ class Blocks(RuleBasedStateMachine):
         if not seq.blocks and seq in self.sequences and self.blocks.needs(seq) <= self.blocks.free:
             self.blocks.open(seq)
             assert seq.computed < len(seq.tokens), "at least one token is left to compute"
-            self.parking.restore(seq)
+            self.kv_swap.restore(seq)
 
     @rule(seq=live, count=st.integers(1, 40))
     def compute(self, seq: Sequence, count: int) -> None:
@@ -104,13 +104,13 @@ class Blocks(RuleBasedStateMachine):
     def pause(self, seq: Sequence, park: bool) -> None:
         if seq.blocks and seq.uncomputed:
             if park:
-                self.parking.park(seq)
+                self.kv_swap.park(seq)
             self.blocks.close(seq)
 
     @rule(seq=consumes(live))
     def leave(self, seq: Sequence) -> None:
         self.blocks.close(seq)
-        self.parking.drop(seq)
+        self.kv_swap.drop(seq)
         self.sequences.remove(seq)
 
     @precondition(lambda self: self.sequences)
@@ -130,7 +130,7 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         self.blocks.check_integrity([seq for seq in self.sequences if seq.blocks])
-        self.parking.check_integrity(self.sequences)
+        self.kv_swap.check_integrity(self.sequences)
 
 
 Blocks.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from edgemoe.engine import loop, sampler, step
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.fairness import Users
+from edgemoe.engine.fairness import Fairness
 from edgemoe.engine.loop import StepLoop
 from edgemoe.engine.runner import Runner
 from edgemoe.engine.sampler import sample
@@ -106,21 +106,21 @@ def test_a_deadline_passes_while_waiting_too() -> None:
 
 def test_what_is_parked_is_let_go_when_its_request_is_cancelled() -> None:
     drive = Drive(blocks=10, output_reserve=0.0, preemption="park")
-    parking = drive.engine.scheduler._parking
-    assert parking is not None
-    room = parking._room
+    kv_swap = drive.engine.scheduler._kv_swap
+    assert kv_swap is not None
+    room = kv_swap._room
     for n in range(4):
         drive.submit(prompt(30, n), f"r{n}", max_tokens=40)
-    while parking._room == room:
+    while kv_swap._room == room:
         drive.step()
     for n in range(4):
         drive.engine.loop.cancel(f"r{n}", 1)
     drive.step()
-    assert parking._room == room
+    assert kv_swap._room == room
 
 
 def test_who_comes_back_has_no_credit_from_having_been_away() -> None:
-    users = Users()
+    users = Fairness()
     users.join("idle")
     users.leave("idle")
     users.join("busy")

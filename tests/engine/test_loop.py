@@ -211,7 +211,7 @@ def test_a_missing_expert_fails_those_who_need_it_and_nobody_else() -> None:
 
 def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
     lengths = [3, 9, 20, 5, 11, 2]
-    drive = Drive(patience_s=10.0)
+    drive = Drive(missing_expert_timeout_s=10.0)
     for n, length in enumerate(lengths):
         drive.submit(prompt(length, n), f"r{n}", seed=n, max_tokens=12, **STYLES[n % len(STYLES)])
     for missing in (set(), {(0, 3)}, {(0, 3), (1, 2)}, set(), {(1, 5)}):  # each for less than the patience
@@ -226,7 +226,7 @@ def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
 
 
 def test_who_lacks_an_expert_for_too_long_is_told_which_one_at_the_deadline_too() -> None:
-    drive = Drive(patience_s=2.0)
+    drive = Drive(missing_expert_timeout_s=2.0)
     drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.experts)}
     drive.submit(prompt(5), "patient")
     drive.submit(prompt(7), "hurried", remaining_s=1.0)

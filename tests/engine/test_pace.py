@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.engine.chunk_budget import Pace
+from edgemoe.engine.chunk_budget import ChunkBudget
 
 AIM_S, STEP_TOKENS, PROMPT = 0.25, 512, 16384
 
@@ -13,17 +13,17 @@ AIM_S, STEP_TOKENS, PROMPT = 0.25, 512, 16384
 @pytest.mark.parametrize("fixed_s", [0.0, 0.05, 0.17, 1.0])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stream_waits_as_long_as_is_aimed_for_or_twice_what_is_fixed(fixed_s: float, seed: int) -> None:
-    random, pace = np.random.default_rng(seed), Pace(STEP_TOKENS, AIM_S)
+    random, chunk_budget = np.random.default_rng(seed), ChunkBudget(STEP_TOKENS, AIM_S)
     done, waits_s = 0, []
     while done < PROMPT:
-        tokens = min(pace.prefill_tokens(decoding=4), PROMPT - done)
+        tokens = min(chunk_budget.prefill_tokens(decoding=4), PROMPT - done)
         step_s = (fixed_s + tokens * (1e-3 + 1e-7 * done)) * random.normal(1, 0.05)
-        pace.observe(tokens, step_s)
+        chunk_budget.observe(tokens, step_s)
         done += tokens
         waits_s.append(step_s)
     assert np.percentile(waits_s, 90) < 1.4 * max(AIM_S, 2 * fixed_s)
 
 
 def test_without_an_aim_or_without_streams_a_chunk_is_what_the_step_has_room_for() -> None:
-    assert Pace(STEP_TOKENS, 0.0).prefill_tokens(decoding=4) == STEP_TOKENS - 4
-    assert Pace(STEP_TOKENS, AIM_S).prefill_tokens(decoding=0) == STEP_TOKENS
+    assert ChunkBudget(STEP_TOKENS, 0.0).prefill_tokens(decoding=4) == STEP_TOKENS - 4
+    assert ChunkBudget(STEP_TOKENS, AIM_S).prefill_tokens(decoding=0) == STEP_TOKENS

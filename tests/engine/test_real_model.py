@@ -19,8 +19,8 @@ from support.kept import KERNELS
 from support.waiting import wait_until
 
 from edgemoe.config.budgets import DeviceBudget
-from edgemoe.experts.build import Tiers
-from edgemoe.experts.tiers.residency import Horizon
+from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.tiers.residency import PrefetchPriority
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -49,7 +49,7 @@ def kernels() -> Iterator[Kernels]:
 
 
 @contextlib.contextmanager
-def running(tiers: Tiers) -> Iterator[None]:
+def running(tiers: ExpertTiers) -> Iterator[None]:
     """The tiers' event loop on a thread of its own."""
 
     async def serve() -> None:
@@ -84,7 +84,7 @@ def model(
     policy, slow = LRU(spec.layers, spec.experts), request.param[0] == "a"
     link_bytes_per_s = shape.stride_bytes / 5e-3 if slow else 1e12
     with ExpertStore(directory, manifest) as store:
-        tiers = Tiers(
+        tiers = ExpertTiers(
             shape,
             store,
             ram * shape.stride_bytes,
@@ -176,11 +176,11 @@ def failing(real: Callable[..., Any], when: Callable[[int], bool]) -> Callable[.
 
 def check_nothing_is_held(model: Model) -> None:
     """No slot is pinned and nothing on its way, soon after the last step."""
-    residency, mover = model.experts.residency, model.experts.mover
-    for horizon in Horizon:
-        mover.prefetch((), horizon)
+    residency, loader = model.experts.residency, model.experts.loader
+    for horizon in PrefetchPriority:
+        loader.prefetch((), horizon)
     wait_until(lambda: not any(pool.loads for pool in (residency.ram, *residency.devices)))
-    wait_until(lambda: all(link.idle() for link in mover.links))
+    wait_until(lambda: all(link.idle() for link in loader.links))
     wait_until(lambda: not residency.ram.pins.any())
     residency.check_integrity(idle=True)
 
@@ -218,7 +218,7 @@ def test_what_a_device_raises_now_and_then_costs_no_token(
 def test_a_copy_to_a_device_that_fails_now_and_then_costs_no_token(
     model: Model, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for link in model.experts.mover.links:
+    for link in model.experts.loader.links:
         monkeypatch.setattr(link, "_transfer", failing(link._transfer, lambda call: call % 211 == 40))
     drive = drive_all(model)
     assert {n: drive.tokens(f"r{n}") for n in alone} == alone

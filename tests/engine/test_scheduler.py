@@ -11,7 +11,7 @@ from support.waiting import wait_until
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import FIRST_CHUNK_TOKENS, Pace
+from edgemoe.engine.chunk_budget import FIRST_CHUNK_TOKENS, ChunkBudget
 from edgemoe.engine.scheduler import AGING_SHARE, PATIENCE_S, Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.policy.sjf import LEAD_S
@@ -25,8 +25,8 @@ class Engine:
     def __init__(self, blocks: int = 1000, step_s: float = 0.1, **settings: Any) -> None:
         self.settings = EngineSettings(**{"mixed_step_s": 0.0, **settings})
         self.blocks = BlockManager(blocks, 1, 1)
-        self.pace = Pace(self.settings.step_tokens, self.settings.mixed_step_s)
-        self.scheduler = Scheduler(self.settings, self.blocks, self.pace)
+        self.chunk_budget = ChunkBudget(self.settings.step_tokens, self.settings.mixed_step_s)
+        self.scheduler = Scheduler(self.settings, self.blocks, self.chunk_budget)
         self.now_s, self.step_s = 100.0, step_s
         self.first_s: dict[str, float] = {}
         self.finished: list[str] = []
@@ -359,28 +359,28 @@ def test_shortest_first_with_aging_beats_first_come_on_the_mean_and_not_at_the_e
 
 
 def test_chunks_beside_decoders_shrink_until_a_step_takes_the_time_aimed_for() -> None:
-    pace = Pace(step_tokens=512, aim_s=0.2)
-    assert pace.prefill_tokens(decoding=1) == FIRST_CHUNK_TOKENS
+    chunk_budget = ChunkBudget(step_tokens=512, aim_s=0.2)
+    assert chunk_budget.prefill_tokens(decoding=1) == FIRST_CHUNK_TOKENS
     for _ in range(30):
-        tokens = pace.prefill_tokens(decoding=1)
-        pace.observe(tokens, 0.02 + 0.001 * tokens)
-    assert pace.prefill_tokens(decoding=1) == pytest.approx(180, abs=20)
-    assert pace.prefill_tokens(decoding=0) == 512
+        tokens = chunk_budget.prefill_tokens(decoding=1)
+        chunk_budget.observe(tokens, 0.02 + 0.001 * tokens)
+    assert chunk_budget.prefill_tokens(decoding=1) == pytest.approx(180, abs=20)
+    assert chunk_budget.prefill_tokens(decoding=0) == 512
 
 
 def test_chunks_do_not_shrink_where_every_step_is_slow_anyway() -> None:
-    pace = Pace(step_tokens=512, aim_s=0.2)
+    chunk_budget = ChunkBudget(step_tokens=512, aim_s=0.2)
     for _ in range(40):
-        tokens = pace.prefill_tokens(decoding=4) - 10 * (_ % 2)  # the last chunk of a prompt is shorter
-        pace.observe(tokens, 2.0 + 0.001 * tokens)
-    assert pace.prefill_tokens(decoding=4) == 508
+        tokens = chunk_budget.prefill_tokens(decoding=4) - 10 * (_ % 2)  # the last chunk of a prompt is shorter
+        chunk_budget.observe(tokens, 2.0 + 0.001 * tokens)
+    assert chunk_budget.prefill_tokens(decoding=4) == 508
 
 
 def test_chunks_keep_their_length_on_a_machine_that_stutters() -> None:
-    pace, random, lengths = Pace(step_tokens=512, aim_s=0.25), np.random.default_rng(0), []
+    chunk_budget, random, lengths = ChunkBudget(step_tokens=512, aim_s=0.25), np.random.default_rng(0), []
     for _ in range(300):
-        lengths.append(pace.prefill_tokens(decoding=4))
-        pace.observe(lengths[-1], float((0.02 + 0.003 * lengths[-1]) * random.lognormal(0.0, 0.6)))
+        lengths.append(chunk_budget.prefill_tokens(decoding=4))
+        chunk_budget.observe(lengths[-1], float((0.02 + 0.003 * lengths[-1]) * random.lognormal(0.0, 0.6)))
     assert 30 < np.median(lengths[20:]) < 130, "77 would take a quarter of a second"
     assert np.quantile(lengths[20:], 0.95) < 200
 
@@ -400,6 +400,6 @@ def test_users_who_were_away_have_no_credit() -> None:
 def test_aging_keeps_step_with_the_speed_of_the_engine_unless_it_is_stated() -> None:
     engine = Engine()
     for _ in range(20):
-        engine.pace.observe(100, 2.0)
+        engine.chunk_budget.observe(100, 2.0)
     assert engine.scheduler.aging_tokens_per_s == pytest.approx(50 * AGING_SHARE)
     assert Engine(aging_tokens_per_s=7.0).scheduler.aging_tokens_per_s == 7.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
-from edgemoe.front.request_log import FURTHER_TOKENS, Book, Ticket
+from edgemoe.front.request_log import FURTHER_TOKENS, LoggedSubmission, RequestLog
 from edgemoe.types.request import Emission, Request, Sampling
 
 
@@ -24,7 +24,7 @@ class FakeEngine:
         self.up = True
         self.sent: list[ToEngine] = []
         self.now = 100.0
-        self.book = Book(4, self.submit, self.cancel, lambda: self.now)
+        self.request_log = RequestLog(4, self.submit, self.cancel, lambda: self.now)
 
     def submit(self, message: Submit) -> str:
         if self.up:
@@ -44,7 +44,7 @@ class FakeEngine:
 def engine() -> Iterator[FakeEngine]:
     engine = FakeEngine()
     yield engine
-    engine.book.check_integrity()
+    engine.request_log.check_integrity()
 
 
 def request(name: str = "r") -> Request:
@@ -55,77 +55,77 @@ def token(index: int, attempt: int = 1, name: str = "r", finish: str = "") -> Em
     return Emission(request=name, attempt=attempt, index=index, token=1000 + index, finish=finish)
 
 
-async def drain(ticket: Ticket) -> list[int]:
+async def drain(ticket: LoggedSubmission) -> list[int]:
     """The tokens of a ticket, to its end."""
     return [item.token async for items in ticket for item in items if item.token is not None]
 
 
 async def test_tokens_pass_in_order_and_the_end_ends_the_iteration(engine: FakeEngine) -> None:
-    with engine.book.open([request()], 10) as ticket:
-        engine.book.take([token(0), token(1), token(2, finish="stop")])
+    with engine.request_log.open([request()], 10) as ticket:
+        engine.request_log.take([token(0), token(1), token(2, finish="stop")])
         assert await drain(ticket) == [1000, 1001, 1002]
     assert not any(isinstance(sent, Cancel) for sent in engine.sent)
 
 
 async def test_a_replay_carries_what_was_emitted_and_drops_what_comes_late(engine: FakeEngine) -> None:
-    with engine.book.open([request()], 10) as ticket:
-        engine.book.take([token(0), token(1)])
-        engine.book.replay()
+    with engine.request_log.open([request()], 10) as ticket:
+        engine.request_log.take([token(0), token(1)])
+        engine.request_log.replay()
         assert engine.attempts() == [(1, ()), (2, (1000, 1001))]
-        engine.book.take([token(2, attempt=1), token(0, attempt=2), token(2, attempt=2, finish="length")])
+        engine.request_log.take([token(2, attempt=1), token(0, attempt=2), token(2, attempt=2, finish="length")])
         assert await drain(ticket) == [1000, 1001, 1002]
-    assert engine.book.stale == 2
+    assert engine.request_log.stale == 2
 
 
 async def test_a_gap_is_never_delivered_but_asked_for_again(engine: FakeEngine) -> None:
-    with engine.book.open([request()], 10):
-        engine.book.take([token(0), token(2)])
+    with engine.request_log.open([request()], 10):
+        engine.request_log.take([token(0), token(2)])
         assert engine.sent[1:] == [Cancel(request="r", attempt=1), engine.sent[2]]
         assert engine.attempts()[-1] == (2, (1000,))
 
 
 async def test_requests_accepted_without_an_engine_are_submitted_to_the_next(engine: FakeEngine) -> None:
     engine.up = False
-    with engine.book.open([request()], 10):
+    with engine.request_log.open([request()], 10):
         assert engine.sent == []
         engine.up = True
-        engine.book.replay()
+        engine.request_log.replay()
         assert engine.attempts() == [(1, ())]
-        assert engine.book.replayed == 0
+        assert engine.request_log.replayed == 0
 
 
 async def test_leaving_the_block_cancels_what_still_runs(engine: FakeEngine) -> None:
-    with engine.book.open([request("a"), request("b")], 10):
-        engine.book.take([token(0, name="a", finish="stop")])
+    with engine.request_log.open([request("a"), request("b")], 10):
+        engine.request_log.take([token(0, name="a", finish="stop")])
     assert engine.sent[2:] == [Cancel(request="b", attempt=1)]
-    assert len(engine.book) == 0
+    assert len(engine.request_log) == 0
 
 
 async def test_cancelling_one_of_several_leaves_the_others(engine: FakeEngine) -> None:
-    with engine.book.open([request("a"), request("b")], 10) as ticket:
+    with engine.request_log.open([request("a"), request("b")], 10) as ticket:
         ticket.cancel("a")
-        engine.book.take([token(0, name="a"), token(0, name="b", finish="stop")])
+        engine.request_log.take([token(0, name="a"), token(0, name="b", finish="stop")])
         assert await drain(ticket) == [1000]
 
 
 async def test_a_full_book_says_when_to_come_back(engine: FakeEngine) -> None:
-    with engine.book.open([request(str(n)) for n in range(4)], 10):
-        with pytest.raises(QueueFull) as full, engine.book.open([request("x")], 10):
+    with engine.request_log.open([request(str(n)) for n in range(4)], 10):
+        with pytest.raises(QueueFull) as full, engine.request_log.open([request("x")], 10):
             pass
         assert full.value.retry_after_s >= 1
-    with pytest.raises(InvalidRequest), engine.book.open([request(str(n)) for n in range(5)], 10):
+    with pytest.raises(InvalidRequest), engine.request_log.open([request(str(n)) for n in range(5)], 10):
         pass
 
 
 async def test_no_user_takes_all_the_room() -> None:
-    book = Book(100, lambda message: "engine", lambda place, message: None)
+    request_log = RequestLog(100, lambda message: "engine", lambda place, message: None)
 
     def opened(stack: ExitStack, user: str) -> int:
         """How many requests of the user are accepted, one after the other."""
         for number in range(1000):
             one = msgspec.structs.replace(request(f"{user}{number}"), user=user)
             try:
-                stack.enter_context(book.open([one], 10))
+                stack.enter_context(request_log.open([one], 10))
             except QueueFull:
                 return number
         raise AssertionError("never full")
@@ -134,23 +134,26 @@ async def test_no_user_takes_all_the_room() -> None:
         assert opened(stack, "greedy") == 80
         assert opened(stack, "second") == 16
         assert opened(stack, "third") >= 1
-        book.check_integrity()
+        request_log.check_integrity()
 
 
 async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: FakeEngine) -> None:
     """`bad` kills whatever runs it before anybody gets a token; its neighbours must live."""
-    book = engine.book
-    with book.open([request("good")], 10) as good, book.open([request("bad"), request("fine")], 10) as other:
+    request_log = engine.request_log
+    with (
+        request_log.open([request("good")], 10) as good,
+        request_log.open([request("bad"), request("fine")], 10) as other,
+    ):
         for _ in range(6):
             running = {sent.request.id for sent in engine.sent if isinstance(sent, Submit)}
             if "bad" not in running:  # this engine lives: each of the others says something
                 for name in ("good", "fine"):
-                    if (live := book._live[name]).fruitless:
+                    if (live := request_log._live[name]).fruitless:
                         done = len(live.emitted)
-                        book.take([token(done + n, live.attempt, name) for n in range(FURTHER_TOKENS + 1)])
+                        request_log.take([token(done + n, live.attempt, name) for n in range(FURTHER_TOKENS + 1)])
             engine.sent.clear()
-            book.replay()
-            book.check_integrity()
+            request_log.replay()
+            request_log.check_integrity()
         with pytest.raises(EngineCrashed, match="in a row"):
             await drain(other)
         assert good.live == {"good"}
@@ -159,36 +162,36 @@ async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: F
 
 async def test_a_request_that_fells_engines_at_one_of_its_tokens_is_given_up(engine: FakeEngine) -> None:
     """What a dying engine had computed is handed over in part, a token more each time; its neighbour gets further."""
-    book = engine.book
-    with book.open([request("bad")], 10) as bad, book.open([request("good")], 10) as good:
-        book.take([token(n, 1, name) for n in range(36) for name in ("bad", "good")])
+    request_log = engine.request_log
+    with request_log.open([request("bad")], 10) as bad, request_log.open([request("good")], 10) as good:
+        request_log.take([token(n, 1, name) for n in range(36) for name in ("bad", "good")])
         for _ in range(6):
-            book.replay()
-            book.check_integrity()
-            felled = "bad" in book._live and book.place_of("bad")[0] != ""
+            request_log.replay()
+            request_log.check_integrity()
+            felled = "bad" in request_log._live and request_log.place_of("bad")[0] != ""
             for name, count in (("bad", 1), ("good", 2 if felled else FURTHER_TOKENS + 1)):
-                if (live := book._live.get(name)) is not None and live.place:
+                if (live := request_log._live.get(name)) is not None and live.place:
                     done = len(live.emitted)
-                    book.take([token(done + n, live.attempt, name) for n in range(count)])
+                    request_log.take([token(done + n, live.attempt, name) for n in range(count)])
         with pytest.raises(EngineCrashed, match="in a row"):
             await drain(bad)
         assert good.live == {"good"}
-        assert book.blamed == 1
+        assert request_log.blamed == 1
 
 
 async def test_a_skipped_token_is_no_death_of_an_engine(engine: FakeEngine) -> None:
-    with engine.book.open([request()], 10) as ticket:
+    with engine.request_log.open([request()], 10) as ticket:
         for attempt in range(1, 8):
-            engine.book.take([token(attempt - 1, attempt), token(attempt + 1, attempt)])
+            engine.request_log.take([token(attempt - 1, attempt), token(attempt + 1, attempt)])
         assert ticket.live == {"r"}
 
 
 async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> None:
-    with engine.book.open([request()], 10) as ticket:
-        engine.book.take([token(0)])
+    with engine.request_log.open([request()], 10) as ticket:
+        engine.request_log.take([token(0)])
         engine.now += 11
-        engine.book.expire()
-        engine.book.take([token(1)])
+        engine.request_log.expire()
+        engine.request_log.take([token(1)])
         received = aiter(ticket)
         assert [item.index for item in await anext(received)] == [0]
         with pytest.raises(DeadlineExceeded):
@@ -197,19 +200,19 @@ async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> N
 
 
 async def test_a_replay_carries_the_time_that_is_left(engine: FakeEngine) -> None:
-    with engine.book.open([request()], 10):
+    with engine.request_log.open([request()], 10):
         engine.now += 4
-        engine.book.replay()
+        engine.request_log.replay()
         left = [sent.remaining_ms for sent in engine.sent if isinstance(sent, Submit)]
         assert left == [10_000, 6_000]
 
 
 async def test_waiting_for_an_empty_book_ends_with_the_last_request(engine: FakeEngine) -> None:
-    with engine.book.open([request()], 10):
-        waiting = asyncio.ensure_future(engine.book.empty())
+    with engine.request_log.open([request()], 10):
+        waiting = asyncio.ensure_future(engine.request_log.empty())
         await asyncio.sleep(0)
         assert not waiting.done()
-        engine.book.fail_all(RequestError("over"))
+        engine.request_log.fail_all(RequestError("over"))
         await waiting
 
 
@@ -222,20 +225,20 @@ DEEDS = st.lists(
 @given(DEEDS)
 def test_no_order_of_events_repeats_or_skips_a_token(deeds: list[tuple[str, int]]) -> None:
     engine = FakeEngine()
-    with engine.book.open([request()], 10) as ticket:
+    with engine.request_log.open([request()], 10) as ticket:
         for deed, count in deeds:
-            if engine.book._live.get("r") is None:
+            if engine.request_log._live.get("r") is None:
                 break
-            live = engine.book._live["r"]
+            live = engine.request_log._live["r"]
             done = len(live.emitted)
             if deed in ("up", "down"):
                 engine.up = deed == "up"
             elif deed == "replay":
-                engine.book.replay()
+                engine.request_log.replay()
             else:
                 start = {"emit": done, "late": done, "skip": done + count, "repeat": max(0, done - count)}[deed]
                 attempt = live.attempt - (deed == "late")
-                engine.book.take([token(start + n, attempt) for n in range(count)])
-            engine.book.check_integrity()
+                engine.request_log.take([token(start + n, attempt) for n in range(count)])
+            engine.request_log.check_integrity()
         delivered = [item.index for item in ticket._items]
         assert delivered == list(range(len(delivered)))

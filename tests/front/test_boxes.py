@@ -159,12 +159,12 @@ async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_
 ) -> None:
     a, died = boxes["a"], []
 
-    async def guests() -> list[Box]:
-        return [box for box in boxes.values() if box is not a and await box.guests()]
+    async def hosted_requests() -> list[Box]:
+        return [box for box in boxes.values() if box is not a and await box.hosted_requests()]
 
     async def chaos() -> None:
         await a.kill_engine()
-        died.extend((await until(guests))[:1])
+        died.extend((await until(hosted_requests))[:1])
         await died[0].kill()
 
     assert await a.stream("go on", 800, 20, chaos) == oracle.complete("go on", 800)

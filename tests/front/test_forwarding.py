@@ -29,9 +29,9 @@ from edgemoe.errors import PeerUnavailable, WireError
 from edgemoe.front import hosted_requests as guests_module
 from edgemoe.front import supervisor as supervisor_module
 from edgemoe.front.cluster import listed
-from edgemoe.front.hosted_requests import Guests
+from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.main import Front
-from edgemoe.front.router import Places
+from edgemoe.front.router import Router
 from edgemoe.telemetry import metrics
 from edgemoe.types.request import Emission, Request, Sampling
 
@@ -105,17 +105,17 @@ async def texts(front: Front, count: int = 4) -> list[str]:
 async def test_requests_are_spread_and_say_the_same_wherever_they_run(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b):
         at_a = await texts(a)
-        assert cluster_of(b).guests.served == 2
+        assert cluster_of(b).hosted_requests.served == 2
         assert await texts(b) == at_a
-        assert not len(cluster_of(a).guests)
-        assert not len(cluster_of(b).guests)
+        assert not len(cluster_of(a).hosted_requests)
+        assert not len(cluster_of(b).hosted_requests)
 
 
 async def test_a_forwarded_stream_outlives_the_engine_it_runs_on(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        await until(lambda: len(cluster_of(b).hosted_requests) == 2, 30)
         os.kill(engine_pid(b), signal.SIGKILL)
         assert await streams == expected
 
@@ -126,7 +126,7 @@ async def test_a_box_whose_own_engine_is_away_has_others_run_its_requests(
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        await until(lambda: len(cluster_of(b).hosted_requests) == 2, 30)
         monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 60.0)
         os.kill(engine_pid(a), signal.SIGKILL)
         assert await streams == expected
@@ -139,17 +139,17 @@ async def test_who_hangs_up_leaves_nothing_behind_elsewhere(two: tuple[Settings,
     async with both(two) as (a, b), http_client(a.settings) as client:
         body = {"prompt": "HANG@3", "max_tokens": 50}
         waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(4)]
-        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        await until(lambda: len(cluster_of(b).hosted_requests) == 2, 30)
         for one in waiting:
             one.cancel()
-        await until(lambda: not len(cluster_of(b).guests))
+        await until(lambda: not len(cluster_of(b).hosted_requests))
 
 
 async def test_a_box_that_drains_gives_its_guests_back(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) == 2, 30)
+        await until(lambda: len(cluster_of(b).hosted_requests) == 2, 30)
         b.stop()
         assert await streams == expected
 
@@ -164,16 +164,16 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[S
                 streams = asyncio.ensure_future(texts(a))
                 await until(lambda: cluster_of(a).figures()["edgemoe_forwarded_requests_total"] >= 4)
                 async with http_client(two[1]) as other:
-                    await until(lambda: guests(other))
+                    await until(lambda: hosted_requests(other))
                 b.kill()
                 assert await streams == expected
                 assert a.supervisor is not None
-                assert a.supervisor.book.replayed == 2
+                assert a.supervisor.request_log.replayed == 2
             finally:
                 b.kill()
 
 
-async def guests(client: httpx.AsyncClient) -> int:
+async def hosted_requests(client: httpx.AsyncClient) -> int:
     """Requests of the other box that run there."""
     return int(json.loads((await client.get("/health")).text)["cluster"]["members"][0]["requests"])
 
@@ -214,24 +214,24 @@ async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Set
 
 async def test_an_attempt_that_was_overtaken_on_the_way_is_not_run() -> None:
     sent: list[Submit | Cancel] = []
-    guests = Guests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
+    hosted_requests = HostedRequests(None, lambda message: not sent.append(message), None)  # type: ignore[arg-type]
     request = Request(id="r", prompt=(1,), sampling=Sampling(), seed=1)
     for attempt in (2, 1):
-        guests.submit("b", "boot", Submit(request=request, attempt=attempt, remaining_ms=1000.0))
+        hosted_requests.submit("b", "boot", Submit(request=request, attempt=attempt, remaining_ms=1000.0))
     assert [message.attempt for message in sent] == [2]
-    assert len(guests) == guests.served == 1
-    guests.submit("b", "boot", Submit(request=request, attempt=3, remaining_ms=1000.0))
+    assert len(hosted_requests) == hosted_requests.served == 1
+    hosted_requests.submit("b", "boot", Submit(request=request, attempt=3, remaining_ms=1000.0))
     assert isinstance(sent[-1], Cancel)
     assert sent[-1].attempt == 2  # whichever is run, it is one
-    assert len(guests) == guests.served == 1
+    assert len(hosted_requests) == hosted_requests.served == 1
 
 
 async def test_requests_that_another_box_has_forgotten_run_again(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) > 0, 30)
-        cluster_of(b).guests.forget("a")
+        await until(lambda: len(cluster_of(b).hosted_requests) > 0, 30)
+        cluster_of(b).hosted_requests.forget("a")
         assert await asyncio.wait_for(streams, 60) == expected
 
 
@@ -241,11 +241,11 @@ async def test_a_front_whose_address_is_written_in_another_way_keeps_its_request
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
-        await until(lambda: len(cluster_of(b).guests) > 0, 30)
+        await until(lambda: len(cluster_of(b).hosted_requests) > 0, 30)
         peers = listed(two[1].cluster)
         moved = msgspec.structs.replace(peers["a"], address=peers["a"].address.replace("127.0.0.1", "localhost"))
         cluster_of(b).plane.list({**peers, "a": moved})
-        assert len(cluster_of(b).guests)
+        assert len(cluster_of(b).hosted_requests)
         assert await asyncio.wait_for(streams, 60) == expected
 
 
@@ -255,8 +255,8 @@ async def test_tokens_whose_receipts_are_lost_are_not(
     monkeypatch.setattr(guests_module, "GIVEN_UP_S", 0.2)
     async with both(two) as (a, b):
         expected = await texts(a)
-        lane, dropped = cluster_of(b).plane.lane, lambda: cluster_of(a).figures()[metrics.FORGOTTEN]
-        ask = lane.ask
+        channel, dropped = cluster_of(b).plane.channel, lambda: cluster_of(a).figures()[metrics.FORGOTTEN]
+        ask = channel.ask
 
         async def lossy(node: str, body: msgspec.Struct, *args: Any, **options: Any) -> Answer[Any]:
             answer = await ask(node, body, *args, **options)
@@ -264,7 +264,7 @@ async def test_tokens_whose_receipts_are_lost_are_not(
                 raise PeerUnavailable("no answer came in time")
             return answer
 
-        monkeypatch.setattr(lane, "ask", lossy)
+        monkeypatch.setattr(channel, "ask", lossy)
         assert await asyncio.wait_for(texts(a), 60) == expected
         assert dropped()
 
@@ -272,13 +272,13 @@ async def test_tokens_whose_receipts_are_lost_are_not(
 @pytest.mark.parametrize("letters", [1, 256])
 async def test_a_guest_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
     async with both(two) as (a, b):
-        lane, model, pid = cluster_of(a).plane.lane, cluster_of(a).plane.model, engine_pid(b)
+        channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.model, engine_pid(b)
         name = "x" * letters
         request = Request(id=name, prompt=(1, 2), sampling=Sampling(max_tokens=5000), seed=1)
         for message in (Submit(request=request, remaining_ms=9e4), Cancel(request=name, attempt=1)):
-            answer = await lane.ask("b", Forward(model), [encode(message)], timeout_s=5)
+            answer = await channel.ask("b", Forward(model), [encode(message)], timeout_s=5)
             assert isinstance(answer.message, Taken)
-        assert not len(cluster_of(b).guests)
+        assert not len(cluster_of(b).hosted_requests)
         assert engine_pid(b) == pid
         assert await texts(b, 1)  # by the same engine
 
@@ -286,7 +286,7 @@ async def test_a_guest_fits_whatever_its_front_calls_it(two: tuple[Settings, Set
 async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() -> None:
     told: list[Emission] = []
 
-    class Lane:
+    class Channel:
         async def ask(self, node: str, body: object, frames: list[bytes], timeout_s: float) -> Answer[Any]:
             if any(len(frame) > 1000 for frame in frames):
                 raise WireError("too large")
@@ -295,13 +295,13 @@ async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() ->
             told.extend(message.items)
             return Answer(Taken())
 
-    guests = Guests(Lane(), lambda message: True, asyncio.ensure_future)  # type: ignore[arg-type]
+    hosted_requests = HostedRequests(Channel(), lambda message: True, asyncio.ensure_future)  # type: ignore[arg-type]
     for name in ("large", "small"):
         request = Request(id=name, prompt=(1,), sampling=Sampling(), seed=1)
-        guests.submit("b", "boot", Submit(request=request, remaining_ms=1000.0))
+        hosted_requests.submit("b", "boot", Submit(request=request, remaining_ms=1000.0))
     large = tuple((-1.0, ((token, -1.0),)) for token in range(1000))
-    guests.take([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
-    guests.take([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
+    hosted_requests.take([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
+    hosted_requests.take([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
     await until(lambda: len(told) == 2)
     assert [(one.request, one.finish) for one in told] == [("large", "error"), ("small", "stop")]
 
@@ -314,7 +314,7 @@ def test_what_a_box_says_is_unwanted_is_bounded() -> None:
         def take(self, emissions: list[Emission]) -> None:
             assert not emissions
 
-    places = Places(None, "local", Nothing(), lambda: None, lambda _: "", None)  # type: ignore[arg-type]
+    places = Router(None, "local", Nothing(), lambda: None, lambda _: "", None)  # type: ignore[arg-type]
     items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
     taken = places.take("b", items)
     assert len(taken.unwanted) == MAX_UNWANTED

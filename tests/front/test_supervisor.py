@@ -22,7 +22,7 @@ from edgemoe.errors import EngineUnavailable, ServiceError
 from edgemoe.front import connections
 from edgemoe.front import engine_handle as engine_module
 from edgemoe.front import supervisor as supervisor_module
-from edgemoe.front.engine_handle import Engine
+from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
 from edgemoe.front.supervisor import Supervisor
@@ -47,7 +47,7 @@ def engine_pid(front: Front) -> int:
 
 def emitted(front: Front) -> int:
     """Tokens of the requests that are alive."""
-    return sum(len(live.emitted) for live in supervisor_of(front).book._live.values())
+    return sum(len(live.emitted) for live in supervisor_of(front).request_log._live.values())
 
 
 async def text_of(client: openai.AsyncOpenAI, prompt: str, **options: Any) -> str:
@@ -68,7 +68,7 @@ async def test_killing_the_engine_again_and_again_changes_no_text(tmp_path: Path
             os.kill(engine_pid(front), signal.SIGKILL)
             await until(lambda: supervisor_of(front).starts > start)  # noqa: B023
         assert await streams == expected
-        assert supervisor_of(front).book.replayed >= 3
+        assert supervisor_of(front).request_log.replayed >= 3
 
 
 async def test_an_engine_that_hangs_is_replaced(
@@ -79,7 +79,7 @@ async def test_an_engine_that_hangs_is_replaced(
     async with running(settings) as front, openai_client(settings) as client:
         first = engine_pid(front)
         stream = asyncio.ensure_future(text_of(client, "go", max_tokens=200, seed=1))
-        await until(lambda: len(supervisor_of(front).book) == 1)
+        await until(lambda: len(supervisor_of(front).request_log) == 1)
         os.kill(first, signal.SIGSTOP)
         text = await stream
         assert engine_pid(front) != first
@@ -123,7 +123,7 @@ async def test_who_is_told_that_the_engine_keeps_failing_is_told_until_when(
 
 @pytest.mark.parametrize(("step_s", "hangs"), [(0.0, False), (179.0, False), (181.0, True)])
 async def test_an_engine_hangs_by_the_age_of_its_step_alone(step_s: float, hangs: bool) -> None:
-    engine = Engine(None, "boot")  # type: ignore[arg-type]
+    engine = EngineHandle(None, "boot")  # type: ignore[arg-type]
     engine.note(Stats(values={}, step_s=step_s))
     assert bool(engine.hangs()) == hangs
 
@@ -131,7 +131,7 @@ async def test_an_engine_hangs_by_the_age_of_its_step_alone(step_s: float, hangs
 async def test_the_time_that_the_front_was_stopped_is_no_silence_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(engine_module.time, "monotonic", lambda: now)
-    engine = Engine(None, "boot")  # type: ignore[arg-type]
+    engine = EngineHandle(None, "boot")  # type: ignore[arg-type]
     now += 1000.0  # nothing was read meanwhile, and no look taken
     assert not engine.hangs()
     looks = 0
@@ -144,8 +144,8 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
     settings = settings_for(tmp_path, model_dir)
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
-        await until(lambda: len(supervisor_of(front).book) == 1)
-        (live,) = supervisor_of(front).book._live.values()
+        await until(lambda: len(supervisor_of(front).request_log) == 1)
+        (live,) = supervisor_of(front).request_log._live.values()
         late = EngineEnd(supervisor_of(front)._wire.address, "earlier")
         last = Emission(request=live.request.id, attempt=live.attempt, index=0, finish="stop")
         late.post(Emissions(items=[last]))
@@ -180,7 +180,7 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
     settings = settings_for(tmp_path, model_dir, service=window)
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
-        await until(lambda: len(supervisor_of(front).book) == 1)
+        await until(lambda: len(supervisor_of(front).request_log) == 1)
         for _ in range(2):
             await until(lambda: ready(front))
             os.kill(engine_pid(front), signal.SIGKILL)
@@ -271,13 +271,13 @@ async def test_a_full_queue_is_a_429(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings) as front, http_client(settings) as client:
         body = {"prompt": "HANG@0"}
         waiting = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(2)]
-        await until(lambda: len(supervisor_of(front).book) == 2)
+        await until(lambda: len(supervisor_of(front).request_log) == 2)
         full = await client.post("/v1/completions", json=body)
         assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(full.headers["retry-after"]) >= 1
         for one in waiting:
             one.cancel()
-        await until(lambda: not supervisor_of(front).book)
+        await until(lambda: not supervisor_of(front).request_log)
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, model_dir: Path) -> None:
@@ -285,7 +285,7 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest(tmp_path: Path, 
     async with running(settings) as front, http_client(settings) as client:
         body = {"prompt": "go", "max_tokens": 300, "seed": 1}
         running_one = asyncio.ensure_future(client.post("/v1/completions", json=body))
-        await until(lambda: len(supervisor_of(front).book) == 1)
+        await until(lambda: len(supervisor_of(front).request_log) == 1)
         front.stop()
         await until(lambda: supervisor_of(front).state == "draining")
         assert (await client.get("/health")).json()["status"] == "draining"
@@ -327,7 +327,7 @@ async def test_a_drain_that_takes_too_long_ends_in_errors(tmp_path: Path, model_
     settings = settings_for(tmp_path, model_dir, service={"drain_s": 0.2})
     async with running(settings) as front, http_client(settings) as client:
         stuck = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
-        await until(lambda: len(supervisor_of(front).book) == 1)
+        await until(lambda: len(supervisor_of(front).request_log) == 1)
         front.stop()
         assert (await stuck).status_code == 503
 
@@ -347,7 +347,7 @@ async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(tmp_pat
 
         statuses = await asyncio.gather(*map(one, range(100)))
         assert set(statuses) <= {0, 200}
-        await until(lambda: not supervisor_of(front).book)
+        await until(lambda: not supervisor_of(front).request_log)
         await until(lambda: supervisor_of(front).values.get("edgemoe_num_requests_running") == 0)
         supervisor_of(front).check_integrity()
     assert len(asyncio.all_tasks()) <= tasks_before
@@ -378,16 +378,16 @@ async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Pat
         for user, expected in ((None, f"uid:{os.getuid()}"), ("anna", f"uid:{os.getuid()}/anna")):
             body = {"prompt": "HANG@0", "user": user}
             waiting = asyncio.ensure_future(client.post("/v1/completions", json=body))
-            await until(lambda: len(supervisor_of(front).book) == 1)
-            (live,) = supervisor_of(front).book._live.values()
+            await until(lambda: len(supervisor_of(front).request_log) == 1)
+            (live,) = supervisor_of(front).request_log._live.values()
             assert live.request.user == expected
             waiting.cancel()
-            await until(lambda: not supervisor_of(front).book)
+            await until(lambda: not supervisor_of(front).request_log)
 
 
 async def test_what_the_book_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
-        supervisor_of(front).book.closed = EngineUnavailable("closed for today", code="holiday")
+        supervisor_of(front).request_log.closed = EngineUnavailable("closed for today", code="holiday")
         async with http_client(front.settings) as client:
             answer = await client.post("/v1/completions", json={"prompt": "x"})
         assert answer.json()["error"] == {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edgemoe.kernels.cpu.intrinsics import atomic_add, chunk, i64_at, pause
-from edgemoe.kernels.cpu.thread_pool import Pool, parallel
+from edgemoe.kernels.cpu.thread_pool import ThreadPool, parallel
 
 
 @chunk
@@ -25,7 +25,7 @@ def _count_slowly(job: int, number: int) -> None:
 
 
 def test_it_returns_when_the_last_chunk_is_done_and_not_before() -> None:
-    pool, early = Pool(2), 0
+    pool, early = ThreadPool(2), 0
     for _ in range(100):
         counts = np.zeros(2, np.int64)
         parallel(pool.control, _count_slowly.address, counts.ctypes.data, 2)
@@ -38,7 +38,7 @@ def test_it_returns_when_the_last_chunk_is_done_and_not_before() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_every_chunk_is_done_once(threads: int) -> None:
-    pool, counts = Pool(threads), np.zeros(1000, np.int64)
+    pool, counts = ThreadPool(threads), np.zeros(1000, np.int64)
     for chunks in (1, 2, 7, 1000) * 50:
         parallel(pool.control, _count.address, counts.ctypes.data, chunks)
     assert counts.tolist() == [200] + [150] + [100] * 5 + [50] * 993
@@ -46,7 +46,7 @@ def test_every_chunk_is_done_once(threads: int) -> None:
 
 
 def test_several_callers_at_once_each_get_all_their_chunks_done() -> None:
-    pool = Pool(2)
+    pool = ThreadPool(2)
 
     def call(counts: np.ndarray[Any, Any]) -> None:
         for _ in range(300):
@@ -64,7 +64,7 @@ def test_several_callers_at_once_each_get_all_their_chunks_done() -> None:
 
 def test_closing_ends_the_helpers_and_may_be_repeated() -> None:
     before = threading.active_count()
-    pool = Pool(3)
+    pool = ThreadPool(3)
     assert threading.active_count() == before + 2
     pool.close()
     pool.close()
@@ -73,4 +73,4 @@ def test_closing_ends_the_helpers_and_may_be_repeated() -> None:
 
 def test_a_pool_without_threads_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one thread"):
-        Pool(0)
+        ThreadPool(0)

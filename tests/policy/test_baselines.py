@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from edgemoe.policy.baselines import FIFO, LFRU, LFU, LRU, Random
-from edgemoe.policy.ewma import EWMA, Paper
+from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.policy.reuse import distance, weight
 
 
@@ -64,5 +64,5 @@ def test_an_ewma_moves_on_its_layers_own_clock() -> None:
 
 
 def test_the_paper_prefers_the_running_layer_and_the_correction_the_next_one() -> None:
-    assert Paper(3, 2, 1).rank(1).argmax() // 2 == 1
+    assert PublishedPolicy(3, 2, 1).rank(1).argmax() // 2 == 1
     assert EWMA(3, 2, 1).rank(1).argmax() // 2 == 2

@@ -15,12 +15,12 @@ def book(ledger: Ledger, outcomes: list[str]) -> None:
     """Each wish (even keys) and its rival (odd keys), one of which is needed in the step after."""
     last: npt.NDArray[np.int64] = np.full(N, -1)
     for step, outcome in enumerate(outcomes):
-        wish = 2 * (step % (N // 2))
-        ledger.watch(wish, wish + 1, step)
+        prefetch_request = 2 * (step % (N // 2))
+        ledger.watch(prefetch_request, prefetch_request + 1, step)
         if outcome in ("good", "both"):
-            last[wish] = step + 1
+            last[prefetch_request] = step + 1
         if outcome in ("bad", "both"):
-            last[wish + 1] = step + 1
+            last[prefetch_request + 1] = step + 1
         ledger.settle(last)
 
 
@@ -67,8 +67,8 @@ def test_what_is_watched_is_bounded_and_watched_once() -> None:
     last[0] = 5
     ledger.settle(last)
     assert ledger.outcomes == 1
-    for wish in range(0, 2 * WATCHED + 40, 2):  # the first twenty are pushed out
-        ledger.watch(wish % N, wish % N + 1, 10)
+    for prefetch_request in range(0, 2 * WATCHED + 40, 2):  # the first twenty are pushed out
+        ledger.watch(prefetch_request % N, prefetch_request % N + 1, 10)
     last[:] = 11
     ledger.settle(last)
     assert ledger.outcomes == pytest.approx(sum(0.99**i for i in range(WATCHED + 1)), rel=1e-6)

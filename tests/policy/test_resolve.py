@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from edgemoe.policy.resolve import PEERS_EACH, Costs, Ways, candidates, finish_s, resolve
+from edgemoe.policy.resolve import PEERS_EACH, CostMatrix, Ways, candidates, finish_s, resolve
 
 
 def exhaustive(ways: Ways) -> float:
@@ -97,7 +97,7 @@ def test_work_that_a_channel_has_to_do_anyway_counts() -> None:
     assert found.finish_s == pytest.approx(5.0) == finish_s(ways, found.way)
 
 
-def peers_ways(its_s: Costs, open_s: Costs, near: np.ndarray) -> Ways:
+def peers_ways(its_s: CostMatrix, open_s: CostMatrix, near: np.ndarray) -> Ways:
     """A slow disk here, and the peers `near` [k, n] of each expert; every peer has a channel."""
     peers, n = its_s.shape
     load = np.zeros((n, 1 + len(near), 1 + peers))
@@ -108,7 +108,7 @@ def peers_ways(its_s: Costs, open_s: Costs, near: np.ndarray) -> Ways:
     return Ways(load, load.sum(axis=2) + (load > 0) @ opening, opening)
 
 
-def random_peers(seed: int, peers: int, experts: int, holders: float) -> tuple[Costs, Costs]:
+def random_peers(seed: int, peers: int, experts: int, holders: float) -> tuple[CostMatrix, CostMatrix]:
     """`its_s` and `open_s` of peers of which so many, on average, have an expert."""
     rng = np.random.default_rng(seed)
     speed_s = rng.uniform(1e-4, 1e-3, peers) * np.exp(rng.choice([0, 0.3, 1]) * rng.standard_normal(peers))
@@ -117,7 +117,7 @@ def random_peers(seed: int, peers: int, experts: int, holders: float) -> tuple[C
     return its_s, rng.choice([0.0, 3e-4, 2e-3]) * rng.uniform(0.5, 1.5, peers)
 
 
-def dense(its_s: Costs, open_s: Costs) -> Ways:
+def dense(its_s: CostMatrix, open_s: CostMatrix) -> Ways:
     return peers_ways(its_s, open_s, np.repeat(np.arange(len(its_s))[:, None], its_s.shape[1], axis=1))
 
 

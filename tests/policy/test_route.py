@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from edgemoe.policy.route import Load, Rule, choose
+from edgemoe.policy.route import EngineLoad, Rule, choose
 
 
-def load(place: str, requests: int, here: bool = False, slots: int = 2, capacity: int = 4) -> Load:
-    return Load(place, here, requests, slots, capacity)
+def load(place: str, requests: int, here: bool = False, slots: int = 2, capacity: int = 4) -> EngineLoad:
+    return EngineLoad(place, here, requests, slots, capacity)
 
 
 @pytest.mark.parametrize("rule", ["local", "spread"])

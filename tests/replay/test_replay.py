@@ -12,11 +12,11 @@ from support.replay_kit import LAW, events_of, naive_misses, random_trace
 
 from edgemoe.errors import ConfigError
 from edgemoe.replay import main
-from edgemoe.replay.box import Box, Machine
+from edgemoe.replay.box import BoxSpec, ReplayBox
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import Trace, load
 
-MACHINE = Machine(1e-3, 1 << 20, 8e9, 3e9, 1.0, False, 0.2)
+MACHINE = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False, 0.2)
 SLOTS = [4, 9, 18]
 
 
@@ -57,21 +57,21 @@ def test_scoring_leaves_the_first_part_out_but_carries_its_state_over() -> None:
 def test_a_box_that_never_prefetches_stalls_as_its_misses_tell() -> None:
     trace = random_trace(5)
     figures = replay(trace, "lfru", [9], 2, 0.0, MACHINE)[0]
-    box, layer_steps = Box(trace.layers, trace.experts, 9, MACHINE), 0
+    box, layer_steps = ReplayBox(trace.layers, trace.experts, 9, MACHINE), 0
     from edgemoe.policy.baselines import LFRU
 
     policy = LFRU(trace.layers, trace.experts)
     for layer, experts in events_of(trace, 2):
         needed = np.array(experts)
         policy.touch(layer, needed)
-        box.run(layer, needed, policy.rank(layer), wishes=False)
+        box.run(layer, needed, policy.rank(layer), prefetch_requests=False)
         layer_steps += 1
     assert box.figures == pytest.approx(MACHINE.figures(figures.misses, layer_steps))
 
 
 def test_ram_that_holds_a_part_makes_misses_dearer() -> None:
     trace = random_trace(5)
-    small = Machine(1e-3, 1 << 20, 8e9, 3e9, 0.5, False, 0.2)
+    small = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 0.5, False, 0.2)
     here, there = (replay(trace, "lru", [9], 1, 0.0, machine)[0] for machine in (MACHINE, small))
     assert here.misses == there.misses
     assert there.box[0] > here.box[0]

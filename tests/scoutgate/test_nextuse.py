@@ -13,8 +13,8 @@ import torch
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict import next_use_export as nextuse_export
 from edgemoe.experts.predict.next_use_model import AFTER, FROM_HERE, NextUseNet, NextUseShape
-from edgemoe.experts.predict.next_use_network import Foreseen
-from edgemoe.replay.box import Machine
+from edgemoe.experts.predict.next_use_network import NetworkPolicy
+from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.command import main as replay_command
 from edgemoe.replay.policies import nextuse
 from edgemoe.replay.run import replay
@@ -26,7 +26,7 @@ from scoutgate.next_use.data import Routing
 
 L, E, K = 3, 12, 2
 SHAPE = NextUseShape(L, E, K, looks=3, token=16, context=16, key=8, rank=8, hidden=4)
-MACHINE = Machine(1e-3, 1 << 20, 1e9, 1e9, 1.0, False, 0.2)
+MACHINE = BoxSpec(1e-3, 1 << 20, 1e9, 1e9, 1.0, False, 0.2)
 
 
 def cycles(requests: int = 50, tokens: int = 30, seed: int = 0) -> list[np.ndarray]:
@@ -111,7 +111,7 @@ def test_what_is_served_is_what_was_trained() -> None:
     torch.manual_seed(1)
     network = NextUseNet(SHAPE).eval().requires_grad_(False)
     requests = cycles(requests=3, tokens=14)
-    policy, at = Foreseen(network, L, E, K), 35  # the eighth token of the third request
+    policy, at = NetworkPolicy(network, L, E, K), 35  # the eighth token of the third request
     served: dict[int, np.ndarray] = {}
     for t, (number, ids) in enumerate((n, row) for n, request in enumerate(requests) for row in request):
         policy.begin((number,))
@@ -142,7 +142,7 @@ def test_several_sequences_at_once_and_a_full_memory(monkeypatch: pytest.MonkeyP
     network = NextUseNet(SHAPE).eval().requires_grad_(False)
     trace = Trace(cycles(requests=9, tokens=14), E)
     figures = replay(
-        trace, "nextuse", [12], 4, 0.5, MACHINE, {"nextuse": lambda trace, batch: Foreseen(network, L, E, K)}
+        trace, "nextuse", [12], 4, 0.5, MACHINE, {"nextuse": lambda trace, batch: NetworkPolicy(network, L, E, K)}
     )
     assert 0 < figures[0].misses < figures[0].demands
 

@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def learn(folder: Path, run: str, passes: int) -> refresh.Verdict:
+def learn(folder: Path, run: str, passes: int) -> refresh.RefreshResult:
     paths = (folder / name for name in ("data", "model", "export", run))
     return refresh.refresh(*paths, 2.0, *FAST, "--passes", str(passes))
 

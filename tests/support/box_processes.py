@@ -83,7 +83,7 @@ class Box:
         """Homes that are not in memory yet; no figure yet counts as one."""
         return metrics.parse(await self.metrics()).get(metrics.HOME_MISSING, 1.0)
 
-    async def guests(self) -> float:
+    async def hosted_requests(self) -> float:
         """Requests of other boxes that run here."""
         return metrics.parse(await self.metrics()).get(metrics.GUESTS, 0.0)
 

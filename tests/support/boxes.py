@@ -1,4 +1,4 @@
-"""Real lanes on loopback for tests."""
+"""Real channels on loopback for tests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import zmq
 
 from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.protocol import Language, Message, Versions
-from edgemoe.cluster.rpc.transport import Answer, Failure, Net, Question
+from edgemoe.cluster.rpc.transport import Answer, Failure, Question, Transport
 
 
 class Echo(Message, frozen=True, tag="Echo"):
@@ -33,7 +33,7 @@ def secret() -> Secret:
 
 
 class Box:
-    """One process's Net and one lane of it."""
+    """One process's Net and one channel of it."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class Box:
         serve: Any = echo,
         language: Any = LANGUAGE,
         speaks: Versions | None = None,
-        **lane: Any,
+        **channel: Any,
     ) -> None:
         self.node, self.key = node, key
         self.allowed = AllowList({name: (s.public.decode(),) for name, s in allowed.items()})
-        self.net = Net(node, f"boot-of-{node}", key, self.allowed, speaks)
-        self.lane: Lane[Any] = Lane(self.net, "test", language, serve, **lane)
-        self.port = self.lane.bind("127.0.0.1")
+        self.transport = Transport(node, f"boot-of-{node}", key, self.allowed, speaks)
+        self.channel: Channel[Any] = Channel(self.transport, "test", language, serve, **channel)
+        self.port = self.channel.bind("127.0.0.1")
 
     @property
     def peer(self) -> Peer:
@@ -58,7 +58,7 @@ class Box:
 
 @asynccontextmanager
 async def running(*boxes: Box) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(work) for box in boxes for work in (box.net.run(), box.lane.run())]
+    tasks = [asyncio.create_task(work) for box in boxes for work in (box.transport.run(), box.channel.run())]
     try:
         yield
     finally:
@@ -66,4 +66,4 @@ async def running(*boxes: Box) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for box in boxes:
-            box.net.close()
+            box.transport.close()

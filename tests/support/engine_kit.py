@@ -169,7 +169,7 @@ class Drive:
         blocks: int = 64,
         grammars: Grammars | None = None,
         model: Model | None = None,
-        patience_s: float = 0.0,
+        missing_expert_timeout_s: float = 0.0,
         **settings: Any,
     ) -> None:
         self.now_s = 0.0
@@ -189,7 +189,7 @@ class Drive:
             parking_bytes=1 << 20,
             grammars=grammars,
             clock=lambda: self.now_s,
-            patience_s=patience_s,
+            missing_expert_timeout_s=missing_expert_timeout_s,
         )
 
     def submit(

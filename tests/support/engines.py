@@ -1,4 +1,4 @@
-"""Whole engines with real lanes on loopback, several in one process, each with a loop and a compute thread."""
+"""Whole engines with real channels on loopback, several in one process, each with a loop and a compute thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, Peers, Plan
+from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
 from edgemoe.families.spec import spec_from_config
@@ -69,7 +69,7 @@ class EngineBox:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.side.close()
 
-    def obey(self, message: Peers | Plan) -> None:
+    def obey(self, message: PeerList | Plan) -> None:
         self._loop.call_soon_threadsafe(self.side.obey, message)
 
     @property
@@ -143,10 +143,10 @@ def running(*boxes: EngineBox, know: bool = True) -> Iterator[None]:
             box.tiers.check_integrity(idle=True)
 
 
-def peers_of(*boxes: EngineBox) -> Peers:
+def peers_of(*boxes: EngineBox) -> PeerList:
     """What a front tells its engine of these."""
     keys = {box.node: (box.secret.public.decode(),) for box in boxes}
-    return Peers(keys=keys, engines=tuple(box.engine_of for box in boxes))
+    return PeerList(keys=keys, engines=tuple(box.engine_of for box in boxes))
 
 
 def meet(*boxes: EngineBox) -> None:

@@ -37,16 +37,16 @@ class FakeNet:
 class FakeLink:
     """A RaftLink of a FakeNet."""
 
-    def __init__(self, net: FakeNet, name: str) -> None:
-        self.net, self.name = net, name
+    def __init__(self, transport: FakeNet, name: str) -> None:
+        self.transport, self.name = transport, name
         self.message: Callable[[str, bytes], None] = lambda _n, _p: None
         self.up: Callable[[str], None] = lambda _n: None
         self.down: Callable[[str], None] = lambda _n: None
 
     def send(self, node: str, payload: bytes) -> bool:
-        if (self.name, node) not in self.net.open:
+        if (self.name, node) not in self.transport.open:
             return False
-        self.net.links[node].message(self.name, payload)
+        self.transport.links[node].message(self.name, payload)
         return True
 
     def listen(
@@ -56,7 +56,7 @@ class FakeLink:
         on_down: Callable[[str], None],
     ) -> None:
         self.message, self.up, self.down = on_message, on_up, on_down
-        self.net.listening.add(self.name)
-        for other in self.net.listening - {self.name}:
+        self.transport.listening.add(self.name)
+        for other in self.transport.listening - {self.name}:
             on_up(other)
-            self.net.links[other].up(self.name)
+            self.transport.links[other].up(self.name)

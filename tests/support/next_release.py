@@ -5,8 +5,8 @@
     python tests/support/next_release.py tests/support/daemon_process.py SETTINGS_JSON
 
 runs what Python would run with these arguments, as of the next release; its engines, too. Greet is a new message of the
-control lane: with each beat a box asks all others by it, and notes how many it got (`greeted`) and how many it may not
-send, as the other is of the release before (`spared`). Beat has a new field, `mood`. Mark is a new operation of the
+control channel: with each beat a box asks all others by it, and notes how many it got (`greeted`) and how many it may
+not send, as the other is of the release before (`spared`). Beat has a new field, `mood`. Mark is a new operation of the
 embedded agreement: a leader proposes one with each beat, and notes how often that was `marked` and, as a voter is of
 the release before, `withheld`. All goes to the log, as "next release: greeted N, spared N, moods N, marked N, withheld
 N". Import it before anything of edgemoe.
@@ -87,7 +87,7 @@ from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Settings
 from edgemoe.errors import CoordError, PeerError
-from edgemoe.front.engine_handle import Engine
+from edgemoe.front.engine_handle import EngineHandle
 
 figures = {"greeted": 0, "spared": 0, "moods": 0, "marked": 0, "withheld": 0}
 
@@ -122,7 +122,7 @@ class NextPlane(plane.ControlPlane):
 
     async def _greet(self, node: str) -> None:
         try:
-            await self.lane.ask(node, Greet("hello"), timeout_s=1.0)
+            await self.channel.ask(node, Greet("hello"), timeout_s=1.0)
         except PeerError as error:
             figures["spared"] += "does not know Greet" in str(error)
         plane.log.info("next release: " + ", ".join(f"{name} {count}" for name, count in figures.items()))
@@ -130,16 +130,16 @@ class NextPlane(plane.ControlPlane):
 
 plane.ControlPlane = NextPlane  # type: ignore[misc]
 
-start = Engine.start.__func__  # type: ignore[attr-defined]
+start = EngineHandle.start.__func__  # type: ignore[attr-defined]
 
 
-async def start_next(cls: type[Engine], command: Sequence[str], settings: Settings, address: str) -> Engine:
+async def start_next(cls: type[EngineHandle], command: Sequence[str], settings: Settings, address: str) -> EngineHandle:
     """An engine of the next release, too."""
-    made: Engine = await start(cls, (command[0], __file__, *command[1:]), settings, address)
+    made: EngineHandle = await start(cls, (command[0], __file__, *command[1:]), settings, address)
     return made
 
 
-Engine.start = classmethod(start_next)  # type: ignore[assignment, method-assign]
+EngineHandle.start = classmethod(start_next)  # type: ignore[assignment, method-assign]
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -20,7 +20,7 @@ from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.protocol import SPOKEN, Language
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recorder import Block, Header
+from edgemoe.telemetry.recorder import Header, RoutingBlock
 from edgemoe.types.placement import PlacementPlan
 
 GOLDEN = Path(__file__).with_name("protocol.json")
@@ -39,7 +39,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "manifest.json": Manifest,
     "peers.toml": Peer,
     "recording's header": Header,
-    "recording's block": Block,
+    "recording's block": RoutingBlock,
 }
 
 

@@ -1,4 +1,4 @@
-"""Fronts' sides of a cluster on loopback, without engines: real lanes, real agreement, made-up experts."""
+"""Fronts' sides of a cluster on loopback, without engines: real channels, real agreement, made-up experts."""
 
 from __future__ import annotations
 

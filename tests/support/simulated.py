@@ -28,7 +28,7 @@ class World:
         """`voters` is the list that each goes by."""
         self.now = 1000.0
         self.voters, self.directory = dict(voters), directory
-        self.net = FakeNet(list(voters))
+        self.transport = FakeNet(list(voters))
         self.running: dict[str, Replica] = {}
 
     def start(self, *names: str) -> None:
@@ -36,15 +36,15 @@ class World:
             directory = self.directory / name
             directory.mkdir(exist_ok=True)
             others = [other for other in self.voters[name] if other != name]
-            link = self.net.links[name]
+            link = self.transport.links[name]
             self.running[name] = Replica(name, others, directory, link, LEASE_S, self.clock)
 
     def stop(self, name: str) -> None:
         """As kill -9 would."""
         self.running.pop(name).destroy()
-        self.net.listening.discard(name)
-        for other in self.net.listening:
-            self.net.links[other].down(name)
+        self.transport.listening.discard(name)
+        for other in self.transport.listening:
+            self.transport.links[other].down(name)
 
     def lose_disk(self, name: str) -> None:
         shutil.rmtree(self.directory / name)

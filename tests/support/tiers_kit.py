@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from edgemoe.errors import CorruptExpert
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
@@ -80,11 +80,11 @@ class FileStore:
         self._file = os.memfd_create("experts")
         os.write(self._file, b"".join(weights.bytes_of(layer, expert) for layer in layers for expert in experts))
 
-    def hold(self, layer: int, *experts: int) -> None:
+    def pin(self, layer: int, *experts: int) -> None:
         for expert in experts:
             self.gates[ExpertId(layer, expert)] = asyncio.Event()
 
-    def let_go(self, layer: int, *experts: int) -> None:
+    def unpin(self, layer: int, *experts: int) -> None:
         for expert in experts:
             self.gates.pop(ExpertId(layer, expert)).set()
 
@@ -114,10 +114,10 @@ def small_tiers(
     shape: ExpertShape = SMALL,
     link_bytes_per_s: float = 1e12,
     **options: object,
-) -> Tiers:
+) -> ExpertTiers:
     """Tiers with so many slots in RAM and in each emulated device."""
     policy = LRU(shape.layers, shape.experts)
-    return Tiers(
+    return ExpertTiers(
         shape,
         store,
         ram_slots * shape.stride_bytes,
@@ -129,10 +129,10 @@ def small_tiers(
 
 
 @contextlib.contextmanager
-def running(tiers: Tiers, *, fill: bool = False) -> Iterator[Tiers]:
+def running(tiers: ExpertTiers, *, fill: bool = False) -> Iterator[ExpertTiers]:
     """The tiers with their loop on a thread of its own; at the end nothing may be left behind."""
     loop = asyncio.new_event_loop()
-    task = loop.create_task(tiers.run() if fill else tiers.mover.run())
+    task = loop.create_task(tiers.run() if fill else tiers.loader.run())
     thread = threading.Thread(target=_run, args=(loop, task), daemon=True)
     thread.start()
     try:

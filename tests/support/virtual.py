@@ -63,20 +63,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.jumping.now
 
 
-class Lane:
-    """What a control plane uses of a lane."""
+class Channel:
+    """What a control plane uses of a channel."""
 
-    def __init__(self, net: Net, _name: str, _language: Any, serve: Any, heartbeat_s: float = 0.0) -> None:
+    def __init__(self, transport: Net, _name: str, _language: Any, serve: Any, heartbeat_s: float = 0.0) -> None:
         self.rejected = self.failed = 0
         self.on_up = self.on_down = lambda _node: None
         self.on_foreign = lambda _node, _why: None
-        self.net, self.serve = net, serve
+        self.transport, self.serve = transport, serve
         self.wanted: set[str] = set()
         self.up: set[str] = set()
-        self.cluster = net.cluster
+        self.cluster = transport.cluster
 
     def bind(self, _host: str, _port: int = 0) -> int:
-        self.cluster.lanes[self.net.node] = self
+        self.cluster.channels[self.transport.node] = self
         self.cluster.join_up()
         return 1
 
@@ -87,8 +87,8 @@ class Lane:
             self.close()
 
     def close(self) -> None:
-        if self.cluster.lanes.get(self.net.node) is self:
-            del self.cluster.lanes[self.net.node]
+        if self.cluster.channels.get(self.transport.node) is self:
+            del self.cluster.channels[self.transport.node]
             self.cluster.join_up()
 
     def connect(self, peer: Peer) -> None:
@@ -116,7 +116,7 @@ class Lane:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._carry(node, body)
-                if answer is None or (node, self.net.node) in self.cluster.cuts:
+                if answer is None or (node, self.transport.node) in self.cluster.cuts:
                     await asyncio.Event().wait()
                 assert answer is not None
                 return answer
@@ -128,13 +128,13 @@ class Lane:
     async def _carry(self, node: str, body: Any) -> Answer[Any] | None:
         data = msgspec.msgpack.encode(body)
         await asyncio.sleep(LATENCY_S * (1 + self.cluster.rng.random()))
-        other = self.cluster.lanes.get(node)
-        if other is None or (self.net.node, node) in self.cluster.cuts or self.net.node not in other.wanted:
+        other = self.cluster.channels.get(node)
+        if other is None or (self.transport.node, node) in self.cluster.cuts or self.transport.node not in other.wanted:
             return None
         envelope = Envelope(0, False, SPOKEN, 0.0, (), (), msgspec.Raw())
         message = CONTROL.read(data)
         answer: Answer[Any] | None = await other.serve(
-            Question(self.net.node, self.net.boot, envelope, message, (), 0.0)
+            Question(self.transport.node, self.transport.boot, envelope, message, (), 0.0)
         )
         self.cluster.observe(node)
         return answer
@@ -229,7 +229,7 @@ class Cluster:
     def __init__(self, folder: Path, loop: VirtualLoop, seed: int) -> None:
         self.folder, self.loop, self.rng = folder, loop, random.Random(seed)
         self.peers = {node: Peer(node, "127.0.0.1:1", "k" * 40) for node in ABC}
-        self.lanes: dict[str, Lane] = {}
+        self.channels: dict[str, Channel] = {}
         self.cuts: set[tuple[str, str]] = set()
         self.obeyed: dict[int, str] = {}  # epoch -> leader
         self.latest: dict[str, int] = {}  # node -> epoch last obeyed
@@ -241,32 +241,32 @@ class Cluster:
     # --- links ------------------------------------------------------------------------------------------------
 
     def joined(self, source: str, target: str) -> bool:
-        there = source in self.lanes and target in self.lanes
-        return there and target in self.lanes[source].wanted and source in self.lanes[target].wanted
+        there = source in self.channels and target in self.channels
+        return there and target in self.channels[source].wanted and source in self.channels[target].wanted
 
     def join_up(self) -> None:
         """Connections that can come about do so after a moment; those that cannot stand any more end."""
-        for source, lane in list(self.lanes.items()):
+        for source, channel in list(self.channels.items()):
             for target in ABC:
                 cut = bool({(source, target), (target, source)} & self.cuts)
-                if target in lane.up and not self.joined(source, target):
-                    self._turn(lane, target, False)
-                elif cut and target in lane.up:
-                    self.loop.call_later(DOWN_S, self._settle, lane, target)
-                elif not cut and target not in lane.up and self.joined(source, target):
-                    self.loop.call_later(UP_S, self._settle, lane, target)
+                if target in channel.up and not self.joined(source, target):
+                    self._turn(channel, target, False)
+                elif cut and target in channel.up:
+                    self.loop.call_later(DOWN_S, self._settle, channel, target)
+                elif not cut and target not in channel.up and self.joined(source, target):
+                    self.loop.call_later(UP_S, self._settle, channel, target)
 
-    def _settle(self, lane: Lane, target: str) -> None:
-        source = lane.net.node
-        if self.lanes.get(source) is not lane:
+    def _settle(self, channel: Channel, target: str) -> None:
+        source = channel.transport.node
+        if self.channels.get(source) is not channel:
             return
         stands = self.joined(source, target) and not {(source, target), (target, source)} & self.cuts
-        if stands != (target in lane.up):
-            self._turn(lane, target, stands)
+        if stands != (target in channel.up):
+            self._turn(channel, target, stands)
 
-    def _turn(self, lane: Lane, target: str, up: bool) -> None:
-        (lane.up.add if up else lane.up.discard)(target)
-        (lane.on_up if up else lane.on_down)(target)
+    def _turn(self, channel: Channel, target: str, up: bool) -> None:
+        (channel.up.add if up else channel.up.discard)(target)
+        (channel.on_up if up else channel.on_down)(target)
 
     # --- what must hold ---------------------------------------------------------------------------------------
 
@@ -352,13 +352,13 @@ class Cluster:
 def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
     loop = VirtualLoop()
     made = Cluster(folder, loop, seed)
-    net = type("Net", (Net,), {"cluster": made})
+    transport = type("Net", (Net,), {"cluster": made})
     state = random.getstate()
     random.seed(seed)
     try:
         with (
-            mock.patch.object(plane_module, "Lane", Lane),
-            mock.patch.object(plane_module, "Net", net),
+            mock.patch.object(plane_module, "Channel", Channel),
+            mock.patch.object(plane_module, "Net", transport),
             mock.patch.object(stores, "RaftStore", Ticking),
             mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
             mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),

@@ -1,4 +1,4 @@
-"""What `tools/fuzz` sends, and a short run of it at the lanes of a daemon."""
+"""What `tools/fuzz` sends, and a short run of it at the channels of a daemon."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import random
 import msgspec
 import pytest
 
-from tools.fuzzing.lane import fuzz
+from tools.fuzzing.channel import fuzz
 from tools.fuzzing.peer import LANGUAGES
 from tools.fuzzing.values import Values
 
 
-@pytest.mark.parametrize("lane", LANGUAGES)
-def test_unspoilt_messages_are_within_all_bounds_and_some_spoilt_ones_are_not(lane: str) -> None:
-    language, values = LANGUAGES[lane], Values(random.Random(3))
+@pytest.mark.parametrize("channel", LANGUAGES)
+def test_unspoilt_messages_are_within_all_bounds_and_some_spoilt_ones_are_not(channel: str) -> None:
+    language, values = LANGUAGES[channel], Values(random.Random(3))
     refused = 0
     for kind in list(language.messages.values()) * 30:
         info = msgspec.inspect.type_info(kind)

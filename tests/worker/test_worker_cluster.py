@@ -16,7 +16,7 @@ from support.checkpoints import tiny_checkpoint
 from support.kept import STORES
 from test_worker import EXPERT_BYTES, START_S, Child
 
-from edgemoe.cluster.rpc.engine_messages import Boot, Holds, Listening, PeerEngine, Peers, PeerSeen, Ready, Submit
+from edgemoe.cluster.rpc.engine_messages import Boot, Holds, Listening, PeerEngine, PeerList, PeerSeen, Ready, Submit
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import (
@@ -94,8 +94,8 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         a_ports, b_ports = [await box.hear(Listening, START_S) for box in (a, b)]
         for box in (a, b):
             await box.hear(Ready, START_S)
-        a.tell(Peers(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
-        b.tell(Peers(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
+        a.tell(PeerList(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
+        b.tell(PeerList(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
         assert (await a.hear(PeerSeen)).node == "b"
         b.tell(submit("r"))
         wanted = await b.tokens("r")

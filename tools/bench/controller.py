@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.learned_policy import Full
-from edgemoe.experts.predict.next_use import NextUse
+from edgemoe.experts.predict.learned_policy import LearnedPolicy
+from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.replay.cache import Cache
 from edgemoe.replay.trace import chosen, load
 from edgemoe.types.arrays import IntArray
@@ -32,7 +32,7 @@ from tools.bench.stats import interval
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))
 
 
-class Sparing(Full):
+class Sparing(LearnedPolicy):
     """Follows a share of the steps and glances at the others, as the controller does where time is short."""
 
     def __init__(self, layers: int, experts: int, top_k: int, share: float) -> None:
@@ -88,7 +88,7 @@ def duty(args: Namespace) -> None:
 def cost(args: Namespace) -> None:
     print("| layers x experts | tokens remembered | followed, us a token | glanced at |\n|---|---|---|---|")
     for layers, experts, top_k in SHAPES:
-        predictor, random = NextUse(layers, experts, top_k), np.random.default_rng(0)
+        predictor, random = NextUsePredictor(layers, experts, top_k), np.random.default_rng(0)
         memory = predictor.memory
         memory.written = memory.slots
         memory.chosen[:] = random.integers(0, 1 << 62, memory.chosen.shape).astype(np.uint64) & random.integers(

@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from edgemoe.experts.build import Tiers  # noqa: E402
+from edgemoe.experts.build import ExpertTiers  # noqa: E402
 from edgemoe.experts.tiers.slab import ExpertShape  # noqa: E402
 from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config  # noqa: E402
 from edgemoe.kernels.cpu.intrinsics import chunk, fields, i64_at, record  # noqa: E402
@@ -94,7 +94,7 @@ class Ours:
         )
         policy = LRU(spec.layers, spec.experts)
         everything = spec.layers * spec.experts * shape.stride_bytes
-        self.tiers = Tiers(
+        self.tiers = ExpertTiers(
             shape,
             RandomStore(spec),
             everything,

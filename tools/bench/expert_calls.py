@@ -1,4 +1,4 @@
-"""What a remote expert call costs, against an echo of the same bytes over the same kind of lane, in one run.
+"""What a remote expert call costs, against an echo of the same bytes over the same kind of channel, in one run.
 
     python -m tools.bench.expert_calls --hidden 2048 --width 768 --experts 4 --rows 1 8 64
     python -m tools.bench.expert_calls --width 64 --fill 4096
@@ -31,13 +31,13 @@ import zmq
 from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.cluster.data.messages import Model
 from edgemoe.cluster.data.plane import DataPlane
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.transport import Answer, Failure, Question
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.experts.compute.peer_compute import ExpertHost
+from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
@@ -97,7 +97,7 @@ class RandomStore:
 
 
 class Box:
-    """A box with so many of 16 experts of one layer, and an echo lane beside its calls lane. Made on its loop."""
+    """A box with so many of 16 experts of one layer, and an echo channel beside its calls channel. Made on its loop."""
 
     def __init__(self, node: str, key: Secret, shape: ExpertShape, threads: int, experts: int) -> None:
         kernels = Kernels(threads, shape.bf16, Path(tempfile.gettempdir()) / "edgemoe-kernels")
@@ -106,12 +106,12 @@ class Box:
         policies = {Tier.RAM: policy, Tier.VRAM: policy}
         here = np.arange(EXPERTS)[None] < experts
         slots = max(experts, shape.top_k) * shape.stride_bytes
-        self.tiers = Tiers(shape, store, slots, [], policies, kernels, on_disk=here)
+        self.tiers = ExpertTiers(shape, store, slots, [], policies, kernels, on_disk=here)
         model = Model("m", 1, EXPERTS, shape.hidden * shape.item_bytes, shape.expert_bytes)
-        host = ExpertHost(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
+        host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.ram.where >= 0, self.tiers.on_disk)  # noqa: E731
         self.plane = DataPlane(node, f"boot-{node}", key, model, holdings, host, NoShelf(), store, timeout_s=5)
-        self.echo: Lane[Any] = Lane(self.plane._net, "echo", ECHO, echo)
+        self.echo: Channel[Any] = Channel(self.plane._transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]
 
     async def run(self) -> None:
@@ -136,7 +136,7 @@ async def serve(shape: ExpertShape, threads: int) -> None:
     box = Box(
         "server", Secret(*(keys["server"][name].encode() for name in ("secret", "public"))), shape, threads, EXPERTS
     )
-    box.plane._net.allowed.allow("client", keys["client"]["public"])
+    box.plane._transport.allowed.allow("client", keys["client"]["public"])
     print(json.dumps({"ports": box.ports}), flush=True)
     await box.run()
 
@@ -202,7 +202,7 @@ def fill(box: Box, shape: ExpertShape, experts: int, rows: int, seconds: float) 
     began_s, sent, steps, asked = time.perf_counter(), link_bytes(), 0, remote.asked
     cpu_s = time.process_time()
     while time.perf_counter() - began_s < seconds:
-        remote.run(0, hidden, group, None, lambda part, scan: 0.0)
+        remote.run(0, hidden, group, None, lambda part, prefill_only: 0.0)
         steps += 1
     took_s = time.perf_counter() - began_s
     out, back = (b - a for a, b in zip(sent, link_bytes(), strict=True))

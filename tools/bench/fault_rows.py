@@ -134,7 +134,7 @@ def forward_kill(trial: Trial) -> Record:
 
 
 def wrong_key(trial: Trial) -> Record:
-    """One who should not get in tries every lane of every box, while these serve requests."""
+    """One who should not get in tries every channel of every box, while these serve requests."""
     kind, victim = trial.rng.choice(KINDS), trial.rng.choice(NODES)
     with Intruder(trial.cluster) as intruder:
         found: list[Any] = []

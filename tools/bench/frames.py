@@ -1,11 +1,11 @@
-"""Mutated messages against the three lanes of a box: nothing may crash, nothing may be taken for a message.
+"""Mutated messages against the three channels of a box: nothing may crash, nothing may be taken for a message.
 
     python -m tools.bench.frames --frames 1000000
 
-A process of its own serves the control, calls and bulk lanes. A peer whose key is listed sends it real messages with
+A process of its own serves the control, calls and bulk channels. A peer whose key is listed sends it real messages with
 something changed: bits, lengths, frames dropped, doubled, swapped or made up. One in four is sealed again after its
 body was changed, so that its sums are right: such a message may be read if it happens to be a possible one, and is
-counted apart. At the end every lane must still answer. Prints one JSON object.
+counted apart. At the end every channel must still answer. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import zmq
 from edgemoe.cluster.data.messages import BULK, CALLS, Call, Fetch, Hello
 from edgemoe.cluster.rpc import envelope
 from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, Beat, RaftPayload
 from edgemoe.cluster.rpc.envelope import Envelope, seal, unseal
 from edgemoe.cluster.rpc.keys import Secret
 from edgemoe.cluster.rpc.protocol import Language
-from edgemoe.cluster.rpc.transport import Answer, Net, Question
+from edgemoe.cluster.rpc.transport import Answer, Question, Transport
 
-LANES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+CHANNELS: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
 MARK = 5.0e5  # the remaining_ms of messages whose sums are right
 Frames = list[bytes]
 
@@ -49,7 +49,7 @@ def serve_child() -> None:
 
 
 async def _serve(keys: dict[str, str]) -> None:
-    net = Net(
+    transport = Transport(
         "box", "boot", Secret(keys["secret"].encode(), keys["public"].encode()), AllowList({"peer": (keys["peer"],)})
     )
     taken = {"wrong": 0, "possible": 0}
@@ -60,24 +60,26 @@ async def _serve(keys: dict[str, str]) -> None:
         taken["possible" if question.envelope.remaining_ms == MARK else "wrong"] += 1
         return Answer(question.message)
 
-    lanes: dict[str, Lane[Any]] = {name: Lane(net, name, language, serve) for name, language in LANES.items()}
-    print(json.dumps({name: lane.bind("127.0.0.1") for name, lane in lanes.items()}), flush=True)
+    channels: dict[str, Channel[Any]] = {
+        name: Channel(transport, name, language, serve) for name, language in CHANNELS.items()
+    }
+    print(json.dumps({name: channel.bind("127.0.0.1") for name, channel in channels.items()}), flush=True)
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def listen() -> None:
         for _ in sys.stdin:
-            seen = {**taken, "rejected": sum(lane.rejected for lane in lanes.values()), "rss_mb": _rss_mb()}
+            seen = {**taken, "rejected": sum(channel.rejected for channel in channels.values()), "rss_mb": _rss_mb()}
             print(json.dumps(seen), flush=True)
         loop.call_soon_threadsafe(told.set)
 
     threading.Thread(target=listen, daemon=True).start()
-    tasks = [asyncio.create_task(work) for work in (net.run(), *(lane.run() for lane in lanes.values()))]
+    tasks = [asyncio.create_task(work) for work in (transport.run(), *(channel.run() for channel in channels.values()))]
     await told.wait()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    net.close()
+    transport.close()
 
 
 def _rss_mb() -> float:
@@ -86,7 +88,7 @@ def _rss_mb() -> float:
 
 
 def originals() -> dict[str, list[tuple[msgspec.Struct, list[bytes]]]]:
-    """Messages of each lane, with their tensors."""
+    """Messages of each channel, with their tensors."""
     index = np.array([3, 5, 1, 1, 0, 0, 1065353216, 1065353216], np.int32).tobytes()
     bits = bytes(24)
     return {
@@ -155,7 +157,7 @@ def attack(total: int, seed: int) -> dict[str, Any]:
     ports = json.loads(child.stdout.readline())
     context = zmq.Context()
     sockets = {}
-    for name in LANES:
+    for name in CHANNELS:
         socket = sockets[name] = context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDTIMEO, 20_000)
@@ -172,7 +174,7 @@ def attack(total: int, seed: int) -> dict[str, Any]:
     ]
 
     def ask() -> dict[str, Any]:
-        """How the box is, once it has read all that was sent and every lane has answered."""
+        """How the box is, once it has read all that was sent and every channel has answered."""
         for name, messages in originals().items():
             body, tensors = messages[0]
             sockets[name].send_multipart([bytes(frame) for frame in seal(body, tensors, id=1, remaining_ms=1000)])

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config
 from edgemoe.model.decoder import Decoder
@@ -72,7 +72,7 @@ class Bench:
     def figures(self) -> dict[str, object]:
         with self.tiers(1.0) as tiers:
             self._fill(tiers)
-            link = tiers.mover.links[0].stats
+            link = tiers.loader.links[0].stats
             fixed_s, per_byte_s = link.cost()
             found: dict[str, object] = {
                 "expert_mb": self.shape.expert_bytes / 1e6,
@@ -85,13 +85,13 @@ class Bench:
         return found
 
     @contextlib.contextmanager
-    def tiers(self, share: float, *, prefetch: bool = False) -> Iterator[Tiers]:
+    def tiers(self, share: float, *, prefetch: bool = False) -> Iterator[ExpertTiers]:
         """Everything in RAM, and a share of it on the device."""
         shape, policy = self.shape, LRU(self.shape.layers, self.shape.experts)
         everything = shape.layers * shape.experts * shape.stride_bytes
         budget = Budget(self.kind, int(share * everything), 8e9)
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
-        tiers = Tiers(shape, BlankStore(shape), everything, [budget], policies, None, prefetch=prefetch)
+        tiers = ExpertTiers(shape, BlankStore(shape), everything, [budget], policies, None, prefetch=prefetch)
         loop = asyncio.new_event_loop()
         task = loop.create_task(tiers.run())
         thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
@@ -104,13 +104,13 @@ class Bench:
             loop.close()
             tiers.close()
 
-    def _fill(self, tiers: Tiers) -> None:
+    def _fill(self, tiers: ExpertTiers) -> None:
         """Waits until every slot of the device is in use and its link is quiet."""
-        while tiers.residency.devices[0].free or not tiers.mover.links[0].idle():
+        while tiers.residency.devices[0].free or not tiers.loader.links[0].idle():
             time.sleep(0.01)
         self._synchronize()
 
-    def _hits(self, tiers: Tiers, tokens: int) -> dict[str, float]:
+    def _hits(self, tiers: ExpertTiers, tokens: int) -> dict[str, float]:
         """One layer's experts, all of them on the device."""
         touched = 0
 
@@ -131,7 +131,7 @@ class Bench:
             "tflop_per_s": tokens * self.shape.top_k * 6 * self.shape.hidden * self.shape.width / seconds / 1e12,
         }
 
-    def _decode(self, tiers: Tiers, batch: int) -> dict[str, float]:
+    def _decode(self, tiers: ExpertTiers, batch: int) -> dict[str, float]:
         """Whole steps of the decoder, every expert a hit."""
         decoder, spec = self._decoder(), self.spec
         blocks = CONTEXT // BLOCK_TOKENS
@@ -168,7 +168,7 @@ class Bench:
             seconds = self._time(layer, 32 * layers, rounds=1)
             served = np.subtract(tiers.residency.served, before)
             misses = served[1:].sum() / served.sum() * self.shape.top_k
-            rate = tiers.mover.links[0].stats.bytes_per_s
+            rate = tiers.loader.links[0].stats.bytes_per_s
             return {
                 "prefetch": prefetch,
                 "layer_us": seconds * 1e6,

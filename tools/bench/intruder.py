@@ -1,4 +1,4 @@
-"""One who should not get in: asks on every lane of every box, with keys and names that are not in order.
+"""One who should not get in: asks on every channel of every box, with keys and names that are not in order.
 
     wrong     a listed name, with a key of one's own
     unlisted  a name and a key that nobody lists
@@ -42,7 +42,7 @@ QUESTIONS: dict[int, list[msgspec.Struct]] = {
 
 
 class Line:
-    """A connection to one lane of one box."""
+    """A connection to one channel of one box."""
 
     def __init__(self, context: zmq.Context[Any], address: str, name: str, key: Sequence[str], server: str) -> None:
         """`key` is public and secret; `name` what it claims to be; `server` the public key that it expects."""

@@ -99,16 +99,16 @@ def accelerate_child(model: Path, ram_mib: int, scratch: Path) -> None:
 
     transformers.logging.disable_progress_bar()
     limits = {"cpu": f"{ram_mib}MiB"}
-    net = transformers.AutoModelForCausalLM.from_pretrained(
+    transport = transformers.AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.bfloat16, device_map="auto", max_memory=limits, offload_folder=str(scratch)
     )
     with torch.inference_mode():
-        past = net(torch.randint(0, net.config.vocab_size, (1, 8)), use_cache=True).past_key_values
+        past = transport(torch.randint(0, transport.config.vocab_size, (1, 8)), use_cache=True).past_key_values
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             started = time.perf_counter()
             for _ in range(int(line)):
-                net(torch.randint(0, net.config.vocab_size, (1, 1)), past_key_values=past, use_cache=True)
+                transport(torch.randint(0, transport.config.vocab_size, (1, 1)), past_key_values=past, use_cache=True)
             print(json.dumps({"s_per_token": (time.perf_counter() - started) / int(line)}), flush=True)
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgemoe.replay.box import BAD, GOOD, PREFETCHED, STALL, WASTED, Machine
+from edgemoe.replay.box import BAD, GOOD, PREFETCHED, STALL, WASTED, BoxSpec
 from edgemoe.replay.command import main as replay_command
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import load
@@ -69,7 +69,7 @@ def prefetch(traces: Path, to: Path, tokens: int = 4000) -> None:
         trace = load([traces / file for file in job.files], limit=tokens)
         slots = [round(share * trace.layers * trace.experts) for share in (0.25, 0.5)]
         for link in LINKS:
-            machine = Machine(2.5e-3, 4 << 20, link, 3e9, 1.0, True, 0.2)
+            machine = BoxSpec(2.5e-3, 4 << 20, link, 3e9, 1.0, True, 0.2)
             for share, figures in zip((0.25, 0.5), replay(trace, "full", slots, 1, 0.0, machine), strict=True):
                 rows.append(
                     {

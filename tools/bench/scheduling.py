@@ -28,7 +28,7 @@ from rich.table import Table
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
-from edgemoe.engine.chunk_budget import Pace
+from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
@@ -81,7 +81,7 @@ def stretch_of(trace: Load, seed: int, count: int) -> Load:
 def simulate(load: Load, settings: EngineSettings, costs: Costs, blocks: int) -> npt.NDArray[np.float64]:
     """Seconds to the first token of each request, [n]."""
     manager = BlockManager(blocks, layers=1, experts=1, prefix_cache=False)
-    pace = Pace(settings.step_tokens, settings.mixed_step_s)
+    pace = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
     scheduler = Scheduler(settings, manager, pace)
     first_s = np.full(len(load.at_s), np.nan)
     now_s, arrived, live = 0.0, 0, {}

@@ -9,7 +9,7 @@ daemon must be idle again. The last line is one JSON object.
     python -m tools.bench.soak --hostile-peer 100 --minutes 30
 
 starts a daemon of its own, with the demo model and three listed peers, each of which sends so many hostile messages a
-second on one lane; with 0, the same without them, to compare `p99_s` with.
+second on one channel; with 0, the same without them, to compare `p99_s` with.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgemoe.telemetry.metrics import parse, select
-from tools.fuzzing.lane import WHATS, Target, hostile, target
+from tools.fuzzing.channel import WHATS, Target, hostile, target
 from tools.fuzzing.peer import HostilePeer
 
 console = Console(stderr=True)
@@ -222,9 +222,9 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def beside(box: Target, rate: float, seed: int) -> Iterator[list[HostilePeer]]:
-    """A hostile peer on each lane of the box, each with a thread of its own."""
-    peers, over = [hostile(box, lane, seed) for lane in WHATS], threading.Event()
+def cpu_experts(box: Target, rate: float, seed: int) -> Iterator[list[HostilePeer]]:
+    """A hostile peer on each channel of the box, each with a thread of its own."""
+    peers, over = [hostile(box, channel, seed) for channel in WHATS], threading.Event()
 
     def send(peer: HostilePeer) -> None:
         while not over.wait(1 / rate):
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.hostile_peer is None:
         result = asyncio.run(soak(args))
     else:
-        with target() as (box, child), beside(box, args.hostile_peer, args.seed) as peers:
+        with target() as (box, child), cpu_experts(box, args.hostile_peer, args.seed) as peers:
             args.socket, args.pid = str(box.folder / "api.sock"), child.pid
             result = asyncio.run(soak(args)) | {"hostile_messages": sum(peer.sent for peer in peers)}
     console.print_json(data=result["growth"])

@@ -38,16 +38,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from edgemoe import demo
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import ModelSpec, spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
-from edgemoe.policy.ewma import EWMA, Paper
+from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
@@ -157,7 +157,7 @@ class Runner:
         shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=False)
         self.scout = None
         if contender.scout and args.scoutgate and model.path:
-            self.scout = Scout(Served("", "", spec.layers, spec.experts, spec.top_k))
+            self.scout = ScoutGateForecaster(ServedModel("", "", spec.layers, spec.experts, spec.top_k))
             self.scout.load(args.scoutgate, load_embedding(model.path))
         self.controller = None
         if contender.policy == "full":
@@ -168,13 +168,13 @@ class Runner:
         total = spec.layers * spec.experts * shape.stride_bytes
         device = Emulated(int(total * args.share), link * shape.stride_bytes / args.expert_bytes)
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
-        self.tiers = Tiers(
+        self.tiers = ExpertTiers(
             shape, model.store, total, [device], policies, model.kernels, prefetch=contender.prefetch, cpu_helps=False
         )
         if not contender.gate:
             self.tiers.experts.lookahead = 0
         if self.controller and contender.plans:
-            self.controller.attach(self.tiers.residency, self.tiers.mover, spec.expert_bytes)
+            self.controller.attach(self.tiers.residency, self.tiers.loader, spec.expert_bytes)
         self._kv = KVCache(spec, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.tiers.run())
@@ -268,7 +268,7 @@ class Runner:
 def _policy(name: str, spec: ModelSpec) -> LRU | EWMA:
     if name == "lru":
         return LRU(spec.layers, spec.experts)
-    return (EWMA if name == "ewma" else Paper)(spec.layers, spec.experts, spec.top_k)
+    return (EWMA if name == "ewma" else PublishedPolicy)(spec.layers, spec.experts, spec.top_k)
 
 
 def measure(model: Model, args: Namespace, state: Path, link: float, lesson: list[StepRouting]) -> dict[str, Any]:

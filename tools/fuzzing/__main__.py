@@ -1,6 +1,6 @@
 """Fuzzes one door: nothing may die, grow or be answered wrongly. The last line is one JSON object.
 
-    tools/fuzz lane control --count 1000000 --seed 7
+    tools/fuzz channel control --count 1000000 --seed 7
 
 A door is a module of this package with `WHATS`, the parts that it has, and `fuzz(what, count, seed)`, which returns
 what was seen; `"ok"` in it says whether all was well. The same count and seed send the same input.
@@ -17,7 +17,7 @@ DOORS = {  # name -> module
     "engine": "tools.fuzzing.engine",
     "http": "tools.fuzzing.http",
     "journal": "tools.fuzzing.journal",
-    "lane": "tools.fuzzing.lane",
+    "channel": "tools.fuzzing.channel",
     "settings": "tools.fuzzing.settings",
     "store": "tools.fuzzing.store",
 }

@@ -27,7 +27,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     MAGIC,
     Cancel,
     Emissions,
-    Peers,
+    PeerList,
     Ping,
     Plan,
     Reload,
@@ -38,10 +38,10 @@ from edgemoe.cluster.rpc.engine_messages import (
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.config.settings import MemorySettings, ModelSettings, Settings
 from edgemoe.errors import WireError
-from edgemoe.front.engine_handle import STOP_S, Engine
+from edgemoe.front.engine_handle import STOP_S, EngineHandle
 from edgemoe.front.main import WORKER
 from edgemoe.types.request import Emission, Request, Sampling
-from tools.fuzzing.lane import EARLY, GROWTH_MB, rss_mb
+from tools.fuzzing.channel import EARLY, GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
 from tools.testbed.model import float32_demo
 
@@ -49,7 +49,7 @@ WHATS = ("submit", "cancel", "other")
 KINDS: dict[str, tuple[type[Any], ...]] = {
     "submit": (Submit,),
     "cancel": (Cancel,),
-    "other": (Ping, Reload, Peers, Plan),
+    "other": (Ping, Reload, PeerList, Plan),
 }
 WEIGHTS = (8, 2, 1)
 MEANT = 0.85  # of the fields below, as a share
@@ -168,7 +168,7 @@ class Followed:
 class Target:
     """A running engine, spoken to as its front does."""
 
-    def __init__(self, engine: Engine, wire: FrontEnd) -> None:
+    def __init__(self, engine: EngineHandle, wire: FrontEnd) -> None:
         self.engine, self.wire, self.followed = engine, wire, Followed()
 
     async def listen(self) -> None:
@@ -223,7 +223,7 @@ async def target() -> AsyncIterator[Target]:
             memory=MemorySettings(kv_bytes=KV_BYTES),
         )
         wire = FrontEnd(Path(name) / "run")
-        made = Target(await Engine.start(WORKER, settings, wire.address), wire)
+        made = Target(await EngineHandle.start(WORKER, settings, wire.address), wire)
         listening = asyncio.ensure_future(made.listen())
         try:
             await made.until(lambda: made.engine.ready is not None, READY_S)

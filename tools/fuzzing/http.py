@@ -17,15 +17,15 @@ import httpx
 
 from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize
-from tools.fuzzing.lane import EARLY, GROWTH_MB, Target, rss_mb, target
+from tools.fuzzing.channel import EARLY, GROWTH_MB, Target, rss_mb, target
 from tools.fuzzing.values import Values
 
 PATHS: dict[str, tuple[str, type[Any]]] = {
     "chat": ("/v1/chat/completions", Chat),
     "completions": ("/v1/completions", Completion),
-    "responses": ("/v1/responses", responses.Create),
-    "messages": ("/v1/messages", anthropic.Create),
-    "count_tokens": ("/v1/messages/count_tokens", anthropic.Create),
+    "responses": ("/v1/responses", responses.ResponsesBody),
+    "messages": ("/v1/messages", anthropic.MessagesBody),
+    "count_tokens": ("/v1/messages/count_tokens", anthropic.MessagesBody),
     "tokenize": ("/tokenize", Tokenize),
     "detokenize": ("/detokenize", Detokenize),
 }

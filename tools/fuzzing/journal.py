@@ -16,7 +16,7 @@ from unittest import mock
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.journal import Journal
 from edgemoe.cluster.control.coordination.recovery import open_journal
-from edgemoe.cluster.control.coordination.snapshot import Snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 
 WHATS = ("journal", "snapshot", "vote")
@@ -51,7 +51,9 @@ def _made(directory: Path) -> Path:
         journal.add(*entry)
     journal.setCurrentTerm(6, "b")
     journal.mark_whole()
-    write_snapshot(directory / "raft.snapshot", Snapshot(CoordState(3, "b", PlanRef(9, "d")), ENTRIES[9], ENTRIES[8]))
+    write_snapshot(
+        directory / "raft.snapshot", StateSnapshot(CoordState(3, "b", PlanRef(9, "d")), ENTRIES[9], ENTRIES[8])
+    )
     journal.deleteEntriesTo(8)
     journal._destroy()
     return directory

@@ -1,4 +1,4 @@
-"""A listed peer that says what it likes on one lane of one box."""
+"""A listed peer that says what it likes on one channel of one box."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class HostilePeer:
     """
 
     def __init__(
-        self, node: str, key: Secret, server: bytes, address: str, lane: str, rng: random.Random, hints: Any = None
+        self, node: str, key: Secret, server: bytes, address: str, channel: str, rng: random.Random, hints: Any = None
     ) -> None:
-        """`server` is the box's public key, `address` HOST:PORT of its lane."""
+        """`server` is the box's public key, `address` HOST:PORT of its channel."""
         self.answers: Counter[str] = Counter()
         self.sent = 0
         self.largest = 0  # message, in bytes
         self.lost = 0  # connections on which nothing came back any more
-        self._lane, self._rng, self._values = lane, rng, Values(rng, hints)
-        self._kinds = list(LANGUAGES[lane].messages.values())
+        self._channel, self._rng, self._values = channel, rng, Values(rng, hints)
+        self._kinds = list(LANGUAGES[channel].messages.values())
         self._hints: Mapping[str, Sequence[Any]] = hints or {}
         self._node, self._key, self._server, self._address = node, key, server, address
         self._boot = secrets.token_hex(4)

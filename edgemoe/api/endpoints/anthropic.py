@@ -19,7 +19,7 @@ from edgemoe.types.arrays import Json
 FIELDS = {"max_completion_tokens": "max_tokens", "response_format": "output_config.format", "stop": "stop_sequences"}
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
+class ContentBlock(msgspec.Struct, frozen=True, kw_only=True):
     """Any content block; which fields it has depends on `type`."""
 
     type: str
@@ -34,7 +34,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +67,11 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     format: OutputFormat | None = None
 
 
-class Create(schema.Body, frozen=True, kw_only=True):
+class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
     """The body of both endpoints; counting needs no `max_tokens`."""
 
     messages: Annotated[list[Turn], Meta(min_length=1)]
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     stop_sequences: Annotated[list[schema.StopText], Meta(max_length=16)] | None = None
     tools: list[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
@@ -81,12 +81,12 @@ class Create(schema.Body, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def as_chat(body: Create) -> tuple[Chat, Origin]:
+def as_chat(body: MessagesBody) -> tuple[Chat, Origin]:
     """The chat request that says the same, and where its parts stood. Raises InvalidRequest."""
     origin = Origin(FIELDS)
     messages = _messages(body, origin)
     choice, thinking = body.tool_choice, body.thinking is not None and body.thinking.type != "disabled"
-    common = {field: getattr(body, field) for field in schema.Body.__struct_fields__}
+    common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
         **common,
         "n": 1,
@@ -105,7 +105,7 @@ def as_chat(body: Create) -> tuple[Chat, Origin]:
         return convert(chat, Chat), origin
 
 
-def _messages(body: Create, origin: Origin) -> list[Json]:
+def _messages(body: MessagesBody, origin: Origin) -> list[Json]:
     messages: list[Json] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system, "system")})
@@ -143,13 +143,13 @@ def _turn(turn: Turn, where: str) -> list[Json]:
     return results + ([own] if len(own) > 2 or own["content"] or not results else [])
 
 
-def _result(block: Block, where: str) -> str:
+def _result(block: ContentBlock, where: str) -> str:
     if not isinstance(block.content, list):
         return block.content or ""
-    return _text([convert(part, Block) for part in block.content], f"{where}.content")
+    return _text([convert(part, ContentBlock) for part in block.content], f"{where}.content")
 
 
-def _text(content: str | list[Block], where: str) -> str:
+def _text(content: str | list[ContentBlock], where: str) -> str:
     if isinstance(content, str):
         return content
     for at, block in enumerate(content):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.api.generate.choice import Delta
-from edgemoe.api.generate.generation import Job
+from edgemoe.api.generate.generation import Generation
 from edgemoe.api.http.refusals import anthropic_error
 from edgemoe.api.http.sse import event
 from edgemoe.api.text.output_parser import ToolCall
@@ -22,7 +22,7 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class MessageFormat:
     """Deltas as message events, or all together as one message."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Generation) -> None:
         self._job = job
         self._open = ""  # the kind of the block under way
         self._blocks = 0

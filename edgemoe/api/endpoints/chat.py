@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgemoe.api.generate.choice import Choice, Delta
-from edgemoe.api.generate.generation import Job, Prompt, requests
+from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.generate.sampling import Span, room, sampling
 from edgemoe.api.http.refusals import error_body
@@ -20,7 +20,7 @@ from edgemoe.types.arrays import Json
 MANY_CALLS = 128
 
 
-def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, prefix: str = "chatcmpl") -> Job:
+def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, prefix: str = "chatcmpl") -> Generation:
     """The job that `body` asks for: its prompt rendered and tokenized, its grammar checked. Raises InvalidRequest."""
     tools, calls = _tools(body)
     prompt_text = render(body, tools, text)
@@ -36,7 +36,7 @@ def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, pref
         grammar=_grammar(body, tools, marks, text),
     )
     n = body.n or 1
-    return Job(
+    return Generation(
         prefix=prefix,
         model=model,
         requests=requests([Prompt(tuple(prompt), settings)], n, body.seed, user),
@@ -130,7 +130,7 @@ def _logprobs(body: Chat) -> int | None:
 class ChatFormat:
     """Deltas as chat.completion.chunk, or all together as chat.completion."""
 
-    def __init__(self, job: Job, body: Chat, text: TextModel) -> None:
+    def __init__(self, job: Generation, body: Chat, text: TextModel) -> None:
         self._job = job
         self._vocabulary = text.vocabulary
         self._usage = bool(body.stream_options and body.stream_options.include_usage)

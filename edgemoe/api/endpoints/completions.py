@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgemoe.api.generate.choice import Choice, Delta
-from edgemoe.api.generate.generation import Job, Prompt, requests
+from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.generate.sampling import Span, check_ids, room, sampling
 from edgemoe.api.http.refusals import error_body
@@ -19,7 +19,7 @@ DEFAULT_TOKENS = 16  # as OpenAI has it
 MAX_PROMPTS = 1024
 
 
-def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str) -> Job:
+def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str) -> Generation:
     """The job that `body` asks for; choice p*n + c is choice c of prompt p. Raises InvalidRequest."""
     tokens = prompts(body.prompt, text, span.vocab)
     grammar = response_grammar(body.response_format)
@@ -45,7 +45,7 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
         for prompt in tokens
     ]
     n = body.n or 1
-    return Job(
+    return Generation(
         prefix="cmpl",
         model=model,
         requests=requests(ready, n, body.seed, user),
@@ -80,7 +80,7 @@ def _one(prompt: str | int | list[int], at: int, text: TextModel, vocab: int) ->
 class CompletionFormat:
     """Deltas as text_completion objects."""
 
-    def __init__(self, job: Job, body: Completion, text: TextModel) -> None:
+    def __init__(self, job: Generation, body: Completion, text: TextModel) -> None:
         self._job = job
         self._vocabulary = text.vocabulary
         self._usage = bool(body.stream_options and body.stream_options.include_usage)

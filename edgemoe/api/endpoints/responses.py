@@ -42,7 +42,7 @@ class TextSettings(msgspec.Struct, frozen=True, kw_only=True):
     format: TextFormat | None = None
 
 
-class Create(schema.Body, frozen=True, kw_only=True):
+class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: schema.Limit | None = None
@@ -59,7 +59,7 @@ class Create(schema.Body, frozen=True, kw_only=True):
     prompt: dict[str, Any] | None = None
 
 
-def as_chat(body: Create) -> tuple[Chat, Origin]:
+def as_chat(body: ResponsesBody) -> tuple[Chat, Origin]:
     """The chat request that says the same, and where its parts stood. Raises InvalidRequest."""
     for field in NEEDS_STORE:
         if getattr(body, field) is not None:
@@ -71,7 +71,7 @@ def as_chat(body: Create) -> tuple[Chat, Origin]:
     if body.instructions:
         messages.insert(0, {"role": "system", "content": body.instructions})
         origin.messages.insert(0, "instructions")
-    common = {field: getattr(body, field) for field in schema.Body.__struct_fields__}
+    common = {field: getattr(body, field) for field in schema.RequestBody.__struct_fields__}
     chat = {
         **common,
         "n": 1,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from edgemoe.api.endpoints.responses import Create, new_id
+from edgemoe.api.endpoints.responses import ResponsesBody, new_id
 from edgemoe.api.generate.choice import Delta
-from edgemoe.api.generate.generation import Job
+from edgemoe.api.generate.generation import Generation
 from edgemoe.api.http.refusals import error_body
 from edgemoe.api.http.sse import event
 from edgemoe.api.text.output_parser import ToolCall
@@ -39,10 +39,10 @@ class Item:
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": parts}
 
 
-class ResponseFormat:
+class ResponsesFormat:
     """Deltas as response events, or all together as one response object."""
 
-    def __init__(self, job: Job, body: Create) -> None:
+    def __init__(self, job: Generation, body: ResponsesBody) -> None:
         self._job = job
         self._body = body
         self._output: list[Json] = []

@@ -46,7 +46,7 @@ class Format(Protocol):
 
 
 @dataclass(slots=True)
-class Job:
+class Generation:
     """What one HTTP request asks for, ready to run."""
 
     prefix: str  # of its id: "chatcmpl", "cmpl", "resp"
@@ -107,7 +107,9 @@ def requests(prompts: Sequence[Prompt], n: int, seed: int | None, user: str) -> 
     ]
 
 
-async def run(job: Job, backend: Backend, metrics: Metrics, timeout_s: float) -> AsyncGenerator[list[Delta], None]:
+async def run(
+    job: Generation, backend: Backend, metrics: Metrics, timeout_s: float
+) -> AsyncGenerator[list[Delta], None]:
     """The deltas of all choices as they come. Raises RequestError."""
     choices = {request.id: choice for request, choice in zip(job.requests, job.choices, strict=True)}
     with backend.open(job.requests, timeout_s) as ticket:
@@ -128,7 +130,7 @@ async def run(job: Job, backend: Backend, metrics: Metrics, timeout_s: float) ->
                 yield deltas
 
 
-async def collect(job: Job, deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
+async def collect(job: Generation, deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
     """Every choice as one delta, in order."""
     whole = [Delta(choice.index) for choice in job.choices]
     async with aclosing(deltas):

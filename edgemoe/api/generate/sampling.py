@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from edgemoe.api.schema import Body
+from edgemoe.api.schema import RequestBody
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.request import Sampling
@@ -20,7 +20,7 @@ class Span:
 
 
 def sampling(
-    body: Body,
+    body: RequestBody,
     text: TextModel,
     *,
     room_tokens: int,

@@ -23,7 +23,7 @@ RETRY_S = 2.0
 
 
 @dataclass(eq=False, slots=True)
-class Body:
+class PendingBody:
     """One body under way."""
 
     bytes: int = 0
@@ -31,19 +31,19 @@ class Body:
     gave_way: bool = False
 
 
-class Bodies:
+class BodyBudget:
     """All bodies that are held."""
 
     def __init__(self, max_bytes: int) -> None:
         """`max_bytes` of each; of all together eight times as much."""
         self.held_bytes = 0
         self._max_bytes = max_bytes
-        self._bodies: set[Body] = set()
+        self._bodies: set[PendingBody] = set()
 
     @contextmanager
-    def open(self) -> Iterator[Body]:
+    def open(self) -> Iterator[PendingBody]:
         """A body yet to be read, held until the block is left."""
-        body = Body()
+        body = PendingBody()
         self._bodies.add(body)
         try:
             yield body
@@ -51,7 +51,7 @@ class Bodies:
             self._bodies.discard(body)
             self.held_bytes -= body.bytes
 
-    async def read(self, body: Body, request: Request) -> bytes:
+    async def read(self, body: PendingBody, request: Request) -> bytes:
         """The bytes of a body. Raises HTTPException (413, 408), QueueFull where it has to give way, and ClientGone."""
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_bytes:
@@ -75,7 +75,7 @@ class Bodies:
             raise QueueFull("there is no memory for so many long bodies at once; try again", retry_after_s=RETRY_S)
         return bytes(whole)
 
-    def _grow(self, body: Body, size: int) -> None:
+    def _grow(self, body: PendingBody, size: int) -> None:
         if body.gave_way:
             return
         body.bytes += size

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Send
 
 from edgemoe.api.generate.choice import Delta
-from edgemoe.api.generate.generation import Format, Job, collect
+from edgemoe.api.generate.generation import Format, Generation, collect
 from edgemoe.api.http.refusals import anthropic_error, error_body
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
@@ -51,7 +51,9 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         raise ClientGone from None
 
 
-async def reply(send: Send, job: Job, form: Format, deltas: AsyncGenerator[list[Delta], None], stream: bool) -> None:
+async def reply(
+    send: Send, job: Generation, form: Format, deltas: AsyncGenerator[list[Delta], None], stream: bool
+) -> None:
     """Sends the answer. Raises RequestError only while nothing has been sent."""
     if not stream:
         body = msgspec.json.encode(form.whole(await collect(job, deltas)))

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from edgemoe.api.schema import Called, Message, Part, Tool
+from edgemoe.api.schema import Called, ChatMessage, ContentPart, Tool
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def for_template(messages: Sequence[Message]) -> list[Json]:
+def for_template(messages: Sequence[ChatMessage]) -> list[Json]:
     """The messages as templates read them. Raises InvalidRequest for content that is not text."""
     return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
@@ -28,7 +28,7 @@ def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
     return [dict(msgspec.to_builtins(tool)) for tool in tools]
 
 
-def _message(message: Message, where: str) -> Json:
+def _message(message: ChatMessage, where: str) -> Json:
     role = "system" if message.role == "developer" else message.role
     value: Json = {"role": role, "content": _text(message.content, where)}
     if (reasoning := message.reasoning_content or message.reasoning) is not None:
@@ -41,7 +41,7 @@ def _message(message: Message, where: str) -> Json:
     return value
 
 
-def _text(content: str | list[Part] | None, where: str) -> str:
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
     if not isinstance(content, list):
         return content or ""
     for at, part in enumerate(content):

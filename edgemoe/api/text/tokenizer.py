@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from edgemoe.api.schema import Body, convert
+from edgemoe.api.schema import RequestBody, convert
 from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
 from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.errors import CheckpointError, InvalidRequest
@@ -72,7 +72,7 @@ def _defaults(generation: Json) -> dict[str, float]:
     defaults: dict[str, float] = {}
     for key in SAMPLING_DEFAULTS:
         try:
-            value = getattr(convert({key: generation.get(key)}, Body), key)
+            value = getattr(convert({key: generation.get(key)}, RequestBody), key)
         except InvalidRequest as error:
             log.warning(
                 "generation_config.json has a value that cannot be honoured: left out", extra={"why": str(error)}

@@ -18,8 +18,8 @@ from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.members import BEAT_S, Members
-from edgemoe.cluster.control.placement import Box, Shape, make_plan, why_anew
-from edgemoe.cluster.control.plan_store import PlanKeeper
+from edgemoe.cluster.control.placement import ExpertHome, PlacedModel, make_plan, why_anew
+from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible
@@ -31,14 +31,14 @@ SETTLE_S = 1.0  # for which what asks for a new plan must have stood
 RESIGN_S = 2.0
 
 
-class Cluster(Protocol):
+class ClusterView(Protocol):
     """The cluster as the leader sees it."""
 
     node: str
     leader: str
     announce: Announce
     fence: EpochFence
-    plans: PlanKeeper
+    plans: PlanStore
     members: Members
     clock: Callable[[], float]
 
@@ -55,7 +55,7 @@ class Cluster(Protocol):
 class Leader:
     """`run` until cancelled, then `close`. Leads or not, as the agreement has it."""
 
-    def __init__(self, settings: ClusterSettings, store: CoordStore, cluster: Cluster, *, electable: bool) -> None:
+    def __init__(self, settings: ClusterSettings, store: CoordStore, cluster: ClusterView, *, electable: bool) -> None:
         self.settled = False  # it goes by the plan that is agreed, and may name it
         self._settings, self._store, self._cluster = settings, store, cluster
         self._epoch = 0  # in which this box has taken over
@@ -180,7 +180,7 @@ class Leader:
         if why and self._cluster.clock() - self._due[1] >= SETTLE_S:
             await self._plan_anew(why, shape, boxes, epoch, agreed.version + 1 if agreed else 1)
 
-    async def _plan_anew(self, why: str, shape: Shape, boxes: list[Box], epoch: int, version: int) -> None:
+    async def _plan_anew(self, why: str, shape: PlacedModel, boxes: list[ExpertHome], epoch: int, version: int) -> None:
         try:
             plan = make_plan(shape, boxes, self._settings.replicas, epoch, version)
         except PlacementInfeasible as error:
@@ -203,13 +203,17 @@ class Leader:
                     return await self._cluster.fetch(member.peer.node, agreed.digest)
         return None
 
-    def _shape(self) -> Shape | None:
+    def _shape(self) -> PlacedModel | None:
         """The model that the cluster serves: this box's, or another's while this one has no engine."""
         cards = [self._cluster.announce, *(m.card for m in self._cluster.members if m.card and not m.refused)]
         engine = next((card.engine for card in cards if card.engine is not None), None)
-        return Shape(engine.model, engine.layers, engine.experts, engine.expert_bytes) if engine is not None else None
+        return (
+            PlacedModel(engine.model, engine.layers, engine.experts, engine.expert_bytes)
+            if engine is not None
+            else None
+        )
 
-    def _boxes(self, shape: Shape) -> list[Box]:
+    def _boxes(self, shape: PlacedModel) -> list[ExpertHome]:
         """Every box that is or could be a home."""
         cluster, members = self._cluster, self._cluster.members
         cards = {cluster.node: cluster.announce} | {m.peer.node: m.card for m in members if not m.refused}
@@ -227,11 +231,11 @@ class Leader:
                 absent_s = max(absent_s, now - self._bare.setdefault(node, now), 1e-3)
             room = engine.budget_experts if engine is not None else 0
             leaving = card is not None and card.leaving
-            boxes.append(Box(node, room, disk, ram, absent_s, leaving))
+            boxes.append(ExpertHome(node, room, disk, ram, absent_s, leaving))
         return boxes
 
 
-def _has(engine: EngineCard, shape: Shape) -> tuple[BoolArray | None, BoolArray | None]:
+def _has(engine: EngineCard, shape: PlacedModel) -> tuple[BoolArray | None, BoolArray | None]:
     """Experts [L, E] on the engine's disk and in its memory; None where it serves another model."""
     if engine.model != shape.digest:
         return None, None

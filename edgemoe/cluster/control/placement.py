@@ -12,7 +12,7 @@ from edgemoe.types.placement import PlacementPlan, pack_bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Box:
+class ExpertHome:
     """A box as a home of experts, and which it has. Without `disk` nothing is known of it yet."""
 
     node: str
@@ -28,7 +28,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PlacedModel:
     """The model whose experts are placed."""
 
     digest: str
@@ -37,7 +37,7 @@ class Shape:
     expert_bytes: int
 
 
-def why_anew(plan: PlacementPlan | None, shape: Shape, boxes: Sequence[Box], absent_s: float) -> str:
+def why_anew(plan: PlacementPlan | None, shape: PlacedModel, boxes: Sequence[ExpertHome], absent_s: float) -> str:
     """Why a new plan is due; "" while the present one will do, or something may still come back."""
     known = {box.node: box for box in boxes}
     if plan is None or (plan.model, plan.layers, plan.experts) != (shape.digest, shape.layers, shape.experts):
@@ -58,7 +58,9 @@ def why_anew(plan: PlacementPlan | None, shape: Shape, boxes: Sequence[Box], abs
     )
 
 
-def make_plan(shape: Shape, boxes: Sequence[Box], replicas: int, epoch: int, version: int) -> PlacementPlan:
+def make_plan(
+    shape: PlacedModel, boxes: Sequence[ExpertHome], replicas: int, epoch: int, version: int
+) -> PlacementPlan:
     """The uniform plan over the boxes that are there. Raises PlacementInfeasible."""
     there = sorted((box for box in boxes if box.there and box.room), key=lambda box: box.node)
     if not there:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 MAX_PLAN_BYTES = 4 << 20
 
 
-class PlanKeeper:
+class PlanStore:
     """`plan` and its name `ref`, or None. One owner, one event loop."""
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One box among the others, on the control lane: it says how it is, hears the others, follows the leader or leads.
+"""One box among the others, on the control channel: it says how it is, hears the others, follows the leader or leads.
 
     every beat   Beat to all; who has not been heard for DEAD_S is dead; a broken connection says so at once
     on change    Announce to all, until each has taken note of it; again to who has none of it, by its beats
@@ -23,13 +23,13 @@ from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.fingerprint import Agreement
-from edgemoe.cluster.control.coordination.raft_channel import LaneLink
+from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.members import BEAT_S, Member, Members
 from edgemoe.cluster.control.membership import let_in, same_box, with_addresses
-from edgemoe.cluster.control.plan_store import PlanKeeper, read_plan
+from edgemoe.cluster.control.plan_store import PlanStore, read_plan
 from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import (
     CONTROL,
     Announce,
@@ -45,7 +45,7 @@ from edgemoe.cluster.rpc.control_messages import (
 )
 from edgemoe.cluster.rpc.keys import Peer, Secret, check_peer
 from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.cluster.rpc.transport import Answer, Net, Question
+from edgemoe.cluster.rpc.transport import Answer, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, CoordError, EpochLeap, PeerError, PeerRefused, StaleEpoch
 from edgemoe.types.placement import PlacementPlan
@@ -72,7 +72,7 @@ class ControlPlane:
         directory = Path(settings.state_dir)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.settings, self.node = settings, settings.node
-        self.plans = PlanKeeper(directory / "plan")
+        self.plans = PlanStore(directory / "plan")
         self.fence = EpochFence(directory / "epoch", self.plans.plan.epoch if self.plans.plan else 0)
         self.clock, self.members = clock, Members(clock)
         self._agreement = Agreement(settings, peers)
@@ -93,40 +93,42 @@ class ControlPlane:
         self._say = SparingLog(log)
         self._listed = dict(peers)
         self._lapsed: frozenset[str] = frozenset()
-        self._net = Net(self.node, boot, secret, AllowList({}))
-        self.lane: Lane[ControlMessage] = Lane(self._net, "control", CONTROL, self._serve, heartbeat_s=0.5)
-        self._link = LaneLink(self.lane, [name for name in peers if name != settings.node])
+        self._transport = Transport(self.node, boot, secret, AllowList({}))
+        self.channel: Channel[ControlMessage] = Channel(
+            self._transport, "control", CONTROL, self._serve, heartbeat_s=0.5
+        )
+        self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._leader: Leader | None = None
         try:
             store = make_store(settings, peers, self.fence, self._link, clock)
         except ConfigError:
-            self.lane.close()
-            self._net.close()
+            self.channel.close()
+            self._transport.close()
             raise
         if store is not None:
             self._leader = Leader(settings, store, self, electable=announce.role == "box")
-        self.lane.on_up, self.lane.on_down, self.lane.on_foreign = self._up, self._down, self._refuse
+        self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._up, self._down, self._refuse
         self._let_in()
 
     # --- what the front calls ---------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Opens the lane. Raises PeerRefused where the address cannot be had."""
+        """Opens the channel. Raises PeerRefused where the address cannot be had."""
         host, _, port = self.settings.listen.rpartition(":")
-        self.lane.bind(host.strip("[]"), int(port))
+        self.channel.bind(host.strip("[]"), int(port))
 
     async def run(self) -> None:
         """Until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                for work in (self._net.run(), self.lane.run(), self._beat_on(), self._tell(), self._follow()):
+                for work in (self._transport.run(), self.channel.run(), self._beat_on(), self._tell(), self._follow()):
                     self._group.create_task(work)
                 if self._leader is not None:
                     self._group.create_task(self._leader.run())
         finally:
             if self._leader is not None:
                 await self._leader.close()
-            self._net.close()
+            self._transport.close()
 
     def list(self, peers: Mapping[str, Peer]) -> None:
         """From now on these are the boxes that are listed; who is no longer let in is cut off at once."""
@@ -186,8 +188,8 @@ class ControlPlane:
         wanted = let_in(self.node, self._listed, vouched, joining=bool(self.settings.join))
         for node in [m.peer.node for m in self.members if not same_box(wanted.get(m.peer.node), m.peer)]:
             self._say(logging.INFO, "box is no longer listed as it was", node)
-            self._net.allowed.revoke(node)
-            self.lane.disconnect(node)
+            self._transport.allowed.revoke(node)
+            self.channel.disconnect(node)
             self.members.remove(node)
             self.leader = "" if self.leader == node else self.leader
         for node, peer in wanted.items():
@@ -197,9 +199,9 @@ class ControlPlane:
                 continue
             member = self.members[node]
             member.peer = peer
-            self._net.allowed.allow(node, *peer.keys)
+            self._transport.allowed.allow(node, *peer.keys)
             if address := peer.address or (member.card.address if member.card else ""):
-                self.lane.connect(msgspec.structs.replace(peer, address=address))
+                self.channel.connect(msgspec.structs.replace(peer, address=address))
         said = {m.peer.node: m.card.address for m in self.members if m.card is not None}
         self.say(msgspec.structs.replace(self.announce, listed=with_addresses(self._listed, said)))
 
@@ -286,7 +288,7 @@ class ControlPlane:
         if not member.peer.address and card.address != (was_card.address if was_card else ""):
             with_address = msgspec.structs.replace(member.peer, address=card.address)
             check_peer(with_address, f"what {member.peer.node} says of itself")
-            self.lane.connect(with_address)
+            self.channel.connect(with_address)
         member.card, member.card_boot, member.refused = card, member.boot, ""
         if member.peer.node in self._listed:
             self._agreement.follow(card.agreement)
@@ -356,7 +358,7 @@ class ControlPlane:
             plan_digest=ref.digest if ref else "",
         )
         for member in self.members:
-            self.lane.tell(member.peer.node, msgspec.structs.replace(beat, unmet=member.card is None))
+            self.channel.tell(member.peer.node, msgspec.structs.replace(beat, unmet=member.card is None))
 
     async def _tell(self) -> None:
         """Announces this box to whoever has not heard the latest."""
@@ -369,7 +371,7 @@ class ControlPlane:
     async def _introduce(self, member: Member) -> None:
         serial = self._serial
         try:
-            await self.lane.ask(member.peer.node, self.announce, timeout_s=ASK_S)
+            await self.channel.ask(member.peer.node, self.announce, timeout_s=ASK_S)
         except PeerRefused as error:
             if member.refused != str(error):
                 self._say(logging.ERROR, "a box refuses us", member.peer.node, why=str(error))
@@ -402,7 +404,7 @@ class ControlPlane:
 
     async def fetch(self, node: str, digest: str) -> tuple[PlacementPlan, bytes]:
         """The plan of that digest from that box, and the bytes that it is of. Raises PeerError."""
-        answer = await self.lane.ask(node, GetPlan(digest), timeout_s=ASK_S)
+        answer = await self.channel.ask(node, GetPlan(digest), timeout_s=ASK_S)
         if not isinstance(answer.message, PlanIs) or len(answer.tensors) != 1:
             raise PeerRefused(f"{node} answered with something else than a plan")
         data = bytes(answer.tensors[0])

@@ -1,4 +1,4 @@
-"""Asking peers to compute experts: implements `types.Peers` over the calls lane.
+"""Asking peers to compute experts: implements `types.Peers` over the calls channel.
 
 The compute thread reads snapshots and posts calls; everything else happens on the engine's event loop. One hop leads
 from the compute thread to the loop, and one queue leads back.
@@ -16,8 +16,8 @@ from queue import SimpleQueue
 import numpy as np
 
 from edgemoe.cluster.data.messages import CallMessage, Hello, Model, Result
-from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerState
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerEstimate
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
@@ -31,18 +31,18 @@ PROBE_BYTES = 128 << 10
 Holdings = Callable[[], tuple[BoolArray, BoolArray]]  # experts [L, E] in memory, and on the disk
 
 
-class Calls:
+class ExpertClient:
     """The peers of this engine. `add` and `remove` them on the loop; `offers`, `fetch_s`, `call` from anywhere."""
 
-    def __init__(self, lane: Lane[CallMessage], model: Model, holdings: Holdings, timeout_s: float) -> None:
+    def __init__(self, channel: Channel[CallMessage], model: Model, holdings: Holdings, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.peers: dict[str, PeerState] = {}  # replaced as a whole, so that any thread may read it
-        self._lane, self._model, self._holdings = lane, model, holdings
+        self.peers: dict[str, PeerEstimate] = {}  # replaced as a whole, so that any thread may read it
+        self._channel, self._model, self._holdings = channel, model, holdings
         self._loop = asyncio.get_running_loop()
         self._group: asyncio.TaskGroup | None = None
         self._numbers = itertools.count()
         self._say = SparingLog(log)
-        lane.on_up, lane.on_down = self._up, self._down
+        channel.on_up, channel.on_down = self._up, self._down
 
     # --- the compute thread's side --------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Calls:
             async with asyncio.TaskGroup() as self._group:
                 for count in itertools.count():
                     for peer in self.peers.values():
-                        if self._lane.is_up(peer.node):
+                        if self._channel.is_up(peer.node):
                             self._spawn(self._greet(peer, probe=count % PROBE_EVERY == 1))
                     await asyncio.sleep(HELLO_S)
         finally:
@@ -87,7 +87,7 @@ class Calls:
 
     def add(self, node: str, boot: str) -> None:
         """A peer that may now be connected."""
-        self.peers = {**self.peers, node: PeerState(node, boot, self._model.layers, self._model.experts)}
+        self.peers = {**self.peers, node: PeerEstimate(node, boot, self._model.layers, self._model.experts)}
 
     def remove(self, node: str) -> None:
         self.peers = {name: peer for name, peer in self.peers.items() if name != node}
@@ -98,17 +98,17 @@ class Calls:
         if peer is None or peer.heard == heard:
             return
         peer.heard = heard
-        if heard and self._lane.is_up(node):
+        if heard and self._channel.is_up(node):
             self._spawn(self._greet(peer, probe=False))
         elif not heard:
-            self._lane.give_up(node, f"{node} is not heard")
+            self._channel.give_up(node, f"{node} is not heard")
 
     def learn(self, node: str, hello: Hello) -> Hello:
         """What a peer says of itself; our own hello. Raises PeerRefused for another model."""
         ram, disk = self._model.read_hello(node, hello)
         if (peer := self.peers.get(node)) is not None:
             peer.ram, peer.disk = ram, disk
-            peer.ready = self._lane.is_up(node)
+            peer.ready = self._channel.is_up(node)
         return self._model.hello(*self._holdings())
 
     def _up(self, node: str) -> None:
@@ -119,13 +119,13 @@ class Calls:
         if (peer := self.peers.get(node)) is not None:
             peer.ready = peer.silent = False
 
-    async def _greet(self, peer: PeerState, *, probe: bool) -> None:
+    async def _greet(self, peer: PeerEstimate, *, probe: bool) -> None:
         """One hello, there and back."""
         began_s = time.monotonic()
         payload = [bytes(PROBE_BYTES)] if probe else []
         try:
             hello = self._model.hello(*self._holdings())
-            answer = await self._lane.ask(peer.node, hello, payload, timeout_s=self.timeout_s)
+            answer = await self._channel.ask(peer.node, hello, payload, timeout_s=self.timeout_s)
             if not isinstance(answer.message, Hello):
                 raise PeerRefused(f"{peer.node} answers a hello with a {type(answer.message).__name__}")
             peer.ram, peer.disk = self._model.read_hello(peer.node, answer.message)
@@ -161,7 +161,7 @@ class Calls:
             peer.under_way[number] = call
             absent = peer.absent(call.work)  # now: what it reads for the call, it has in memory then
             body, tensors = self._model.call(call.work)
-            answer = await self._lane.ask(call.node, body, tensors, timeout_s=self.timeout_s)
+            answer = await self._channel.ask(call.node, body, tensors, timeout_s=self.timeout_s)
             sizes = [tensor.nbytes for tensor in answer.tensors]
             if not isinstance(answer.message, Result) or sizes != [call.work.hidden.nbytes]:
                 raise PeerRefused(f"{call.node} answered a call with something else")
@@ -183,7 +183,7 @@ class Calls:
         if peer is not None and call.result is not None:
             self._measure(peer, call, served_s, absent)
 
-    def _measure(self, peer: PeerState, call: RemoteCall, served_s: float, absent: int) -> None:
+    def _measure(self, peer: PeerEstimate, call: RemoteCall, served_s: float, absent: int) -> None:
         now_s, before_s, size = time.monotonic(), peer.answered_s, call.work.hidden.nbytes
         took_s = now_s - call.asked_s
         way_s = max(0.0, took_s - served_s)
@@ -203,7 +203,7 @@ class Calls:
         else:
             peer.measure_work(units, served_s)
 
-    def _note_failure(self, peer: PeerState, call: RemoteCall, error: EdgemoeError) -> None:
+    def _note_failure(self, peer: PeerEstimate, call: RemoteCall, error: EdgemoeError) -> None:
         took_s = time.monotonic() - call.asked_s
         peer.failed(took_s)
         late = isinstance(error, PeerUnavailable) and took_s >= 0.9 * self.timeout_s

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Chunk, Fetch
-from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerState
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerEstimate
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
 from edgemoe.types.experts import Store
@@ -26,7 +26,7 @@ LEAST_BYTES_PER_S = 5e6  # of a fetch; whoever is slower without having been mea
 Checksum = Callable[[memoryview], str]
 
 
-class Shelf(Protocol):
+class ExpertSource(Protocol):
     """Experts of this box, to be handed out. Called on the event loop."""
 
     def checksum(self, layer: int, expert: int) -> str | None:
@@ -42,10 +42,10 @@ class Shelf(Protocol):
         """A part of an expert that is in memory or on the disk. Raises StoreError."""
 
 
-class BulkServer:
+class ExpertFetchServer:
     """Answers Fetches."""
 
-    def __init__(self, shelf: Shelf, layers: int, experts: int, expert_bytes: int) -> None:
+    def __init__(self, shelf: ExpertSource, layers: int, experts: int, expert_bytes: int) -> None:
         self.sent_bytes = 0
         self._shelf, self._sizes = shelf, (layers, experts, expert_bytes)
 
@@ -64,17 +64,19 @@ class BulkServer:
 
 
 class PeerStore:
-    """Implements `types.Store`. Without a lane it is the box's own store and nothing more."""
+    """Implements `types.Store`. Without a channel it is the box's own store and nothing more."""
 
-    def __init__(self, own: Store, shelf: Shelf, checksum: Checksum, expert_bytes: int) -> None:
+    def __init__(self, own: Store, shelf: ExpertSource, checksum: Checksum, expert_bytes: int) -> None:
         self.fetched = self.refused = 0  # experts from peers; those whose bytes were not what they must be
         self._own, self._shelf, self._checksum, self._size = own, shelf, checksum, expert_bytes
-        self._lane: Lane[BulkMessage] | None = None
+        self._channel: Channel[BulkMessage] | None = None
         self._turns = asyncio.Semaphore(FETCHES)
 
-    def join(self, lane: Lane[BulkMessage], peers: Callable[[], dict[str, PeerState]], timeout_s: float) -> None:
+    def join(
+        self, channel: Channel[BulkMessage], peers: Callable[[], dict[str, PeerEstimate]], timeout_s: float
+    ) -> None:
         """From here on peers are asked too."""
-        self._lane, self._peers, self._timeout_s = lane, peers, timeout_s
+        self._channel, self._peers, self._timeout_s = channel, peers, timeout_s
 
     def expert_bytes(self, layer: int, expert: int) -> int:
         return self._size
@@ -120,16 +122,16 @@ class PeerStore:
             patience *= LATE_FACTOR
         return reasons
 
-    def _sources(self, layer: int, expert: int) -> list[PeerState]:
+    def _sources(self, layer: int, expert: int) -> list[PeerEstimate]:
         """Peers that have it, in memory first, then by how near they are."""
-        if self._lane is None:
+        if self._channel is None:
             return []
         ready = [peer for peer in self._peers().values() if peer.heard and peer.ready]
         having = [peer for peer in ready if peer.ram[layer, expert] or peer.disk[layer, expert]]
         having.sort(key=lambda peer: (peer.silent, not peer.ram[layer, expert], self._expected_s(peer)))
         return having
 
-    def _expected_s(self, peer: PeerState) -> float:
+    def _expected_s(self, peer: PeerEstimate) -> float:
         """That a fetch takes beside those that may be under way, the peer's reads included."""
         return peer.latency_s + FETCHES * self._size * (peer.s_per_byte + 1 / READ_BYTES_PER_S)
 
@@ -140,8 +142,8 @@ class PeerStore:
         async def chunk(start: int) -> None:
             size = min(CHUNK_BYTES, self._size - start)
             async with window:
-                assert self._lane is not None
-                answer = await self._lane.ask(node, Fetch(layer, expert, start, size), timeout_s=timeout_s)
+                assert self._channel is not None
+                answer = await self._channel.ask(node, Fetch(layer, expert, start, size), timeout_s=timeout_s)
             if not isinstance(answer.message, Chunk) or [t.nbytes for t in answer.tensors] != [size]:
                 raise PeerRefused(f"{node} answered a fetch with something else")
             sums.add(answer.message.checksum)

@@ -21,7 +21,7 @@ from edgemoe.cluster.data.messages import CallMessage, Model, Result
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
-from edgemoe.telemetry.unit_time import Pace
+from edgemoe.telemetry.unit_time import UnitTime
 from edgemoe.types.peers import ExpertWork, work_units
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ FIRST_UNIT_S = 5e-5
 AT_ONCE_S = 4e-4  # work that is expected to take no longer is done on the loop
 
 
-class Host(Protocol):
+class ExpertOwner(Protocol):
     """Whoever has experts: computes for peers, on the server's thread."""
 
     def refuses(self, work: ExpertWork) -> str:
@@ -46,7 +46,7 @@ class Host(Protocol):
 
 
 @dataclass(slots=True)
-class Job:
+class QueuedCall:
     work: ExpertWork
     units: float
     deadline: float  # by the loop's clock
@@ -56,7 +56,7 @@ class Job:
 class ExpertServer:
     """`serve` on the loop; `start` the thread, `close` to end it."""
 
-    def __init__(self, model: Model, host: Host) -> None:
+    def __init__(self, model: Model, host: ExpertOwner) -> None:
         self.served = self.shed = self.batches = 0
         self.busy_s = 0.0
         self._model, self._host = model, host
@@ -64,10 +64,10 @@ class ExpertServer:
         self._loop = asyncio.get_running_loop()
         self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
         self._units = 0.0
-        self._pace = Pace(FIRST_UNIT_S)
+        self._pace = UnitTime(FIRST_UNIT_S)
         self._closed = False
-        self._inbox: SimpleQueue[Job | None] = SimpleQueue()
-        self._waiting: deque[Job] = deque()  # touched on the thread only
+        self._inbox: SimpleQueue[QueuedCall | None] = SimpleQueue()
+        self._waiting: deque[QueuedCall] = deque()  # touched on the thread only
         self._thread = threading.Thread(target=self._run, name="expert-server", daemon=True)
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class ExpertServer:
         small = not self._pending and units * self._pace.mean_s < AT_ONCE_S
         if small and (sums := self._compute_at_once(work, units)) is not None:
             return Answer(Result(time.monotonic() - began_s), [sums])
-        job = Job(work, units, question.deadline, self._loop.create_future())
+        job = QueuedCall(work, units, question.deadline, self._loop.create_future())
         self._admit(job)
         self._pending += 1
         self._units += job.units
@@ -123,7 +123,7 @@ class ExpertServer:
         self.batches += 1
         self.busy_s += took_s
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: QueuedCall) -> None:
         """Raises PeerBusy for a call that would wait for longer than its caller.
 
         Where nothing is computed, nothing measures: the pace fades, so that big calls are not sent away for ever.
@@ -150,10 +150,10 @@ class ExpertServer:
                 self._waiting.append(job)
         return not self._closed
 
-    def _next_layer(self) -> list[Job]:
+    def _next_layer(self) -> list[QueuedCall]:
         """Waiting calls of the layer that has waited longest; those that are too late are sent away."""
-        taken: list[Job] = []
-        kept: deque[Job] = deque()
+        taken: list[QueuedCall] = []
+        kept: deque[QueuedCall] = deque()
         rows, now = 0, self._loop.time()
         for job in self._waiting:
             if job.deadline < now:
@@ -166,7 +166,7 @@ class ExpertServer:
         self._waiting = kept
         return taken
 
-    def _compute(self, batch: list[Job]) -> None:
+    def _compute(self, batch: list[QueuedCall]) -> None:
         began_s = time.monotonic()
         try:
             results = self._host.compute([job.work for job in batch])
@@ -188,7 +188,7 @@ class ExpertServer:
             self._loop.call_soon_threadsafe(what, *arguments)
 
 
-def _settle(batch: list[Job], results: Sequence[Any], error: EdgemoeError | None) -> None:
+def _settle(batch: list[QueuedCall], results: Sequence[Any], error: EdgemoeError | None) -> None:
     for i, job in enumerate(batch):
         if error is not None:
             _fail(job, error)
@@ -196,6 +196,6 @@ def _settle(batch: list[Job], results: Sequence[Any], error: EdgemoeError | None
             job.done.set_result(results[i])
 
 
-def _fail(job: Job, error: EdgemoeError) -> None:
+def _fail(job: QueuedCall, error: EdgemoeError) -> None:
     if not job.done.done():
         job.done.set_exception(error)

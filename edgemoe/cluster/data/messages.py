@@ -1,4 +1,4 @@
-"""The languages of the two lanes between engines: expert calls, and bulk.
+"""The languages of the two channels between engines: expert calls, and bulk.
 
     calls   Hello -> Hello     who serves what; small and regular, so that it measures the round trip too
             Call -> Result     one layer's experts on some rows: tensors (hidden, index) -> (sums,)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.telemetry.unit_time import RECENT, Pace
+from edgemoe.telemetry.unit_time import RECENT, UnitTime
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
 
@@ -22,7 +22,7 @@ READ_BYTES_PER_S = 1e9  # of a peer's disk, assumed until measured
 RECOVERY = 0.6  # weight of a measurement that is much better than those before: whatever kept the peer is over
 
 
-class PeerState:
+class PeerEstimate:
     """Belongs to the event loop; the compute thread reads single fields."""
 
     def __init__(self, node: str, boot: str, layers: int, experts: int) -> None:
@@ -36,7 +36,10 @@ class PeerState:
         self.ram: BoolArray = np.zeros((layers, experts), np.bool_)  # [L, E] in its memory
         self.disk: BoolArray = np.zeros((layers, experts), np.bool_)
         self.latency_s, self.s_per_byte = 1e-3, 1 / FIRST_BYTES_PER_S
-        self.computing, self.reading = Pace(FIRST_UNIT_S), Pace(1 / READ_BYTES_PER_S)  # per unit of work, per byte
+        self.computing, self.reading = (
+            UnitTime(FIRST_UNIT_S),
+            UnitTime(1 / READ_BYTES_PER_S),
+        )  # per unit of work, per byte
         self.calls, self.failures, self.busy_s = 0, 0, 0.0
         self.under_way: dict[int, RemoteCall] = {}
 

@@ -1,4 +1,4 @@
-"""The engine's lanes to other engines, put together: expert calls and bulk, both ways."""
+"""The engine's channels to other engines, put together: expert calls and bulk, both ways."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from edgemoe.cluster.data.expert_client import Calls, Holdings
-from edgemoe.cluster.data.expert_fetch import BulkServer, PeerStore, Shelf
-from edgemoe.cluster.data.expert_server import ExpertServer, Host
+from edgemoe.cluster.data.expert_client import ExpertClient, Holdings
+from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, ExpertSource, PeerStore
+from edgemoe.cluster.data.expert_server import ExpertOwner, ExpertServer
 from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, Hello, Model
 from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.channel import Lane
+from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.cluster.rpc.transport import Answer, Net, Question
+from edgemoe.cluster.rpc.transport import Answer, Question, Transport
 from edgemoe.errors import PeerRefused
 
 log = logging.getLogger(__name__)
@@ -35,30 +35,30 @@ class DataPlane:
         secret: Secret,
         model: Model,
         holdings: Holdings,
-        host: Host,
-        shelf: Shelf,
+        host: ExpertOwner,
+        shelf: ExpertSource,
         store: PeerStore,
         *,
         timeout_s: float,
     ) -> None:
-        """`host` computes for peers, `shelf` hands out experts; `store` fetches over this plane's bulk lane."""
-        self._net = Net(node, boot, secret, AllowList({}))
-        self._calls_lane: Lane[CallMessage] = Lane(
-            self._net, "calls", CALLS, self._serve, longest_s=timeout_s, message_bytes=CALL_BYTES
+        """`host` computes for peers, `shelf` hands out experts; `store` fetches over this plane's bulk channel."""
+        self._transport = Transport(node, boot, secret, AllowList({}))
+        self._calls_channel: Channel[CallMessage] = Channel(
+            self._transport, "calls", CALLS, self._serve, longest_s=timeout_s, message_bytes=CALL_BYTES
         )
         self.server = ExpertServer(model, host)
-        self.bulk = BulkServer(shelf, model.layers, model.experts, model.expert_bytes)
-        self._bulk_lane: Lane[BulkMessage] = Lane(
-            self._net, "bulk", BULK, self.bulk.serve, credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s
+        self.bulk = ExpertFetchServer(shelf, model.layers, model.experts, model.expert_bytes)
+        self._bulk_channel: Channel[BulkMessage] = Channel(
+            self._transport, "bulk", BULK, self.bulk.serve, credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s
         )
-        self.calls = Calls(self._calls_lane, model, holdings, timeout_s)
-        store.join(self._bulk_lane, lambda: self.calls.peers, timeout_s)
+        self.calls = ExpertClient(self._calls_channel, model, holdings, timeout_s)
+        store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)
         self._say = SparingLog(log)
         self._known: dict[PeerEngine, tuple[str, ...]] = {}  # with their keys
 
     def bind(self, host: str, calls_port: int = 0, bulk_port: int = 0) -> tuple[int, int]:
         """Listens; the two ports. Raises PeerRefused where an address cannot be had."""
-        return self._calls_lane.bind(host, calls_port), self._bulk_lane.bind(host, bulk_port)
+        return self._calls_channel.bind(host, calls_port), self._bulk_channel.bind(host, bulk_port)
 
     def set_peers(self, keys: Mapping[str, tuple[str, ...]], engines: Sequence[PeerEngine]) -> None:
         """Lets these keys in, by their nodes, connects to these engines of theirs, and drops all others.
@@ -66,23 +66,23 @@ class DataPlane:
         Connections to an engine whose box is not heard stay, so that it is there at once when it is heard again; so do
         those by a key that still stands for the box beside another.
         """
-        self._net.allowed.replace(keys)
+        self._transport.allowed.replace(keys)
         wanted = {
             msgspec.structs.replace(engine, heard=True): keys[engine.node]
             for engine in engines
-            if engine.node != self._net.node
+            if engine.node != self._transport.node
         }
         for engine in self._known.keys() - wanted.keys():
-            self._calls_lane.disconnect(engine.node)
-            self._bulk_lane.disconnect(engine.node)
+            self._calls_channel.disconnect(engine.node)
+            self._bulk_channel.disconnect(engine.node)
             self.calls.remove(engine.node)
         for engine, its in wanted.items():
             if engine not in self._known:
                 self.calls.add(engine.node, engine.boot)
                 self._say(logging.INFO, "peer", engine.node, boot=engine.boot)
             if self._known.get(engine) != its:
-                self._calls_lane.connect(Peer(engine.node, engine.calls, its[0], new_key="".join(its[1:])))
-                self._bulk_lane.connect(Peer(engine.node, engine.bulk, its[0], new_key="".join(its[1:])))
+                self._calls_channel.connect(Peer(engine.node, engine.calls, its[0], new_key="".join(its[1:])))
+                self._bulk_channel.connect(Peer(engine.node, engine.bulk, its[0], new_key="".join(its[1:])))
         self._known = wanted
         for engine in engines:
             self.calls.heed(engine.node, engine.heard)
@@ -91,13 +91,13 @@ class DataPlane:
         """Serves and asks until cancelled."""
         self.server.start()
         async with asyncio.TaskGroup() as group:
-            for work in (self._net.run(), self._calls_lane.run(), self._bulk_lane.run(), self.calls.run()):
+            for work in (self._transport.run(), self._calls_channel.run(), self._bulk_channel.run(), self.calls.run()):
                 group.create_task(work)
 
     def close(self) -> None:
         """After `run` has ended."""
         self.server.close()
-        self._net.close()
+        self._transport.close()
 
     async def _serve(self, question: Question[CallMessage]) -> Answer[CallMessage]:
         match question.message:

@@ -1,9 +1,9 @@
 """One conversation of a box with its peers: a ROUTER that answers, and one DEALER per peer that asks.
 
-A box holds three lanes (control, expert calls, bulk), so that megabytes on one never delay a heartbeat on another.
+A box holds three channels (control, expert calls, bulk), so that megabytes on one never delay a heartbeat on another.
 CURVE authenticates both ends, the allow-list names who speaks, an envelope frames every message. What is asked of a
 peer is bounded in bytes under way (credits) and in time; a lost connection fails everything asked on it at once.
-A lane belongs to one event loop.
+A channel belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from edgemoe.cluster.rpc import intake
 from edgemoe.cluster.rpc.envelope import MAX_REMAINING_MS, MAX_TENSOR_BYTES, Buffer, Envelope, seal, unseal
 from edgemoe.cluster.rpc.intake import LOOK_S, Intake
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.peer_link import NOT_MET, REFUSED, Link, fd_of, hand, key_of, until_closed, waiting, who
+from edgemoe.cluster.rpc.peer_link import NOT_MET, REFUSED, PeerLink, fd_of, hand, key_of, until_closed, waiting, who
 from edgemoe.cluster.rpc.protocol import Language, Versions, check_known
 from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.cluster.rpc.transport import Answer, Failure, Net, Question
+from edgemoe.cluster.rpc.transport import Answer, Failure, Question, Transport
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ DEAF_MS = 3000  # without an acknowledgement of what was sent, after which a con
 LONGEST_S = 60.0  # that a question may wait here, however long its asker would
 
 
-class Lane(Generic[M]):
+class Channel(Generic[M]):
     """See the module. `language` has Failure among its messages; `serve` answers questions.
 
     Whatever is wrong with one message, or goes wrong where it is served, costs that message alone: whoever asked gets
@@ -53,7 +53,7 @@ class Lane(Generic[M]):
 
     def __init__(
         self,
-        net: Net,
+        transport: Transport,
         name: str,
         language: Language[M],
         serve: Callable[[Question[M]], Awaitable[Answer[M] | None]],
@@ -65,7 +65,7 @@ class Lane(Generic[M]):
     ) -> None:
         """`longest_s` is the deadline of questions whose askers would wait for longer.
 
-        No message of this lane is larger than `message_bytes`, and no peer has more than twice as much under way.
+        No message of this channel is larger than `message_bytes`, and no peer has more than twice as much under way.
         """
         self.name = name
         self.rejected = 0  # messages that could not be read or came from nobody
@@ -73,12 +73,12 @@ class Lane(Generic[M]):
         self.on_up: Callable[[str], None] = lambda _node: None
         self.on_down: Callable[[str], None] = lambda _node: None
         self.on_foreign: Callable[[str, str], None] = lambda _node, _why: None  # one speaks another version
-        self._net, self._language, self._serve = net, language, serve
+        self._transport, self._language, self._serve = transport, language, serve
         self._credits_bytes, self._heartbeat_s, self._longest_s = credits_bytes, heartbeat_s, longest_s
         self._message_bytes = message_bytes
         self._say = SparingLog(log)
         self.intake = Intake(name, 2 * message_bytes)
-        self._links: dict[str, Link[M]] = {}
+        self._links: dict[str, PeerLink[M]] = {}
         self._speaks: dict[str, Versions] = {}  # as each peer said last
         self._serving: Counter[str] = Counter()  # questions of each peer
         self._held_bytes: Counter[str] = Counter()  # in them
@@ -137,31 +137,31 @@ class Lane(Generic[M]):
         if self._group is not None:
             self._start(link, self._group)
 
-    def _dial(self, peer: Peer) -> Link[M]:
+    def _dial(self, peer: Peer) -> PeerLink[M]:
         """Raises zmq.ZMQError for a key or address that is no good, and where there are no sockets left."""
         socket = self._socket(zmq.DEALER)
         socket.set(zmq.IMMEDIATE, 1)
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)  # each time, however often it has failed
         socket.set(zmq.CONNECT_TIMEOUT, 1000)  # a lost SYN is sent again after a second, not after 1, 3, 7, 15
-        link: Link[M] | None = None
+        link: PeerLink[M] | None = None
         try:
             for key in reversed(peer.keys):  # whether they are keys; the first one holds
                 socket.set(zmq.CURVE_SERVERKEY, key.encode())
-            link = Link[M](peer, socket, self._credits_bytes)
+            link = PeerLink[M](peer, socket, self._credits_bytes)
             self._connect(link)
         except zmq.ZMQError:
             socket.close(linger=0) if link is None else link.close()
             raise
         return link
 
-    def _connect(self, link: Link[M]) -> None:
+    def _connect(self, link: PeerLink[M]) -> None:
         """Each connection has a name of its own: a box may be back before its peer has noticed that it was gone.
 
         No peer lets one take over the name of another that stands: what arrives on the old one would not be read, and
         ZeroMQ ends the process where such a connection breaks.
         """
         link.apart = False
-        link.socket.set(zmq.IDENTITY, f"{self._net.node}:{self._net.boot}:{secrets.token_hex(8)}".encode())
+        link.socket.set(zmq.IDENTITY, f"{self._transport.node}:{self._transport.boot}:{secrets.token_hex(8)}".encode())
         link.socket.connect(link.address)
 
     def disconnect(self, node: str) -> None:
@@ -187,7 +187,7 @@ class Lane(Generic[M]):
     def version(self, node: str) -> int:
         """The highest version of the protocol that both speak; the lowest of ours while the peer has not said."""
         theirs = self._speaks.get(node)
-        return self._net.speaks.common(theirs) if theirs is not None else self._net.speaks.lowest
+        return self._transport.speaks.common(theirs) if theirs is not None else self._transport.speaks.lowest
 
     async def ask(
         self,
@@ -238,24 +238,24 @@ class Lane(Generic[M]):
     def _seal(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer], **fields: Any) -> list[Buffer]:
         """The one place where messages for peers are made. Raises WireError, PeerOutdated."""
         check_known(body, self.version(node), node)
-        frames = seal(body, tensors, speaks=self._net.speaks, **fields)
+        frames = seal(body, tensors, speaks=self._transport.speaks, **fields)
         if (size := sum(memoryview(frame).nbytes for frame in frames)) > self._message_bytes:
             raise WireError(f"a message of {size} bytes; {self._message_bytes} pass over {self.name}")
         return frames
 
-    def _link(self, node: str) -> Link[M]:
+    def _link(self, node: str) -> PeerLink[M]:
         link = self._links.get(node)
         if link is None or not link.up:
             raise PeerUnavailable(f"{node} is not connected on {self.name}")
         return link
 
-    def _start(self, link: Link[M], group: asyncio.TaskGroup) -> None:
+    def _start(self, link: PeerLink[M], group: asyncio.TaskGroup) -> None:
         for work in (self._read_answers(link), self._read_events(link)):
             link.tasks.append(group.create_task(until_closed(work)))
 
     # --- what our own connections say -------------------------------------------------------------------------
 
-    async def _read_events(self, link: Link[M]) -> None:
+    async def _read_events(self, link: PeerLink[M]) -> None:
         while True:
             said = parse_monitor_message(await link.monitor.recv_multipart())
             event, fd = said["event"], said["value"]
@@ -268,7 +268,7 @@ class Lane(Generic[M]):
             except Exception:  # of whoever wanted to know
                 self._count_failure(link.node)
 
-    def _note(self, link: Link[M], event: int) -> None:
+    def _note(self, link: PeerLink[M], event: int) -> None:
         if link.apart:
             return  # of a connection that was left meanwhile
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -281,11 +281,11 @@ class Lane(Generic[M]):
         elif event == REFUSED:
             link.refusals += 1
             if link.refusals == 2:  # one who has just come may not have heard of us yet
-                self._say(logging.WARNING, "a peer refuses our key; list it there", link.node, lane=self.name)
+                self._say(logging.WARNING, "a peer refuses our key; list it there", link.node, channel=self.name)
         elif event == zmq.EVENT_DISCONNECTED:
             self._leave(link)
 
-    def _leave(self, link: Link[M]) -> None:
+    def _leave(self, link: PeerLink[M]) -> None:
         """Comes back in a moment, under another name; ZeroMQ would do so under the same, and not where it was refused.
 
         What refused our key may have learnt of it then.
@@ -300,18 +300,18 @@ class Lane(Generic[M]):
             link.fail(PeerUnavailable(f"the connection to {link.node} broke ({self.name})"))
             self.on_down(link.node)
 
-    def _turn(self, link: Link[M]) -> None:
+    def _turn(self, link: PeerLink[M]) -> None:
         """Tries the peer by its other key, on another socket: on the old one ZeroMQ goes on with the first."""
         link.turning = False
         if self._links.get(link.node) is link and not link.up:
             self.disconnect(link.node)
             self.connect(link.peer.turned())
 
-    def _connect_again(self, link: Link[M]) -> None:
+    def _connect_again(self, link: PeerLink[M]) -> None:
         if self._links.get(link.node) is link:
             self._connect(link)
 
-    async def _read_answers(self, link: Link[M]) -> None:
+    async def _read_answers(self, link: PeerLink[M]) -> None:
         while True:
             frames = await link.socket.recv_multipart(copy=False)
             self.intake.delivered(link.fd, frames, waiting(link.socket))
@@ -322,7 +322,7 @@ class Lane(Generic[M]):
             except Exception:  # one answer, whatever is wrong with it, costs that answer alone
                 self._count_failure(link.node)
 
-    def _take_answer(self, link: Link[M], frames: Sequence[memoryview]) -> None:
+    def _take_answer(self, link: PeerLink[M], frames: Sequence[memoryview]) -> None:
         envelope = self._open(link.node, frames)
         message: Any = self._language.read(envelope.body)
         if isinstance(message, Failure) and not envelope.id:
@@ -365,14 +365,14 @@ class Lane(Generic[M]):
 
     def _take_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
         peer, boot = who(identity)
-        if not frames or self._net.allowed.name_of(key_of(frames[0])) != peer:
+        if not frames or self._transport.allowed.name_of(key_of(frames[0])) != peer:
             raise WireError("the name does not belong to the key, or the key was revoked")
         parts = [frame.buffer for frame in frames]
         try:
             envelope = self._open(peer, parts)
         except WireVersionError as error:
             self.on_foreign(peer, str(error))
-            self._send_back(identity, seal(Failure.of(error), answer=True, speaks=self._net.speaks))
+            self._send_back(identity, seal(Failure.of(error), answer=True, speaks=self._transport.speaks))
             raise  # what was sent back may be unreadable there, too, and is told there by its version
         try:
             message = self._language.read(envelope.body)
@@ -415,21 +415,21 @@ class Lane(Generic[M]):
         """Tells whoever asked; what was only told is answered where it could not be read, as a failure of nothing."""
         if asked.id or isinstance(error, WireError):
             failure = Failure.of(error)
-            self._send_back(identity, seal(failure, id=asked.id, answer=True, speaks=self._net.speaks))
+            self._send_back(identity, seal(failure, id=asked.id, answer=True, speaks=self._transport.speaks))
 
     def _send_back(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         try:
             hand(self._router, [identity, *frames])
         except zmq.ZMQError as error:
-            log.debug("an answer could not be sent", extra={"lane": self.name, "why": str(error)})
+            log.debug("an answer could not be sent", extra={"channel": self.name, "why": str(error)})
 
     def _open(self, node: str, frames: Sequence[memoryview]) -> Envelope:
         """The checked envelope of one who speaks a version that we speak. Raises WireError, WireVersionError."""
         envelope = unseal(frames)
-        if not self._net.speaks.common(envelope.speaks):
+        if not self._transport.speaks.common(envelope.speaks):
             raise WireVersionError(
-                f"{node} speaks versions {envelope.speaks} of the protocol, {self._net.node} {self._net.speaks}: "
-                "run neighbouring releases"
+                f"{node} speaks versions {envelope.speaks} of the protocol, "
+                f"{self._transport.node} {self._transport.speaks}: run neighbouring releases"
             )
         self._speaks[node] = envelope.speaks
         return envelope
@@ -437,22 +437,22 @@ class Lane(Generic[M]):
     def _count_failure(self, peer: str) -> None:
         """Notes what is being handled: an error that nobody expected."""
         self.failed += 1
-        self._say(logging.ERROR, "a message failed here", peer, lane=self.name, failed=self.failed, exc_info=True)
+        self._say(logging.ERROR, "a message failed here", peer, channel=self.name, failed=self.failed, exc_info=True)
 
     def _reject(self, peer: str, error: WireError) -> None:
         self.rejected += 1
-        self._say(logging.WARNING, "message dropped", peer, lane=self.name, why=str(error))
+        self._say(logging.WARNING, "message dropped", peer, channel=self.name, why=str(error))
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
-        socket = self._net.context.socket(kind)
+        socket = self._transport.context.socket(kind)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HWM_MESSAGES)
         socket.set(zmq.RCVHWM, 0)  # see intake, which bounds it
         socket.set(zmq.MAXMSGSIZE, min(self._message_bytes, MAX_TENSOR_BYTES) + 1)
         socket.set(zmq.HANDSHAKE_IVL, 3000)
         socket.set(zmq.TCP_MAXRT, DEAF_MS)
-        socket.set(zmq.CURVE_SECRETKEY, self._net.secret.secret)
-        socket.set(zmq.CURVE_PUBLICKEY, self._net.secret.public)
+        socket.set(zmq.CURVE_SECRETKEY, self._transport.secret.secret)
+        socket.set(zmq.CURVE_PUBLICKEY, self._transport.secret.public)
         if self._heartbeat_s:
             socket.set(zmq.HEARTBEAT_IVL, int(self._heartbeat_s * 1000))
             socket.set(zmq.HEARTBEAT_TIMEOUT, int(self._heartbeat_s * 3000))

@@ -1,4 +1,4 @@
-"""The language of the control lane, front to front.
+"""The language of the control channel, front to front.
 
     Beat         told several times a second: that the box lives, whether it leads, which plan holds, how busy it is
     Announce     asked when it has changed, or a Beat wants it, answered Welcome (or refused): what the box is and has
@@ -49,7 +49,7 @@ class Beat(Message, frozen=True, tag="Beat"):
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """An engine that has opened its lanes, and what it has."""
+    """An engine that has opened its channels, and what it has."""
 
     boot: Text
     calls_port: Port
@@ -69,7 +69,7 @@ class Announce(Message, frozen=True, tag="Announce"):
 
     release: Text
     role: Literal["box", "witness"]
-    address: Text  # HOST:PORT of its control lane
+    address: Text  # HOST:PORT of its control channel
     devices: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     ram_bytes: Bytes = 0
     engine: EngineCard | None = None

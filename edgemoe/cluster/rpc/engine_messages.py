@@ -92,7 +92,7 @@ Keys = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=2)]
 
 
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """Another box's engine, and where its lanes listen ("host:port").
+    """Another box's engine, and where its channels listen ("host:port").
 
     One whose box is not heard at the moment is not to be asked, but stays connected.
     """
@@ -104,7 +104,7 @@ class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
     heard: bool = True
 
 
-class Peers(Message, frozen=True, kw_only=True, tag="Peers"):
+class PeerList(Message, frozen=True, kw_only=True, tag="Peers"):
     """Whose keys may speak (node -> its public key, or two while it is replaced), and their engines, to connect to.
 
     Both are complete: a key that is not in it is revoked, an engine that is not in it is disconnected.
@@ -121,7 +121,7 @@ class Plan(Message, frozen=True, kw_only=True, tag="Plan"):
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
-    """The ports that the engine's lanes listen on, and the model that it is loading."""
+    """The ports that the engine's channels listen on, and the model that it is loading."""
 
     calls_port: Port
     bulk_port: Port
@@ -220,7 +220,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
 
 
-ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | Peers | Plan | Refused
+ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | PeerList | Plan | Refused
 FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen | Refused
 TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
 FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))

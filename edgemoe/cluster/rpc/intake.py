@@ -36,12 +36,12 @@ class _Connection:
 
 
 class Intake:
-    """The connections of one lane, by file descriptor. They belong to ZeroMQ: here they are looked at, and cut."""
+    """The connections of one channel, by file descriptor. They belong to ZeroMQ: here they are looked at, and cut."""
 
-    def __init__(self, lane: str, limit_bytes: int) -> None:
+    def __init__(self, channel: str, limit_bytes: int) -> None:
         self.cut = 0
         self._say = SparingLog(log)
-        self._lane, self._limit_bytes = lane, limit_bytes
+        self._channel, self._limit_bytes = channel, limit_bytes
         self._known: dict[int, _Connection] = {}
 
     def note(self, event: int, fd: int) -> None:
@@ -72,7 +72,7 @@ class Intake:
                 _libc.shutdown(fd, socket.SHUT_RDWR)
                 self.cut += 1
                 line = "a connection was cut: it sends more than is read, or a message without an end"
-                self._say(logging.WARNING, line, lane=self._lane, bytes=unread, limit=self._limit_bytes)
+                self._say(logging.WARNING, line, channel=self._channel, bytes=unread, limit=self._limit_bytes)
 
 
 def _received(fd: int) -> int:

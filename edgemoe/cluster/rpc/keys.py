@@ -41,7 +41,7 @@ class Secret(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A box that may connect, and where it is reached. Ports of further lanes are told on the control lane.
+    """A box that may connect, and where it is reached. Ports of further channels are told on the control channel.
 
     `voter` says whether it has a vote in the embedded agreement; the voters must be the same in every box's list.
     One without a vote may be listed on a single box: the others take it from there, and its address, if that is "",

@@ -21,7 +21,7 @@ NOT_MET = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED | NOT_MET | intake.EVENTS
 
 
-class Link(Generic[M]):
+class PeerLink(Generic[M]):
     """Our DEALER to one peer, by the peer's first key, and what was asked on it."""
 
     def __init__(self, peer: Peer, socket: zmq.asyncio.Socket, credits_bytes: int) -> None:

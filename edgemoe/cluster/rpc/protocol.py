@@ -51,7 +51,7 @@ class _Tagged(msgspec.Struct):
 
 
 class Language(Generic[M]):
-    """The messages of one lane, or of one direction of the link between front and engine."""
+    """The messages of one channel, or of one direction of the link between front and engine."""
 
     def __init__(self, *messages: type[Any]) -> None:
         self.messages = {str(message.__struct_config__.tag): message for message in messages}

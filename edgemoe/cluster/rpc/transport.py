@@ -1,4 +1,4 @@
-"""What the lanes of one process share, and what passes over them: questions, answers, credits."""
+"""What the channels of one process share, and what passes over them: questions, answers, credits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 
 
 class Failure(Message, frozen=True, tag="Failure"):
-    """The answer to a question that was not served. Part of every lane's language.
+    """The answer to a question that was not served. Part of every channel's language.
 
     `kind` is "busy"; "unknown" for a message that the release does not have; "failed" where serving it went wrong; or
     "refused", as which any other is taken.
@@ -87,8 +87,8 @@ class Credits:
             self._changed.notify_all()
 
 
-class Net:
-    """What the lanes of one process share: ZeroMQ's context, our keys, who may speak, our name and incarnation."""
+class Transport:
+    """What the channels of one process share: ZeroMQ's context, our keys, who may speak, our name and incarnation."""
 
     def __init__(
         self, node: str, boot: str, secret: Secret, allowed: AllowList, speaks: Versions | None = None
@@ -103,6 +103,6 @@ class Net:
         await self.authenticator.run()
 
     def close(self) -> None:
-        """After every lane is closed."""
+        """After every channel is closed."""
         self.authenticator.close()
         self.context.term()

@@ -14,11 +14,11 @@ import numpy as np
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
-from edgemoe.experts.transfer.links import Clock, Link
-from edgemoe.experts.transfer.loader import Mover
-from edgemoe.policy.resolve import Costs as CostArray
+from edgemoe.experts.transfer.links import Clock, TierLink
+from edgemoe.experts.transfer.loader import ExpertLoader
+from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import Ways, finish_s, resolve
-from edgemoe.telemetry.unit_time import Pace
+from edgemoe.telemetry.unit_time import UnitTime
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import Tier
 from edgemoe.types.peers import work_units
@@ -33,23 +33,23 @@ WORTH_S = 1e-3  # that a layer must gain: deciding, and copying up later, cost s
 RECENT = 0.1
 
 
-class Costs:
+class CostModel:
     """Costs on one box. Measured by one compute thread."""
 
     def __init__(
         self,
         residency: Residency,
-        mover: Mover,
+        loader: ExpertLoader,
         stride_bytes: int,
         *,
         cpu_helps: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
         self._cpu_helps = cpu_helps
-        self._residency, self._mover, self._stride_bytes, self._clock = residency, mover, stride_bytes, clock
+        self._residency, self._loader, self._stride_bytes, self._clock = residency, loader, stride_bytes, clock
         self.thread_unit_s = FIRST_UNIT_S  # of the compute thread, for a unit of work on the top tier
         self.device_unit_s = 0.0  # of a device that works beside it, likewise
-        self.cpu = Pace(stride_bytes / CPU_BYTES_PER_S)  # for one that the CPU does beside devices
+        self.cpu = UnitTime(stride_bytes / CPU_BYTES_PER_S)  # for one that the CPU does beside devices
 
     def observe(self, units: float, seconds: float) -> None:
         """Work on the top tier took the compute thread so long."""
@@ -70,9 +70,9 @@ class Costs:
 
     def read_s(self) -> float:
         """One expert from the disk."""
-        return self._stride_bytes / (self._mover.stats.bytes_per_s or READ_BYTES_PER_S)
+        return self._stride_bytes / (self._loader.stats.bytes_per_s or READ_BYTES_PER_S)
 
-    def _copy_s(self, link: Link) -> float:
+    def _copy_s(self, link: TierLink) -> float:
         return self._stride_bytes / (link.stats.unhindered_bytes_per_s or COPY_BYTES_PER_S)
 
     def load(
@@ -82,7 +82,7 @@ class Costs:
 
         Behind the ways of this box and its channels there are so many `more` ways and channels, filled with 0.
         """
-        links = self._mover.links
+        links = self._loader.links
         load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
         load[:, TOP, COMPUTE] = self.unit_s * units
         load[:, TOP, DISK] = np.where(tiers == Tier.NVME, self.read_s(), 0.0)
@@ -97,11 +97,11 @@ class Costs:
 
     def for_cpu(self, layer: int, group: Group) -> BoolArray | None:
         """Which of the group's experts [n] the CPU computes from RAM to have the layer finished soonest; None: none."""
-        if not self._mover.links or not self._cpu_helps:
+        if not self._loader.links or not self._cpu_helps:
             return None
         tiers = self._residency.tiers_of(layer, group.experts)
         in_ram, missing = tiers == Tier.RAM, int(np.count_nonzero(tiers != Tier.VRAM))
-        copy_s, cpu_s = [self._copy_s(link) for link in self._mover.links], self.cpu.at(self._clock())
+        copy_s, cpu_s = [self._copy_s(link) for link in self._loader.links], self.cpu.at(self._clock())
         if not in_ram.any() or (missing + 0.5) * max(copy_s) <= cpu_s + WORTH_S:
             return None
         chosen = self._split(layer, group.experts, tiers, work_units(group.offsets))
@@ -113,7 +113,7 @@ class Costs:
         load = self.load(layer, experts[missing], tiers[missing], units[missing])
         alone, busy = load.sum(axis=2), np.zeros(load.shape[2])
         busy[COMPUTE] = self.unit_s * (units.sum() - units[missing].sum())
-        for i, link in enumerate(self._mover.links):
+        for i, link in enumerate(self._loader.links):
             busy[FIRST_LINK + i] = 0.0 if link.idle() else self._copy_s(link) / 2  # of a wish that is under way
         ways = Ways(load, alone, np.zeros_like(busy), busy)
         late_s, order = finish_s(ways, np.full(len(missing), TOP)), np.argsort(alone[:, CPU], kind="stable")

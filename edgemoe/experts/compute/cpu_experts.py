@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from edgemoe.experts.compute.cost_model import Costs
+from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.dispatch import Compute, Group
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
@@ -18,10 +18,10 @@ from edgemoe.types.peers import work_units
 NO_SLOTS: IntArray = np.empty(0, np.int64)
 
 
-class Beside:
+class CpuExperts:
     """What the CPU does of one thread's layer-steps: `begin`, any number of `claim`, `compute`, `drop`, then `end`."""
 
-    def __init__(self, residency: Residency, compute: Compute, costs: Costs) -> None:
+    def __init__(self, residency: Residency, compute: Compute, costs: CostModel) -> None:
         """`compute` works on the RAM tier's slots."""
         self.costs = costs
         self.experts, self.took_s = 0, 0.0  # computed; in all
@@ -32,7 +32,7 @@ class Beside:
         """Starts a layer: `hidden` [T, H], on any device; not copied unless it is needed."""
         self._hidden, self._used = hidden, False
 
-    def claim(self, layer: int, group: Group, scan: BoolArray | None) -> BoolArray | None:
+    def claim(self, layer: int, group: Group, prefill_only: BoolArray | None) -> BoolArray | None:
         """Pins those of the group's experts that the CPU is to compute, and says which they are, [n]; None: none."""
         chosen = self.costs.for_cpu(layer, group)
         if chosen is None:
@@ -40,7 +40,9 @@ class Beside:
         if not self._used:  # now: behind the devices' work it would wait for that
             self._compute.begin(self._hidden.to("cpu"))
             self._used = True
-        slots = self._residency.hold_all(layer, group.experts[chosen], None if scan is None else scan[chosen])
+        slots = self._residency.pin_in_ram(
+            layer, group.experts[chosen], None if prefill_only is None else prefill_only[chosen]
+        )
         self._slots = slots[slots >= 0]
         chosen[chosen] = slots >= 0  # less what was evicted meanwhile
         self._group = group.only(chosen)
@@ -62,12 +64,12 @@ class Beside:
         """Unpins what was claimed and not computed."""
         slots, self._slots = self._slots, NO_SLOTS
         if len(slots):
-            self._residency.let_go(slots)
+            self._residency.unpin(slots)
 
     def end(self) -> torch.Tensor | None:
         """The sum, [T, H] float32; None where nothing was computed."""
         return self._compute.end() if self._used else None
 
-    def twin(self, math: ExpertMath, costs: Costs) -> Beside:
+    def twin(self, math: ExpertMath, costs: CostModel) -> CpuExperts:
         """Another one over the same slots, for another thread, which measures for itself."""
         return type(self)(self._residency, self._compute.twin(math), costs)

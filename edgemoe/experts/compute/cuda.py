@@ -20,10 +20,10 @@ import torch
 
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.compute.dispatch import Group, Spent
-from edgemoe.experts.compute.gpu_calls import Fused
-from edgemoe.experts.tiers.slab import ExpertShape, HostArena
-from edgemoe.experts.tiers.slots import Load
-from edgemoe.experts.transfer.links import Dock, LinkStats
+from edgemoe.experts.compute.gpu_calls import GpuCalls
+from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
+from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.transfer.links import LinkStats, TransferListener
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.peers import work_units
@@ -35,7 +35,7 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 MARKS = 64  # computations remembered; of older ones the oldest remembered is waited for
 
 
-def open_cuda(kind: str, slots: int, shape: ExpertShape, ram: HostArena) -> tuple[CudaLink, CudaCompute]:
+def open_cuda(kind: str, slots: int, shape: ExpertShape, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
     """Link and arithmetic of device `cuda:N`.
 
     Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
@@ -97,7 +97,7 @@ class Order:
 class CudaLink:
     """RAM -> one GPU. Implements `Link`; a thread of its own notices when copies end."""
 
-    def __init__(self, source: HostArena, slab: torch.Tensor, order: Order) -> None:
+    def __init__(self, source: HostSlab, slab: torch.Tensor, order: Order) -> None:
         self.stats = LinkStats()
         self._source, self._slab, self._order = source, slab, order
         _pin(source)
@@ -106,20 +106,20 @@ class CudaLink:
         self._lock = threading.Lock()
         self._flying = 0
         self._last: torch.cuda.Event | None = None  # the end of the last copy that ended
-        self._ends: SimpleQueue[tuple[Load, torch.cuda.Event, torch.cuda.Event] | str] = SimpleQueue()
+        self._ends: SimpleQueue[tuple[Transfer, torch.cuda.Event, torch.cuda.Event] | str] = SimpleQueue()
         self._thread = threading.Thread(target=self._reap, name="edgemoe-copies", daemon=True)
 
-    def attach(self, dock: Dock) -> None:
-        self._dock = dock
+    def attach(self, listener: TransferListener) -> None:
+        self._listener = listener
         self._thread.start()
 
-    def copy(self, load: Load) -> None:
+    def copy(self, load: Transfer) -> None:
         try:
             start, end = self._issue(load)
         except RuntimeError as error:
-            self._dock.failed(load, error)
+            self._listener.failed(load, error)
             return
-        self._dock.arrived(load)
+        self._listener.arrived(load)
         self._ends.put((load, start, end))
 
     def idle(self) -> bool:
@@ -133,7 +133,7 @@ class CudaLink:
         self._thread.join(timeout=10)
         _unpin(self._source)
 
-    def _issue(self, load: Load) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _issue(self, load: Transfer) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         """The copy's start and end."""
         stream = self._streams[load.demand]
         with self._lock, torch.cuda.stream(stream):
@@ -149,11 +149,11 @@ class CudaLink:
     def _reap(self) -> None:
         while (flight := self._ends.get()) is not CLOSE:
             if isinstance(flight, str):
-                self._dock.roused(self)
+                self._listener.roused(self)
             else:
                 self._end(*flight)
 
-    def _end(self, load: Load, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+    def _end(self, load: Transfer, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         try:
             end.synchronize()
             seconds = self._charged_s(start, end)
@@ -166,7 +166,7 @@ class CudaLink:
                 self.stats.abort()
             else:
                 self.stats.end(self._source.stride_bytes, seconds)
-        self._dock.released(load)
+        self._listener.released(load)
 
     def _charged_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """The copy's own time: where copies overlap, each is charged what passed since the one before it ended."""
@@ -185,7 +185,7 @@ class CudaCompute:
         self._shape, self._order, self._device = shape, order, slab.device
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:
-            self._fused = Fused(slab, shape)
+            self._fused = GpuCalls(slab, shape)
         except Exception as error:  # no Triton, no C compiler, a GPU that is too old: whoever compiles says what
             raise ConfigError(
                 f"the experts' kernels cannot be compiled for {slab.device}: {error!r}; install the Triton that this "
@@ -231,20 +231,20 @@ def _moment(stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.
     return event
 
 
-def _pin(arena: HostArena) -> None:
+def _pin(slab: HostSlab) -> None:
     """Registers the arena for DMA, exactly as it lies; where that is refused, copies go on, slower."""
-    if arena.pinned:
+    if slab.pinned:
         return
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(arena.address, arena.size_bytes, PORTABLE))
-    arena.pinned = not code
+    code = int(cudart.cudaHostRegister(slab.address, slab.size_bytes, PORTABLE))
+    slab.pinned = not code
     if code:
         log.warning("RAM for experts is not pinned, copies will be slow", extra={"cuda_error": code})
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # takes the error with it, which else the next kernel would report
 
 
-def _unpin(arena: HostArena) -> None:
-    if arena.pinned:
-        arena.pinned = False
-        torch.cuda.cudart().cudaHostUnregister(arena.address)  # type: ignore[no-untyped-call]
+def _unpin(slab: HostSlab) -> None:
+    if slab.pinned:
+        slab.pinned = False
+        torch.cuda.cudart().cudaHostUnregister(slab.address)  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from edgemoe.types.arrays import IntArray
 ROWS = (16, 32, 64)  # calls of one expert that one program takes on
 
 
-class Fused:
+class GpuCalls:
     """Two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
 
     def __init__(self, slab: torch.Tensor, shape: ExpertShape) -> None:

@@ -13,36 +13,36 @@ import numpy as np
 
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.compute.dispatch import Compute, Group
-from edgemoe.experts.tiers.residency import Claim, Residency
-from edgemoe.experts.tiers.slots import NONE, BoolArray, Load
-from edgemoe.experts.transfer.loader import Mover
+from edgemoe.experts.tiers.residency import Residency, SlotClaim
+from edgemoe.experts.tiers.slots import NONE, BoolArray, Transfer
+from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
 
 SCAN_SHARE = 8  # a scan has at most one slot in so many on their way at once
 
 
-class Part:
+class DeviceShare:
     """The experts [n] of a layer-step that belong to one device, and how far each has come."""
 
-    def __init__(self, device: int, slots: int, compute: Compute, group: Group, scan: BoolArray | None) -> None:
-        """`slots` of the device in all; `scan` [n] marks experts that only prefill needs."""
-        self.device, self.compute, self.group, self.scan = device, compute, group, scan
+    def __init__(self, device: int, slots: int, compute: Compute, group: Group, prefill_only: BoolArray | None) -> None:
+        """`slots` of the device in all; `prefill_only` [n] marks experts that only prefill needs."""
+        self.device, self.compute, self.group, self.prefill_only = device, compute, group, prefill_only
         n = len(group.experts)
         self.slots: IntArray = np.full(n, NONE, np.int64)
         self.ready: BoolArray = np.zeros(n, np.bool_)  # there, and not computed yet
         self.pinned: BoolArray = np.zeros(n, np.bool_)
         self.waiting: dict[int, int] = {}  # expert on its way -> index
         # indices without a slot yet, those that decode needs first
-        self.left: IntArray = np.arange(n) if scan is None else np.argsort(scan, kind="stable")
-        self._most = n if scan is None else max(1, slots // SCAN_SHARE)
+        self.left: IntArray = np.arange(n) if prefill_only is None else np.argsort(prefill_only, kind="stable")
+        self._most = n if prefill_only is None else max(1, slots // SCAN_SHARE)
 
     @property
     def limit(self) -> int:
         """Loads that may be begun now."""
         return self._most - len(self.waiting)
 
-    def absorb(self, claim: Claim) -> None:
+    def absorb(self, claim: SlotClaim) -> None:
         """Takes over what was claimed for the experts that were left."""
         asked, got = self.left, claim.slots >= 0
         self.slots[asked] = claim.slots
@@ -53,23 +53,23 @@ class Part:
         self.left = asked[~got]
 
 
-class Waves:
+class LayerStep:
     """Computes a layer-step's parts, waiting for what is missing."""
 
     def __init__(
         self,
         residency: Residency,
-        mover: Mover,
+        loader: ExpertLoader,
         layer: int,
-        parts: Sequence[Part],
+        parts: Sequence[DeviceShare],
         deadline_s: float,
         all_there: Callable[[], object],
     ) -> None:
         """`all_there` is called once, when the last expert has arrived, before it is computed."""
-        self._residency, self._mover, self._layer, self._parts = residency, mover, layer, parts
+        self._residency, self._loader, self._layer, self._parts = residency, loader, layer, parts
         self._all_there = all_there
         self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
-        self._arrivals: SimpleQueue[Load] = SimpleQueue()
+        self._arrivals: SimpleQueue[Transfer] = SimpleQueue()
         self.stall_s = [0.0, 0.0, 0.0]  # by the tier that was waited for
         self._version = 0
 
@@ -110,7 +110,7 @@ class Waves:
     def _waiting(self) -> bool:
         return any(part.waiting for part in self._parts)
 
-    def _claim(self, part: Part) -> None:
+    def _claim(self, part: DeviceShare) -> None:
         if not len(part.left) or part.limit <= 0:
             return
         claim = self._residency.acquire(
@@ -118,14 +118,14 @@ class Waves:
             self._layer,
             part.group.experts[part.left],
             self._arrivals,
-            scan=None if part.scan is None else part.scan[part.left],
+            prefill_only=None if part.prefill_only is None else part.prefill_only[part.left],
             limit=part.limit,
         )
         self._version = claim.version
         part.absorb(claim)
-        self._mover.start(claim.loads)
+        self._loader.start(claim.loads)
 
-    def _compute(self, part: Part) -> bool:
+    def _compute(self, part: DeviceShare) -> bool:
         """Computes what is ready, if anything is. Its pins are kept to the end, unless others still need room."""
         if not part.ready.any():
             return False
@@ -150,13 +150,13 @@ class Waves:
                 raise self._overdue()
         self.stall_s[tier] += time.perf_counter() - began_s
 
-    def _next_arrival(self) -> Load:
+    def _next_arrival(self) -> Transfer:
         try:
             return self._arrivals.get(timeout=self._remaining_s)
         except Empty:
             raise self._overdue() from None
 
-    def _settle(self, load: Load) -> Tier:
+    def _settle(self, load: Transfer) -> Tier:
         """Notes that an expert is there; the tier that it came from."""
         if load.error is not None:
             raise load.error
@@ -172,7 +172,7 @@ class Waves:
         late = [expert for part in self._parts for expert in (*part.waiting, *part.group.experts[part.left].tolist())]
         return MissingExpert(self._layer, late[0], f"it was not loaded within {self._deadline_s:g} s")
 
-    def _release(self, part: Part, which: BoolArray) -> None:
+    def _release(self, part: DeviceShare, which: BoolArray) -> None:
         slots = part.slots[which]
         part.pinned &= ~which
         if len(slots):

@@ -9,18 +9,18 @@ from itertools import repeat
 import numpy as np
 import torch
 
-from edgemoe.experts.compute.cpu_experts import Beside
+from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import Compute, Group
-from edgemoe.experts.compute.layer_step import Part, Waves
+from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.observations import Observations
-from edgemoe.experts.compute.peer_layer_step import Remote
-from edgemoe.experts.predict.gate_lookahead import LookAhead
+from edgemoe.experts.compute.peer_layer_step import PeerExperts
+from edgemoe.experts.predict.gate_lookahead import GateLookAhead
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import Horizon, Residency
+from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.experts.tiers.slots import BoolArray
-from edgemoe.experts.transfer.idle_window import Gap
-from edgemoe.experts.transfer.loader import Mover
+from edgemoe.experts.transfer.idle_window import IdleWindow
+from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
@@ -42,27 +42,27 @@ class TieredExperts:
         self,
         shape: ExpertShape,
         residency: Residency,
-        mover: Mover,
+        loader: ExpertLoader,
         computes: Sequence[Compute],
-        beside: Beside,
+        cpu_experts: CpuExperts,
         *,
         prefetch: bool = True,
         keep_hints: bool = False,
         deadline_s: float = 60.0,
     ) -> None:
         """`computes` in the order of the residency's devices; `keep_hints` puts hints into the observations."""
-        self.shape, self.residency, self.mover = shape, residency, mover
+        self.shape, self.residency, self.loader = shape, residency, loader
         self.lookahead = int(prefetch or keep_hints)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
-        self._gap = mover.gap if prefetch else Gap(shape.layers)
-        self._ahead = LookAhead(shape.layers, shape.top_k)
+        self._gap = loader.gap if prefetch else IdleWindow(shape.layers)
+        self._ahead = GateLookAhead(shape.layers, shape.top_k)
         self._policy = residency.tops[0].policy
-        self._computes, self.beside = tuple(computes), beside
+        self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._prefetch, self._keep_hints, self._deadline_s = prefetch, keep_hints, deadline_s
         self._step: Observations | None = None
         self._next_layer = 0  # the one whose experts are computed next
-        self._wished: dict[Horizon, int] = {}  # horizons with wishes, and for which layer
-        self.remote: Remote | None = None  # the boxes that help, if any
+        self._wished: dict[PrefetchPriority, int] = {}  # horizons with wishes, and for which layer
+        self.remote: PeerExperts | None = None  # the boxes that help, if any
 
     def begin_step(self, meta: StepMeta) -> None:
         """Observes from here on; a step that failed before its end is forgotten."""
@@ -79,32 +79,34 @@ class TieredExperts:
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Weighted sum of the chosen experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         chosen, shares = ids.numpy(force=True), weights.numpy(force=True)  # [T, k]
-        group, scan = Group.of(chosen, shares), None
+        group, prefill_only = Group.of(chosen, shares), None
         if self._step is not None:
             self._step.observe(layer, chosen, shares)
-            scan = self._step.scan(chosen, group)
+            prefill_only = self._step.prefill_only(chosen, group)
         self._next_layer = layer + 1
         self._gap.demand(layer)
         self._ahead.learn(layer, chosen)
         if self._wished:
             self._drop_wishes(layer)
-        return self.compute(layer, hidden, group, scan)
+        return self.compute(layer, hidden, group, prefill_only)
 
-    def compute(self, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None = None) -> torch.Tensor:
+    def compute(
+        self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None = None
+    ) -> torch.Tensor:
         """Weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         for compute in self._computes:
             compute.begin(hidden)
-        self.beside.begin(hidden)
+        self.cpu_experts.begin(hidden)
         helped: torch.Tensor | None = None
-        if not self._all_there(layer, group, scan):
+        if not self._all_there(layer, group, prefill_only):
             if self.remote is None:
-                self._wait_for(layer, group, scan)
+                self._wait_for(layer, group, prefill_only)
             else:
-                helped = self._share(self.remote, layer, hidden, group, scan)
+                helped = self._share(self.remote, layer, hidden, group, prefill_only)
         first, *others = (compute.end() for compute in self._computes)
         for other in others:
             first += other.to(first.device)
-        if (spared := self.beside.end()) is not None:
+        if (spared := self.cpu_experts.end()) is not None:
             first += spared.to(first.device)
         if helped is not None:
             first += helped
@@ -128,16 +130,16 @@ class TieredExperts:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _all_there(self, layer: int, group: Group, scan: BoolArray | None) -> bool:
+    def _all_there(self, layer: int, group: Group, prefill_only: BoolArray | None) -> bool:
         """Opens the layer-step; where one device has all of its experts, computes it."""
         if len(self._computes) > 1:
-            self.residency.begin(layer, group.experts if scan is None else group.experts[~scan])
+            self.residency.begin(layer, group.experts if prefill_only is None else group.experts[~prefill_only])
             return False
-        slots = self.residency.begin_here(0, layer, group.experts, scan)
+        slots = self.residency.pin_if_all_resident(0, layer, group.experts, prefill_only)
         if slots is None:
             return False
         try:
-            self._stream_next(layer, scan, len(group.tokens))
+            self._stream_next(layer, prefill_only, len(group.tokens))
             self._begin_gap(layer)
             self._computes[0].add(slots, group)
         finally:
@@ -147,93 +149,123 @@ class TieredExperts:
     def _begin_gap(self, layer: int) -> None:
         """The layer has all of its experts: until the next one demands its own, wishes may be served."""
         self._gap.begin(layer)
-        self.mover.serve_wishes()
+        self.loader.start_prefetches()
 
     def _share(
-        self, remote: Remote, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None
+        self, remote: PeerExperts, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None
     ) -> torch.Tensor | None:
         """Computes a layer-step with the peers' help; what they add to the sum."""
         waited_s = remote.stall_s
         try:
-            return remote.run(layer, hidden, group, scan, lambda part, scan: self._wait_for(layer, part, scan))
+            return remote.run(
+                layer, hidden, group, prefill_only, lambda part, prefill_only: self._wait_for(layer, part, prefill_only)
+            )
         finally:
             if self._step is not None:
                 self._step.stall_s += remote.stall_s - waited_s
 
-    def _wait_for(self, layer: int, group: Group, scan: BoolArray | None) -> None:
+    def _wait_for(self, layer: int, group: Group, prefill_only: BoolArray | None) -> None:
         """Computes a layer-step some of whose experts are missing, or that several devices share."""
-        calls, beside, used = len(group.tokens), self.beside, NOBODY
+        calls, cpu_experts, used = len(group.tokens), self.cpu_experts, NOBODY
         try:
-            if (spared := beside.claim(layer, group, scan)) is not None:
-                used = group.experts[spared if scan is None else spared & ~scan]
-                group, scan = group.only(~spared), None if scan is None else scan[~spared]
-            parts = [part for device in range(len(self._computes)) if (part := self._part(device, layer, group, scan))]
-            waves = Waves(self.residency, self.mover, layer, parts, self._deadline_s, lambda: self._begin_gap(layer))
+            if (spared := cpu_experts.claim(layer, group, prefill_only)) is not None:
+                used = group.experts[spared if prefill_only is None else spared & ~prefill_only]
+                group, prefill_only = group.only(~spared), None if prefill_only is None else prefill_only[~spared]
+            parts = [
+                part
+                for device in range(len(self._computes))
+                if (part := self._part(device, layer, group, prefill_only))
+            ]
+            layer_step = LayerStep(
+                self.residency, self.loader, layer, parts, self._deadline_s, lambda: self._begin_gap(layer)
+            )
             units = float(work_units(group.offsets).sum())
-            self._run(waves, lambda: self._stream_next(layer, scan, calls), lambda: self._spare(layer, used), units)
+            self._run(
+                layer_step,
+                lambda: self._stream_next(layer, prefill_only, calls),
+                lambda: self._spare(layer, used),
+                units,
+            )
         finally:
-            beside.drop()
+            cpu_experts.drop()
 
     def _spare(self, layer: int, used: IntArray) -> None:
         """The CPU's part; what decode uses of it is copied up behind what is demanded, for the next time."""
-        self.beside.compute()
+        self.cpu_experts.compute()
         if len(used):  # not before: the copying would get in the CPU's way
-            wishes = (Move(ExpertId(layer, expert), Tier.RAM, Tier.VRAM, ALWAYS) for expert in used.tolist())
-            self.mover.prefetch(wishes, Horizon.USED)
+            prefetch_requests = (Move(ExpertId(layer, expert), Tier.RAM, Tier.VRAM, ALWAYS) for expert in used.tolist())
+            self.loader.prefetch(prefetch_requests, PrefetchPriority.USED)
 
-    def _run(self, waves: Waves, all_claimed: Callable[[], None], meanwhile: Callable[[], None], units: float) -> None:
+    def _run(
+        self, layer_step: LayerStep, all_claimed: Callable[[], None], meanwhile: Callable[[], None], units: float
+    ) -> None:
         """Computes so many units of work in waves, and what the CPU takes on meanwhile."""
-        began_s, other_s = time.perf_counter(), self.beside.took_s
+        began_s, other_s = time.perf_counter(), self.cpu_experts.took_s
         try:
-            waves.run(all_claimed, meanwhile)
+            layer_step.run(all_claimed, meanwhile)
         finally:
-            waited_s = sum(waves.stall_s)
-            self.stall_s = [old + new for old, new in zip(self.stall_s, waves.stall_s, strict=True)]
+            waited_s = sum(layer_step.stall_s)
+            self.stall_s = [old + new for old, new in zip(self.stall_s, layer_step.stall_s, strict=True)]
             if self._step is not None:
                 self._step.stall_s += waited_s
         self._note_spent()
         if units:
-            other_s = self.beside.took_s - other_s + waited_s
-            self.beside.costs.observe(units, max(0.0, time.perf_counter() - began_s - other_s))
+            other_s = self.cpu_experts.took_s - other_s + waited_s
+            self.cpu_experts.costs.observe(units, max(0.0, time.perf_counter() - began_s - other_s))
 
     def _note_spent(self) -> None:
         """What devices that work beside this thread have waited for and computed, as far as it is known by now."""
         for compute in self._computes:
             spent = compute.spent()
             if spent.units:
-                self.beside.costs.observe_device(spent.units, spent.computed_s)
+                self.cpu_experts.costs.observe_device(spent.units, spent.computed_s)
                 self.stall_s[Tier.RAM] += spent.waited_s
                 if self._step is not None:
                     self._step.stall_s += spent.waited_s
 
-    def _part(self, device: int, layer: int, group: Group, scan: BoolArray | None) -> Part | None:
+    def _part(self, device: int, layer: int, group: Group, prefill_only: BoolArray | None) -> DeviceShare | None:
         slots = self.residency.tops[device].slots
         if len(self._computes) == 1:
-            return Part(device, slots, self._computes[0], group, scan)
+            return DeviceShare(device, slots, self._computes[0], group, prefill_only)
         here = self.residency.device_of[layer, group.experts] == device
         if not here.any():
             return None
-        return Part(device, slots, self._computes[device], group.only(here), None if scan is None else scan[here])
+        return DeviceShare(
+            device,
+            slots,
+            self._computes[device],
+            group.only(here),
+            None if prefill_only is None else prefill_only[here],
+        )
 
-    def _stream_next(self, layer: int, scan: BoolArray | None, calls: int) -> None:
+    def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
         """While a scan's last experts of a layer are computed, those of the next one come in."""
-        whole = scan is not None and calls >= SCAN_CALLS * self.shape.experts
+        whole = prefill_only is not None and calls >= SCAN_CALLS * self.shape.experts
         if whole and self._prefetch and layer + 1 < self.shape.layers:
-            self._wish(layer + 1, np.arange(self.shape.experts), Horizon.SCAN)
+            self._request_prefetch(layer + 1, np.arange(self.shape.experts), PrefetchPriority.SCAN)
 
     def _wish_likely(self, layer: int, probs: FloatArray) -> None:
         """Wishes for what a hint [T, E] makes likely and is missing, each with its chance and its worth."""
         likely = _likely(probs, self.shape.top_k)
         if self.residency.all_on_top(layer, likely):
-            self._wish(layer, NOBODY, Horizon.NEAR)
+            self._request_prefetch(layer, NOBODY, PrefetchPriority.NEAR)
             return
-        chance, worth = self._policy.foresee(layer, likely, self._ahead.chances(probs)[likely])
+        chance, utility = self._policy.foresee(layer, likely, self._ahead.chances(probs)[likely])
         order = np.argsort(-chance, kind="stable")
-        order = order[worth[order] > -ALWAYS]
-        self._wish(layer, likely[order], Horizon.NEAR, zip(chance[order].tolist(), worth[order].tolist(), strict=True))
+        order = order[utility[order] > -ALWAYS]
+        self._request_prefetch(
+            layer,
+            likely[order],
+            PrefetchPriority.NEAR,
+            zip(chance[order].tolist(), utility[order].tolist(), strict=True),
+        )
 
-    def _wish(
-        self, layer: int, experts: IntArray, horizon: Horizon, odds: Iterable[tuple[float, float]] | None = None
+    def _request_prefetch(
+        self,
+        layer: int,
+        experts: IntArray,
+        horizon: PrefetchPriority,
+        odds: Iterable[tuple[float, float]] | None = None,
     ) -> None:
         """Replaces the wishes of one horizon: `experts` [n], best first, as far as they are missing.
 
@@ -245,12 +277,12 @@ class TieredExperts:
             ids = [ExpertId(layer, expert) for expert in experts.tolist()]
             tiers = [Tier(tier) for tier in self.residency.tiers_of(layer, experts).tolist()]
             moves = [
-                Move(expert, tier, fastest, worth, chance)
-                for expert, tier, (chance, worth) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
+                Move(expert, tier, fastest, utility, chance)
+                for expert, tier, (chance, utility) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
                 if tier is not fastest
             ]
         if moves or horizon in self._wished:
-            self.mover.prefetch(moves, horizon)
+            self.loader.prefetch(moves, horizon)
             self._wished.pop(horizon, None)
             if moves:
                 self._wished[horizon] = layer
@@ -258,7 +290,7 @@ class TieredExperts:
     def _drop_wishes(self, layer: int) -> None:
         """Wishes for a layer that runs now come too late."""
         for horizon in [horizon for horizon, wished in self._wished.items() if wished <= layer]:
-            self._wish(layer, NOBODY, horizon)
+            self._request_prefetch(layer, NOBODY, horizon)
 
 
 def _likely(probs: FloatArray, k: int) -> IntArray:

@@ -38,7 +38,7 @@ class Observations:
             self.hints[distance] = np.zeros((len(self.ids), *probs.shape), np.float32)
         self.hints[distance][layer] = probs
 
-    def scan(self, ids: IntArray, group: Group) -> BoolArray | None:
+    def prefill_only(self, ids: IntArray, group: Group) -> BoolArray | None:
         """Which of the group's experts only prefill needs, [n]; None: none of them."""
         if self.decode is None:
             return None

@@ -14,7 +14,7 @@ import torch
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import HostArena
+from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import NONE
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import Manifest
@@ -25,7 +25,7 @@ from edgemoe.types.peers import ExpertWork
 KEPT_READS = 2  # experts read for others and kept until all of their parts are fetched
 
 
-class ExpertHost:
+class PeerCompute:
     """Computes for peers, on the one thread that serves them. Their calls are demands like our own."""
 
     def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
@@ -110,7 +110,7 @@ class ExpertShelf:
         self._learned: dict[ExpertId, str] = {}
         self._reads: OrderedDict[ExpertId, asyncio.Task[memoryview]] = OrderedDict()
 
-    def attach(self, residency: Residency, ram: HostArena) -> None:
+    def attach(self, residency: Residency, ram: HostSlab) -> None:
         """Once there is a RAM tier to take from."""
         self._residency, self._ram = residency, ram
 
@@ -135,13 +135,13 @@ class ExpertShelf:
 
     async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
         """A part of an expert that is in memory or on the disk. Raises StoreError."""
-        slot = NONE if self._residency is None else self._residency.hold(layer, expert)
+        slot = NONE if self._residency is None else self._residency.pin(layer, expert)
         if slot >= 0:
             assert self._residency is not None
             try:
                 return bytes(self._ram.view(slot)[offset : offset + size_bytes])
             finally:
-                self._residency.let_go(slot)
+                self._residency.unpin(slot)
         whole = await asyncio.shield(self._read(ExpertId(layer, expert)))
         return bytes(whole[offset : offset + size_bytes])
 

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 
 from edgemoe.errors import MissingExpert
-from edgemoe.experts.compute.cost_model import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, Costs
+from edgemoe.experts.compute.cost_model import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, CostModel
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.experts.tiers.slots import BoolArray
-from edgemoe.policy.resolve import Costs as CostArray
+from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import Ways, candidates, resolve
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import Tier
-from edgemoe.types.peers import ExpertWork, Offer, Peers, RemoteCall, work_units
+from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall, work_units
 
 HERE = -1
 # Calls on many rows are cut, so that both ways of the link and the peer work side by side: what the last part still
@@ -43,7 +43,7 @@ Local = Callable[[Group, BoolArray | None], None]  # computes a group here
 
 
 @dataclass(slots=True)
-class Job:
+class PendingCall:
     """Experts that one or more peers were asked to compute; the first answer counts."""
 
     group: Group
@@ -54,11 +54,11 @@ class Job:
     done: bool = False
 
 
-class Remote:
+class PeerExperts:
     """What the layer-steps of one engine share: costs, counts, peers."""
 
     def __init__(
-        self, shape: ExpertShape, residency: Residency, costs: Costs, peers: Peers, on_disk: BoolArray
+        self, shape: ExpertShape, residency: Residency, costs: CostModel, peers: ExpertPeers, on_disk: BoolArray
     ) -> None:
         """`costs`: of this box; `on_disk` [L, E]: what the store can read itself."""
         self.shape, self.residency, self.costs, self.peers, self.on_disk = shape, residency, costs, peers, on_disk
@@ -67,11 +67,11 @@ class Remote:
         self.stall_s = 0.0  # waiting for answers
 
     def run(
-        self, layer: int, hidden: torch.Tensor, group: Group, scan: BoolArray | None, local: Local
+        self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None, local: Local
     ) -> torch.Tensor | None:
         """The peers' part of the layer's sum, [T, H] float32; the rest goes through `local`. Raises MissingExpert."""
         end_s = time.monotonic() + PATIENCE_CALLS * self.peers.timeout_s
-        return LayerStep(self, layer, hidden, scan, local, end_s).run(group)
+        return PeerLayerStep(self, layer, hidden, prefill_only, local, end_s).run(group)
 
     def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:
         """Which experts [n] are not worth reading ahead: they would have to come from a peer, or a peer has them."""
@@ -82,26 +82,26 @@ class Remote:
 
 
 @dataclass(slots=True)
-class LayerStep:
+class PeerLayerStep:
     """One layer-step under way."""
 
-    remote: Remote
+    remote: PeerExperts
     layer: int
     hidden: torch.Tensor
-    scan: BoolArray | None  # [n] of the whole group
+    prefill_only: BoolArray | None  # [n] of the whole group
     local: Local
     end_s: float  # until when peers are asked; then what is missing is computed here, or raises MissingExpert
     out: FloatArray | None = None  # [T, H]
     answers: SimpleQueue[RemoteCall] = field(default_factory=SimpleQueue)
-    jobs: dict[RemoteCall, Job] = field(default_factory=dict)
+    jobs: dict[RemoteCall, PendingCall] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # by peer, why it was of no help
     scanned: BoolArray | None = None  # [E]
     host: torch.Tensor | None = None
 
     def run(self, group: Group) -> torch.Tensor | None:
-        if self.scan is not None:
+        if self.prefill_only is not None:
             self.scanned = np.zeros(self.remote.shape.experts, np.bool_)
-            self.scanned[group.experts] = self.scan
+            self.scanned[group.experts] = self.prefill_only
         self._assign(group, {})
         while any(not job.done for job in self.jobs.values()):
             self._wait()
@@ -177,9 +177,9 @@ class LayerStep:
         late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
         for rows in np.array_split(tokens, parts):  # each is sent before the next one is put together
             part = group if parts == 1 else group.within(rows)
-            self._call(Job(part, rows, late_s, dict(tried)), offer.node)
+            self._call(PendingCall(part, rows, late_s, dict(tried)), offer.node)
 
-    def _call(self, job: Job, node: str) -> None:
+    def _call(self, job: PendingCall, node: str) -> None:
         if self.host is None:
             self.host = self.hidden.detach().to("cpu")
         hidden = self.host.index_select(0, torch.from_numpy(job.rows)).view(torch.uint8).numpy()  # a copy
@@ -223,7 +223,7 @@ class LayerStep:
             self.remote.redone += 1
             self._assign(job.group, job.tried)
 
-    def _hedge(self, job: Job) -> None:
+    def _hedge(self, job: PendingCall) -> None:
         """Asks another peer that has all in memory, or gives the late call up for ways without it.
 
         Where there is neither it looks again later, or raises MissingExpert at the end.

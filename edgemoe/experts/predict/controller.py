@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, Blend, Forecast, Forecaster, Said, compile_blend
-from edgemoe.experts.predict.next_use import NextUse
-from edgemoe.experts.predict.prefetch_planner import Plans, Wishes
+from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, Blend, ExpertForecast, Forecaster, Said, compile_blend
+from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.baselines import LRU
 from edgemoe.telemetry import metrics
@@ -56,7 +56,7 @@ class Touch(NamedTuple):
 Note = Touch | StepRouting | Said
 
 
-class Published:
+class RankSnapshot:
     """Implements `types.LivePolicy` for residency: leaves notes, and reads what was published last."""
 
     def __init__(self, controller: Controller) -> None:
@@ -95,7 +95,7 @@ class Controller:
 
         A `forecaster` counts the steps as `look` does here. `clock` is the thread's processor time.
         """
-        self.policy, self.meanwhile = Published(self), LRU(layers, experts)
+        self.policy, self.meanwhile = RankSnapshot(self), LRU(layers, experts)
         self.ready = False  # from then on ranks are worked out
         self.following = False  # this step's layers; else it is only glanced at when it is over
         self.step = 0  # that the compute thread has begun
@@ -105,7 +105,7 @@ class Controller:
         self._shape, self._hysteresis, self._state_file = (layers, experts, top_k), hysteresis, state_file
         self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a wish over what has to go for it
         self._forecaster = forecaster
-        self._forecast: Forecast | None = None  # of the running step
+        self._forecast: ExpertForecast | None = None  # of the running step
         self._clock, self._spent_s = clock, 0.0  # processor time, up to the latest step's end
         self._credit_s = 0.0  # of it, what may be spent
         self._sequences: tuple[str, ...] = ()  # that are presumed to decode in the running step
@@ -116,9 +116,9 @@ class Controller:
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
 
-    def attach(self, residency: Residency, mover: Wishes, expert_bytes: int) -> None:
+    def attach(self, residency: Residency, loader: PrefetchRequests, expert_bytes: int) -> None:
         """From here on plans what the tiers should fetch in idle time; all experts are of one size."""
-        self._plans = Plans(residency, mover, expert_bytes, self._hysteresis)
+        self._plans = Plans(residency, loader, expert_bytes, self._hysteresis)
 
     # --- the compute thread's side
 
@@ -198,7 +198,7 @@ class Controller:
 
     def _begin(self) -> None:
         _compile(*self._shape[1:])
-        self._predictor = NextUse(*self._shape)
+        self._predictor = NextUsePredictor(*self._shape)
         file = self._state_file
         if file is not None and file.exists() and not self._predictor.load(file):
             log.warning(f"{file} is no state of this model's cache; learning begins anew")
@@ -298,7 +298,7 @@ def _share_s(routing: StepRouting) -> float:
 
 def _compile(experts: int, top_k: int) -> None:
     """Has numba compile all that a step runs, on a small predictor that is thrown away."""
-    small = NextUse(2, experts, top_k)
+    small = NextUsePredictor(2, experts, top_k)
     chosen = np.arange(top_k)
     for _ in range(3):
         small.begin(("",))

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numba import njit
 
-from edgemoe.experts.predict.next_use import LOOKS, NextUse
+from edgemoe.experts.predict.next_use import LOOKS, NextUsePredictor
 from edgemoe.policy.fusion import Calibration, Mix
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
@@ -29,7 +29,7 @@ SAMPLE = 96  # experts learned from in a step
 SURE = np.float32(1e-5)  # no worth is nearer to 0 or 1
 
 
-class Forecast(Protocol):
+class ExpertForecast(Protocol):
     """P(some sequence of the batch needs the expert): `probs` [horizons, L, E], this step's and the next one's."""
 
     @property
@@ -44,7 +44,7 @@ class Forecaster(Protocol):
     """Whoever makes them: ScoutGate."""
 
     @property
-    def forecast(self) -> Forecast | None:
+    def forecast(self) -> ExpertForecast | None:
         """The latest."""
 
     @property
@@ -64,7 +64,7 @@ class Said(NamedTuple):
 class Blend:
     """Owns calibrations, mixing weights, and the forecasts whose outcome is awaited. On the controller's thread."""
 
-    def __init__(self, predictor: NextUse, seed: int = 0) -> None:
+    def __init__(self, predictor: NextUsePredictor, seed: int = 0) -> None:
         self.mix = Mix(HORIZONS)
         self.calibrations = [Calibration(LOW, HIGH, BINS) for _ in range(HORIZONS)]
         self._predictor, self._random = predictor, np.random.default_rng(seed)
@@ -73,7 +73,7 @@ class Blend:
         self._gate_eta = 0.0  # of NEXT_LAYER
         self._shares = np.stack([calibration.share for calibration in self.calibrations]).astype(np.float32)
 
-    def ranks(self, out: FloatArray, forecast: Forecast | None, trust: float, first: int, last: int) -> None:
+    def ranks(self, out: FloatArray, forecast: ExpertForecast | None, trust: float, first: int, last: int) -> None:
         """Ranks of layers `first` to `last`: log odds of the worth, and the layer's place in the round."""
         predictor, now = self._predictor, self._horizon
         etas = self.mix.eta(now, trust), self.mix.eta(NEXT_STEP, trust)
@@ -83,7 +83,7 @@ class Blend:
         shares = self._shares[now], self._shares[NEXT_STEP]
         _blend(out, predictor.scores, predictor.phase, forecast.probs, predictor.done, first, last, *shares, *etas)
 
-    def listen(self, forecast: Forecast) -> None:
+    def listen(self, forecast: ExpertForecast) -> None:
         """Notes what is said now of some experts."""
         predictor = self._predictor
         keys = self._random.integers(0, predictor.scores.size, SAMPLE)
@@ -160,11 +160,11 @@ def _fuse(odds: np.float32, q: np.float32, share: FloatArray, eta: np.float32) -
     place = min(max(place, np.float32(0)), np.float32(BINS - 1.001))
     below = int(place)
     p = share[below] + (place - np.float32(below)) * (share[below + 1] - share[below])
-    worth = np.float32(1) / (np.float32(1) + np.float32(math.exp(-odds)))
-    beyond = min(max((worth - p) / (np.float32(1) - p), np.float32(0)), np.float32(1))
+    utility = np.float32(1) / (np.float32(1) + np.float32(math.exp(-odds)))
+    beyond = min(max((utility - p) / (np.float32(1) - p), np.float32(0)), np.float32(1))
     p += eta * (q - p)
-    worth = min(max(p + (np.float32(1) - p) * beyond, SURE), np.float32(1) - SURE)
-    return p, np.float32(math.log(worth / (np.float32(1) - worth)))
+    utility = min(max(p + (np.float32(1) - p) * beyond, SURE), np.float32(1) - SURE)
+    return p, np.float32(math.log(utility / (np.float32(1) - utility)))
 
 
 @njit(nogil=True)

@@ -15,7 +15,7 @@ LOW, HIGH, BINS = -4.0, 3.0, 29  # of the margin, in nats
 TINY = np.float32(1e-9)
 
 
-class LookAhead:
+class GateLookAhead:
     """Calibrates one layer's hints to the next. Compute thread only."""
 
     def __init__(self, layers: int, top_k: int) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.predict.next_use import NextUse
+from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.types.arrays import FloatArray, IntArray
 
 
-class Full:
+class LearnedPolicy:
     """Implements `types.CachePolicy`.
 
     Who knows which sequence chose what brackets a step with `begin` and `end`, and calls `route` before each `touch`.
@@ -21,7 +21,7 @@ class Full:
     foretells = True  # ranks tell what to fetch, not only what to drop
 
     def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
-        self.predictor = NextUse(layers, experts, top_k, seed)
+        self.predictor = NextUsePredictor(layers, experts, top_k, seed)
         self._routed: npt.NDArray[np.integer] | None = None
         self._bracketed = False
         self._layer = layers  # the one that ran last; `layers` before the first step

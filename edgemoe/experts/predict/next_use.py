@@ -19,8 +19,8 @@ from numba import njit
 
 from edgemoe.experts.predict import online_mlp as learner
 from edgemoe.experts.predict import saved_state as state
-from edgemoe.experts.predict.online_mlp import FEATURES, RATES, Learner, describe, score
-from edgemoe.experts.predict.routing_memory import NONE, Memory, Track
+from edgemoe.experts.predict.online_mlp import FEATURES, RATES, OnlineMLP, describe, score
+from edgemoe.experts.predict.routing_memory import NONE, RoutingHistory, RoutingMemory
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 MEMORY_BYTES = 64 << 20  # of recall
@@ -33,21 +33,21 @@ UPDATES = 1  # minibatches per step
 LOG_DECAY = np.float32(math.log(learner.DECAY))
 
 
-class NextUse:
+class NextUsePredictor:
     """Owns all that is learned. One step: `begin`, `see` for each layer, `end`. Not thread-safe."""
 
     def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
         self.layers, self.experts, self.top_k = layers, experts, top_k
         self.scores = np.zeros((layers, experts), np.float32)  # log odds; those of a running step, kept up to date
         self.step = 0
-        self.memory = Memory(layers, experts, min(MOST_SLOTS, MEMORY_BYTES // (layers * experts)))
-        self.learner = Learner(layers, experts, seed)
+        self.memory = RoutingMemory(layers, experts, min(MOST_SLOTS, MEMORY_BYTES // (layers * experts)))
+        self.learner = OnlineMLP(layers, experts, seed)
         self.rates = np.full((layers, len(RATES), experts), top_k / experts, np.float32)
         self.count = np.full((layers, experts), 4 * top_k / experts, np.float32)
         self.visits = np.full(layers, 4.0, np.float32)
         self.last: IntArray = np.full((layers, experts), -1000, np.int64)  # step of the latest need
-        self._tracks: OrderedDict[Hashable, Track] = OrderedDict()
-        self._running: list[Track] = []
+        self._tracks: OrderedDict[Hashable, RoutingHistory] = OrderedDict()
+        self._running: list[RoutingHistory] = []
         self._neighbours = NEIGHBOURS
         self._looked = 0  # times
         self.done = 0  # layers of this step that have run
@@ -143,7 +143,7 @@ class NextUse:
         shape = [self.layers, self.experts, self.top_k]
         if saved is None or not state.fits(saved, shape, self._learned(), memory.chosen.shape[1], memory.slots):
             return False
-        self.memory = state.rebuilt(saved, Memory(self.layers, self.experts, memory.slots))
+        self.memory = state.rebuilt(saved, RoutingMemory(self.layers, self.experts, memory.slots))
         self.rates[:], self.count[:], self.visits[:] = saved["rates"], saved["count"], saved["visits"]
         self.last[:] = self.step - saved["age"]
         self.learner.weights[:] = saved["weights"]
@@ -163,8 +163,8 @@ class NextUse:
 
     # --- inside
 
-    def _track(self, name: Hashable) -> Track:
-        track = self._tracks.pop(name, None) or Track(self.memory, self.top_k, NEIGHBOURS)
+    def _track(self, name: Hashable) -> RoutingHistory:
+        track = self._tracks.pop(name, None) or RoutingHistory(self.memory, self.top_k, NEIGHBOURS)
         self._tracks[name] = track
         if len(self._tracks) > TRACKS:
             self._tracks.popitem(last=False)

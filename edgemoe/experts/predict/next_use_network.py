@@ -16,11 +16,11 @@ import torch
 from numba import njit
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.learned_policy import Full
+from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import MEMORY_BYTES, MOST_SLOTS, TRACKS
 from edgemoe.experts.predict.next_use_model import AFTER, FLOOR, FROM_HERE, PAST, NextUseNet
 from edgemoe.experts.predict.online_mlp import DECAY
-from edgemoe.experts.predict.routing_memory import NONE, Memory
+from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 from edgemoe.types.arrays import FloatArray, IntArray
 
 NEIGHBOURS = 48  # tokens of the past that count, the likeliest
@@ -28,7 +28,7 @@ WEIGHT = 0.4  # of the network's log odds against the online learner's; the best
 LOG_DECAY = math.log(DECAY)
 
 
-class Track:
+class NetworkHistory:
     """One sequence: its running token, and what came before."""
 
     def __init__(self, network: NextUseNet, looks: int) -> None:
@@ -44,7 +44,7 @@ class Track:
         self.recalled = np.zeros((2, shape.total), np.float32)
 
 
-class Foresight:
+class NextUseNetwork:
     """Owns the network's memory. One step: `begin`, `see` for each layer, `end`. Not thread-safe."""
 
     def __init__(self, network: NextUseNet, known: FloatArray) -> None:
@@ -53,11 +53,11 @@ class Foresight:
         self.network = network
         self.scores = np.zeros((shape.layers, shape.experts), np.float32)  # log odds of decay^steps, phase left out
         self._known = known
-        self._memory = Memory(shape.layers, shape.experts, min(MOST_SLOTS, MEMORY_BYTES // shape.total))
+        self._memory = RoutingMemory(shape.layers, shape.experts, min(MOST_SLOTS, MEMORY_BYTES // shape.total))
         self._places = shape.places
         self._keys = torch.zeros(len(self._places), self._memory.slots, shape.key)
-        self._tracks: OrderedDict[Hashable, Track] = OrderedDict()
-        self._running: list[Track] = []
+        self._tracks: OrderedDict[Hashable, NetworkHistory] = OrderedDict()
+        self._running: list[NetworkHistory] = []
         hidden, out, direct = network.hidden, network.hidden_out, network.direct
         self._weights = [
             part.detach().numpy()
@@ -99,8 +99,8 @@ class Foresight:
             track.slots.append(slot)
             track.past = torch.cat([self.network.tokens(track.hot), track.past[:-1]])
 
-    def _track(self, name: Hashable) -> Track:
-        track = self._tracks.pop(name, None) or Track(self.network, len(self._places))
+    def _track(self, name: Hashable) -> NetworkHistory:
+        track = self._tracks.pop(name, None) or NetworkHistory(self.network, len(self._places))
         self._tracks[name] = track
         if len(self._tracks) > TRACKS:
             self._tracks.popitem(last=False)
@@ -139,7 +139,7 @@ class Foresight:
         rows[:] = np.log((1 - never) / never)
 
 
-class Foreseen(Full):
+class NetworkPolicy(LearnedPolicy):
     """`full` with a trained network's opinion. Steps must be bracketed by `begin` and `end`."""
 
     def __init__(self, network: NextUseNet, layers: int, experts: int, top_k: int) -> None:
@@ -151,7 +151,7 @@ class Foreseen(Full):
                 f"the next-use network is for {shape.layers} layers of {shape.experts} experts, {shape.top_k} each; "
                 f"here are {layers} of {experts}, {top_k} each"
             )
-        self.foresight = Foresight(network, self.predictor.known)
+        self.foresight = NextUseNetwork(network, self.predictor.known)
         self._ranks = np.zeros((layers, experts), np.float32)
 
     def begin(self, sequences: Sequence[Hashable]) -> None:
@@ -213,9 +213,9 @@ def _weigh(
         plane = AFTER if layer < done else FROM_HERE
         low = layer * experts
         for e in range(experts):
-            worth = recalled[plane, low + e]
+            utility = recalled[plane, low + e]
             x[0, e] = parametric[plane, low + e]
-            x[1, e] = np.float32(0.5) * math.log((worth + np.float32(FLOOR)) / (np.float32(1 + FLOOR) - worth))
+            x[1, e] = np.float32(0.5) * math.log((utility + np.float32(FLOOR)) / (np.float32(1 + FLOOR) - utility))
             x[features - 1, e] = np.float32(plane)
             rows[row, e] = bias[0]
         for f in range(6):

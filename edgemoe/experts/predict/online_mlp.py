@@ -27,7 +27,7 @@ START = (1.0, 0.2, 0.3, 0.3, -0.1, 0.0, 0.2, 0.0, 0.0, 0.0)  # weights of the di
 FLAT = HIDDEN * FEATURES + 2 * HIDDEN + FEATURES
 
 
-class Learner:
+class OnlineMLP:
     """Owns the network, its window of examples and its random numbers."""
 
     def __init__(self, layers: int, experts: int, seed: int = 0) -> None:

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from edgemoe.experts.predict.next_use import NextUse
-from edgemoe.experts.tiers.residency import Horizon, Residency
+from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
 from edgemoe.policy.movement import Ledger, Side, plan
 from edgemoe.policy.watermark import Watermark, density
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
@@ -17,18 +17,18 @@ from edgemoe.types.experts import Move, Tier
 MOST_MOVES = 12  # in one plan: a few times a step another one is made
 
 
-class Wishes(Protocol):
+class PrefetchRequests(Protocol):
     """The mover's side of a plan."""
 
-    def prefetch(self, moves: Iterable[Move], horizon: Horizon = ...) -> None:
+    def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = ...) -> None:
         """Replaces the wishes of one horizon, best first."""
 
 
 class Plans:
     """Prices and plans for the tiers. On the controller's thread."""
 
-    def __init__(self, residency: Residency, mover: Wishes, expert_bytes: int, hysteresis: float) -> None:
-        self._residency, self._mover = residency, mover
+    def __init__(self, residency: Residency, loader: PrefetchRequests, expert_bytes: int, hysteresis: float) -> None:
+        self._residency, self._loader = residency, loader
         self._sizes: IntArray = np.full(residency.ram.where.shape, expert_bytes, np.int64)
         self._budget_bytes = float(MOST_MOVES * expert_bytes)
         self.ledger = Ledger()
@@ -36,7 +36,7 @@ class Plans:
         slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
         self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
 
-    def make(self, ranks: FloatArray, predictor: NextUse) -> int:
+    def make(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
         """Moves the prices a step, and tells the mover what to fetch; how many moves.
 
         While wishes have not been right more often than what they would have replaced, none.
@@ -46,7 +46,7 @@ class Plans:
         if self._watch(ranks, predictor.step - 1) or self.ledger.trusted:
             moves = self._moves(ranks, predictor)
         if moves or self._wished:
-            self._mover.prefetch(moves, Horizon.FAR)
+            self._loader.prefetch(moves, PrefetchPriority.FAR)
         self._wished = bool(moves)
         return len(moves)
 
@@ -56,12 +56,15 @@ class Plans:
         if any(pool.free for pool in pools):
             return True
         here = self._resident(pools[0].tier)
-        wish, rival = int(np.where(here, -np.inf, ranks).argmax()), int(np.where(here, ranks, np.inf).argmin())
-        if ranks.ravel()[wish] > ranks.ravel()[rival]:
-            self.ledger.watch(wish, rival, step)
+        prefetch_request, rival = (
+            int(np.where(here, -np.inf, ranks).argmax()),
+            int(np.where(here, ranks, np.inf).argmin()),
+        )
+        if ranks.ravel()[prefetch_request] > ranks.ravel()[rival]:
+            self.ledger.watch(prefetch_request, rival, step)
         return False
 
-    def _moves(self, ranks: FloatArray, predictor: NextUse) -> list[Move]:
+    def _moves(self, ranks: FloatArray, predictor: NextUsePredictor) -> list[Move]:
         near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
         later = predictor.rates[:, 1]  # what is common lately
         unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike

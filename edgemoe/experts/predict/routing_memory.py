@@ -28,7 +28,7 @@ HORIZON = 24  # tokens; beyond them "never"
 ALIGNED = 32  # layers that alignment looks at, at most: of more, every second, every third...
 
 
-class Memory:
+class RoutingMemory:
     """The ring of past tokens: `slots` of them, whichever sequences they are from."""
 
     def __init__(self, layers: int, experts: int, slots: int) -> None:
@@ -69,10 +69,10 @@ class Memory:
         return slot
 
 
-class Track:
+class RoutingHistory:
     """One sequence's alignment with the memory."""
 
-    def __init__(self, memory: Memory, top_k: int, neighbours: int) -> None:
+    def __init__(self, memory: RoutingMemory, top_k: int, neighbours: int) -> None:
         self.memory = memory
         self.last = NONE  # slot of its latest token
         self.words: Words = np.zeros(memory.chosen.shape[:2], np.uint64)  # of the running token
@@ -247,7 +247,7 @@ def _tell_back(
     words: Words,
     latest: int,
     before: IntArray,
-    worth: npt.NDArray[np.uint8],
+    utility: npt.NDArray[np.uint8],
     experts: int,
 ) -> None:
     """Tells a sequence's earlier tokens, from the latest backwards, which experts were needed now."""
@@ -259,8 +259,8 @@ def _tell_back(
                 bits ^= lowest
                 key = layer * experts + word * 64 + int(_popcount(lowest - numba_types.uint64(1)))
                 slot, tokens = latest, 0
-                while slot >= 0 and tokens < worth.shape[0]:
-                    soon[slot, key] = worth[tokens]
+                while slot >= 0 and tokens < utility.shape[0]:
+                    soon[slot, key] = utility[tokens]
                     if chosen[layer, word, slot] & lowest:
                         break
                     slot, tokens = before[slot], tokens + 1

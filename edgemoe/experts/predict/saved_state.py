@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from edgemoe.experts.predict.routing_memory import NONE, Memory
+from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 
 Arrays = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ def fits(saved: Arrays, shape: Sequence[int], learned: Arrays, words: int, slots
     )
 
 
-def rebuilt(saved: Arrays, memory: Memory) -> Memory:
+def rebuilt(saved: Arrays, memory: RoutingMemory) -> RoutingMemory:
     """The memory, token by token from the oldest on."""
     chosen, before = saved["chosen"].view(np.uint64), saved["before"]
     start = int(saved["written"][0]) % len(before) if len(before) == memory.slots else 0

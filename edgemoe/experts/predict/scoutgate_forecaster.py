@@ -31,7 +31,7 @@ DECAY = 0.998  # of the live score, per forecast
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """The model that an export must have been trained for. Empty strings are not compared."""
 
     digest: str
@@ -42,7 +42,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class ScoutGateForecast:
     """P(some decoding sequence needs the expert): `probs` [horizons, L, E]; horizon 0 is the step that was begun."""
 
     step: int
@@ -50,7 +50,7 @@ class Forecast:
 
 
 @dataclass(slots=True)
-class Track:
+class TokenWindow:
     """One sequence: its last tokens, and the experts of the very last."""
 
     tokens: deque[int]
@@ -59,7 +59,7 @@ class Track:
 
 
 @dataclass(slots=True)
-class Live:
+class ForecastScore:
     """Decayed score of one horizon's forecasts."""
 
     weight: float = 1e-9
@@ -84,7 +84,7 @@ class Live:
             setattr(self, name, getattr(self, name) * DECAY + float(value))
 
 
-def fitting(directory: Path, served: Served, embedding: torch.Tensor) -> Export:
+def fitting(directory: Path, served: ServedModel, embedding: torch.Tensor) -> Export:
     """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used."""
     try:
         export = read(directory)
@@ -109,20 +109,20 @@ def fitting(directory: Path, served: Served, embedding: torch.Tensor) -> Export:
     return export
 
 
-class Scout:
+class ScoutGateForecaster:
     """Owns the sequences' last tokens, the forecast and its live score. Idle before `load`; `close` ends the thread."""
 
-    def __init__(self, served: Served) -> None:
-        self.forecast: Forecast | None = None  # the latest; replaced whole, so it may be read from any thread
+    def __init__(self, served: ServedModel) -> None:
+        self.forecast: ScoutGateForecast | None = None  # the latest; replaced whole, so it may be read from any thread
         self.skipped = 0  # forecasts that were not made because the next step had begun
         self.loads, self.refused = 0, 0  # exports
         self._served = served
         self._tables: _Tables | None = None  # in use
         self._fresh: _Tables | None = None  # to be used from the next note on
-        self._tracks: OrderedDict[str, Track] = OrderedDict()
+        self._tracks: OrderedDict[str, TokenWindow] = OrderedDict()
         self._notes: deque[tuple[int, StepMeta | StepRouting]] = deque(maxlen=NOTES)
         self._said: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
-        self._live: list[Live] = []  # by horizon
+        self._live: list[ForecastScore] = []  # by horizon
         self._ahead: dict[str, FloatArray] = {}  # what was said of each sequence's next token
         self._seconds: deque[float] = deque(maxlen=512)
         self._step = 0
@@ -236,7 +236,7 @@ class Scout:
         self._ahead.clear()
         self._said = (-1, [], np.empty(0, np.float32))
         self.forecast = None
-        self._live = [Live() for _ in range(tables.export.shape.horizons)]
+        self._live = [ForecastScore() for _ in range(tables.export.shape.horizons)]
         self._tables = tables
 
     def _look(self, step: int, meta: StepMeta) -> None:
@@ -255,13 +255,13 @@ class Scout:
             return
         probs = tables.probs([self._tracks[request] for request in decoding])  # [S, horizons, L, E]
         self._said = step, decoding, probs
-        self.forecast = Forecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
+        self.forecast = ScoutGateForecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
         self._seconds.append(time.perf_counter() - began)
 
     def _append(self, request: str, tokens: IntArray, position: int, window: int) -> None:
         track = self._tracks.pop(request, None)
         if track is None or track.end != position:  # new, or begun again elsewhere
-            track = Track(deque(maxlen=window), position)
+            track = TokenWindow(deque(maxlen=window), position)
         track.tokens.extend(tokens[-window:].tolist())
         track.end = position + len(tokens)
         self._tracks[request] = track
@@ -318,7 +318,7 @@ class _Tables:
         figures = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
         return float(figures.get("log_loss", 0.0))
 
-    def probs(self, tracks: list[Track]) -> FloatArray:
+    def probs(self, tracks: list[TokenWindow]) -> FloatArray:
         """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
         shape = self.export.shape
         window = torch.full((len(tracks), shape.window), -1)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, Pool
+from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, SlotPool
 from edgemoe.types.arrays import IntArray
 
 ALWAYS = np.inf  # worth of a demand: takes the place of anything that nobody needs now
@@ -21,10 +21,10 @@ SHORTLIST = 32  # victims that the wishes of one layer-step share
 TRANSIENT_KEY = -1e30  # a scan's leavings: below whatever a policy says
 
 
-class Victims:
+class Evictor:
     """Empties slots of the RAM pool and of the devices' pools."""
 
-    def __init__(self, ram: Pool, devices: Sequence[Pool], *, containment: bool) -> None:
+    def __init__(self, ram: SlotPool, devices: Sequence[SlotPool], *, containment: bool) -> None:
         self.clock = 0  # layer-steps begun
         self.homes: BoolArray | None = None  # [L * E] never dropped from RAM
         self.former = np.zeros(ram.where.size, np.bool_)  # [L * E] homes of before, which others may not have yet
@@ -60,28 +60,28 @@ class Victims:
         self.former[:] = False
         self._ram.shortlist_at = NONE
 
-    def take(self, pool: Pool, n: int) -> list[int]:
+    def take(self, pool: SlotPool, n: int) -> list[int]:
         """Up to `n` empty slots: free ones, then those of what is worth least."""
         slots = [pool.free.pop() for _ in range(min(n, len(pool.free)))]
         if len(slots) < n:
-            victims, keys = self._worths(pool)
-            slots += self._evict(pool, _lowest(victims, keys, n - len(slots))).tolist()
+            evictor, keys = self._worths(pool)
+            slots += self._evict(pool, _lowest(evictor, keys, n - len(slots))).tolist()
         return slots
 
-    def take_below(self, pool: Pool, worth: float) -> int | None:
-        """An empty slot: a free one, or that of what is worth least if that is less than `worth`."""
+    def take_below(self, pool: SlotPool, utility: float) -> int | None:
+        """An empty slot: a free one, or that of what is worth least if that is less than `utility`."""
         if pool.free:
             return pool.free.pop()
-        if worth == -ALWAYS:
+        if utility == -ALWAYS:
             return None
         if pool.shortlist_at != self.clock:  # ranking all for every wish of a layer-step would cost too much
-            victims, keys = self._worths(pool)
-            least = _lowest(np.arange(len(victims)), keys, SHORTLIST)
+            evictor, keys = self._worths(pool)
+            least = _lowest(np.arange(len(evictor)), keys, SHORTLIST)
             order = least[np.argsort(-keys[least])]
-            listed = (keys[order], victims[order], pool.owner[victims[order]])
+            listed = (keys[order], evictor[order], pool.owner[evictor[order]])
             pool.shortlist = list(zip(*(part.tolist() for part in listed), strict=True))
             pool.shortlist_at = self.clock
-        while pool.shortlist and pool.shortlist[-1][0] < worth:
+        while pool.shortlist and pool.shortlist[-1][0] < utility:
             _, slot, owner = pool.shortlist.pop()
             if not pool.shortlist:
                 pool.shortlist_at = NONE  # used up: between layer-steps there may be many wishes
@@ -89,7 +89,7 @@ class Victims:
                 return int(self._evict(pool, np.array([slot]))[0])
         return None
 
-    def _may_go(self, pool: Pool, slot: int, owner: int) -> bool:
+    def _may_go(self, pool: SlotPool, slot: int, owner: int) -> bool:
         """Nobody pins the slot, or a copy that would go with it."""
         pinned = pool.pins[slot] > 0
         if pool is self._ram and self._containment:
@@ -97,7 +97,7 @@ class Victims:
             pinned |= any(copy >= 0 and top.pins[copy] for top, copy in copies)
         return not pinned
 
-    def _evict(self, pool: Pool, slots: IntArray) -> IntArray:
+    def _evict(self, pool: SlotPool, slots: IntArray) -> IntArray:
         """Forgets what lies in the unpinned slots, which are the caller's then."""
         if pool is self._ram and self._containment:
             self._drop_copies(pool.owner[slots])
@@ -111,7 +111,7 @@ class Victims:
             top.evict(copies)
             top.free.extend(copies.tolist())
 
-    def _worths(self, pool: Pool) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    def _worths(self, pool: SlotPool) -> tuple[IntArray, npt.NDArray[np.float32]]:
         """The slots [n] that may be taken, and what keeping each one's expert is worth."""
         slots = np.flatnonzero((pool.pins == 0) & (pool.owner >= 0))
         if pool is self._ram and self.homes is not None:
@@ -125,7 +125,7 @@ class Victims:
                 slots, transient = slots[kept], transient[kept]
         return slots, self._keys(pool, slots, transient)
 
-    def _keys(self, pool: Pool, slots: IntArray, transient: BoolArray) -> npt.NDArray[np.float32]:
+    def _keys(self, pool: SlotPool, slots: IntArray, transient: BoolArray) -> npt.NDArray[np.float32]:
         """Worth of keeping what lies in each slot [n]."""
         owners = pool.owner[slots]
         layers = owners // pool.experts
@@ -133,7 +133,7 @@ class Victims:
         distance = (layers - self._layer - 1) % pool.layers
         keys[transient] = (TRANSIENT_KEY * (1.0 + distance / pool.layers))[transient]
         awaited = ((pool.flags[slots] & UNUSED) > 0) & (self._visited[layers] <= pool.born[slots])
-        np.maximum(keys, pool.worth[slots], out=keys, where=awaited)
+        np.maximum(keys, pool.utility[slots], out=keys, where=awaited)
         if pool is self._ram:
             keys[self.former[owners]] = LAST
         keys[self._needed[owners] == self.clock] = ALWAYS

@@ -1,6 +1,6 @@
 """Residency: the one owner of where every expert is.
 
-An expert is in a tier when `where` names its slot; while it is on its way a `Load` holds the slot. A slot is pinned
+An expert is in a tier when `where` names its slot; while it is on its way a `Transfer` holds the slot. A slot is pinned
 by whoever needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
 Evicting is forgetting: weights are read-only, nothing is ever copied back. With containment, what is in a device
 is in RAM too, so that dropping it from RAM drops it from the device.
@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.eviction import ALWAYS, Victims
-from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, Load, Pool
+from edgemoe.experts.tiers.eviction import ALWAYS, Evictor
+from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, SlotPool, Transfer
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 
@@ -27,7 +27,7 @@ SCAN_WORTH = -1e29  # prefetched for a scan: takes the place of a scan's leaving
 MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are nobody's home: so many, or one in so many
 
 
-class Horizon(enum.IntEnum):
+class PrefetchPriority(enum.IntEnum):
     """Why a move is wished for. Wishes of a lower horizon go first."""
 
     NEAR = 0  # the layers that come next
@@ -42,24 +42,24 @@ class Horizon(enum.IntEnum):
         """Flags of the slot that the expert is moved to."""
         return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]
 
-    def worth(self, score: float) -> float:
+    def utility(self, score: float) -> float:
         """What a move may take the place of: that which ranks lower."""
         return (score, SCAN_WORTH, ALWAYS, ALWAYS, score, -ALWAYS)[self]
 
 
-class Claim(NamedTuple):
+class SlotClaim(NamedTuple):
     """What `acquire` could do; every slot named in it is pinned until `release`."""
 
     slots: IntArray  # [n] slot of each expert; NONE where there was no room
     ready: BoolArray  # [n] its bytes are there; else it is on its way
-    loads: Sequence[Load]  # to be handed to the mover
+    loads: Sequence[Transfer]  # to be handed to the mover
     version: int  # for `wait_for_change`
 
 
 class Residency:
     """Slots of the RAM tier and of each device. Thread-safe: every verb is one short critical section."""
 
-    def __init__(self, ram: Pool, devices: Sequence[Pool] = (), *, containment: bool = True) -> None:
+    def __init__(self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True) -> None:
         """`devices` is empty where RAM is the top tier; experts are dealt to devices in proportion to their slots."""
         self.ram = ram
         self.devices = tuple(devices)
@@ -72,7 +72,7 @@ class Residency:
         self._changed = threading.Condition(self._lock)
         self._version = 0  # counts what `wait_for_change` waits for
         self._waiting = 0  # threads in it
-        self._victims = Victims(ram, self.devices, containment=containment)
+        self._evictor = Evictor(ram, self.devices, containment=containment)
 
     # --- the compute thread's verbs -------------------------------------------------------------------------
 
@@ -81,18 +81,20 @@ class Residency:
         with self._lock:
             self._begin(layer, demanded)
 
-    def begin_here(self, device: int, layer: int, experts: IntArray, scan: BoolArray | None) -> IntArray | None:
+    def pin_if_all_resident(
+        self, device: int, layer: int, experts: IntArray, prefill_only: BoolArray | None
+    ) -> IntArray | None:
         """`begin`, and where all of the experts [n] are in the device, their slots, pinned until `release`.
 
-        `scan` [n] marks those that only prefill needs: they are no demand to the policies.
+        `prefill_only` [n] marks those that only prefill needs: they are no demand to the policies.
         """
         top = self.tops[device]
         with self._lock:
-            self._begin(layer, experts if scan is None else experts[~scan])
+            self._begin(layer, experts if prefill_only is None else experts[~prefill_only])
             slots: IntArray = top.where[layer].take(experts)
             if slots.min() < 0:
                 return None
-            top.hold(slots, scan)
+            top.pin(slots, prefill_only)
             self.served[top.tier] += len(slots)
             return slots
 
@@ -101,30 +103,30 @@ class Residency:
         device: int,
         layer: int,
         experts: IntArray,
-        arrivals: SimpleQueue[Load],
+        arrivals: SimpleQueue[Transfer],
         *,
-        scan: BoolArray | None = None,
+        prefill_only: BoolArray | None = None,
         limit: int | None = None,
-    ) -> Claim:
+    ) -> SlotClaim:
         """Pins the distinct `experts` [n] that are in the device, and slots for as many others as there is room.
 
-        What is loaded for experts marked in `scan` goes first. At most `limit` loads are begun. Each expert on
+        What is loaded for experts marked in `prefill_only` goes first. At most `limit` loads are begun. Each expert on
         its way is put into `arrivals` when it is there, or has failed.
         """
         top = self.tops[device]
         with self._lock:
             slots: IntArray = top.where[layer].take(experts)
             ready = slots >= 0
-            top.hold(slots[ready], None if scan is None else scan[ready])
+            top.pin(slots[ready], None if prefill_only is None else prefill_only[ready])
             self.served[top.tier] += int(np.count_nonzero(ready))
-            self._victims.need(layer, experts)
-            absent = self._join_loads(top, layer, experts, slots, scan, arrivals)[:limit]
-            flags = [TRANSIENT if scan is not None and scan[i] else 0 for i in absent]
+            self._evictor.need(layer, experts)
+            absent = self._join_loads(top, layer, experts, slots, prefill_only, arrivals)[:limit]
+            flags = [TRANSIENT if prefill_only is not None and prefill_only[i] else 0 for i in absent]
             begun, starts = self._fetch(top, layer, [int(experts[i]) for i in absent], flags)
             for i, load in zip(absent, begun, strict=True):
                 if load is not None:
                     slots[i] = self._join(load, bool(top.flags[load.slot] & TRANSIENT), arrivals)
-            return Claim(slots, ready, starts, self._version)
+            return SlotClaim(slots, ready, starts, self._version)
 
     def release(self, device: int, slots: IntArray) -> None:
         """Unpins [n] distinct slots of an earlier claim."""
@@ -136,17 +138,17 @@ class Residency:
 
     def done(self, layer: int, experts: IntArray) -> None:
         """The running layer-step has computed these: they need no protection any more."""
-        self._victims.done(layer, experts)
+        self._evictor.done(layer, experts)
 
-    def hold_all(self, layer: int, experts: IntArray, scan: BoolArray | None) -> IntArray:
-        """`acquire` for the CPU beside devices: slots of RAM, pinned until `let_go`; NONE where an expert is gone.
+    def pin_in_ram(self, layer: int, experts: IntArray, prefill_only: BoolArray | None) -> IntArray:
+        """`acquire` for the CPU beside devices: slots of RAM, pinned until `unpin`; NONE where an expert is gone.
 
-        `scan` [n] as in `begin_here`.
+        `prefill_only` [n] as in `pin_if_all_resident`.
         """
         with self._lock:
             slots: IntArray = self.ram.where[layer].take(experts)
             there = slots >= 0
-            self.ram.hold(slots[there], None if scan is None else scan[there])
+            self.ram.pin(slots[there], None if prefill_only is None else prefill_only[there])
             self.served[Tier.RAM] += int(np.count_nonzero(there))
             return slots
 
@@ -161,7 +163,7 @@ class Residency:
 
     # --- the mover's verbs ------------------------------------------------------------------------------------
 
-    def reserve(self, move: Move, horizon: Horizon) -> Load | None:
+    def reserve(self, move: Move, horizon: PrefetchPriority) -> Transfer | None:
         """A load for a wished-for move, where a slot is free or holds less than its worth; else None.
 
         None as well where the expert is there already, and for a copy whose source is not in RAM yet.
@@ -170,21 +172,21 @@ class Residency:
         pool = self.ram if move.target is Tier.RAM else self.tops[self.device_of[layer, expert]]
         with self._lock:
             source = NONE if pool is self.ram else int(self.ram.where[layer, expert])
-            if not pool.lacks(layer, expert) or (pool is not self.ram and source < 0):
+            if not pool.is_missing(layer, expert) or (pool is not self.ram and source < 0):
                 return None
             if source >= 0:
                 self.ram.pins[source] += 1
-            slot = self._victims.take_below(pool, horizon.worth(move.score))
+            slot = self._evictor.take_below(pool, horizon.utility(move.score))
             if slot is None:
                 if source >= 0:
                     self.ram.pins[source] -= 1
                 return None
-            load = pool.place(slot, layer, expert, horizon.flags, self._victims.clock, demand=False)
+            load = pool.place(slot, layer, expert, horizon.flags, self._evictor.clock, demand=False)
             load.source = source
-            pool.worth[load.slot] = move.score
+            pool.utility[load.slot] = move.score
             return load
 
-    def arrive(self, load: Load) -> Sequence[Load]:
+    def arrive(self, load: Transfer) -> Sequence[Transfer]:
         """The load's bytes are in place. Returns the copies that waited for them, their source pinned."""
         with self._lock:
             load.pool.settle(load)
@@ -194,14 +196,14 @@ class Residency:
             self._tell(load)
             return load.then
 
-    def let_go(self, slots: int | IntArray) -> None:
+    def unpin(self, slots: int | IntArray) -> None:
         """Nobody reads any more from this slot of RAM, or these distinct ones: a copy, or what held them."""
         with self._lock:
             self.ram.pins[slots] -= 1
             self._version += 1
             self._changed.notify_all()
 
-    def fail(self, load: Load, error: Exception) -> None:
+    def fail(self, load: Transfer, error: Exception) -> None:
         """The load, and the copies that waited for it, will not arrive."""
         with self._lock:
             for failed in (load, *load.then):
@@ -217,17 +219,17 @@ class Residency:
         if (count := int(np.count_nonzero(homes))) > most:
             raise CapacityError(f"{count} experts are to be at home here, RAM has room for {most}")
         with self._lock:
-            self._victims.keep(homes)
+            self._evictor.keep(homes)
 
     def forget_former_homes(self) -> None:
         """Those of the plan before go like anything else from now on; until then they are the last to go."""
         with self._lock:
-            self._victims.forget_former()
+            self._evictor.forget_former()
 
     def homes_in_ram(self) -> BoolArray:
         """Experts [L, E] that are at home here and in RAM: no other load takes their place."""
         here = self.ram.where >= 0
-        return here & self._victims.homes.reshape(here.shape) if self._victims.homes is not None else here & False
+        return here & self._evictor.homes.reshape(here.shape) if self._evictor.homes is not None else here & False
 
     @property
     def home_slots(self) -> int:
@@ -236,14 +238,14 @@ class Residency:
 
     def missing_homes(self) -> list[ExpertId]:
         """Homes that are not in RAM."""
-        homes = self._victims.homes
+        homes = self._evictor.homes
         if homes is None:
             return []
         missing = np.flatnonzero(homes & (self.ram.where.ravel() < 0))
         return [ExpertId(*divmod(key, self.ram.experts)) for key in missing.tolist()]
 
-    def hold(self, layer: int, expert: int) -> int:
-        """The RAM slot of an expert, pinned until `let_go`; NONE where it is not there."""
+    def pin(self, layer: int, expert: int) -> int:
+        """The RAM slot of an expert, pinned until `unpin`; NONE where it is not there."""
         with self._lock:
             slot = int(self.ram.where[layer, expert])
             if slot >= 0:
@@ -291,19 +293,19 @@ class Residency:
     # --- under the lock -------------------------------------------------------------------------------------------
 
     def _begin(self, layer: int, demanded: IntArray) -> None:
-        self._victims.begin(layer)
+        self._evictor.begin(layer)
         if len(demanded):
             for policy in self._policies:
                 policy.touch(layer, demanded)
 
     def _join_loads(
         self,
-        top: Pool,
+        top: SlotPool,
         layer: int,
         experts: IntArray,
         slots: IntArray,
-        scan: BoolArray | None,
-        arrivals: SimpleQueue[Load],
+        prefill_only: BoolArray | None,
+        arrivals: SimpleQueue[Transfer],
     ) -> list[int]:
         """Joins what is on its way, noting its slot; indices of the experts that are not."""
         absent = []
@@ -312,41 +314,41 @@ class Residency:
             if load is None:
                 absent.append(i)
             else:
-                slots[i] = self._join(load, scan is not None and bool(scan[i]), arrivals)
+                slots[i] = self._join(load, prefill_only is not None and bool(prefill_only[i]), arrivals)
         return absent
 
-    def _join(self, load: Load, scan: bool, arrivals: SimpleQueue[Load]) -> int:
+    def _join(self, load: Transfer, prefill_only: bool, arrivals: SimpleQueue[Transfer]) -> int:
         """One more demand for a load on its way; its slot."""
         pool = load.pool
         pool.pins[load.slot] += 1
-        pool.flags[load.slot] &= TRANSIENT if scan else 0
+        pool.flags[load.slot] &= TRANSIENT if prefill_only else 0
         load.demand = True
         load.waiters.append(arrivals)
         self.served[Tier.NVME if load.cold else Tier.RAM] += 1
         return load.slot
 
     def _fetch(
-        self, top: Pool, layer: int, experts: list[int], flags: list[int]
-    ) -> tuple[list[Load | None], list[Load]]:
+        self, top: SlotPool, layer: int, experts: list[int], flags: list[int]
+    ) -> tuple[list[Transfer | None], list[Transfer]]:
         """Loads of absent experts into the top tier, None where there is no room, and those that can start now."""
         if top is self.ram:
-            jobs = zip(self._victims.take(top, len(experts)), experts, flags, strict=False)
-            loads = [top.place(slot, layer, expert, flag, self._victims.clock) for slot, expert, flag in jobs]
+            jobs = zip(self._evictor.take(top, len(experts)), experts, flags, strict=False)
+            loads = [top.place(slot, layer, expert, flag, self._evictor.clock) for slot, expert, flag in jobs]
             return [*loads, *[None] * (len(experts) - len(loads))], loads
         return self._fetch_through_ram(top, layer, experts, flags)
 
     def _fetch_through_ram(
-        self, top: Pool, layer: int, experts: list[int], flags: list[int]
-    ) -> tuple[list[Load | None], list[Load]]:
+        self, top: SlotPool, layer: int, experts: list[int], flags: list[int]
+    ) -> tuple[list[Transfer | None], list[Transfer]]:
         """`_fetch` for a device: copies from RAM, behind reads into RAM for what is not there."""
         ram, base = self.ram, layer * top.experts
         sources = ram.where[layer, experts]  # [n]
         ram.pins[sources[sources >= 0]] += 1
         order = np.argsort(sources < 0, kind="stable").tolist()  # what is in RAM first
-        slots = self._victims.take(top, len(order))
+        slots = self._evictor.take(top, len(order))
         unread = [i for i in order[: len(slots)] if sources[i] < 0 and base + experts[i] not in ram.loads]
-        reads = dict(zip(unread, self._victims.take(ram, len(unread)), strict=False))
-        loads: list[Load | None] = [None] * len(order)
+        reads = dict(zip(unread, self._evictor.take(ram, len(unread)), strict=False))
+        loads: list[Transfer | None] = [None] * len(order)
         starts = []
         for i in order:
             source = int(sources[i])
@@ -355,14 +357,14 @@ class Residency:
                 if source >= 0:
                     ram.pins[source] -= 1
                 continue
-            load = loads[i] = top.place(slots.pop(), layer, experts[i], flags[i], self._victims.clock)
+            load = loads[i] = top.place(slots.pop(), layer, experts[i], flags[i], self._evictor.clock)
             if source >= 0:
                 load.source = source
                 ram.flags[source] &= flags[i]
                 starts.append(load)
                 continue
             if read is None:
-                read = ram.place(reads[i], layer, experts[i], flags[i], self._victims.clock)
+                read = ram.place(reads[i], layer, experts[i], flags[i], self._evictor.clock)
                 starts.append(read)
             read.then.append(load)
             read.demand = load.cold = True
@@ -370,7 +372,7 @@ class Residency:
         top.free.extend(slots)
         return loads, starts
 
-    def _tell(self, load: Load) -> None:
+    def _tell(self, load: Transfer) -> None:
         for waiter in load.waiters:
             waiter.put(load)
         self._version += 1

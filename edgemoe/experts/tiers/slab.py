@@ -49,7 +49,7 @@ class ExpertShape(NamedTuple):
         return min(budget_bytes // self.stride_bytes, self.layers * self.experts)
 
 
-class HostArena:
+class HostSlab:
     """Slots in anonymous private memory of this process: the RAM tier, and the slab of an emulated device."""
 
     def __init__(self, slots: int, stride_bytes: int, *, lock: bool = False) -> None:

@@ -17,25 +17,25 @@ UNUSED = 1  # slot flag: prefetched, and not demanded since
 TRANSIENT = 2  # slot flag: loaded by a scan, goes first
 
 
-class Load:
+class Transfer:
     """One expert on its way into one slot, from the RAM slot `source` or, without one, from NVMe."""
 
     __slots__ = ("cold", "demand", "error", "expert", "layer", "pool", "slot", "source", "then", "waiters")
 
-    def __init__(self, pool: Pool, layer: int, expert: int, slot: int, *, demand: bool) -> None:
+    def __init__(self, pool: SlotPool, layer: int, expert: int, slot: int, *, demand: bool) -> None:
         self.pool, self.layer, self.expert, self.slot = pool, layer, expert, slot
         self.demand = demand
         self.source = NONE
         self.cold = pool.tier is Tier.RAM  # comes from NVMe
-        self.then: list[Load] = []  # copies that start from this one's slot
-        self.waiters: list[SimpleQueue[Load]] = []
+        self.then: list[Transfer] = []  # copies that start from this one's slot
+        self.waiters: list[SimpleQueue[Transfer]] = []
         self.error: Exception | None = None
 
     def __repr__(self) -> str:
         return f"Load(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"
 
 
-class Pool:
+class SlotPool:
     """Slots [S] and the L x E experts that may lie in them. Not thread-safe: residency holds the lock."""
 
     def __init__(self, tier: Tier, layers: int, experts: int, slots: int, policy: LivePolicy) -> None:
@@ -45,10 +45,10 @@ class Pool:
         self.owner: IntArray = np.full(slots, NONE, np.int64)  # [S] layer * E + expert, resident or on its way
         self.pins: IntArray = np.zeros(slots, np.int64)  # [S]
         self.flags: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)  # [S]
-        self.worth: npt.NDArray[np.float32] = np.zeros(slots, np.float32)  # [S] while UNUSED: its move's score
+        self.utility: npt.NDArray[np.float32] = np.zeros(slots, np.float32)  # [S] while UNUSED: its move's score
         self.born: IntArray = np.zeros(slots, np.int64)  # [S] layer-step at which the load began
         self.free = list(range(slots - 1, -1, -1))
-        self.loads: dict[int, Load] = {}  # by owner
+        self.loads: dict[int, Transfer] = {}  # by owner
         self.shortlist: list[tuple[float, int, int]] = []  # worth, slot, owner of those worth least, the least last
         self.shortlist_at = NONE  # the layer-step that it was made in
         self.moved = 0  # experts that came in
@@ -56,14 +56,14 @@ class Pool:
         self.wasted = 0  # of those, gone before they were
         self._orphans = 0  # slots of failed loads that are still pinned
 
-    def lacks(self, layer: int, expert: int) -> bool:
+    def is_missing(self, layer: int, expert: int) -> bool:
         """Neither here nor on its way."""
         return self.where[layer, expert] < 0 and layer * self.experts + expert not in self.loads
 
-    def hold(self, slots: IntArray, scan: BoolArray | None) -> None:
+    def pin(self, slots: IntArray, prefill_only: BoolArray | None) -> None:
         """Pins distinct slots [n] for a forward; a decode's demand makes them no scan's any more."""
         self.pins[slots] += 1
-        self.flags[slots] = 0 if scan is None else self.flags[slots] & np.where(scan, TRANSIENT, 0)
+        self.flags[slots] = 0 if prefill_only is None else self.flags[slots] & np.where(prefill_only, TRANSIENT, 0)
 
     def unpin(self, slots: IntArray) -> None:
         """Drops one pin of each of the distinct slots [n]."""
@@ -73,14 +73,14 @@ class Pool:
             self.free.extend(orphans.tolist())
             self._orphans -= len(orphans)
 
-    def place(self, slot: int, layer: int, expert: int, flags: int, born: int, *, demand: bool = True) -> Load:
+    def place(self, slot: int, layer: int, expert: int, flags: int, born: int, *, demand: bool = True) -> Transfer:
         """A load of the expert into an empty slot, which it pins."""
         key = layer * self.experts + expert
         self.owner[slot], self.pins[slot], self.flags[slot], self.born[slot] = key, 1, flags, born
-        load = self.loads[key] = Load(self, layer, expert, slot, demand=demand)
+        load = self.loads[key] = Transfer(self, layer, expert, slot, demand=demand)
         return load
 
-    def settle(self, load: Load) -> None:
+    def settle(self, load: Transfer) -> None:
         """The load is complete: the expert is here."""
         del self.loads[int(self.owner[load.slot])]
         self.where[load.layer, load.expert] = load.slot
@@ -88,7 +88,7 @@ class Pool:
         self.moved += 1
         self.prefetched += not load.demand
 
-    def abandon(self, load: Load) -> None:
+    def abandon(self, load: Transfer) -> None:
         """The load failed: its slot is free as soon as nobody pins it."""
         del self.loads[int(self.owner[load.slot])]
         self.owner[load.slot] = NONE

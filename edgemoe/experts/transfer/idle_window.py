@@ -17,7 +17,7 @@ AWAY = 8.0  # after so many times the mean nothing is being decoded
 NOTHING, WAITING = -1, -2  # instead of a layer: nothing has run yet; a demand is being served
 
 
-class Gap:
+class IdleWindow:
     """How long it lasts, layer by layer. The compute thread tells; any thread asks."""
 
     def __init__(self, layers: int, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from edgemoe.errors import MissingExpert
-from edgemoe.experts.tiers.slab import HostArena
-from edgemoe.experts.tiers.slots import Load
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.experts.tiers.slots import Transfer
 
 Clock = Callable[[], float]
 RECENT = 32  # transfers whose single rates are remembered
@@ -102,31 +102,31 @@ class LinkStats:
         return max(0.0, (y - slope * x) / n), slope
 
 
-class Dock(Protocol):
+class TransferListener(Protocol):
     """Whoever is told, from any thread, how copies end: the mover."""
 
-    def arrived(self, load: Load) -> None:
+    def arrived(self, load: Transfer) -> None:
         """The copy's bytes are in place, or ordered before whatever computes from them."""
 
-    def released(self, load: Load) -> None:
+    def released(self, load: Transfer) -> None:
         """The copy no longer reads from its source."""
 
-    def failed(self, load: Load, error: Exception) -> None:
+    def failed(self, load: Transfer, error: Exception) -> None:
         """The copy ended without its bytes, and no longer reads from its source."""
 
-    def roused(self, link: Link) -> None:
+    def roused(self, link: TierLink) -> None:
         """The answer to `rouse`, on the link's thread."""
 
 
-class Link(Protocol):
+class TierLink(Protocol):
     """RAM -> one device."""
 
     stats: LinkStats
 
-    def attach(self, dock: Dock) -> None:
+    def attach(self, listener: TransferListener) -> None:
         """Says who is told how copies end; once, before the first one."""
 
-    def copy(self, load: Load) -> None:
+    def copy(self, load: Transfer) -> None:
         """Queues one copy from `load.source` of RAM to `load.slot`; demanded ones overtake the others."""
 
     def idle(self) -> bool:
@@ -144,8 +144,8 @@ class EmulatedLink:
 
     def __init__(
         self,
-        source: HostArena,
-        target: HostArena,
+        source: HostSlab,
+        target: HostSlab,
         bytes_per_s: float,
         *,
         clock: Clock = time.monotonic,
@@ -154,7 +154,7 @@ class EmulatedLink:
         self.stats = LinkStats(clock)
         self._source, self._target, self._rate = source, target, bytes_per_s
         self._clock, self._sleep = clock, sleep
-        self._lanes: tuple[deque[tuple[Load, float]], ...] = (deque(), deque())  # demand, prefetch
+        self._lanes: tuple[deque[tuple[Transfer, float]], ...] = (deque(), deque())  # demand, prefetch
         self._changed = threading.Condition()
         self._waiting = 0  # queued or under way
         self._roused = False
@@ -162,11 +162,11 @@ class EmulatedLink:
         self.closed = False
         self._thread = threading.Thread(target=self._run, name="edgemoe-link", daemon=True)
 
-    def attach(self, dock: Dock) -> None:
-        self._dock = dock
+    def attach(self, listener: TransferListener) -> None:
+        self._listener = listener
         self._thread.start()
 
-    def copy(self, load: Load) -> None:
+    def copy(self, load: Transfer) -> None:
         with self._changed:
             if not self.closed:
                 self._lanes[0 if load.demand else 1].append((load, self._clock()))
@@ -192,18 +192,18 @@ class EmulatedLink:
         for load, _ in (*self._lanes[0], *self._lanes[1]):
             self._refuse(load)
 
-    def _refuse(self, load: Load) -> None:
-        self._dock.failed(load, MissingExpert(load.layer, load.expert, "the link to its device is closed"))
+    def _refuse(self, load: Transfer) -> None:
+        self._listener.failed(load, MissingExpert(load.layer, load.expert, "the link to its device is closed"))
 
     def _run(self) -> None:
         while not self.closed:
             job = self._next()
             if job is None:
-                self._dock.roused(self)
+                self._listener.roused(self)
             else:
                 self._serve(*job)
 
-    def _serve(self, load: Load, queued_s: float) -> None:
+    def _serve(self, load: Transfer, queued_s: float) -> None:
         error: Exception | None = None
         try:
             self._transfer(load, queued_s)
@@ -216,12 +216,12 @@ class EmulatedLink:
             else:
                 self.stats.abort()
         if error is None:
-            self._dock.arrived(load)
-            self._dock.released(load)
+            self._listener.arrived(load)
+            self._listener.released(load)
         else:
-            self._dock.failed(load, error)
+            self._listener.failed(load, error)
 
-    def _next(self) -> tuple[Load, float] | None:
+    def _next(self) -> tuple[Transfer, float] | None:
         """The next copy; None when roused, or closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._roused or any(self._lanes))
@@ -230,7 +230,7 @@ class EmulatedLink:
                 return None
             return next(lane for lane in self._lanes if lane).popleft()
 
-    def _transfer(self, load: Load, queued_s: float) -> None:
+    def _transfer(self, load: Transfer, queued_s: float) -> None:
         """Copies are back to back while any is queued, so that the rate holds however late this thread wakes."""
         self._free_at_s = max(self._free_at_s, queued_s) + self._target.stride_bytes / self._rate
         self._target.slab[load.slot] = self._source.slab[load.source]

@@ -17,26 +17,26 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from edgemoe.errors import MissingExpert, StoreError
-from edgemoe.experts.tiers.residency import Horizon, Residency
-from edgemoe.experts.tiers.slab import HostArena
-from edgemoe.experts.tiers.slots import Load
-from edgemoe.experts.transfer.idle_window import Gap
-from edgemoe.experts.transfer.links import Clock, Link, LinkStats
+from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.transfer.idle_window import IdleWindow
+from edgemoe.experts.transfer.links import Clock, LinkStats, TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 
 Lanes = tuple[deque[Move], ...]  # one queue of wishes per horizon
 
 
-class Mover:
+class ExpertLoader:
     """Moves experts between NVMe, RAM and devices."""
 
     def __init__(
         self,
         residency: Residency,
         store: Store,
-        ram: HostArena,
-        links: Sequence[Link] = (),
+        ram: HostSlab,
+        links: Sequence[TierLink] = (),
         *,
         readers: int = 8,
         idle_readers: int = 2,
@@ -45,7 +45,7 @@ class Mover:
         """`links` in the order of the residency's devices; `idle_readers` of the `readers` may serve wishes."""
         self.residency, self.links = residency, tuple(links)
         self.stats = LinkStats(clock)  # of NVMe
-        self.gap = Gap(residency.ram.layers)  # in which wishes are served
+        self.gap = IdleWindow(residency.ram.layers)  # in which wishes are served
         # which experts of a layer [n] are not worth reading ahead, for another box has them or would have to send them
         self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
         self._store, self._ram = store, ram
@@ -53,18 +53,20 @@ class Mover:
         self._lock = threading.Lock()  # of all that follows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._demanded: deque[Load] = deque()  # reads, waiting
+        self._demanded: deque[Transfer] = deque()  # reads, waiting
         self._reading = [0, 0]  # reads under way: wished for, demanded; changed on the loop only
-        self._stages: Lanes = tuple(deque() for _ in Horizon)  # wishes for NVMe -> RAM
-        self._copies: tuple[Lanes, ...] = tuple(tuple(deque() for _ in Horizon) for _ in self.links)  # RAM -> device
-        self._onward: dict[ExpertId, tuple[Move, Horizon]] = {}  # wishes to be copied on once they are in RAM
+        self._stages: Lanes = tuple(deque() for _ in PrefetchPriority)  # wishes for NVMe -> RAM
+        self._copies: tuple[Lanes, ...] = tuple(
+            tuple(deque() for _ in PrefetchPriority) for _ in self.links
+        )  # RAM -> device
+        self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # wishes to be copied on once they are in RAM
         self._sleepers: deque[asyncio.Future[None]] = deque()  # readers without work; touched on the loop only
         for link in self.links:
             link.attach(self)
 
     # --- any thread -----------------------------------------------------------------------------------------
 
-    def start(self, loads: Iterable[Load]) -> None:
+    def start(self, loads: Iterable[Transfer]) -> None:
         """Starts demanded loads, in order."""
         reads = []
         for load in loads:
@@ -75,7 +77,7 @@ class Mover:
         if reads:
             self._queue_reads(reads)
 
-    def prefetch(self, moves: Iterable[Move], horizon: Horizon = Horizon.FAR) -> None:
+    def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = PrefetchPriority.FAR) -> None:
         """Replaces the wishes of one horizon, best first; those not started that are not in it are cancelled.
 
         A move from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there.
@@ -83,12 +85,16 @@ class Mover:
         with self._lock:
             for lanes in (self._stages, *self._copies):
                 lanes[horizon].clear()
-            self._onward = {expert: wish for expert, wish in self._onward.items() if wish[1] != horizon}
+            self._onward = {
+                expert: prefetch_request
+                for expert, prefetch_request in self._onward.items()
+                if prefetch_request[1] != horizon
+            }
             for move in moves:
                 self._lanes_of(move)[horizon].append(move)
-        self.serve_wishes()
+        self.start_prefetches()
 
-    def serve_wishes(self) -> None:
+    def start_prefetches(self) -> None:
         """Starts what idle links and idle readers allow."""
         for link, lanes in zip(self.links, self._copies, strict=True):
             if any(lanes) and link.idle() and self._any_pays(lanes, link.stats.seconds):
@@ -98,7 +104,7 @@ class Mover:
             self._wake(self._idle_readers)
 
     @property
-    def wishes(self) -> int:
+    def prefetch_requests(self) -> int:
         """Prefetches that have not started."""
         return sum(len(queue) for lanes in (self._stages, *self._copies) for queue in lanes)
 
@@ -124,7 +130,7 @@ class Mover:
             else:
                 await self._read(load)
 
-    async def _read(self, load: Load) -> None:
+    async def _read(self, load: Transfer) -> None:
         lane = int(load.demand)
         self._reading[lane] += 1
         self.stats.begin()
@@ -141,24 +147,24 @@ class Mover:
         finally:
             self._reading[lane] -= 1
             self._pass_on(ExpertId(load.layer, load.expert))
-        self.serve_wishes()
+        self.start_prefetches()
 
-    def _next_read(self) -> Load | None:
+    def _next_read(self) -> Transfer | None:
         """A demanded read; where none waits or runs, a wished-for one."""
         with self._lock:
             if self._demanded:
                 return self._demanded.popleft()
             if self._reading[1] or self._reading[0] >= self._idle_readers:
                 return None
-            for horizon, queue in zip(Horizon, self._stages, strict=True):
+            for horizon, queue in zip(PrefetchPriority, self._stages, strict=True):
                 while queue and self.gap.pays(queue[0].chance, self.stats.seconds):
                     if (load := self._stage(queue.popleft(), horizon)) is not None:
                         return load
         return None
 
-    def _stage(self, move: Move, horizon: Horizon) -> Load | None:
+    def _stage(self, move: Move, horizon: PrefetchPriority) -> Transfer | None:
         """The read that a wish begins with, if it needs one and finds room."""
-        away = self.elsewhere if horizon not in (Horizon.HOME, Horizon.FILL) else None
+        away = self.elsewhere if horizon not in (PrefetchPriority.HOME, PrefetchPriority.FILL) else None
         if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
             return None
         load = self.residency.reserve(move._replace(target=Tier.RAM), horizon)
@@ -171,8 +177,8 @@ class Mover:
 
     def _pass_on(self, expert: ExpertId) -> None:
         with self._lock:
-            if wish := self._onward.pop(expert, None):
-                self._copies[self.residency.device_of[expert]][wish[1]].append(wish[0])
+            if prefetch_request := self._onward.pop(expert, None):
+                self._copies[self.residency.device_of[expert]][prefetch_request[1]].append(prefetch_request[0])
 
     def _rouse(self, n: int) -> None:
         while n and self._sleepers:
@@ -183,25 +189,25 @@ class Mover:
 
     # --- the links' side --------------------------------------------------------------------------------------
 
-    def arrived(self, load: Load) -> None:
+    def arrived(self, load: Transfer) -> None:
         """A copy's bytes are in place, or ordered before whatever computes from them."""
         self.residency.arrive(load)
 
-    def released(self, load: Load) -> None:
+    def released(self, load: Transfer) -> None:
         """A copy no longer reads from its source."""
-        self.residency.let_go(load.source)
-        self.serve_wishes()
+        self.residency.unpin(load.source)
+        self.start_prefetches()
 
-    def failed(self, load: Load, error: Exception) -> None:
+    def failed(self, load: Transfer, error: Exception) -> None:
         """A copy ended without its bytes: the expert is not missing, it is the device or the step that failed."""
         self.residency.fail(load, error)
-        self.residency.let_go(load.source)
+        self.residency.unpin(load.source)
 
-    def roused(self, link: Link) -> None:
+    def roused(self, link: TierLink) -> None:
         """The link is idle: time for wishes."""
         lanes = self._copies[self.links.index(link)]
         with self._lock:
-            for horizon, queue in zip(Horizon, lanes, strict=True):
+            for horizon, queue in zip(PrefetchPriority, lanes, strict=True):
                 while queue and link.idle() and self.gap.pays(queue[0].chance, link.stats.seconds):
                     if (load := self.residency.reserve(queue.popleft(), horizon)) is not None:
                         link.copy(load)
@@ -213,7 +219,7 @@ class Mover:
             return self._stages
         return self._copies[self.residency.device_of[move.expert]]
 
-    def _queue_reads(self, reads: Sequence[Load]) -> None:
+    def _queue_reads(self, reads: Sequence[Transfer]) -> None:
         with self._lock:
             if not self._closed:
                 self._demanded.extend(reads)
@@ -236,16 +242,16 @@ class Mover:
             self._closed = True
             left = list(self._demanded)
             self._demanded.clear()
-        for horizon in Horizon:
+        for horizon in PrefetchPriority:
             self.prefetch((), horizon)
         self._fail_all(left)
 
-    def _fail_all(self, loads: Iterable[Load]) -> None:
+    def _fail_all(self, loads: Iterable[Transfer]) -> None:
         for load in loads:
             self.residency.fail(load, _as_failure(load, asyncio.CancelledError()))
 
 
-def _as_failure(load: Load, error: BaseException) -> Exception:
+def _as_failure(load: Transfer, error: BaseException) -> Exception:
     """What the forward that waits for the load is told."""
     if isinstance(error, StoreError):
         return error

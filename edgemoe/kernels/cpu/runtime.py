@@ -20,7 +20,7 @@ from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.linear import LINEAR, make_linear
 from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill
-from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, Pool
+from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, ThreadPool
 from edgemoe.kernels.cpu.vector import make_pack_all
 
 IntArray = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class Kernels:
         self._layer, self._head, self._experts = layer.call, head.call, experts.call
         self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
         self._many, self._prefill = many.call, prefill.call
-        self.pool = Pool(threads)
+        self.pool = ThreadPool(threads)
         self.close = self.pool.close
         self._scratch: dict[str, npt.NDArray[Any]] = {}
         self._iota = np.arange(MOST_TOKENS, dtype=np.int64)

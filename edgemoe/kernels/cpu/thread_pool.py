@@ -125,7 +125,7 @@ def PAUSES(count: int) -> None:
         pause()
 
 
-class Pool:
+class ThreadPool:
     """`threads` threads, the caller's among them. Close it, or let it be collected."""
 
     def __init__(self, threads: int) -> None:

@@ -103,7 +103,7 @@ async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: P
         a, epoch = found["a"].plane, found["a"].plane.epoch
         await until(lambda: a.members["d"].card is not None)
         found["d"].plane.beat = lambda: None  # type: ignore[method-assign]
-        found["d"].plane.lane.tell("a", Beat(leading=epoch + 3))
+        found["d"].plane.channel.tell("a", Beat(leading=epoch + 3))
         await until(lambda: a.unentitled == 1)
         assert (a.leader, a.epoch) == (first, epoch)
 

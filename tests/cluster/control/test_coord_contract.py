@@ -22,7 +22,7 @@ from support.waiting import until
 
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.raft_channel import LaneLink
+from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
 from edgemoe.cluster.control.coordination.store import CoordState, CoordStore, PlanRef, Single
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.rpc.control_messages import CONTROL
@@ -47,10 +47,10 @@ async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 @asynccontextmanager
-async def raft_links() -> AsyncIterator[dict[str, LaneLink]]:
-    """Control lanes between three boxes, authenticated and all."""
+async def raft_links() -> AsyncIterator[dict[str, RaftChannel]]:
+    """Control channels between three boxes, authenticated and all."""
     keys = {name: secret() for name in NAMES}
-    links: dict[str, LaneLink] = {}
+    links: dict[str, RaftChannel] = {}
 
     async def serve(name: str, question: Question[Any]) -> None:
         links[name].deliver(question.peer, question.message)
@@ -59,10 +59,10 @@ async def raft_links() -> AsyncIterator[dict[str, LaneLink]]:
     async with boxes_running(*boxes):
         for box in boxes:
             others = [other for other in boxes if other is not box]
-            links[box.node] = link = LaneLink(box.lane, [other.node for other in others])
-            box.lane.on_up, box.lane.on_down = link.up, link.down
+            links[box.node] = link = RaftChannel(box.channel, [other.node for other in others])
+            box.channel.on_up, box.channel.on_down = link.up, link.down
             for other in others:
-                box.lane.connect(other.peer)
+                box.channel.connect(other.peer)
         yield links
 
 
@@ -196,18 +196,18 @@ def test_a_claim_that_does_not_know_of_the_last_renewal_fails() -> None:
 
 
 async def test_an_isolated_raft_leader_steps_down_before_the_others_elect_and_catches_up_after(tmp_path: Path) -> None:
-    net = FakeNet(NAMES)
-    stores = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, net.links[n]) for n in NAMES]
+    transport = FakeNet(NAMES)
+    stores = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, transport.links[n]) for n in NAMES]
     for store in stores:
         await store.start()
     elections = [Election(s, n, time.monotonic, random.Random(n)) for s, n in zip(stores, NAMES, strict=True)]
     tasks = [asyncio.create_task(e.run()) for e in elections]
     try:
         first = await leader(elections, {0, 1, 2})
-        net.isolate(NAMES[first])
+        transport.isolate(NAMES[first])
         second = await leader_after(elections, first)
         await stores[second].commit_plan(elections[second].epoch(), PlanRef(1, "theirs"))
-        net.rejoin(NAMES[first])
+        transport.rejoin(NAMES[first])
         await until(lambda: stores[first].view().plan == PlanRef(1, "theirs"))
         assert elections[first].epoch() == 0
     finally:
@@ -234,8 +234,8 @@ async def leader_after(elections: list[Election], old: int, within_s: float = 20
 async def test_raft_members_that_all_restart_keep_epoch_and_plan(tmp_path: Path) -> None:
     epochs = []
     for round_number in (1, 2):
-        net = FakeNet(NAMES)
-        stores = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, net.links[n]) for n in NAMES]
+        transport = FakeNet(NAMES)
+        stores = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, transport.links[n]) for n in NAMES]
         for store in stores:
             await store.start()
         try:

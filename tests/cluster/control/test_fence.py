@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.plan_store import PlanKeeper
+from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.errors import CoordUnavailable, ServiceError, StaleEpoch
 from edgemoe.types.placement import PlacementPlan, pack_bits
 
@@ -41,9 +41,9 @@ def test_an_epoch_that_cannot_be_kept_is_not_obeyed(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_be_kept_on_disk_is_gone_by_all_the_same(tmp_path: Path) -> None:
-    keeper = PlanKeeper(tmp_path / "plan")
+    keeper = PlanStore(tmp_path / "plan")
     (tmp_path / "plan.tmp").mkdir()
     plan = PlacementPlan(1, 1, "m", 1, 8, ("a",), (pack_bits(np.ones((1, 8), bool)),))
     keeper.adopt(plan)
     assert keeper.plan == plan
-    assert PlanKeeper(tmp_path / "plan").plan is None
+    assert PlanStore(tmp_path / "plan").plan is None

@@ -15,7 +15,7 @@ from edgemoe import durable
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.journal import SEGMENT_BYTES, Damaged, Journal
 from edgemoe.cluster.control.coordination.recovery import open_journal
-from edgemoe.cluster.control.coordination.snapshot import Snapshot, read_snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
 from edgemoe.cluster.rpc.protocol import SPOKEN
 
@@ -43,7 +43,7 @@ def test_a_journal_says_after_a_restart_what_it_said_before(tmp_path: Path) -> N
     journal = filled(tmp_path)
     journal.deleteEntriesFrom(8)
     journal.add(b"\0x", 9, 3)
-    write_snapshot(tmp_path / "raft.snapshot", Snapshot(CoordState(), ENTRIES[3], ENTRIES[2]))
+    write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(CoordState(), ENTRIES[3], ENTRIES[2]))
     journal.deleteEntriesTo(2)
     kept = list(journal[:])
     journal._destroy()
@@ -98,7 +98,7 @@ def test_a_vote_that_is_lost_or_damaged_costs_the_vote_and_no_entry(tmp_path: Pa
 @pytest.mark.usefixtures("hasty")
 def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_path: Path) -> None:
     journal = filled(tmp_path)
-    write_snapshot(tmp_path / "raft.snapshot", Snapshot(CoordState(epoch=4), ENTRIES[5], ENTRIES[4]))
+    write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(CoordState(epoch=4), ENTRIES[5], ENTRIES[4]))
     journal.deleteEntriesTo(4)
     journal._destroy()
     good = {name: (tmp_path / name).read_bytes() for name in ("raft.journal", "raft.snapshot")}
@@ -121,7 +121,7 @@ def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_pa
 def test_a_crash_between_snapshot_and_cutting_the_journal_loses_no_entry(tmp_path: Path) -> None:
     """PySyncObj would take the journal for another one, and drop what follows the snapshot."""
     filled(tmp_path)._destroy()
-    write_snapshot(tmp_path / "raft.snapshot", Snapshot(CoordState(), ENTRIES[5], ENTRIES[4]))
+    write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(CoordState(), ENTRIES[5], ENTRIES[4]))
     again = open_journal(tmp_path, VOTERS)
     assert again[:] == ENTRIES[4:]
     assert again.whole
@@ -217,7 +217,7 @@ def test_operations_lie_in_journals_for_ever_as_they_do_now(op: ops.Op) -> None:
 
 
 def test_a_snapshots_names_stay_as_they_are() -> None:
-    snapshot = Snapshot(CoordState(3, "b", PlanRef(2, "d"), 9), (b"x", 5, 2), (b"y", 4, 2))
+    snapshot = StateSnapshot(CoordState(3, "b", PlanRef(2, "d"), 9), (b"x", 5, 2), (b"y", 4, 2))
     assert msgspec.to_builtins(snapshot, builtin_types=(bytes,)) == {
         "state": {"epoch": 3, "leader": "b", "plan": {"version": 2, "digest": "d"}, "renewals": 9},
         "last": (b"x", 5, 2),

@@ -21,7 +21,7 @@ from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.plan_store import PlanKeeper
+from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
@@ -97,7 +97,7 @@ async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
     target = three[next(n for n in ABC if n not in (leader, other))].plane
     target.fence.admit(plane.epoch + 5)
     stale, ref = target.stale, target.plans.ref
-    three[other].plane.lane.tell(target.node, Beat(leading=plane.epoch, plan_version=9, plan_digest="0" * 64))
+    three[other].plane.channel.tell(target.node, Beat(leading=plane.epoch, plan_version=9, plan_digest="0" * 64))
     await until(lambda: target.stale > stale)
     await until(lambda: target.leader == "")
     assert target.plans.ref == ref
@@ -143,7 +143,7 @@ async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_spea
     a, b = three["a"].plane, three["b"].plane
     head = bytearray(seal(Beat())[0])
     head[len(MAGIC)] = FRAMING + 1
-    await a.lane._links["b"].socket.send_multipart([bytes(head)])
+    await a.channel._links["b"].socket.send_multipart([bytes(head)])
     await until(lambda: f"framing {FRAMING + 1}" in b.members["a"].refused)
     assert about.state_of(b.members, b.members["a"]) == "refused"
     three["a"].has(card("engine-a", room=5))
@@ -181,7 +181,7 @@ async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(th
 
 async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front]) -> None:
     with pytest.raises(PeerRefused, match="is not here"):
-        await three["a"].plane.lane.ask("b", GetPlan("0" * 64), timeout_s=2)
+        await three["a"].plane.channel.ask("b", GetPlan("0" * 64), timeout_s=2)
 
 
 async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
@@ -264,7 +264,7 @@ async def test_a_plan_of_a_later_release_is_kept_and_handed_on_as_it_came(three:
     assert digest != plan.digest()
     a.plane.plans.adopt(plan, later)
     assert await b.plane.fetch(a.node, digest) == (plan, later)
-    again = PlanKeeper(Path(a.settings.state_dir) / "plan")
+    again = PlanStore(Path(a.settings.state_dir) / "plan")
     assert again.ref is not None
     assert (again.plan, again.ref.digest, again.bytes_of(digest)) == (plan, digest, later)
 
@@ -295,11 +295,11 @@ async def test_a_wrong_key_gets_nothing_through(three: dict[str, Front]) -> None
     """Not even under a listed name, while its owner speaks."""
     a = three["a"]
     box = Box("b", secret(), {"a": a.key})
-    refused = a.plane._net.authenticator.refused
+    refused = a.plane._transport.authenticator.refused
     async with running(box):
-        box.lane.connect(a.peers["a"])
-        await until(lambda: a.plane._net.authenticator.refused > refused)
-        assert not box.lane.is_up("a")
+        box.channel.connect(a.peers["a"])
+        await until(lambda: a.plane._transport.authenticator.refused > refused)
+        assert not box.channel.is_up("a")
     assert a.plane.members["b"].boot == "boot-b-1"
 
 
@@ -318,7 +318,7 @@ async def test_a_box_that_joins_is_let_in_by_all_for_as_long_as_one_lists_it(
         await until(lambda: {engine.node for engine in d.plane.members.engines()} == set(ABC))
         a.plane.list(a.peers)
         await until(lambda: all("d" not in front.plane.members for front in three.values()))
-        assert not any(front.plane._net.allowed.name_of(joining.key.encode()) for front in three.values())
+        assert not any(front.plane._transport.allowed.name_of(joining.key.encode()) for front in three.values())
         await planned(list(three.values()), ABC)
     finally:
         await d.die()
@@ -339,7 +339,7 @@ async def test_the_word_of_a_box_that_is_gone_lets_others_in_for_an_hour_and_no_
     b.ahead_s += 200
     b.plane._watch()
     assert "d" not in b.plane.members
-    assert b.plane._net.allowed.name_of(d.key.encode()) is None
+    assert b.plane._transport.allowed.name_of(d.key.encode()) is None
     await a.start()
     a.plane.list({**a.peers, "d": d})
     await until(lambda: "d" in b.plane.members)
@@ -367,8 +367,8 @@ async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cu
     for front in three.values():
         front.plane.list(alone)
     assert all(member.up for front in three.values() for member in front.plane.members)
-    assert a.plane._net.allowed.name_of(old.public) is None
-    assert a.plane._net.allowed.name_of(new.public) == "c"
+    assert a.plane._transport.allowed.name_of(old.public) is None
+    assert a.plane._transport.allowed.name_of(new.public) == "c"
 
 
 async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(three: dict[str, Front]) -> None:
@@ -376,7 +376,7 @@ async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(
     a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
     assert "b" not in a.plane.members
     with pytest.raises(PeerError):
-        await three["b"].plane.lane.ask("a", GetPlan(""), timeout_s=1)
+        await three["b"].plane.channel.ask("a", GetPlan(""), timeout_s=1)
     assert three["c"].plane.members.is_alive("b")
 
 

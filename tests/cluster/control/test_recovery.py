@@ -18,7 +18,7 @@ from edgemoe.cluster.control.coordination.journal import Journal
 from edgemoe.cluster.control.coordination.raft import RaftStore, voters_digest
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
 from edgemoe.cluster.control.coordination.recovery import Here, Recovery
-from edgemoe.cluster.control.coordination.snapshot import Snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, write_snapshot
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.errors import CoordUnavailable
 
@@ -53,14 +53,14 @@ def test_what_was_agreed_outlives_one_lost_disk_and_a_later_death(abc: World) ->
     """a and b agree while c is cut off; b loses its disk, a dies: b and c alone know too little to agree on more."""
     abc.start()
     abc.until(lambda: whole(abc))
-    abc.net.isolate("c")
+    abc.transport.isolate("c")
     abc.until(lambda: abc.elected() and abc.elected() != ["c"])
     epoch = abc.claim("a")
     plan = abc.commit("a", "agreed")
     abc.stop("b")
     abc.lose_disk("b")
     abc.stop("a")
-    abc.net.rejoin("c")
+    abc.transport.rejoin("c")
     abc.start("b")
     began = abc.running["c"].raftCurrentTerm
     abc.until(lambda: abc.running["c"].raftCurrentTerm > began + 5)
@@ -207,7 +207,7 @@ def test_whatever_a_member_says_costs_no_more_than_that_message(abc: World) -> N
         payload = bytearray(digest + msgspec.msgpack.encode(fields()))
         if rng.random() < 0.3:
             payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
-        abc.net.links["b"].message("c", bytes(payload))
+        abc.transport.links["b"].message("c", bytes(payload))
         if rng.random() < 0.05:
             abc.step()
     assert abc.running["b"].transport.rejected > 100
@@ -217,7 +217,7 @@ def test_whatever_a_member_says_costs_no_more_than_that_message(abc: World) -> N
 
 def test_what_waits_to_be_read_is_bounded_in_bytes_and_messages(abc: World) -> None:
     abc.start()
-    transport, link = abc.running["a"].transport, abc.net.links["a"]
+    transport, link = abc.running["a"].transport, abc.transport.links["a"]
     for _ in range(2 * MAX_INBOX_BYTES // MAX_MESSAGE_BYTES):
         link.message("b", bytes(MAX_MESSAGE_BYTES))
     assert transport._inbox_bytes == MAX_INBOX_BYTES
@@ -260,7 +260,7 @@ def test_a_vote_is_given_only_to_who_has_what_the_others_have_and_in_no_term_tha
 def hear(made: World, name: str, source: str, **said: object) -> None:
     """As if `source` had sent it."""
     transport = made.running[name].transport
-    made.net.links[name].message(source, voters_digest(ABC) + msgspec.msgpack.encode(said))
+    made.transport.links[name].message(source, voters_digest(ABC) + msgspec.msgpack.encode(said))
     transport._deliver(0, 0)
 
 
@@ -284,7 +284,7 @@ def test_a_late_message_of_the_leader_takes_no_entries_away(abc: World) -> None:
     member = abc.running[other]
     had, said = member.journal[:], list[dict[str, Any]]()
     _, index, term = had[2]
-    abc.net.links[first].message = lambda _node, payload: said.append(msgspec.msgpack.decode(payload[8:]))
+    abc.transport.links[first].message = lambda _node, payload: said.append(msgspec.msgpack.decode(payload[8:]))
     late = {"type": "append_entries", "term": member.raftCurrentTerm, "commit_index": 2}
     hear(abc, other, first, **late, prevLogIdx=index, prevLogTerm=term, entries=had[3:5])
     assert member.journal[:] == had
@@ -351,14 +351,14 @@ def test_a_lease_in_a_snapshot_counts_from_its_arrival(abc: World) -> None:
     member = abc.running["a"]
     abc.now += 60
     file = abc.directory / "sent"
-    write_snapshot(file, Snapshot(member.state, (b"\1", 2, 0), (b"\1", 1, 0)))
+    write_snapshot(file, StateSnapshot(member.state, (b"\1", 2, 0), (b"\1", 1, 0)))
     member._restore(str(file))
     assert member.renewed_at == abc.now
 
 
 async def test_no_operation_is_proposed_that_a_voter_does_not_read(tmp_path: Path) -> None:
-    net = FakeNet(list(ABC))
-    store = RaftStore("a", ["b", "c"], tmp_path, net.links["a"], readable=lambda: 0)
+    transport = FakeNet(list(ABC))
+    store = RaftStore("a", ["b", "c"], tmp_path, transport.links["a"], readable=lambda: 0)
     await store.start()
     with pytest.raises(CoordUnavailable, match="not every voter knows what Renew means"):
         await store.renew(1)

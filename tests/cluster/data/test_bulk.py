@@ -10,9 +10,9 @@ import pytest
 import xxhash
 
 from edgemoe.cluster.data import expert_fetch as bulk
-from edgemoe.cluster.data.expert_fetch import BulkServer, PeerStore
+from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, PeerStore
 from edgemoe.cluster.data.messages import CHUNK_BYTES, Chunk, Fetch, Result
-from edgemoe.cluster.data.peer_estimate import PeerState
+from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerRefused
 
@@ -23,8 +23,8 @@ def checksum(view: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(view)
 
 
-class BulkLane:
-    """The lane to peers each of which takes so long for a chunk of an expert of sevens."""
+class BulkChannel:
+    """The channel to peers each of which takes so long for a chunk of an expert of sevens."""
 
     def __init__(self, **chunk_s: float) -> None:
         self.chunk_s = chunk_s
@@ -58,22 +58,22 @@ class EmptyShelf:
         return False
 
 
-def store_of(lane: BulkLane, chunks: float, timeout_s: float, shelf: EmptyShelf | None = None) -> PeerStore:
-    """Experts of so many chunks come from the lane's peers, the first one first; their links seem fast."""
-    peers = {node: PeerState(node, "boot", 1, 1) for node in lane.chunk_s}
+def store_of(channel: BulkChannel, chunks: float, timeout_s: float, shelf: EmptyShelf | None = None) -> PeerStore:
+    """Experts of so many chunks come from the channel's peers, the first one first; their links seem fast."""
+    peers = {node: PeerEstimate(node, "boot", 1, 1) for node in channel.chunk_s}
     for peer in peers.values():
         peer.ready, peer.s_per_byte = True, 1e-12
         peer.ram[:] = True
-    lane.size_bytes = int(chunks * CHUNK_BYTES)
+    channel.size_bytes = int(chunks * CHUNK_BYTES)
     own: Any = None
-    store = PeerStore(own, shelf or EmptyShelf(), checksum, lane.size_bytes)  # type: ignore[arg-type]
-    store.join(lane, lambda: peers, timeout_s)  # type: ignore[arg-type]
+    store = PeerStore(own, shelf or EmptyShelf(), checksum, channel.size_bytes)  # type: ignore[arg-type]
+    store.join(channel, lambda: peers, timeout_s)  # type: ignore[arg-type]
     return store
 
 
 async def test_who_has_it_in_memory_and_answers_is_asked_first() -> None:
-    lane = BulkLane(a=0.0, b=0.0, c=0.0, d=0.0, e=0.0)
-    store = store_of(lane, 1, 5.0)
+    channel = BulkChannel(a=0.0, b=0.0, c=0.0, d=0.0, e=0.0)
+    store = store_of(channel, 1, 5.0)
     peers = store._peers()
     for silent in ("a", "b"):
         peers[silent].silent = True
@@ -86,26 +86,26 @@ async def test_who_has_it_in_memory_and_answers_is_asked_first() -> None:
 
 
 async def test_a_source_that_crawls_is_left_for_another_however_many_chunks_an_expert_has() -> None:
-    lane, chunks = BulkLane(b=0.15, c=0.0), 16
+    channel, chunks = BulkChannel(b=0.15, c=0.0), 16
     into = memoryview(bytearray(chunks * CHUNK_BYTES))
-    await store_of(lane, chunks, timeout_s=5.0).read(0, 0, into)
-    assert 0 < lane.answered["b"] < chunks
-    assert lane.answered["c"] == chunks
+    await store_of(channel, chunks, timeout_s=5.0).read(0, 0, into)
+    assert 0 < channel.answered["b"] < chunks
+    assert channel.answered["c"] == chunks
     assert bytes(into) == b"\7" * len(into)
 
 
 async def test_the_only_source_may_take_longer_than_a_time_out_for_all_of_an_expert() -> None:
-    lane, chunks = BulkLane(b=0.1), 32
-    await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
-    assert lane.answered["b"] == chunks
+    channel, chunks = BulkChannel(b=0.1), 32
+    await store_of(channel, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
+    assert channel.answered["b"] == chunks
 
 
 async def test_the_only_source_is_given_up_where_it_crawls_on_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "LEAST_BYTES_PER_S", 1e12)
-    lane, chunks = BulkLane(b=0.2), 64
+    channel, chunks = BulkChannel(b=0.2), 64
     with pytest.raises(MissingExpert, match="b did not"):
-        await store_of(lane, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
-    assert 0 < lane.answered["b"] < chunks
+        await store_of(channel, chunks, timeout_s=0.5).read(0, 0, memoryview(bytearray(chunks * CHUNK_BYTES)))
+    assert 0 < channel.answered["b"] < chunks
 
 
 def damaged(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
@@ -144,26 +144,26 @@ def another(fetch: Fetch, chunk: Chunk, part: bytes) -> Answer[Any]:
 
 @pytest.mark.parametrize("lie", [damaged, agreeing, changing, short, long, none, two, another])
 async def test_a_peer_that_lies_costs_its_own_fetch_and_another_is_asked(lie: Any) -> None:
-    lane = BulkLane(b=0.0, c=0.0)
-    lane.lies["b"] = lie
+    channel = BulkChannel(b=0.0, c=0.0)
+    channel.lies["b"] = lie
     shelf = EmptyShelf(checksum(b"\7" * (CHUNK_BYTES * 5 // 2)))
-    store = store_of(lane, 2.5, 5.0, shelf)
-    into = bytearray(lane.size_bytes + 512)  # a slot is padded
+    store = store_of(channel, 2.5, 5.0, shelf)
+    into = bytearray(channel.size_bytes + 512)  # a slot is padded
     await store.read(0, 0, memoryview(into))
-    assert into == b"\7" * lane.size_bytes + bytes(512)
-    assert lane.answered["b"] > 0
+    assert into == b"\7" * channel.size_bytes + bytes(512)
+    assert channel.answered["b"] > 0
     assert store.fetched == 1
     assert set(shelf.learned) <= {shelf.known}
 
 
 @pytest.mark.parametrize("lie", [damaged, agreeing])
 async def test_our_own_manifest_and_no_peer_says_what_an_expert_must_hash_to(lie: Any) -> None:
-    lane = BulkLane(b=0.0)
-    lane.lies["b"] = lie
+    channel = BulkChannel(b=0.0)
+    channel.lies["b"] = lie
     shelf = EmptyShelf(checksum(b"\7" * (CHUNK_BYTES * 5 // 2)))
-    store = store_of(lane, 2.5, 5.0, shelf)
+    store = store_of(channel, 2.5, 5.0, shelf)
     with pytest.raises(MissingExpert, match="its checksum is"):
-        await store.read(0, 0, memoryview(bytearray(lane.size_bytes)))
+        await store.read(0, 0, memoryview(bytearray(channel.size_bytes)))
     assert store.refused > 0
     assert store.fetched == 0
     assert shelf.learned == []
@@ -171,13 +171,13 @@ async def test_our_own_manifest_and_no_peer_says_what_an_expert_must_hash_to(lie
 
 @pytest.mark.parametrize("lie", [damaged, changing])
 async def test_where_nobody_here_knows_the_checksum_one_for_all_chunks_must_be_the_bytes(lie: Any) -> None:
-    lane = BulkLane(b=0.0, c=0.0)
-    lane.lies["b"] = lie
+    channel = BulkChannel(b=0.0, c=0.0)
+    channel.lies["b"] = lie
     shelf = EmptyShelf()
-    store = store_of(lane, 2.5, 5.0, shelf)
-    await store.read(0, 0, memoryview(bytearray(lane.size_bytes)))
+    store = store_of(channel, 2.5, 5.0, shelf)
+    await store.read(0, 0, memoryview(bytearray(channel.size_bytes)))
     assert store.refused > 0
-    assert shelf.learned == [checksum(b"\7" * lane.size_bytes)]
+    assert shelf.learned == [checksum(b"\7" * channel.size_bytes)]
 
 
 class FullShelf(EmptyShelf):
@@ -202,7 +202,7 @@ def asked(message: object) -> Any:
 
 async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_further() -> None:
     shelf = FullShelf(bytes(range(100)))
-    server = BulkServer(shelf, layers=2, experts=3, expert_bytes=100)
+    server = ExpertFetchServer(shelf, layers=2, experts=3, expert_bytes=100)
     answer = await server.serve(asked(Fetch(0, 0, 90, 10)))
     assert answer.message == Chunk(checksum(bytes(range(100))))
     assert [bytes(part) for part in answer.tensors] == [bytes(range(90, 100))]
@@ -220,10 +220,10 @@ async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_furt
 
 
 async def test_a_damaged_expert_of_our_own_disk_comes_from_a_peer_or_is_named_as_damaged() -> None:
-    lane = BulkLane(b=0.0)
+    channel = BulkChannel(b=0.0)
     shelf = EmptyShelf(checksum(SEVENS))
     shelf.has = lambda layer, expert: True  # type: ignore[method-assign]
-    store = store_of(lane, 1, 5.0, shelf)
+    store = store_of(channel, 1, 5.0, shelf)
 
     class Damaged:
         async def read(self, layer: int, expert: int, into: memoryview) -> None:
@@ -234,6 +234,6 @@ async def test_a_damaged_expert_of_our_own_disk_comes_from_a_peer_or_is_named_as
     into = bytearray(CHUNK_BYTES)
     await store.read(0, 0, memoryview(into))
     assert into == SEVENS
-    lane.lies["b"] = damaged
+    channel.lies["b"] = damaged
     with pytest.raises(CorruptExpert, match="ours"):
         await store.read(0, 0, memoryview(into))

@@ -15,10 +15,10 @@ import pytest
 from support.boxes import Box, running, secret
 from support.waiting import until
 
-from edgemoe.cluster.data.expert_client import Calls
+from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
 from edgemoe.cluster.data.messages import CALLS, Call, Hello, Model, Result
-from edgemoe.cluster.data.peer_estimate import PeerState
+from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
@@ -179,7 +179,7 @@ async def test_what_the_host_has_not_is_refused() -> None:
 
 
 def test_a_peer_that_stops_answering_costs_more_with_every_moment() -> None:
-    peer = PeerState("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", 2, 8)
     peer.ram[:] = True
     experts = np.array([1, 2])
     fresh = peer.offer(1, experts, 16, 1000, 100.0)
@@ -192,7 +192,7 @@ def test_a_peer_that_stops_answering_costs_more_with_every_moment() -> None:
 
 
 def test_round_trip_and_rate_are_told_apart() -> None:
-    peer = PeerState("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", 2, 8)
     for _ in range(60):
         peer.measure_way(1000, 0.002)
         peer.measure_way(1_000_000, 0.002 + 0.016)
@@ -205,21 +205,21 @@ def test_round_trip_and_rate_are_told_apart() -> None:
 
 
 def test_a_rate_that_looked_low_once_is_mended_by_a_few_probes() -> None:
-    peer = PeerState("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", 2, 8)
     peer.s_per_byte = 100 / 62.5e6
     for _ in range(5):
         peer.measure_way(1_000_000, peer.latency_s + 0.016)
     assert 1 / peer.s_per_byte > 62.5e6 / 3
 
 
-def offer_of(peer: PeerState, now_s: float) -> Offer:
+def offer_of(peer: PeerEstimate, now_s: float) -> Offer:
     offer = peer.offer(1, np.array([1, 2]), 16, 1000, now_s)
     assert offer is not None
     return offer
 
 
 def test_a_peer_that_looked_slow_once_is_worth_a_trial_after_a_while() -> None:
-    peer = PeerState("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", 2, 8)
     peer.ram[:] = True
     fresh = offer_of(peer, 100.0).unit_s
     for now_s in (100.0, 400.0):
@@ -235,7 +235,7 @@ def test_a_peer_that_looked_slow_once_is_worth_a_trial_after_a_while() -> None:
 
 
 def test_a_peer_that_is_fast_stays_fast_while_it_is_not_asked() -> None:
-    peer = PeerState("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", 2, 8)
     peer.ram[:] = True
     for peer.answered_s in range(100, 130):
         peer.measure_work(1.0, 1e-5)
@@ -243,7 +243,7 @@ def test_a_peer_that_is_fast_stays_fast_while_it_is_not_asked() -> None:
 
 
 class SlowReader:
-    """The lane to a peer that says of each call that it took two seconds."""
+    """The channel to a peer that says of each call that it took two seconds."""
 
     on_up = on_down = staticmethod(lambda _node: None)
 
@@ -256,7 +256,7 @@ class SlowReader:
 
 async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow() -> None:
     nothing = np.zeros((2, 8), np.bool_)
-    calls = Calls(SlowReader(), MODEL, lambda: (nothing, nothing), 5.0)  # type: ignore[arg-type]
+    calls = ExpertClient(SlowReader(), MODEL, lambda: (nothing, nothing), 5.0)  # type: ignore[arg-type]
     calls.add("b", "boot")
     peer, answers = calls.peers["b"], SimpleQueue[RemoteCall]()
     peer.disk[:] = True
@@ -287,14 +287,14 @@ async def test_a_peer_that_is_not_heard_is_asked_nothing_and_stays_connected() -
 
     a, b = (Box(node, keys[node], keys, serve=serve, language=CALLS) for node in keys)
     everything = np.ones((MODEL.layers, MODEL.experts), np.bool_)
-    calls = Calls(a.lane, MODEL, lambda: (everything, everything), 30.0)
+    calls = ExpertClient(a.channel, MODEL, lambda: (everything, everything), 30.0)
     async with running(a, b):
         running_calls = asyncio.create_task(calls.run())
         calls.add("b", "boot")
-        a.lane.connect(b.peer)
+        a.channel.connect(b.peer)
         await until(lambda: calls.peers["b"].reachable)
         downs: list[str] = []
-        a.lane.on_down = downs.append
+        a.channel.on_down = downs.append
         answers: SimpleQueue[RemoteCall] = SimpleQueue()
         calls.call("b", work(), answers)
         await asked.wait()
@@ -302,7 +302,7 @@ async def test_a_peer_that_is_not_heard_is_asked_nothing_and_stays_connected() -
         failed = await asyncio.to_thread(answers.get, True, 10)
         assert "not heard" in str(failed.error)
         assert not calls.offers(0, np.array([0]))
-        assert a.lane.is_up("b")
+        assert a.channel.is_up("b")
         calls.heed("b", True)
         await until(lambda: len(calls.offers(0, np.array([0]))) == 1)
         assert downs == []

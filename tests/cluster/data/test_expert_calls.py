@@ -15,7 +15,7 @@ from support.checkpoints import partial_store, tiny_checkpoint
 from support.engines import EXPERTS, LAYERS, EngineBox, adopt, meet, peers_of, plan_for, prompts, running
 from support.waiting import wait_until
 
-from edgemoe.cluster.rpc.engine_messages import Peers, Plan
+from edgemoe.cluster.rpc.engine_messages import PeerList, Plan
 from edgemoe.experts.compute import peer_layer_step as remote
 from edgemoe.store.packer import pack
 from edgemoe.types.arrays import BoolArray
@@ -247,7 +247,7 @@ def test_a_box_that_is_cut_off_and_comes_back_costs_no_token(
             so_far = len(a.emitted)
             wait_until(lambda: len(a.emitted) > so_far + 4)  # noqa: B023
             for box in (a, b):
-                box.obey(Peers())
+                box.obey(PeerList())
             wait_until(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
             meet(a, b)
         assert [a.end(str(n)).finish for n in range(4)] == ["length"] * 4
@@ -337,7 +337,7 @@ def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list
     a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=0.5)
     with running(a, b):
         wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
-        b.obey(Peers())
+        b.obey(PeerList())
         a.submit(prompts()[0])
         assert a.end().error_code == "missing_expert"
         meet(a, b)

@@ -12,7 +12,7 @@ import pytest
 from test_data_plane import MODEL, Gate, question, work
 
 from edgemoe.cluster.data import expert_server as server
-from edgemoe.cluster.data.expert_client import Calls
+from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import ExpertServer
 from edgemoe.cluster.data.messages import Hello, Result
 from edgemoe.cluster.rpc.transport import Answer
@@ -22,8 +22,8 @@ from edgemoe.types.peers import ExpertWork, RemoteCall
 Reply = Callable[[Any, Sequence[Any]], Answer[Any]]
 
 
-class LyingLane:
-    """The lane to a peer that answers as the test wants it."""
+class LyingChannel:
+    """The channel to a peer that answers as the test wants it."""
 
     on_up = on_down = staticmethod(lambda _node: None)
 
@@ -44,9 +44,9 @@ def honest(body: Any, tensors: Sequence[Any]) -> Answer[Any]:
 
 
 @pytest.fixture
-async def calls() -> AsyncIterator[Calls]:
+async def calls() -> AsyncIterator[ExpertClient]:
     have = np.ones((2, 8), np.bool_)
-    calls = Calls(LyingLane(), MODEL, lambda: (have, have), 5.0)  # type: ignore[arg-type]
+    calls = ExpertClient(LyingChannel(), MODEL, lambda: (have, have), 5.0)  # type: ignore[arg-type]
     calls.add("b", "boot")
     running = asyncio.create_task(calls.run())
     await asyncio.sleep(0)
@@ -56,8 +56,8 @@ async def calls() -> AsyncIterator[Calls]:
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def ask(calls: Calls, reply: Reply) -> RemoteCall:
-    calls._lane.reply = reply  # type: ignore[attr-defined]
+async def ask(calls: ExpertClient, reply: Reply) -> RemoteCall:
+    calls._channel.reply = reply  # type: ignore[attr-defined]
     answers: SimpleQueue[RemoteCall] = SimpleQueue()
     calls.call("b", work(), answers)
     return await asyncio.to_thread(answers.get, timeout=10)
@@ -87,7 +87,7 @@ LIES: dict[str, Reply] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_an_answer_that_is_none_is_refused_and_the_next_one_counts(calls: Calls, lie: str) -> None:
+async def test_an_answer_that_is_none_is_refused_and_the_next_one_counts(calls: ExpertClient, lie: str) -> None:
     wrong = await ask(calls, LIES[lie])
     assert wrong.result is None
     assert isinstance(wrong.error, PeerRefused)
@@ -99,7 +99,7 @@ async def test_an_answer_that_is_none_is_refused_and_the_next_one_counts(calls: 
 
 
 @pytest.mark.parametrize("error", [WireError("too large to be sent"), RuntimeError("a bug")], ids=["wire", "bug"])
-async def test_whatever_goes_wrong_with_a_call_its_caller_hears_of_it(calls: Calls, error: Exception) -> None:
+async def test_whatever_goes_wrong_with_a_call_its_caller_hears_of_it(calls: ExpertClient, error: Exception) -> None:
     assert (await ask(calls, raising(error))).error is not None
     assert (await ask(calls, honest)).error is None
 
@@ -114,29 +114,29 @@ async def test_whatever_goes_wrong_with_a_call_its_caller_hears_of_it(calls: Cal
     ],
     ids=["a result", "another model", "other sizes", "other bitmaps"],
 )
-async def test_a_peer_that_greets_wrongly_is_not_asked_until_it_greets_well(calls: Calls, lie: Reply) -> None:
-    peer, lane = calls.peers["b"], calls._lane
+async def test_a_peer_that_greets_wrongly_is_not_asked_until_it_greets_well(calls: ExpertClient, lie: Reply) -> None:
+    peer, channel = calls.peers["b"], calls._channel
     for reply, ready in ((lie, False), (honest, True)):
-        lane.reply = reply  # type: ignore[attr-defined]
+        channel.reply = reply  # type: ignore[attr-defined]
         await calls._greet(peer, probe=False)
         assert peer.ready == ready
         assert bool(calls.offers(0, np.array([1]))) == ready
 
 
-async def test_a_greeting_that_cannot_be_sent_is_a_failure_of_that_peer(calls: Calls) -> None:
-    calls._lane.reply = raising(WireError("too large to be sent"))  # type: ignore[attr-defined]
+async def test_a_greeting_that_cannot_be_sent_is_a_failure_of_that_peer(calls: ExpertClient) -> None:
+    calls._channel.reply = raising(WireError("too large to be sent"))  # type: ignore[attr-defined]
     failures = calls.peers["b"].failures
     await calls._greet(calls.peers["b"], probe=True)
     assert calls.peers["b"].failures == failures + 1
 
 
-async def test_a_peer_whose_connection_broke_is_not_asked_until_it_has_greeted_again(calls: Calls) -> None:
+async def test_a_peer_whose_connection_broke_is_not_asked_until_it_has_greeted_again(calls: ExpertClient) -> None:
     peer = calls.peers["b"]
     peer.silent = True
-    calls._lane.on_down("b")
+    calls._channel.on_down("b")
     assert (peer.ready, peer.silent) == (False, False)
     assert not calls.offers(0, np.array([1]))
-    calls._lane.on_up("b")
+    calls._channel.on_up("b")
     while not peer.ready:
         await asyncio.sleep(0)
     assert calls.offers(0, np.array([1]))

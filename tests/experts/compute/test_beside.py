@@ -12,7 +12,7 @@ from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 from support.waiting import wait_until
 
 from edgemoe.errors import CorruptExpert
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId
@@ -27,7 +27,7 @@ def weights() -> Weights:
 
 
 @pytest.fixture
-def slow(weights: Weights) -> Iterator[Tiers]:
+def slow(weights: Weights) -> Iterator[ExpertTiers]:
     """All experts in RAM, and two on a device whose slow link has been measured."""
     tiers = small_tiers(FileStore(weights), TOTAL, (2,), link_bytes_per_s=SLOW, prefetch=False)
     with running(tiers, fill=True):
@@ -35,24 +35,24 @@ def slow(weights: Weights) -> Iterator[Tiers]:
         yield tiers
 
 
-def fill(tiers: Tiers) -> None:
+def fill(tiers: ExpertTiers) -> None:
     """Waits until RAM and the devices are full."""
     wait_until(lambda: not any(pool.free for pool in (tiers.residency.ram, *tiers.residency.devices)))
     settle(tiers)
 
 
-def settle(tiers: Tiers) -> None:
+def settle(tiers: ExpertTiers) -> None:
     """Waits until nothing is on its way."""
     wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
-    wait_until(lambda: all(link.idle() for link in tiers.mover.links))
+    wait_until(lambda: all(link.idle() for link in tiers.loader.links))
 
 
-def missing(tiers: Tiers, layer: int) -> IntArray:
+def missing(tiers: ExpertTiers, layer: int) -> IntArray:
     """Experts of the layer that are not on the device."""
     return np.flatnonzero(tiers.residency.devices[0].where[layer] < 0)
 
 
-def forward(tiers: Tiers, weights: Weights, layer: int, experts: IntArray) -> None:
+def forward(tiers: ExpertTiers, weights: Weights, layer: int, experts: IntArray) -> None:
     """One decoding token's, compared with the plain way."""
     hidden, shares = torch.linspace(-1, 1, SMALL.hidden)[None], torch.linspace(0.2, 0.8, len(experts))[None]
     ids = torch.from_numpy(experts)[None]
@@ -64,10 +64,10 @@ def group_of(*experts: int) -> Group:
     return Group.of(np.array([experts]), np.ones((1, len(experts)), np.float32))
 
 
-def test_behind_a_slow_link_the_cpu_computes_from_ram_and_nobody_waits(slow: Tiers, weights: Weights) -> None:
+def test_behind_a_slow_link_the_cpu_computes_from_ram_and_nobody_waits(slow: ExpertTiers, weights: Weights) -> None:
     wanted = missing(slow, 1)[:2]
     forward(slow, weights, 1, wanted)
-    assert slow.experts.beside.experts == 2
+    assert slow.experts.cpu_experts.experts == 2
     assert slow.residency.served == [0, 2, 0]
     assert sum(slow.experts.stall_s) == 0
     wait_until(lambda: (slow.residency.devices[0].where[1, wanted] >= 0).all())  # for the next time
@@ -75,23 +75,23 @@ def test_behind_a_slow_link_the_cpu_computes_from_ram_and_nobody_waits(slow: Tie
     assert slow.residency.served == [2, 2, 0]
 
 
-def test_what_only_prefill_uses_is_not_copied_up_afterwards(slow: Tiers, weights: Weights) -> None:
+def test_what_only_prefill_uses_is_not_copied_up_afterwards(slow: ExpertTiers, weights: Weights) -> None:
     wanted = missing(slow, 0)[:2]
     hidden, shares = torch.ones(1, SMALL.hidden), np.ones((1, 2), np.float32)
-    slow.experts.compute(0, hidden, Group.of(wanted[None], shares), scan=np.ones(2, np.bool_))
-    assert slow.experts.beside.experts == 2
-    assert not slow.mover.wishes
-    assert slow.mover.links[0].idle()
+    slow.experts.compute(0, hidden, Group.of(wanted[None], shares), prefill_only=np.ones(2, np.bool_))
+    assert slow.experts.cpu_experts.experts == 2
+    assert not slow.loader.prefetch_requests
+    assert slow.loader.links[0].idle()
 
 
 def test_a_link_that_nobody_has_measured_goes_first(weights: Weights) -> None:
     with running(small_tiers(FileStore(weights), TOTAL, (2,), link_bytes_per_s=SLOW, prefetch=False)) as tiers:
         forward(tiers, weights, 0, np.array([0, 1]))
-        assert tiers.experts.beside.experts == 0
+        assert tiers.experts.cpu_experts.experts == 0
         forward(tiers, weights, 0, np.array([2, 3]))  # not in RAM: there is but one way
-        assert tiers.experts.beside.experts == 0
+        assert tiers.experts.cpu_experts.experts == 0
         forward(tiers, weights, 0, np.array([0, 1]))
-        assert tiers.experts.beside.experts == 2
+        assert tiers.experts.cpu_experts.experts == 2
 
 
 def test_a_fast_link_leaves_the_cpu_nothing(weights: Weights) -> None:
@@ -99,11 +99,11 @@ def test_a_fast_link_leaves_the_cpu_nothing(weights: Weights) -> None:
         fill(tiers)
         wanted = missing(tiers, 0)[:2]
         forward(tiers, weights, 0, wanted)
-        assert tiers.experts.beside.experts == 0
+        assert tiers.experts.cpu_experts.experts == 0
 
 
-def test_a_cpu_that_was_slow_is_left_alone_until_it_is_tried_again(slow: Tiers) -> None:
-    now_s, costs, wanted = 100.0, slow.experts.beside.costs, group_of(*missing(slow, 0)[:2])
+def test_a_cpu_that_was_slow_is_left_alone_until_it_is_tried_again(slow: ExpertTiers) -> None:
+    now_s, costs, wanted = 100.0, slow.experts.cpu_experts.costs, group_of(*missing(slow, 0)[:2])
     costs._clock = lambda: now_s
     for _ in range(20):
         costs.observe_cpu(1.0, 10.0)
@@ -112,8 +112,8 @@ def test_a_cpu_that_was_slow_is_left_alone_until_it_is_tried_again(slow: Tiers) 
     assert costs.for_cpu(0, wanted) is not None
 
 
-def test_the_link_and_the_cpu_share_what_is_missing(slow: Tiers) -> None:
-    costs, wanted = slow.experts.beside.costs, missing(slow, 2)[:6]
+def test_the_link_and_the_cpu_share_what_is_missing(slow: ExpertTiers) -> None:
+    costs, wanted = slow.experts.cpu_experts.costs, missing(slow, 2)[:6]
     costs.cpu.mean_s, costs.cpu._measured_s, costs.thread_unit_s = 0.06, time.monotonic(), 1e-4
     chosen = costs.for_cpu(2, group_of(*wanted))
     assert chosen is not None
@@ -124,13 +124,13 @@ def test_what_was_evicted_before_it_was_pinned_goes_the_devices_way(
     weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(small_tiers(FileStore(weights), 4, (2,), prefetch=False)) as tiers:
-        beside = tiers.experts.beside
-        monkeypatch.setattr(beside.costs, "for_cpu", lambda _, group: np.ones(len(group.experts), np.bool_))
+        cpu_experts = tiers.experts.cpu_experts
+        monkeypatch.setattr(cpu_experts.costs, "for_cpu", lambda _, group: np.ones(len(group.experts), np.bool_))
         forward(tiers, weights, 0, np.array([0, 1]))
-        assert beside.experts == 0
+        assert cpu_experts.experts == 0
         forward(tiers, weights, 1, np.array([0, 1]))
         forward(tiers, weights, 0, np.array([1, 2]))
-        assert beside.experts == 1
+        assert cpu_experts.experts == 1
         assert sum(tiers.residency.served) == 6
 
 
@@ -152,7 +152,7 @@ def test_a_read_that_fails_beside_the_cpus_work_leaves_nothing_pinned(weights: W
 
 
 def test_a_device_that_fails_before_the_cpu_has_begun_leaves_nothing_pinned(
-    slow: Tiers, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    slow: ExpertTiers, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = missing(slow, 1)[:2]
 
@@ -160,12 +160,12 @@ def test_a_device_that_fails_before_the_cpu_has_begun_leaves_nothing_pinned(
         raise RuntimeError("the device is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(slow.experts.beside.costs, "for_cpu", lambda *_: np.array([True, False]))
-        patch.setattr(slow.experts.mover, "start", fails)
+        patch.setattr(slow.experts.cpu_experts.costs, "for_cpu", lambda *_: np.array([True, False]))
+        patch.setattr(slow.experts.loader, "start", fails)
         with pytest.raises(RuntimeError, match="lost"):
             forward(slow, weights, 1, wanted)
     assert not slow.residency.ram.pins[slow.residency.ram.where[1, wanted[0]]]
-    slow.mover.start(slow.residency.devices[0].loads.values())
+    slow.loader.start(slow.residency.devices[0].loads.values())
     settle(slow)
 
 
@@ -179,7 +179,7 @@ def test_whatever_the_cpu_is_given_the_result_is_the_same(
         return rng.random(len(group.experts)) < 0.5
 
     with running(small_tiers(FileStore(weights), ram, devices)) as tiers:
-        monkeypatch.setattr(tiers.experts.beside.costs, "for_cpu", any_of)
+        monkeypatch.setattr(tiers.experts.cpu_experts.costs, "for_cpu", any_of)
         for tokens in (1, 3, 20, 1, 9, 2, 1, 1):
             for layer in range(SMALL.layers):
                 hidden, ids, shares = weights.route(tokens, rng)
@@ -188,4 +188,4 @@ def test_whatever_the_cpu_is_given_the_result_is_the_same(
                     out = tiers.experts.forward(layer, hidden, ids, shares)
                     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
             tiers.check_integrity()
-        assert tiers.experts.beside.experts > 0
+        assert tiers.experts.cpu_experts.experts > 0

@@ -14,15 +14,15 @@ from support.tiers_kit import SMALL, FileStore, Weights, running
 from support.waiting import wait_until
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order, open_cuda
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.gpu_calls import blocks_of
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import Horizon, Residency
-from edgemoe.experts.tiers.slab import ExpertShape, HostArena
-from edgemoe.experts.tiers.slots import Load, Pool
-from edgemoe.experts.transfer.links import Link
+from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.transfer.links import TierLink
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertId, Move, Tier
 
@@ -42,10 +42,10 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
     gpu, rng = FakeGpu(seed), np.random.default_rng(seed)
     gpu.install(monkeypatch)
     layers, experts, stride, policy = 3, 6, 4096, LRU(3, 6)
-    ram, slab, order = HostArena(5, stride), FakeSlab(gpu, 3, stride), Order(3)
+    ram, slab, order = HostSlab(5, stride), FakeSlab(gpu, 3, stride), Order(3)
     ram.pinned = True  # there is nothing to register with
-    pools = [Pool(Tier.VRAM, layers, experts, 3, policy)]
-    residency = Residency(Pool(Tier.RAM, layers, experts, 5, policy), pools, containment=bool(seed % 2))
+    pools = [SlotPool(Tier.VRAM, layers, experts, 3, policy)]
+    residency = Residency(SlotPool(Tier.RAM, layers, experts, 5, policy), pools, containment=bool(seed % 2))
     link = CudaLink(ram, slab, order)  # type: ignore[arg-type]
     desk = Desk(residency, ram, link)
     link.attach(desk)
@@ -60,7 +60,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
         for _ in range(rng.integers(3)):
             tier = Tier(rng.integers(2))
             move = Move(ExpertId((layer + 1) % layers, int(rng.integers(experts))), Tier(tier + 1), tier, ALWAYS)
-            load = residency.reserve(move, Horizon.NEAR)
+            load = residency.reserve(move, PrefetchPriority.NEAR)
             desk.start([load] if load else [])
         residency.begin(layer, wanted)
         while True:
@@ -88,10 +88,10 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
 class Desk:
     """Reads at once, marking the slot with the expert's number; passes on how copies end."""
 
-    def __init__(self, residency: Residency, ram: HostArena, link: CudaLink) -> None:
+    def __init__(self, residency: Residency, ram: HostSlab, link: CudaLink) -> None:
         self._residency, self._ram, self._link = residency, ram, link
 
-    def start(self, loads: Iterable[Load]) -> None:
+    def start(self, loads: Iterable[Transfer]) -> None:
         for load in loads:
             if load.source >= 0:
                 self._link.copy(load)
@@ -99,16 +99,16 @@ class Desk:
                 self._ram.slab[load.slot] = 1 + load.layer * 6 + load.expert
                 self.start(self._residency.arrive(load))
 
-    def arrived(self, load: Load) -> None:
+    def arrived(self, load: Transfer) -> None:
         self._residency.arrive(load)
 
-    def released(self, load: Load) -> None:
-        self._residency.let_go(load.source)
+    def released(self, load: Transfer) -> None:
+        self._residency.unpin(load.source)
 
-    def failed(self, load: Load, error: Exception) -> None:
+    def failed(self, load: Transfer, error: Exception) -> None:
         raise error
 
-    def roused(self, link: Link) -> None:
+    def roused(self, link: TierLink) -> None:
         raise AssertionError
 
 
@@ -120,12 +120,12 @@ class Budget:
         self.expert_bytes = expert_bytes
 
 
-def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **options: object) -> Tiers:
+def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **options: object) -> ExpertTiers:
     shape, policy = store.shape, LRU(store.shape.layers, store.shape.experts)
     stride = shape.stride_bytes
     budgets = [Budget(slots * stride)]
     policies = {Tier.VRAM: policy, Tier.RAM: policy}
-    return Tiers(shape, store, ram_slots * stride, budgets, policies, None, **options)  # type: ignore[arg-type]
+    return ExpertTiers(shape, store, ram_slots * stride, budgets, policies, None, **options)  # type: ignore[arg-type]
 
 
 @gpu
@@ -146,7 +146,7 @@ def test_a_gpu_computes_what_resident_experts_do(wide: bool, bf16: bool, ram: in
                 assert out.dtype == torch.float32
                 assert (out.cpu().double() - want).abs().max() < tolerance * scale
             tiers.check_integrity()
-        wait_until(lambda: all(link.idle() for link in tiers.mover.links))
+        wait_until(lambda: all(link.idle() for link in tiers.loader.links))
 
 
 @gpu
@@ -176,19 +176,19 @@ def test_results_do_not_depend_on_how_a_layer_is_cut_into_waves() -> None:
     for ram, slots in ((32, 32), (5, 3)):
         with running(gpu_tiers(FileStore(weights), ram, slots)) as tiers:
             outputs.append(tiers.experts.forward(0, hidden.cuda(), ids.cuda(), shares.cuda()).cpu())
-            wait_until(lambda tiers=tiers: tiers.mover.links[0].idle())  # type: ignore[misc]
+            wait_until(lambda tiers=tiers: tiers.loader.links[0].idle())  # type: ignore[misc]
     assert torch.equal(*outputs)
 
 
 @gpu
 def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
     shape = WIDE._replace(hidden=2048, width=1024, experts=4)
-    ram = HostArena(4, shape.stride_bytes)
+    ram = HostSlab(4, shape.stride_bytes)
     ram.slab[:] = 1
     link, _ = open_cuda("cuda:0", 2, shape, ram)
-    pool = Pool(Tier.VRAM, shape.layers, shape.experts, 2, LRU(shape.layers, shape.experts))
-    dock = Landing()
-    link.attach(dock)
+    pool = SlotPool(Tier.VRAM, shape.layers, shape.experts, 2, LRU(shape.layers, shape.experts))
+    listener = Landing()
+    link.attach(listener)
     link._slab[0].fill_(7)
     seen = torch.zeros(shape.stride_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
@@ -199,23 +199,23 @@ def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
     load = pool.place(0, 0, 1, 0, 0)
     load.source = 1
     link.copy(load)
-    assert dock.arrivals == 1, "the host does not wait"
+    assert listener.arrivals == 1, "the host does not wait"
     assert not link.idle()
     torch.cuda.synchronize()
     assert (seen == 7).all(), "the copy overtook the computation"
     assert (link._slab[0] == 1).all()
-    wait_until(lambda: dock.releases == 1)
+    wait_until(lambda: listener.releases == 1)
     link.close()
 
 
 @gpu
 def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
     shape = WIDE._replace(hidden=4096, width=4096, experts=4)
-    ram = HostArena(4, shape.stride_bytes)
+    ram = HostSlab(4, shape.stride_bytes)
     ram.slab[:] = np.arange(1, 5)[:, None]
     link, _ = open_cuda("cuda:0", 4, shape, ram)
     assert ram.pinned
-    pool = Pool(Tier.VRAM, shape.layers, shape.experts, 4, LRU(shape.layers, shape.experts))
+    pool = SlotPool(Tier.VRAM, shape.layers, shape.experts, 4, LRU(shape.layers, shape.experts))
     link.attach(Landing())
     torch.cuda.synchronize()
     for slot in range(4):
@@ -242,7 +242,7 @@ def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
 def test_a_slab_that_does_not_fit_is_a_capacity_error() -> None:
     shape = WIDE._replace(hidden=1 << 14, width=1 << 14)
     with pytest.raises(CapacityError, match="lower the device's expert_bytes"):
-        open_cuda("cuda:0", 1 << 12, shape, HostArena(1, 4096))
+        open_cuda("cuda:0", 1 << 12, shape, HostSlab(1, 4096))
 
 
 class Landing:

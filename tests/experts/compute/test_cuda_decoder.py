@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from support.tiers_kit import Emulated, FileStore, Weights, running
 from support.waiting import wait_until
 
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config
 from edgemoe.model.decoder import Decoder
@@ -50,16 +50,16 @@ def dense(directory: Path, spec: ModelSpec) -> Path:
 
 
 @contextlib.contextmanager
-def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[Tiers]:
+def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[ExpertTiers]:
     policy, stride = LRU(SHAPE.layers, SHAPE.experts), SHAPE.stride_bytes
     budgets = [Emulated(slots * stride, 1e12 if kind == "emulated" else 0.0, kind)]
     store, policies = FileStore(Weights(SHAPE)), {Tier.VRAM: policy, Tier.RAM: policy}
-    with running(Tiers(SHAPE, store, ram_slots * stride, budgets, policies, None)) as made:
+    with running(ExpertTiers(SHAPE, store, ram_slots * stride, budgets, policies, None)) as made:
         yield made
-        wait_until(lambda: all(link.idle() for link in made.mover.links))
+        wait_until(lambda: all(link.idle() for link in made.loader.links))
 
 
-def generate(decoder: Decoder, experts: Tiers, prompt: list[int], steps: int) -> list[torch.Tensor]:
+def generate(decoder: Decoder, experts: ExpertTiers, prompt: list[int], steps: int) -> list[torch.Tensor]:
     """Greedy: the logits of the prompt's last token and of each step."""
     kv, table = KVCache(decoder.spec, 8, decoder.device), list(range(8))
     tokens, start, found = prompt, 0, []

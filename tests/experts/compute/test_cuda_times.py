@@ -14,13 +14,13 @@ from support.tiers_kit import SMALL
 from support.waiting import wait_until
 
 from edgemoe.experts.compute import cuda
-from edgemoe.experts.compute.cost_model import Costs
+from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order
 from edgemoe.experts.compute.dispatch import Compute, Group, Spent
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import HostArena
-from edgemoe.experts.tiers.slots import Load, Pool
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.routing import StepMeta
@@ -35,13 +35,13 @@ class Landing:
     def __init__(self) -> None:
         self.released_slots: list[int] = []
 
-    def arrived(self, load: Load) -> None:
+    def arrived(self, load: Transfer) -> None:
         pass
 
-    def released(self, load: Load) -> None:
+    def released(self, load: Transfer) -> None:
         self.released_slots.append(load.source)
 
-    def failed(self, load: Load, error: Exception) -> None:
+    def failed(self, load: Transfer, error: Exception) -> None:
         raise error
 
     def roused(self, link: object) -> None:
@@ -59,12 +59,12 @@ class Desk:
         monkeypatch.setattr(
             cuda, "Fused", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
         )
-        self.ram, self.order = HostArena(SLOTS, STRIDE), Order(SLOTS)
+        self.ram, self.order = HostSlab(SLOTS, STRIDE), Order(SLOTS)
         self.ram.pinned = True  # there is nothing to register with
         slab: Any = FakeSlab(self.gpu, SLOTS, STRIDE)
         self.link, self.landing = CudaLink(self.ram, slab, self.order), Landing()
         self.link.attach(self.landing)
-        self.pool = Pool(Tier.VRAM, 1, SLOTS, SLOTS, LRU(1, SLOTS))
+        self.pool = SlotPool(Tier.VRAM, 1, SLOTS, SLOTS, LRU(1, SLOTS))
         self.compute = CudaCompute(slab, SMALL, self.order)
         self.compute.begin(torch.ones(1, SMALL.hidden))
 
@@ -184,12 +184,12 @@ def test_what_a_device_waited_for_is_the_step_s_stall_and_its_time_the_cost_of_a
     told = [Spent(4.0, 0.25, 0.5)]
     compute: Any = SimpleNamespace(spent=lambda: told.pop() if told else Spent())
     policy = LRU(SMALL.layers, SMALL.experts)
-    pools = [Pool(tier, SMALL.layers, SMALL.experts, 4, policy) for tier in (Tier.RAM, Tier.VRAM)]
+    pools = [SlotPool(tier, SMALL.layers, SMALL.experts, 4, policy) for tier in (Tier.RAM, Tier.VRAM)]
     residency = Residency(pools[0], pools[1:])
-    mover: Any = SimpleNamespace(gap=None, links=[])
-    costs = Costs(residency, mover, STRIDE)
+    loader: Any = SimpleNamespace(gap=None, links=[])
+    costs = CostModel(residency, loader, STRIDE)
     computes: list[Compute] = [compute]
-    experts = TieredExperts(SMALL, residency, mover, computes, SimpleNamespace(costs=costs))  # type: ignore[arg-type]
+    experts = TieredExperts(SMALL, residency, loader, computes, SimpleNamespace(costs=costs))  # type: ignore[arg-type]
     one = np.ones(1, np.int64)
     experts.begin_step(StepMeta(("r",), one, np.ones(1, np.bool_), one, one))
     assert experts.end_step().stall_s == 0.25

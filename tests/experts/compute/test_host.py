@@ -13,11 +13,11 @@ import torch
 from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 
 from edgemoe.errors import CorruptExpert
-from edgemoe.experts.build import Tiers
-from edgemoe.experts.compute.peer_compute import KEPT_READS, ExpertHost, ExpertShelf
+from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.compute.peer_compute import KEPT_READS, ExpertShelf, PeerCompute
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import HostArena
-from edgemoe.experts.tiers.slots import Pool
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertId, Tier
 from edgemoe.types.peers import ExpertWork
@@ -25,9 +25,9 @@ from edgemoe.types.peers import ExpertWork
 WEIGHTS = Weights(SMALL)
 
 
-def host_of(tiers: Tiers, on_disk: np.ndarray | None = None) -> ExpertHost:  # type: ignore[type-arg]
+def host_of(tiers: ExpertTiers, on_disk: np.ndarray | None = None) -> PeerCompute:  # type: ignore[type-arg]
     everything = np.ones((SMALL.layers, SMALL.experts), np.bool_)
-    return ExpertHost(tiers.second(None, deadline_s=10.0), everything if on_disk is None else on_disk)
+    return PeerCompute(tiers.second(None, deadline_s=10.0), everything if on_disk is None else on_disk)
 
 
 def work(layer: int, calls: dict[int, list[int]], rows: int, seed: int = 0) -> ExpertWork:
@@ -98,8 +98,8 @@ class Shelf:
 
     def __init__(self) -> None:
         policy = LRU(SMALL.layers, SMALL.experts)
-        self.ram = HostArena(2, SMALL.stride_bytes)
-        self.residency = Residency(Pool(Tier.RAM, SMALL.layers, SMALL.experts, 2, policy))
+        self.ram = HostSlab(2, SMALL.stride_bytes)
+        self.residency = Residency(SlotPool(Tier.RAM, SMALL.layers, SMALL.experts, 2, policy))
         self.store = FileStore(WEIGHTS)
         manifest: Any = SimpleNamespace(
             layers=[SimpleNamespace(by_expert=dict.fromkeys(range(4))) for _ in range(SMALL.layers)],
@@ -159,10 +159,10 @@ async def test_a_read_that_failed_is_tried_again_for_the_next_part() -> None:
 
 async def test_who_gives_up_on_a_part_does_not_end_the_read_of_others() -> None:
     box = Shelf()
-    box.store.hold(0, 1)
+    box.store.pin(0, 1)
     impatient, patient = (asyncio.create_task(box.shelf.part(0, 1, 0, 10)) for _ in range(2))
     await asyncio.sleep(0)
     impatient.cancel()
     await asyncio.gather(impatient, return_exceptions=True)
-    box.store.let_go(0, 1)
+    box.store.unpin(0, 1)
     assert await patient == WEIGHTS.bytes_of(0, 1)[:10]

@@ -13,9 +13,9 @@ import torch
 
 from edgemoe.errors import MissingExpert, PeerUnavailable
 from edgemoe.experts.compute import peer_layer_step as remote
-from edgemoe.experts.compute.cost_model import FIRST_ELSEWHERE, FIRST_LINK, Costs
+from edgemoe.experts.compute.cost_model import FIRST_ELSEWHERE, FIRST_LINK, CostModel
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.experts.compute.peer_layer_step import Remote
+from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.policy import resolve as resolution
 from edgemoe.policy.resolve import PEERS_EACH, Resolution, Ways
@@ -71,7 +71,7 @@ class Here:
         self._clock, self._takes_s = clock, takes_s
         self.experts: list[int] = []
 
-    def __call__(self, group: Group, scan: BoolArray | None) -> None:
+    def __call__(self, group: Group, prefill_only: BoolArray | None) -> None:
         self.experts += group.experts.tolist()
         if self._clock is not None:
             self._clock.now_s += self._takes_s
@@ -90,12 +90,12 @@ def of_ones(call: RemoteCall) -> bool:
     return True
 
 
-def remote_of(peers: FakePeers, read_bytes_per_s: float, shape: ExpertShape = SHAPE) -> Remote:
+def remote_of(peers: FakePeers, read_bytes_per_s: float, shape: ExpertShape = SHAPE) -> PeerExperts:
     """A box with nothing in memory and one expert on its disk."""
     residency: Any = SimpleNamespace(devices=[], tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
-    mover: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
+    loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
     on_disk = np.arange(shape.experts)[None] == OURS
-    return Remote(shape, residency, Costs(residency, mover, shape.stride_bytes), peers, on_disk)
+    return PeerExperts(shape, residency, CostModel(residency, loader, shape.stride_bytes), peers, on_disk)
 
 
 def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 1e9) -> torch.Tensor | None:
@@ -156,13 +156,13 @@ def test_a_peer_and_the_cpu_work_side_by_side_where_the_link_is_slow() -> None:
     residency: Any = SimpleNamespace(devices=[0], tiers_of=lambda _, experts: tiers[experts], device_of=device_of)
     rate = SHAPE.stride_bytes / 1.0
     link = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=rate, unhindered_bytes_per_s=rate), idle=lambda: True)
-    mover: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=1e9), links=[link])
-    costs = Costs(residency, mover, SHAPE.stride_bytes, clock=lambda: 0.0)
+    loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=1e9), links=[link])
+    costs = CostModel(residency, loader, SHAPE.stride_bytes, clock=lambda: 0.0)
     group = Group.of(np.arange(4)[None], np.ones((1, 4), np.float32))
     for cpu_s, ours in ((1.5e-3, 2), (1.0, 0)):
         costs.cpu.mean_s = cpu_s
         peers, here = FakePeers(of_ones, 1.0, range(4), "b"), Here()
-        box = Remote(SHAPE, residency, costs, peers, np.ones((1, 4), np.bool_))
+        box = PeerExperts(SHAPE, residency, costs, peers, np.ones((1, 4), np.bool_))
         out = box.run(0, torch.zeros(1, SHAPE.hidden), group, None, here)
         assert len(here.experts) == ours
         assert peers.asked == ["b"]

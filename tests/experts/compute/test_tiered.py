@@ -13,8 +13,8 @@ from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 from support.waiting import wait_until
 
 from edgemoe.errors import CapacityError, CorruptExpert, MissingExpert
-from edgemoe.experts.build import Tiers
-from edgemoe.experts.tiers.residency import Horizon
+from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.tiers.residency import PrefetchPriority
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.packer import pack
@@ -78,7 +78,7 @@ def test_any_budget_computes_what_resident_experts_do(
             tiers.experts.end_step()
 
 
-def forward(tiers: Tiers, layer: int, *experts: int) -> torch.Tensor:
+def forward(tiers: ExpertTiers, layer: int, *experts: int) -> torch.Tensor:
     """One decoding token that needs these experts."""
     k = SMALL.top_k
     ids = torch.tensor(experts).view(-1, k)
@@ -109,12 +109,12 @@ def test_a_damaged_expert_fails_its_forward_only(store: FileStore, devices: tupl
         store.damaged.clear()
         assert forward(tiers, 1, 3, 4).isfinite().all()
         wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
-        wait_until(lambda: all(link.idle() for link in tiers.mover.links))
+        wait_until(lambda: all(link.idle() for link in tiers.loader.links))
         tiers.check_integrity(idle=True)
 
 
 def test_a_read_that_hangs_ends_at_the_deadline(store: FileStore) -> None:
-    store.hold(0, 5)
+    store.pin(0, 5)
     with running(small_tiers(store, 6, deadline_s=0.2)) as tiers:
         with pytest.raises(MissingExpert, match=r"expert 5 of layer 0.*not loaded within 0.2 s"):
             forward(tiers, 0, 4, 5)
@@ -122,9 +122,9 @@ def test_a_read_that_hangs_ends_at_the_deadline(store: FileStore) -> None:
 
 
 def test_without_room_a_forward_waits_and_then_says_so(store: FileStore) -> None:
-    store.hold(0, 0, 1)
+    store.pin(0, 0, 1)
     with running(small_tiers(store, 2, deadline_s=0.2)) as tiers:
-        tiers.mover.prefetch([Move(ExpertId(0, e), Tier.NVME, Tier.RAM, np.inf) for e in (0, 1)])
+        tiers.loader.prefetch([Move(ExpertId(0, e), Tier.NVME, Tier.RAM, np.inf) for e in (0, 1)])
         wait_until(lambda: len(store.reads) == 2)
         with pytest.raises(MissingExpert, match="expert 2 of layer 0"):
             forward(tiers, 0, 2, 3)
@@ -240,7 +240,7 @@ def test_budgets_faults_and_wishes_all_together_change_no_result(seed: int) -> N
             tiers.experts.begin_step(meta(tokens, prefill=tokens if random.random() < 0.5 else 0))
             try:
                 for layer in range(SMALL.layers):
-                    tiers.mover.prefetch(some_wishes(random, bool(devices)))
+                    tiers.loader.prefetch(some_wishes(random, bool(devices)))
                     tiers.experts.hint((layer + 1) % SMALL.layers, torch.rand(tokens, SMALL.experts))
                     hidden, ids, shares = weights.route(tokens, random)
                     out = tiers.experts.forward(layer, hidden, ids, shares)
@@ -249,10 +249,10 @@ def test_budgets_faults_and_wishes_all_together_change_no_result(seed: int) -> N
             except CorruptExpert:
                 assert store.damaged
             tiers.check_integrity()
-        for horizon in Horizon:
-            tiers.mover.prefetch((), horizon)
+        for horizon in PrefetchPriority:
+            tiers.loader.prefetch((), horizon)
         wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
-        wait_until(lambda: all(link.idle() for link in tiers.mover.links))
+        wait_until(lambda: all(link.idle() for link in tiers.loader.links))
 
 
 def some_wishes(random: np.random.Generator, device: bool) -> list[Move]:

@@ -13,11 +13,11 @@ import pytest
 from edgemoe.experts.predict import controller as module
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.fusion import NEXT_LAYER
-from edgemoe.experts.predict.learned_policy import Full
+from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.prefetch_planner import MOST_MOVES
-from edgemoe.experts.predict.scoutgate_forecaster import Forecast
-from edgemoe.experts.tiers.residency import Horizon, Residency
-from edgemoe.experts.tiers.slots import Pool
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
+from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.telemetry import metrics
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import Move, Tier
@@ -75,24 +75,24 @@ class Oracle:
         probs = np.full((2, L, E), 0.01, np.float32)
         for layer in range(L):
             probs[:, layer, ids[layer]] = 0.99
-        self.forecast: Forecast | None = None
+        self.forecast: ScoutGateForecast | None = None
         self.trust, self.probs = trust, probs
 
     def look(self, step: int) -> None:
-        self.forecast = Forecast(step, self.probs)
+        self.forecast = ScoutGateForecast(step, self.probs)
 
 
 class Mover:
     def __init__(self) -> None:
         self.moves: list[Move] = []
 
-    def prefetch(self, moves: Iterable[Move], horizon: Horizon = Horizon.FAR) -> None:
+    def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = PrefetchPriority.FAR) -> None:
         self.moves = list(moves)
-        assert horizon is Horizon.FAR
+        assert horizon is PrefetchPriority.FAR
 
 
 def test_ranks_are_those_of_the_policy_that_replay_judges(controller: Controller) -> None:
-    full = Full(L, E, K)
+    full = LearnedPolicy(L, E, K)
     for ids in text(1, 80):
         step(controller, ids, ("a",))
         full.begin(("a",))
@@ -154,8 +154,8 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
         controller.policy.touch(layer, np.array([7]))
     controller.observe(routing(text(1, 1)[0], ("a",)))
     assert np.argsort(controller.policy.rank(0)[0])[-3:].tolist() == [2, 5, 7]
-    _, worth = controller.policy.foresee(1, np.array([1, 2]), np.array([0.9, 0.1], np.float32))
-    assert (worth[0], worth[1]) == (np.inf, -np.inf)
+    _, utility = controller.policy.foresee(1, np.array([1, 2]), np.array([0.9, 0.1], np.float32))
+    assert (utility[0], utility[1]) == (np.inf, -np.inf)
     go_on.set()
     ready(controller)
     assert controller.policy.rank(0) is controller.ranks
@@ -163,19 +163,19 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
 
 
 def test_plans_fetch_what_ranks_high_and_is_missing(controller: Controller) -> None:
-    ram = Pool(Tier.RAM, L, E, L * E, controller.policy)
-    vram = Pool(Tier.VRAM, L, E, 9, controller.policy)
+    ram = SlotPool(Tier.RAM, L, E, L * E, controller.policy)
+    vram = SlotPool(Tier.VRAM, L, E, 9, controller.policy)
     for key in range(L * E):
         ram.settle(ram.place(ram.free.pop(), *divmod(key, E), 0, 0))
-    residency, mover = Residency(ram, [vram]), Mover()
-    controller.attach(residency, mover, 1 << 20)
+    residency, loader = Residency(ram, [vram]), Mover()
+    controller.attach(residency, loader, 1 << 20)
     for _ in range(40):
         for ids in text(5, 3):
             step(controller, ids, ("a",))
     assert controller.wait_idle(30)
-    assert 0 < len(mover.moves) <= MOST_MOVES
-    assert all((move.source, move.target) == (Tier.RAM, Tier.VRAM) for move in mover.moves)
-    scores = [controller.ranks[move.expert] for move in mover.moves]
+    assert 0 < len(loader.moves) <= MOST_MOVES
+    assert all((move.source, move.target) == (Tier.RAM, Tier.VRAM) for move in loader.moves)
+    scores = [controller.ranks[move.expert] for move in loader.moves]
     assert np.mean(scores) > controller.ranks.mean()
 
 
@@ -295,17 +295,17 @@ def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Contr
         assert controller.wait_idle(20)
     assert controller._blend.mix.eta(NEXT_LAYER) > 0.7
     likely = random.integers(0, E)
-    chance, worth = controller.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
-    assert chance.argmax() == worth.argmax() == likely
-    assert worth[likely] > controller.ranks[1, likely]
+    chance, utility = controller.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
+    assert chance.argmax() == utility.argmax() == likely
+    assert utility[likely] > controller.ranks[1, likely]
 
 
 def test_a_wish_must_be_worth_more_than_what_goes_for_it_by_the_hysteresis() -> None:
-    worths = []
+    utilities = []
     for hysteresis in (0.0, 0.2):
         controller = Controller(L, E, K, hysteresis=hysteresis)
         ready(controller)
         chance = np.full(E, 0.3, np.float32)
-        worths.append(controller.foresee(1, np.arange(E), chance)[1])
+        utilities.append(controller.foresee(1, np.arange(E), chance)[1])
         controller.close()
-    np.testing.assert_allclose(worths[0] - worths[1], np.log(1.2 / 0.8), rtol=1e-5)
+    np.testing.assert_allclose(utilities[0] - utilities[1], np.log(1.2 / 0.8), rtol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.experts.predict.gate_lookahead import LookAhead
+from edgemoe.experts.predict.gate_lookahead import GateLookAhead
 from edgemoe.policy.fusion import Calibration
 
 L, E, K = 4, 16, 3
@@ -18,7 +18,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("noise", [0.5, 1.0])
 def test_chances_come_true_as_often_as_they_say(noise: float) -> None:
-    random, ahead = np.random.default_rng(1), LookAhead(L, K)
+    random, ahead = np.random.default_rng(1), GateLookAhead(L, K)
     said, came = [], []
     for step in range(1500):
         for layer in range(1, L):
@@ -38,19 +38,19 @@ def test_chances_come_true_as_often_as_they_say(noise: float) -> None:
 
 
 def test_tokens_of_a_batch_combine() -> None:
-    ahead = LookAhead(L, K)
+    ahead = GateLookAhead(L, K)
     hint = softmax(np.random.default_rng(2).normal(0, 1.5, (1, E)))
     one, two = ahead.chances(hint), ahead.chances(np.concatenate([hint, hint]))
     np.testing.assert_allclose(two, 1 - (1 - one) ** 2, atol=1e-6)
 
 
 def test_a_layer_without_a_hint_teaches_nothing() -> None:
-    ahead = LookAhead(L, K)
+    ahead = GateLookAhead(L, K)
     before = ahead.calibration.share.copy()
     for layer in range(L):
         ahead.learn(layer, np.array([[0, 1, 2]]))
     assert np.array_equal(ahead.calibration.share, before)
-    single = LookAhead(1, K)
+    single = GateLookAhead(1, K)
     single.learn(0, np.array([[0, 1, 2]]))
 
 

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from edgemoe.experts.predict import routing_memory as recall
-from edgemoe.experts.predict.next_use import NextUse
-from edgemoe.experts.predict.routing_memory import DECAY, HORIZON, NONE, Memory, Track
+from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.routing_memory import DECAY, HORIZON, NONE, RoutingHistory, RoutingMemory
 
 L, E, K = 3, 70, 4  # more experts than a word has bits
 Ids = npt.NDArray[np.int64]
@@ -29,7 +29,7 @@ def words_of(token: Ids) -> npt.NDArray[np.uint64]:
     return words
 
 
-def drive(predictor: NextUse, ids: Ids, name: str = "a") -> None:
+def drive(predictor: NextUsePredictor, ids: Ids, name: str = "a") -> None:
     for token in ids:
         predictor.begin((name,))
         for layer, row in enumerate(token):
@@ -38,7 +38,7 @@ def drive(predictor: NextUse, ids: Ids, name: str = "a") -> None:
 
 
 def test_memory_tells_how_soon_each_expert_was_needed_again() -> None:
-    ids, memory, last = text(1, 60), Memory(L, E, 100), NONE
+    ids, memory, last = text(1, 60), RoutingMemory(L, E, 100), NONE
     for token in ids:
         last = memory.append(words_of(token), last)
     for at in range(60):
@@ -51,7 +51,7 @@ def test_memory_tells_how_soon_each_expert_was_needed_again() -> None:
 
 
 def test_interleaved_sequences_are_remembered_apart_also_when_the_ring_comes_round() -> None:
-    memory, last = Memory(L, E, 7), {"a": NONE, "b": NONE}
+    memory, last = RoutingMemory(L, E, 7), {"a": NONE, "b": NONE}
     for i, token in enumerate(text(2, 40)):
         name = "ab"[i % 3 == 0]
         slot = memory.append(words_of(token), last[name])
@@ -63,8 +63,8 @@ def test_interleaved_sequences_are_remembered_apart_also_when_the_ring_comes_rou
 
 
 def test_what_followed_the_same_tokens_is_recalled() -> None:
-    ids, memory = text(3, 50), Memory(L, E, 100)
-    track = Track(memory, K, 8)
+    ids, memory = text(3, 50), RoutingMemory(L, E, 100)
+    track = RoutingHistory(memory, K, 8)
     for token in [*ids, *ids[10:13]]:
         track.begin()
         for layer, row in enumerate(token):
@@ -83,7 +83,7 @@ def test_what_followed_the_same_tokens_is_recalled() -> None:
 
 def test_repeated_text_is_foreseen() -> None:
     ids = text(4, 40)
-    predictor = NextUse(L, E, K)
+    predictor = NextUsePredictor(L, E, K)
     drive(predictor, np.concatenate([ids, ids, ids[:20]]))
     predictor.begin(("a",))
     top = np.argsort(-predictor.scores, axis=1)[:, :K]
@@ -91,7 +91,7 @@ def test_repeated_text_is_foreseen() -> None:
 
 
 def test_a_layer_that_is_to_come_is_worth_more_than_one_that_has_run() -> None:
-    predictor = NextUse(L, E, K)
+    predictor = NextUsePredictor(L, E, K)
     drive(predictor, text(5, 3))
     predictor.begin(("a",))
     for layer in range(L - 1):
@@ -103,7 +103,7 @@ def test_a_layer_that_is_to_come_is_worth_more_than_one_that_has_run() -> None:
 
 def test_a_batch_is_aligned_sequence_by_sequence() -> None:
     one, two = text(7, 30), text(8, 30)
-    predictor = NextUse(L, E, K)
+    predictor = NextUsePredictor(L, E, K)
     for _ in range(3):
         for a, b in zip(one, two, strict=True):
             predictor.begin(("one", "two"))
@@ -117,7 +117,7 @@ def test_a_batch_is_aligned_sequence_by_sequence() -> None:
 
 
 def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
-    before, after = NextUse(L, E, K), NextUse(L, E, K)
+    before, after = NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
     drive(before, text(9, 80))
     before.save(tmp_path / "state.safetensors")
     assert after.load(tmp_path / "state.safetensors")
@@ -132,7 +132,7 @@ def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
 
 def test_a_ring_that_has_come_round_survives_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.experts.predict.next_use.MOST_SLOTS", 32)
-    before, after = NextUse(L, E, K), NextUse(L, E, K)
+    before, after = NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
     drive(before, text(10, 75))
     before.save(tmp_path / "state")
     assert after.load(tmp_path / "state")
@@ -144,13 +144,13 @@ def test_a_ring_that_has_come_round_survives_too(tmp_path: Path, monkeypatch: py
 def test_a_state_that_does_not_fit_is_left_alone(damage: str, tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 
-    path, fresh = tmp_path / "state", NextUse(L, E, K)
+    path, fresh = tmp_path / "state", NextUsePredictor(L, E, K)
     if damage == "garbage":
         path.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
     elif damage == "other model":
-        NextUse(L, E + 1, K).save(path)
+        NextUsePredictor(L, E + 1, K).save(path)
     elif damage == "out of range":
-        other = NextUse(L, E, K)
+        other = NextUsePredictor(L, E, K)
         drive(other, text(11, 5))
         other.save(path)
         state = load_file(path)
@@ -161,5 +161,5 @@ def test_a_state_that_does_not_fit_is_left_alone(damage: str, tmp_path: Path) ->
 
 
 def test_memory_is_bounded_for_large_models() -> None:
-    assert NextUse(61, 256, 8).memory.soon.nbytes <= 64 << 20
-    assert NextUse(2, 8, 2).memory.slots > recall.HORIZON
+    assert NextUsePredictor(61, 256, 8).memory.soon.nbytes <= 64 << 20
+    assert NextUsePredictor(2, 8, 2).memory.slots > recall.HORIZON

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict import scoutgate_export as export
-from edgemoe.experts.predict.scoutgate_forecaster import Scout, Served, fitting
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel, fitting
 from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
 from edgemoe.telemetry import metrics
 from edgemoe.types.routing import StepMeta, StepRouting
 
 L, E, K, V, D = 3, 8, 2, 40, 16
-SERVED = Served("digest", "tokenizer", L, E, K)
+SERVED = ServedModel("digest", "tokenizer", L, E, K)
 MODEL = {"id": "the model", "digest": "digest", "tokenizer": "tokenizer"}
 PROMISED = {"horizons": {"this_token": {"scoutgate": {"log_loss": 0.4}}}}
 
@@ -51,13 +51,13 @@ def routing(of: StepMeta, ids: np.ndarray) -> StepRouting:
 
 @pytest.fixture(params=["source", "context"])
 def scout(request: pytest.FixtureRequest, tmp_path: Path):
-    scout = Scout(SERVED)
+    scout = ScoutGateForecaster(SERVED)
     scout.load(exported(tmp_path, variant=request.param), embedding())
     yield scout
     scout.close()
 
 
-def run(scout: Scout, step: StepMeta, ids: np.ndarray | None = None) -> None:
+def run(scout: ScoutGateForecaster, step: StepMeta, ids: np.ndarray | None = None) -> None:
     scout.look(step)
     assert scout.wait_idle(10)
     if ids is not None:
@@ -65,7 +65,7 @@ def run(scout: Scout, step: StepMeta, ids: np.ndarray | None = None) -> None:
         assert scout.wait_idle(10)
 
 
-def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout: Scout) -> None:
+def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout: ScoutGateForecaster) -> None:
     rng = np.random.default_rng(0)
     prompts, ids = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7]], rng.integers(0, E, (L, 12, K))
     run(scout, meta(("a", "b"), prompts, [0, 0], [False, False]), ids)
@@ -84,7 +84,7 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
     np.testing.assert_allclose(scout.forecast.probs, wanted.numpy(), atol=2e-3)
 
 
-def test_a_sequence_that_begins_again_forgets_what_went_before(scout: Scout) -> None:
+def test_a_sequence_that_begins_again_forgets_what_went_before(scout: ScoutGateForecaster) -> None:
     run(scout, meta(("a",), [[3, 1, 4]], [0], [False]))
     run(scout, meta(("a",), [[5]], [40], [True]))  # a replay: not the position that comes next
     fresh = scout.forecast
@@ -94,7 +94,7 @@ def test_a_sequence_that_begins_again_forgets_what_went_before(scout: Scout) -> 
     np.testing.assert_array_equal(fresh.probs, scout.forecast.probs)
 
 
-def test_live_figures_tell_recall_and_trust(scout: Scout) -> None:
+def test_live_figures_tell_recall_and_trust(scout: ScoutGateForecaster) -> None:
     assert scout.wait_idle(10)
     assert scout.trust == 1.0
     for position in range(80):
@@ -111,7 +111,7 @@ def test_live_figures_tell_recall_and_trust(scout: Scout) -> None:
     assert figures[metrics.SCOUT_SECONDS] < 1.0
 
 
-def test_trust_falls_where_forecasts_stop_coming_true(scout: Scout) -> None:
+def test_trust_falls_where_forecasts_stop_coming_true(scout: ScoutGateForecaster) -> None:
     for position in range(100):
         step = meta(("a",), [[position % V]], [position], [True])
         scout.look(step)
@@ -122,7 +122,7 @@ def test_trust_falls_where_forecasts_stop_coming_true(scout: Scout) -> None:
     assert scout.trust < 0.7
 
 
-def test_what_it_remembers_is_bounded(scout: Scout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_remembers_is_bounded(scout: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.experts.predict.scoutgate_forecaster.TRACKS", 5)
     for number in range(20):
         run(scout, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
@@ -133,13 +133,13 @@ def test_what_it_remembers_is_bounded(scout: Scout, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("served", "what"),
     [
-        (Served("other", "tokenizer", L, E, K), "digest"),
-        (Served("digest", "other", L, E, K), "tokenizer"),
-        (Served("digest", "tokenizer", L + 1, E, K), "layers x experts"),
-        (Served("digest", "tokenizer", L, E, K + 1), "experts per token"),
+        (ServedModel("other", "tokenizer", L, E, K), "digest"),
+        (ServedModel("digest", "other", L, E, K), "tokenizer"),
+        (ServedModel("digest", "tokenizer", L + 1, E, K), "layers x experts"),
+        (ServedModel("digest", "tokenizer", L, E, K + 1), "experts per token"),
     ],
 )
-def test_an_export_for_another_model_is_refused(tmp_path: Path, served: Served, what: str) -> None:
+def test_an_export_for_another_model_is_refused(tmp_path: Path, served: ServedModel, what: str) -> None:
     with pytest.raises(ConfigError, match=f"ScoutGate for the model: its .*{what}"):
         fitting(exported(tmp_path), served, embedding())
 
@@ -178,7 +178,7 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
 
 
 def test_an_export_is_replaced_while_sequences_run_and_a_bad_one_is_not(tmp_path: Path) -> None:
-    scout = Scout(SERVED)
+    scout = ScoutGateForecaster(SERVED)
     scout.load(exported(tmp_path / "a"), embedding())
     run(scout, meta(("a",), [[3, 1, 4]], [0], [True]), np.zeros((L, 3, K), int))
     first = scout.forecast

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.slab import ExpertShape, HostArena
+from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
 
 SHAPE = ExpertShape(layers=2, experts=4, top_k=2, hidden=64, width=48, bf16=True)
 
@@ -29,19 +29,19 @@ def test_a_budget_buys_whole_slots_and_no_more_than_there_are_experts() -> None:
 
 
 def test_an_arena_is_page_aligned_and_exactly_its_slots() -> None:
-    arena = HostArena(5, SHAPE.stride_bytes)
-    assert arena.address % 4096 == 0
-    assert arena.slab.nbytes == arena.size_bytes == 5 * SHAPE.stride_bytes
+    slab = HostSlab(5, SHAPE.stride_bytes)
+    assert slab.address % 4096 == 0
+    assert slab.slab.nbytes == slab.size_bytes == 5 * SHAPE.stride_bytes
     for slot in range(5):
-        arena.view(slot)[:] = bytes([slot + 1]) * SHAPE.stride_bytes
-    assert [set(row.tolist()) for row in arena.slab] == [{1}, {2}, {3}, {4}, {5}]
+        slab.view(slot)[:] = bytes([slot + 1]) * SHAPE.stride_bytes
+    assert [set(row.tolist()) for row in slab.slab] == [{1}, {2}, {3}, {4}, {5}]
 
 
 def test_memory_that_cannot_be_locked_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = SimpleNamespace(mlock=lambda address, size: -1)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: refusing)
     with pytest.raises(CapacityError, match=r"cannot lock 8192 bytes.*LimitMEMLOCK"):
-        HostArena(2, 4096, lock=True)
+        HostSlab(2, 4096, lock=True)
 
 
 def test_a_locked_arena_is_locked() -> None:
@@ -50,5 +50,5 @@ def test_a_locked_arena_is_locked() -> None:
         return int(status.split("VmLck:")[1].split()[0])
 
     before = locked_kib()
-    arena = HostArena(8, 4096, lock=True)
-    assert locked_kib() - before == arena.size_bytes >> 10
+    slab = HostSlab(8, 4096, lock=True)
+    assert locked_kib() - before == slab.size_bytes >> 10

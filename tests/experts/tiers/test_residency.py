@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import Claim, Horizon, Residency
-from edgemoe.experts.tiers.slots import Load, Pool
+from edgemoe.experts.tiers.residency import PrefetchPriority, Residency, SlotClaim
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import CachePolicy, ExpertId, Move, Tier
@@ -37,19 +37,19 @@ class Desk:
 
     def __init__(self, ram: int, *devices: int, policy: CachePolicy | None = None, containment: bool = True) -> None:
         self.policy = policy or LRU(L, E)
-        pools = [Pool(Tier.VRAM, L, E, slots, self.policy) for slots in devices]
-        self.residency = Residency(Pool(Tier.RAM, L, E, ram, self.policy), pools, containment=containment)
-        self.arrivals: SimpleQueue[Load] = SimpleQueue()
-        self.reading: list[Load] = []
-        self.copying: list[Load] = []
+        pools = [SlotPool(Tier.VRAM, L, E, slots, self.policy) for slots in devices]
+        self.residency = Residency(SlotPool(Tier.RAM, L, E, ram, self.policy), pools, containment=containment)
+        self.arrivals: SimpleQueue[Transfer] = SimpleQueue()
+        self.reading: list[Transfer] = []
+        self.copying: list[Transfer] = []
 
     def start(self, loads: object) -> None:
         for load in loads:  # type: ignore[attr-defined]
             (self.copying if load.source >= 0 else self.reading).append(load)
 
-    def acquire(self, layer: int, *experts: int, scan: bool = False, device: int = 0) -> Claim:
+    def acquire(self, layer: int, *experts: int, prefill_only: bool = False, device: int = 0) -> SlotClaim:
         ids = np.array(experts)
-        claim = self.residency.acquire(device, layer, ids, self.arrivals, scan=np.full(len(ids), scan))
+        claim = self.residency.acquire(device, layer, ids, self.arrivals, prefill_only=np.full(len(ids), prefill_only))
         self.start(claim.loads)
         return claim
 
@@ -61,12 +61,12 @@ class Desk:
             while self.copying:
                 load = self.copying.pop()
                 self.residency.arrive(load)
-                self.residency.let_go(load.source)
+                self.residency.unpin(load.source)
 
-    def use(self, layer: int, *experts: int, scan: bool = False) -> None:
+    def use(self, layer: int, *experts: int, prefill_only: bool = False) -> None:
         """A whole layer-step that has room for its experts."""
-        self.residency.begin(layer, np.array(() if scan else experts, np.int64))
-        claim = self.acquire(layer, *experts, scan=scan)
+        self.residency.begin(layer, np.array(() if prefill_only else experts, np.int64))
+        claim = self.acquire(layer, *experts, prefill_only=prefill_only)
         assert (claim.slots >= 0).all()
         self.finish()
         self.residency.done(layer, np.array(experts))
@@ -76,7 +76,7 @@ class Desk:
         return {(int(layer), int(e)) for layer, e in np.argwhere(self.residency.tops[0].where >= 0)}
 
 
-def wish(layer: int, expert: int, score: float = ALWAYS, target: Tier = Tier.RAM) -> Move:
+def prefetch_request(layer: int, expert: int, score: float = ALWAYS, target: Tier = Tier.RAM) -> Move:
     return Move(ExpertId(layer, expert), Tier.NVME if target is Tier.RAM else Tier.RAM, target, score)
 
 
@@ -106,7 +106,7 @@ def test_the_lowest_ranked_goes_first() -> None:
 def test_policies_see_each_layer_step_once_and_only_what_decode_demands() -> None:
     policy = Ranks()
     desk = Desk(6, 4, policy=policy)
-    assert desk.residency.begin_here(0, 1, np.array([2, 3]), np.array([False, True])) is None
+    assert desk.residency.pin_if_all_resident(0, 1, np.array([2, 3]), np.array([False, True])) is None
     desk.residency.begin(2, np.array([], np.int64))
     assert policy.touched == [(1, [2])]
 
@@ -115,7 +115,7 @@ def test_a_scan_leaves_what_decode_uses() -> None:
     desk = Desk(4)
     desk.use(0, 0, 1, 2)
     for expert in range(E):
-        desk.use(1, expert, scan=True)
+        desk.use(1, expert, prefill_only=True)
     assert {(0, 0), (0, 1), (0, 2)} <= desk.on_top()
 
 
@@ -123,16 +123,16 @@ def test_a_scans_leavings_are_reused_in_the_next_round() -> None:
     desk = Desk(L * 2)
     for layer in range(L):  # three slots a layer would be needed, two are there
         for expert in range(3):
-            desk.use(layer, expert, scan=True)
+            desk.use(layer, expert, prefill_only=True)
     assert {layer for layer, _ in desk.on_top()} >= {0, 1}, "what the next round needs first is kept"
 
 
 def test_decode_makes_a_scans_leavings_its_own() -> None:
     desk = Desk(2)
-    desk.use(0, 0, scan=True)
+    desk.use(0, 0, prefill_only=True)
     desk.use(0, 0)
-    desk.use(0, 1, scan=True)
-    desk.use(0, 2, scan=True)
+    desk.use(0, 1, prefill_only=True)
+    desk.use(0, 2, prefill_only=True)
     assert (0, 0) in desk.on_top()
 
 
@@ -168,10 +168,10 @@ def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
     policy.ranks[0] = 3.0
-    assert desk.residency.reserve(wish(0, 2, score=2.0), Horizon.FAR) is None
-    assert desk.residency.reserve(wish(0, 2, score=4.0), Horizon.SCAN) is None
-    assert desk.residency.reserve(wish(0, 2, score=4.0), Horizon.FILL) is None
-    load = desk.residency.reserve(wish(0, 2, score=4.0), Horizon.FAR)
+    assert desk.residency.reserve(prefetch_request(0, 2, score=2.0), PrefetchPriority.FAR) is None
+    assert desk.residency.reserve(prefetch_request(0, 2, score=4.0), PrefetchPriority.SCAN) is None
+    assert desk.residency.reserve(prefetch_request(0, 2, score=4.0), PrefetchPriority.FILL) is None
+    load = desk.residency.reserve(prefetch_request(0, 2, score=4.0), PrefetchPriority.FAR)
     assert load is not None
     assert not load.demand
 
@@ -180,15 +180,17 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
     policy = Ranks()
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
-    load = desk.residency.reserve(wish(1, 2, score=4.0), Horizon.NEAR)
+    load = desk.residency.reserve(prefetch_request(1, 2, score=4.0), PrefetchPriority.NEAR)
     assert load is not None
     desk.start([load])
     desk.finish()
     policy.ranks[0] = 1.0
-    assert desk.residency.reserve(wish(1, 3, score=2.0), Horizon.NEAR) is not None
+    assert desk.residency.reserve(prefetch_request(1, 3, score=2.0), PrefetchPriority.NEAR) is not None
     assert (1, 2) in desk.on_top()
     desk.residency.begin(1, np.array([5]))
-    assert desk.residency.reserve(wish(2, 0, score=0.5), Horizon.NEAR) is not None, "its time is over"
+    assert desk.residency.reserve(prefetch_request(2, 0, score=0.5), PrefetchPriority.NEAR) is not None, (
+        "its time is over"
+    )
     assert (1, 2) not in desk.on_top()
     assert desk.residency.ram.wasted == 1
 
@@ -200,10 +202,10 @@ def test_wishes_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
     desk.use(1, 0, 1)
     policy.ranks[0], policy.ranks[1] = 2.0, 3.0
     policy.ranks[0, 0], policy.ranks[1, 0] = 0.0, 1.0
-    assert desk.residency.reserve(wish(2, 0, score=5.0), Horizon.FAR) is not None
+    assert desk.residency.reserve(prefetch_request(2, 0, score=5.0), PrefetchPriority.FAR) is not None
     claim = desk.acquire(1, 0)
     assert claim.ready.all()
-    assert desk.residency.reserve(wish(2, 1, score=5.0), Horizon.FAR) is not None
+    assert desk.residency.reserve(prefetch_request(2, 1, score=5.0), PrefetchPriority.FAR) is not None
     assert (1, 0) in desk.on_top()
     assert desk.residency.ram.where[0].max() < 0
 
@@ -211,15 +213,17 @@ def test_wishes_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
 def test_a_wish_for_what_is_there_or_on_its_way_is_refused() -> None:
     desk = Desk(4, 2)
     desk.use(0, 0)
-    assert desk.residency.reserve(wish(0, 0), Horizon.FAR) is None
-    assert desk.residency.reserve(wish(0, 1), Horizon.FAR) is not None
-    assert desk.residency.reserve(wish(0, 1), Horizon.FAR) is None
-    assert desk.residency.reserve(wish(0, 2, target=Tier.VRAM), Horizon.FAR) is None, "its source is not in RAM"
+    assert desk.residency.reserve(prefetch_request(0, 0), PrefetchPriority.FAR) is None
+    assert desk.residency.reserve(prefetch_request(0, 1), PrefetchPriority.FAR) is not None
+    assert desk.residency.reserve(prefetch_request(0, 1), PrefetchPriority.FAR) is None
+    assert desk.residency.reserve(prefetch_request(0, 2, target=Tier.VRAM), PrefetchPriority.FAR) is None, (
+        "its source is not in RAM"
+    )
 
 
 def test_a_demand_joins_a_prefetch_under_way() -> None:
     desk = Desk(4, 2)
-    load = desk.residency.reserve(wish(0, 1), Horizon.FAR)
+    load = desk.residency.reserve(prefetch_request(0, 1), PrefetchPriority.FAR)
     assert load is not None
     desk.start([load])
     claim = desk.acquire(0, 1)
@@ -244,8 +248,8 @@ def test_a_failed_load_frees_its_slot_when_nobody_pins_it() -> None:
 
 def test_experts_are_dealt_to_devices_by_their_slots() -> None:
     policy = LRU(48, 128)
-    pools = [Pool(Tier.VRAM, 48, 128, slots, policy) for slots in (100, 300)]
-    residency = Residency(Pool(Tier.RAM, 48, 128, 500, policy), pools)
+    pools = [SlotPool(Tier.VRAM, 48, 128, slots, policy) for slots in (100, 300)]
+    residency = Residency(SlotPool(Tier.RAM, 48, 128, 500, policy), pools)
     share = (residency.device_of == 1).mean(axis=1)
     assert share.min() > 0.70
     assert share.max() < 0.80
@@ -282,25 +286,29 @@ def test_any_sequence_of_operations_keeps_the_books(
             for device in range(len(residency.tops)):
                 mine = [e for e in experts if residency.device_of[layer, e] == device]
                 if mine:
-                    claim = desk.acquire(layer, *mine, scan=name == "scan", device=device)
+                    claim = desk.acquire(layer, *mine, prefill_only=name == "scan", device=device)
                     claims.append((device, claim.slots[claim.slots >= 0]))
         elif name == "release" and claims:
             residency.release(*claims.pop(experts[0] % len(claims)))
         elif name in ("wish", "fill"):
             target = Tier.VRAM if residency.devices and experts[0] % 2 else Tier.RAM
-            horizon = Horizon.FILL if name == "fill" else [Horizon.NEAR, Horizon.FAR, Horizon.SCAN][experts[-1] % 3]
-            load = residency.reserve(wish(layer, experts[0], score, target), horizon)
+            horizon = (
+                PrefetchPriority.FILL
+                if name == "fill"
+                else [PrefetchPriority.NEAR, PrefetchPriority.FAR, PrefetchPriority.SCAN][experts[-1] % 3]
+            )
+            load = residency.reserve(prefetch_request(layer, experts[0], score, target), horizon)
             desk.start([load] if load else [])
         elif name == "arrive" and desk.reading:
             desk.start(residency.arrive(desk.reading.pop(0)))
         elif name == "arrive" and desk.copying:
             load = desk.copying.pop(0)
             residency.arrive(load)
-            residency.let_go(load.source)
+            residency.unpin(load.source)
         elif name == "fail" and desk.copying:
             load = desk.copying.pop(0)
             residency.fail(load, OSError())
-            residency.let_go(load.source)
+            residency.unpin(load.source)
         elif name == "fail" and desk.reading:
             residency.fail(desk.reading.pop(0), OSError())
         residency.check_integrity()
@@ -317,10 +325,10 @@ def bits(*experts: tuple[int, int]) -> BoolArray:
     return found
 
 
-def read(desk: Desk, horizon: Horizon, score: float, *experts: tuple[int, int]) -> None:
+def read(desk: Desk, horizon: PrefetchPriority, score: float, *experts: tuple[int, int]) -> None:
     """Reads them into RAM, as far as there is a place worth less."""
     for layer, expert in experts:
-        load = desk.residency.reserve(wish(layer, expert, score), horizon)
+        load = desk.residency.reserve(prefetch_request(layer, expert, score), horizon)
         desk.start([load] if load is not None else [])
         desk.finish()
 
@@ -330,15 +338,15 @@ def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
     desk = Desk(8)
     residency = desk.residency
     residency.keep(bits((0, 0), (0, 1)))
-    read(desk, Horizon.HOME, ALWAYS, (0, 0), (0, 1))
+    read(desk, PrefetchPriority.HOME, ALWAYS, (0, 0), (0, 1))
     residency.keep(bits((1, 0), (1, 1)))
-    read(desk, Horizon.FAR, 5.0, *((2, expert) for expert in range(E)))
-    read(desk, Horizon.FAR, 6.0, *((0, expert) for expert in range(2, E)))
-    read(desk, Horizon.HOME, ALWAYS, (1, 0), (1, 1))
+    read(desk, PrefetchPriority.FAR, 5.0, *((2, expert) for expert in range(E)))
+    read(desk, PrefetchPriority.FAR, 6.0, *((0, expert) for expert in range(2, E)))
+    read(desk, PrefetchPriority.HOME, ALWAYS, (1, 0), (1, 1))
     assert residency.ram.where[0, :2].min() >= 0
     assert residency.ram.where[1, :2].min() >= 0
     residency.forget_former_homes()
-    read(desk, Horizon.FAR, 7.0, *((2, expert) for expert in range(E)))
+    read(desk, PrefetchPriority.FAR, 7.0, *((2, expert) for expert in range(E)))
     assert residency.ram.where[0, :2].max() < 0
     assert residency.ram.where[1, :2].min() >= 0
 
@@ -346,18 +354,18 @@ def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
 def test_a_home_takes_the_place_of_a_former_one_where_nothing_else_can_go() -> None:
     desk = Desk(4)
     desk.residency.keep(bits((0, 0), (0, 1)))
-    read(desk, Horizon.HOME, ALWAYS, (0, 0), (0, 1))
+    read(desk, PrefetchPriority.HOME, ALWAYS, (0, 0), (0, 1))
     desk.residency.keep(bits((1, 0), (1, 1)))
-    read(desk, Horizon.HOME, ALWAYS, (1, 0), (1, 1))
+    read(desk, PrefetchPriority.HOME, ALWAYS, (1, 0), (1, 1))
     desk.residency.keep(bits((2, 0), (2, 1)))
-    read(desk, Horizon.HOME, ALWAYS, (2, 0), (2, 1))
+    read(desk, PrefetchPriority.HOME, ALWAYS, (2, 0), (2, 1))
     assert desk.residency.ram.where[2, :2].min() >= 0
 
 
 def test_only_homes_that_are_here_count_as_held_for_others() -> None:
     desk = Desk(6)
     residency = desk.residency
-    read(desk, Horizon.FAR, 5.0, (0, 0), (0, 1))
+    read(desk, PrefetchPriority.FAR, 5.0, (0, 0), (0, 1))
     assert not residency.homes_in_ram().any()
     residency.keep(bits((0, 1), (0, 2)))
     assert np.argwhere(residency.homes_in_ram()).tolist() == [[0, 1]]

@@ -8,10 +8,10 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 from support.waiting import wait_until
-from test_residency import Desk, E, L, Ranks, wish
+from test_residency import Desk, E, L, Ranks, prefetch_request
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.residency import Horizon
+from edgemoe.experts.tiers.residency import PrefetchPriority
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import ExpertId, Tier
 
@@ -33,7 +33,7 @@ def test_a_home_stays_whatever_is_demanded_and_wished_for(devices: tuple[int, ..
         for expert in range(E):
             desk.use(layer, expert)
     for expert in range(E):
-        load = desk.residency.reserve(wish(2, expert, score=1e9), Horizon.FAR)
+        load = desk.residency.reserve(prefetch_request(2, expert, score=1e9), PrefetchPriority.FAR)
         desk.start([load] if load else [])
         desk.finish()
     assert (desk.residency.ram.where[0, :2] >= 0).all()
@@ -46,9 +46,9 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_wishes
     desk = Desk(4, policy=policy)
     desk.use(0, 0, 1, 2, 3)
     policy.ranks[0] = [0, 1, 2, 3, 0, 0]
-    assert desk.residency.reserve(wish(1, 0, score=9.0), Horizon.FAR) is not None
+    assert desk.residency.reserve(prefetch_request(1, 0, score=9.0), PrefetchPriority.FAR) is not None
     desk.residency.keep(homes((0, 1)))
-    assert desk.residency.reserve(wish(1, 1, score=9.0), Horizon.FAR) is not None
+    assert desk.residency.reserve(prefetch_request(1, 1, score=9.0), PrefetchPriority.FAR) is not None
     assert desk.residency.tier_of(ExpertId(0, 1)) is Tier.RAM
     assert desk.residency.tier_of(ExpertId(0, 2)) is Tier.NVME
 
@@ -72,13 +72,13 @@ def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed(
     desk.residency.begin(0, np.array([0, 1]))
     claim = desk.acquire(0, 0, 1)
     assert sorted(claim.slots >= 0) == [False, True], "the device has one slot: the other waits for its turn in RAM"
-    assert desk.residency.reserve(wish(1, 0, score=5.0), Horizon.NEAR) is None
+    assert desk.residency.reserve(prefetch_request(1, 0, score=5.0), PrefetchPriority.NEAR) is None
     assert (desk.residency.ram.where[0, :2] >= 0).all()
     desk.finish()
     desk.residency.done(0, np.array([0, 1]))
     desk.residency.release(0, claim.slots[claim.slots >= 0])
     desk.residency.begin(1, np.array([0]))
-    assert desk.residency.reserve(wish(1, 0, score=5.0), Horizon.NEAR) is not None, "now it may go"
+    assert desk.residency.reserve(prefetch_request(1, 0, score=5.0), PrefetchPriority.NEAR) is not None, "now it may go"
 
 
 def test_who_waits_for_room_is_woken_when_slots_are_let_go_of() -> None:
@@ -106,8 +106,8 @@ def test_a_wish_never_takes_the_place_of_what_is_worth_as_much() -> None:
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
     policy.ranks[0] = 2.0
-    assert desk.residency.reserve(wish(1, 0, score=2.0), Horizon.FAR) is None
-    assert desk.residency.reserve(wish(1, 0, score=2.1), Horizon.FAR) is not None
+    assert desk.residency.reserve(prefetch_request(1, 0, score=2.0), PrefetchPriority.FAR) is None
+    assert desk.residency.reserve(prefetch_request(1, 0, score=2.1), PrefetchPriority.FAR) is not None
 
 
 def test_a_demand_that_finds_no_slot_on_the_device_pins_nothing_in_ram() -> None:
@@ -122,7 +122,7 @@ def test_a_demand_that_finds_no_slot_on_the_device_pins_nothing_in_ram() -> None
 
 def test_a_read_that_was_wished_for_and_is_demanded_meanwhile_counts_as_demanded() -> None:
     desk = Desk(4, 2)
-    load = desk.residency.reserve(wish(0, 1), Horizon.FAR)
+    load = desk.residency.reserve(prefetch_request(0, 1), PrefetchPriority.FAR)
     assert load is not None
     desk.start([load])
     claim = desk.acquire(0, 1)

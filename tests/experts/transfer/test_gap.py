@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from edgemoe.experts.transfer.idle_window import AWAY, Gap
+from edgemoe.experts.transfer.idle_window import AWAY, IdleWindow
 
 
 class Clock:
@@ -23,9 +23,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def gap(clock: Clock) -> Gap:
+def gap(clock: Clock) -> IdleWindow:
     """Of two layers that compute for 4 and 8 ms, after waiting for 20 ms each; layer 0 computes since just now."""
-    it = Gap(2, clock)
+    it = IdleWindow(2, clock)
     for layer in [0, 1] * 30:
         it.demand(layer)
         clock.now += 0.020
@@ -36,7 +36,7 @@ def gap(clock: Clock) -> Gap:
     return it
 
 
-def test_it_lasts_as_long_as_it_did_for_that_layer_and_runs_out(gap: Gap, clock: Clock) -> None:
+def test_it_lasts_as_long_as_it_did_for_that_layer_and_runs_out(gap: IdleWindow, clock: Clock) -> None:
     assert gap.left_s() == pytest.approx(0.004)
     clock.now += 0.003
     assert gap.left_s() == pytest.approx(0.001)
@@ -47,8 +47,10 @@ def test_it_lasts_as_long_as_it_did_for_that_layer_and_runs_out(gap: Gap, clock:
     assert gap.left_s() == pytest.approx(0.008, rel=0.1)
 
 
-def test_there_is_none_while_a_demand_is_served_and_no_end_of_it_while_nothing_runs(gap: Gap, clock: Clock) -> None:
-    assert Gap(2, clock).left_s() == math.inf
+def test_there_is_none_while_a_demand_is_served_and_no_end_of_it_while_nothing_runs(
+    gap: IdleWindow, clock: Clock
+) -> None:
+    assert IdleWindow(2, clock).left_s() == math.inf
     gap.demand(1)
     clock.now += 100
     assert gap.left_s() == 0
@@ -57,7 +59,7 @@ def test_there_is_none_while_a_demand_is_served_and_no_end_of_it_while_nothing_r
     assert gap.left_s() == math.inf
 
 
-def test_what_ends_in_time_pays_at_any_chance_and_what_does_not_only_where_likely(gap: Gap) -> None:
+def test_what_ends_in_time_pays_at_any_chance_and_what_does_not_only_where_likely(gap: IdleWindow) -> None:
     assert gap.pays(0.01, 0.004)
     assert gap.pays(0.51, 0.008)
     assert not gap.pays(0.49, 0.008)
@@ -67,7 +69,7 @@ def test_what_ends_in_time_pays_at_any_chance_and_what_does_not_only_where_likel
     assert gap.pays(0.0, 0.0), "a transfer never measured"
 
 
-def test_a_pause_between_steps_does_not_count_for_long(gap: Gap, clock: Clock) -> None:
+def test_a_pause_between_steps_does_not_count_for_long(gap: IdleWindow, clock: Clock) -> None:
     clock.now += 60
     gap.demand(1)
     gap.begin(1)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.waiting import wait_until
 
-from edgemoe.experts.tiers.slab import HostArena
-from edgemoe.experts.tiers.slots import Load, Pool
-from edgemoe.experts.transfer.links import EmulatedLink, Link, LinkStats
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.transfer.links import EmulatedLink, LinkStats, TierLink
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
 
@@ -39,42 +39,42 @@ class Dock:
         self.gate = threading.Semaphore(0)
         self.ended = threading.Semaphore(0)
 
-    def arrived(self, load: Load) -> None:
+    def arrived(self, load: Transfer) -> None:
         self.order.append(load.slot)
         self.ended.release()
         self.gate.acquire(timeout=10)
 
-    def released(self, load: Load) -> None:
+    def released(self, load: Transfer) -> None:
         pass
 
-    def failed(self, load: Load, error: Exception) -> None:
+    def failed(self, load: Transfer, error: Exception) -> None:
         self.failures.append(load.slot)
 
-    def roused(self, link: Link) -> None:
+    def roused(self, link: TierLink) -> None:
         self.ended.release()
 
 
-def copy(pool: Pool, slot: int, *, demand: bool = True) -> Load:
+def copy(pool: SlotPool, slot: int, *, demand: bool = True) -> Transfer:
     load = pool.place(slot, 0, slot, 0, 0, demand=demand)
     load.source = slot
     return load
 
 
 @pytest.fixture
-def pool() -> Pool:
-    return Pool(Tier.VRAM, 1, 8, 8, LRU(1, 8))
+def pool() -> SlotPool:
+    return SlotPool(Tier.VRAM, 1, 8, 8, LRU(1, 8))
 
 
-def test_copies_take_as_long_as_the_rate_says(pool: Pool) -> None:
-    clock, dock, source, target = Clock(), Dock(), HostArena(8, STRIDE), HostArena(8, STRIDE)
+def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
+    clock, listener, source, target = Clock(), Dock(), HostSlab(8, STRIDE), HostSlab(8, STRIDE)
     source.slab[:] = np.arange(8)[:, None]
     link = EmulatedLink(source, target, 1e6, clock=clock, sleep=clock.sleep)
-    link.attach(dock)
+    link.attach(listener)
     for slot in range(4):
         link.copy(copy(pool, slot))
-        dock.gate.release()
+        listener.gate.release()
     for _ in range(4):
-        assert dock.ended.acquire(timeout=10)
+        assert listener.ended.acquire(timeout=10)
     link.close()
     assert clock.now == pytest.approx(100 + 4 * STRIDE / 1e6)
     assert (target.slab[:4] == source.slab[:4]).all()
@@ -83,59 +83,59 @@ def test_copies_take_as_long_as_the_rate_says(pool: Pool) -> None:
     assert link.idle()
 
 
-def test_an_idle_link_does_not_save_up_bandwidth(pool: Pool) -> None:
-    clock, dock = Clock(), Dock()
-    link = EmulatedLink(HostArena(8, STRIDE), HostArena(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
-    link.attach(dock)
+def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
+    clock, listener = Clock(), Dock()
+    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
+    link.attach(listener)
     for slot in range(2):
         clock.now += 5.0
         began = clock.now
         link.copy(copy(pool, slot))
-        assert dock.ended.acquire(timeout=10)
-        dock.gate.release()
+        assert listener.ended.acquire(timeout=10)
+        listener.gate.release()
         assert clock.now - began == pytest.approx(STRIDE / 1e6)
     link.close()
 
 
-def test_demanded_copies_overtake_prefetches(pool: Pool) -> None:
-    clock, dock = Clock(), Dock()
-    link = EmulatedLink(HostArena(8, STRIDE), HostArena(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
-    link.attach(dock)
+def test_demanded_copies_overtake_prefetches(pool: SlotPool) -> None:
+    clock, listener = Clock(), Dock()
+    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
+    link.attach(listener)
     link.copy(copy(pool, 0, demand=False))
-    assert dock.ended.acquire(timeout=10)
+    assert listener.ended.acquire(timeout=10)
     link.copy(copy(pool, 1, demand=False))
     link.copy(copy(pool, 2))
     for _ in range(2):
-        dock.gate.release()
-        assert dock.ended.acquire(timeout=10)
-    dock.gate.release()
+        listener.gate.release()
+        assert listener.ended.acquire(timeout=10)
+    listener.gate.release()
     link.close()
-    assert dock.order == [0, 2, 1]
+    assert listener.order == [0, 2, 1]
 
 
-def test_a_roused_link_calls_back_on_its_own_thread(pool: Pool) -> None:
-    dock = Dock()
-    link = EmulatedLink(HostArena(8, STRIDE), HostArena(8, STRIDE), 1e6)
-    link.attach(dock)
+def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
+    listener = Dock()
+    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6)
+    link.attach(listener)
     link.rouse()
-    assert dock.ended.acquire(timeout=10)
+    assert listener.ended.acquire(timeout=10)
     link.close()
 
 
-def test_closing_fails_what_is_queued(pool: Pool) -> None:
-    clock, dock = Clock(), Dock()
-    link = EmulatedLink(HostArena(8, STRIDE), HostArena(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
-    link.attach(dock)
+def test_closing_fails_what_is_queued(pool: SlotPool) -> None:
+    clock, listener = Clock(), Dock()
+    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
+    link.attach(listener)
     link.copy(copy(pool, 0))
-    assert dock.ended.acquire(timeout=10)
+    assert listener.ended.acquire(timeout=10)
     link.copy(copy(pool, 1))
     closer = threading.Thread(target=link.close)
     closer.start()
     wait_until(lambda: link.closed)
-    dock.gate.release()
+    listener.gate.release()
     closer.join(10)
     link.copy(copy(pool, 2))
-    assert dock.failures == [1, 2]
+    assert listener.failures == [1, 2]
 
 
 def test_a_link_knows_its_rate_and_the_fixed_cost_of_a_transfer() -> None:

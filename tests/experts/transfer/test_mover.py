@@ -13,17 +13,17 @@ from support.tiers_kit import SMALL, FileStore, Weights, small_tiers
 from support.waiting import until
 
 from edgemoe.errors import CorruptExpert, MissingExpert
-from edgemoe.experts.build import Tiers
+from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import Claim, Horizon
-from edgemoe.experts.tiers.slots import Load
+from edgemoe.experts.tiers.residency import PrefetchPriority, SlotClaim
+from edgemoe.experts.tiers.slots import Transfer
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 
 @contextlib.asynccontextmanager
-async def moving(tiers: Tiers) -> AsyncIterator[Tiers]:
+async def moving(tiers: ExpertTiers) -> AsyncIterator[ExpertTiers]:
     """The tiers' mover on this loop."""
-    task = asyncio.create_task(tiers.mover.run())
+    task = asyncio.create_task(tiers.loader.run())
     await settled()
     try:
         yield tiers
@@ -43,10 +43,10 @@ def stage(layer: int, *experts: int, score: float = ALWAYS, target: Tier = Tier.
     return [Move(ExpertId(layer, expert), Tier.NVME, target, score) for expert in experts]
 
 
-def demand(tiers: Tiers, layer: int, *experts: int) -> tuple[Claim, SimpleQueue[Load]]:
-    arrivals: SimpleQueue[Load] = SimpleQueue()
+def demand(tiers: ExpertTiers, layer: int, *experts: int) -> tuple[SlotClaim, SimpleQueue[Transfer]]:
+    arrivals: SimpleQueue[Transfer] = SimpleQueue()
     claim = tiers.residency.acquire(0, layer, np.array(experts), arrivals)
-    tiers.mover.start(claim.loads)
+    tiers.loader.start(claim.loads)
     return claim, arrivals
 
 
@@ -56,13 +56,13 @@ def store() -> FileStore:
 
 
 async def test_demanded_reads_run_side_by_side(store: FileStore) -> None:
-    store.hold(0, 0, 1, 2)
+    store.pin(0, 0, 1, 2)
     async with moving(small_tiers(store, 8)) as tiers:
         claim, arrivals = demand(tiers, 0, 0, 1, 2)
         await settled()
         assert len(store.reads) == 3
         assert arrivals.empty()
-        store.let_go(0, 0, 1, 2)
+        store.unpin(0, 0, 1, 2)
         await settled()
         assert arrivals.qsize() == 3
         tiers.residency.release(0, claim.slots)
@@ -70,14 +70,14 @@ async def test_demanded_reads_run_side_by_side(store: FileStore) -> None:
 
 
 async def test_wishes_wait_while_a_demand_is_read_and_go_on_after_it(store: FileStore) -> None:
-    store.hold(0, 0)
+    store.pin(0, 0)
     async with moving(small_tiers(store, 8)) as tiers:
         claim, _ = demand(tiers, 0, 0)
         await settled()
-        tiers.mover.prefetch(stage(1, 1, 2))
+        tiers.loader.prefetch(stage(1, 1, 2))
         await settled()
         assert store.reads == [(0, 0)]
-        store.let_go(0, 0)
+        store.unpin(0, 0)
         await settled()
         assert store.reads == [(0, 0), (1, 1), (1, 2)]
         tiers.residency.release(0, claim.slots)
@@ -85,50 +85,50 @@ async def test_wishes_wait_while_a_demand_is_read_and_go_on_after_it(store: File
 
 
 async def test_a_wish_that_ends_beside_a_demand_is_followed_by_no_other(store: FileStore) -> None:
-    store.hold(0, 0, 1)
-    store.hold(1, 0)
+    store.pin(0, 0, 1)
+    store.pin(1, 0)
     async with moving(small_tiers(store, 8)) as tiers:
-        tiers.mover.prefetch(stage(0, 0, 1, 2))
+        tiers.loader.prefetch(stage(0, 0, 1, 2))
         await settled()
         claim, _ = demand(tiers, 1, 0)
         await settled()
         assert store.reads == [(0, 0), (0, 1), (1, 0)]
-        store.let_go(0, 0)
+        store.unpin(0, 0)
         await settled()
         assert len(store.reads) == 3
-        store.let_go(1, 0)
+        store.unpin(1, 0)
         await settled()
         assert store.reads[3:] == [(0, 2)]
-        store.let_go(0, 1)
+        store.unpin(0, 1)
         await settled()
         tiers.residency.release(0, claim.slots)
         tiers.check_integrity(idle=True)
 
 
 async def test_wishes_that_have_not_started_are_replaced(store: FileStore) -> None:
-    store.hold(1, 0, 1)
+    store.pin(1, 0, 1)
     async with moving(small_tiers(store, 8)) as tiers:
-        tiers.mover.prefetch(stage(1, 0, 1, 2, 3))
+        tiers.loader.prefetch(stage(1, 0, 1, 2, 3))
         await settled()
         assert store.reads == [(1, 0), (1, 1)], "two at a time"
-        tiers.mover.prefetch(stage(1, 3, 4))
-        store.let_go(1, 0, 1)
+        tiers.loader.prefetch(stage(1, 3, 4))
+        store.unpin(1, 0, 1)
         await settled()
         assert store.reads[2:] == [(1, 3), (1, 4)]
-        assert tiers.mover.wishes == 0
+        assert tiers.loader.prefetch_requests == 0
         tiers.check_integrity(idle=True)
 
 
 async def test_what_another_box_has_is_read_ahead_only_as_a_home_or_into_free_slots(store: FileStore) -> None:
     async with moving(small_tiers(store, 8)) as tiers:
-        tiers.mover.elsewhere = lambda layer, experts: experts % 2 == 0
-        for horizon in (Horizon.NEAR, Horizon.SCAN, Horizon.FAR):
-            tiers.mover.prefetch(stage(0, 0, 1, 2, 3), horizon)
+        tiers.loader.elsewhere = lambda layer, experts: experts % 2 == 0
+        for horizon in (PrefetchPriority.NEAR, PrefetchPriority.SCAN, PrefetchPriority.FAR):
+            tiers.loader.prefetch(stage(0, 0, 1, 2, 3), horizon)
             await settled()
         assert all(expert % 2 for _, expert in store.reads)
         assert store.reads
-        for expert, horizon in ((4, Horizon.HOME), (2, Horizon.FILL)):
-            tiers.mover.prefetch(stage(0, expert), horizon)
+        for expert, horizon in ((4, PrefetchPriority.HOME), (2, PrefetchPriority.FILL)):
+            tiers.loader.prefetch(stage(0, expert), horizon)
             await settled()
             assert store.reads[-1] == (0, expert)
         claim, _ = demand(tiers, 0, 6)
@@ -139,48 +139,48 @@ async def test_what_another_box_has_is_read_ahead_only_as_a_home_or_into_free_sl
 
 
 async def test_near_wishes_go_before_far_ones(store: FileStore) -> None:
-    store.hold(0, 0, 1)
+    store.pin(0, 0, 1)
     async with moving(small_tiers(store, 8)) as tiers:
-        tiers.mover.prefetch(stage(0, 0, 1, 2))
+        tiers.loader.prefetch(stage(0, 0, 1, 2))
         await settled()
-        tiers.mover.prefetch(stage(1, 5), Horizon.NEAR)
-        store.let_go(0, 0, 1)
+        tiers.loader.prefetch(stage(1, 5), PrefetchPriority.NEAR)
+        store.unpin(0, 0, 1)
         await settled()
         assert store.reads == [(0, 0), (0, 1), (1, 5), (0, 2)]
 
 
 async def test_a_demand_joins_a_prefetch_that_is_being_read(store: FileStore) -> None:
-    store.hold(1, 3)
+    store.pin(1, 3)
     async with moving(small_tiers(store, 8, (4,))) as tiers:
-        tiers.mover.prefetch(stage(1, 3))
+        tiers.loader.prefetch(stage(1, 3))
         await settled()
         claim, arrivals = demand(tiers, 1, 3)
-        store.let_go(1, 3)
+        store.unpin(1, 3)
         await until(lambda: not arrivals.empty())
         assert store.reads == [(1, 3)]
         assert tiers.residency.tier_of(ExpertId(1, 3)) is Tier.VRAM
         tiers.residency.release(0, claim.slots)
-        await until(lambda: tiers.mover.links[0].idle())
+        await until(lambda: tiers.loader.links[0].idle())
         tiers.check_integrity()
 
 
 async def test_a_wish_for_the_device_is_staged_and_copied_on(store: FileStore) -> None:
     async with moving(small_tiers(store, 8, (4,))) as tiers:
-        tiers.mover.prefetch(stage(1, 3, 4, target=Tier.VRAM))
+        tiers.loader.prefetch(stage(1, 3, 4, target=Tier.VRAM))
         await until(lambda: tiers.residency.tier_of(ExpertId(1, 4)) is Tier.VRAM)
         assert tiers.residency.tier_of(ExpertId(1, 3)) is Tier.VRAM
 
 
 async def test_a_cancelled_wish_is_not_copied_on(store: FileStore) -> None:
-    store.hold(1, 3)
+    store.pin(1, 3)
     async with moving(small_tiers(store, 8, (4,))) as tiers:
-        tiers.mover.prefetch(stage(1, 3, target=Tier.VRAM))
+        tiers.loader.prefetch(stage(1, 3, target=Tier.VRAM))
         await settled()
-        tiers.mover.prefetch([])
-        store.let_go(1, 3)
+        tiers.loader.prefetch([])
+        store.unpin(1, 3)
         await settled()
         assert tiers.residency.tier_of(ExpertId(1, 3)) is Tier.RAM
-        assert tiers.mover.wishes == 0
+        assert tiers.loader.prefetch_requests == 0
         tiers.check_integrity(idle=True)
 
 
@@ -202,9 +202,9 @@ async def test_a_failed_read_is_told_and_can_be_tried_again(store: FileStore, de
 
 async def test_a_failed_copy_is_told_and_keeps_nothing_pinned(store: FileStore) -> None:
     async with moving(small_tiers(store, 4, (4,))) as tiers:
-        tiers.mover.prefetch(stage(0, 1, 2))
+        tiers.loader.prefetch(stage(0, 1, 2))
         await until(lambda: tiers.residency.tier_of(ExpertId(0, 2)) is Tier.RAM)
-        tiers.mover.links[0].close()
+        tiers.loader.links[0].close()
         claim, arrivals = demand(tiers, 0, 1, 2, 3)  # of which one has to be read first
         await until(lambda: arrivals.qsize() == 3)
         errors = [arrivals.get_nowait().error for _ in range(3)]
@@ -229,15 +229,15 @@ async def test_an_unexpected_error_of_the_store_becomes_a_missing_expert(store: 
 async def test_a_failed_prefetch_costs_nobody_anything(store: FileStore) -> None:
     store.damaged.add(ExpertId(0, 2))
     async with moving(small_tiers(store, 4)) as tiers:
-        tiers.mover.prefetch(stage(0, 2, 3))
+        tiers.loader.prefetch(stage(0, 2, 3))
         await settled()
         assert tiers.residency.tier_of(ExpertId(0, 3)) is Tier.RAM
         tiers.check_integrity(idle=True)
 
 
 async def test_stopping_fails_what_is_queued_and_what_is_being_read(store: FileStore) -> None:
-    store.hold(0, *range(8))
-    store.hold(1, 0, 1)
+    store.pin(0, *range(8))
+    store.pin(1, 0, 1)
     async with moving(small_tiers(store, 12)) as tiers:
         claims = [demand(tiers, 0, *range(8)), demand(tiers, 1, 0, 1)]
         await settled()
@@ -255,7 +255,7 @@ async def test_free_slots_are_filled_in_idle_time(store: FileStore) -> None:
     tiers = small_tiers(store, 10, (4,))
     task = asyncio.create_task(tiers.run())
     await until(lambda: not tiers.residency.ram.free and not tiers.residency.devices[0].free)
-    await until(lambda: tiers.mover.links[0].idle())
+    await until(lambda: tiers.loader.links[0].idle())
     assert len(store.reads) == 10
     task.cancel()
     await asyncio.wait([task])

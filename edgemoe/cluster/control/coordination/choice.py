@@ -11,7 +11,7 @@ from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.fingerprint import voters_of
 from edgemoe.cluster.control.coordination.raft import RaftStore
-from edgemoe.cluster.control.coordination.raft_channel import LaneLink
+from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
 from edgemoe.cluster.control.coordination.store import CoordStore, Single
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -24,7 +24,7 @@ def make_store(
     settings: ClusterSettings,
     peers: Mapping[str, Peer],
     fence: EpochFence,
-    link: LaneLink,
+    link: RaftChannel,
     clock: Callable[[], float],
 ) -> CoordStore | None:
     """None where this box has no part in the agreement and follows whoever leads. Raises ConfigError."""

@@ -24,7 +24,7 @@ from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.journal import Damaged, Journal
 from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
 from edgemoe.cluster.control.coordination.recovery import open_journal
-from edgemoe.cluster.control.coordination.snapshot import Snapshot, read_snapshot, write_snapshot
+from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef, View, plan_outcome, wait_event
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.sparing_log import SparingLog
@@ -133,7 +133,7 @@ class Replica(SyncObj):  # type: ignore[misc]
 
     def _save(self, file_name: str, raft: tuple[Any, ...]) -> None:
         last, before, _cluster = raft
-        write_snapshot(Path(file_name), Snapshot(self.state, last, before))
+        write_snapshot(Path(file_name), StateSnapshot(self.state, last, before))
 
     def _restore(self, file_name: str) -> tuple[Any, ...]:
         try:

@@ -13,7 +13,7 @@ from edgemoe.durable import replace_file
 MAX_SNAPSHOT_BYTES = 1 << 20
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class StateSnapshot(msgspec.Struct, frozen=True):
     """`state` after `last`, the entry that follows `before`."""
 
     state: CoordState
@@ -21,17 +21,17 @@ class Snapshot(msgspec.Struct, frozen=True):
     before: Entry
 
 
-def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+def write_snapshot(path: Path, snapshot: StateSnapshot) -> None:
     """Raises OSError."""
     replace_file(path, frame(msgspec.msgpack.encode(snapshot)))
 
 
-def read_snapshot(path: Path) -> Snapshot:
+def read_snapshot(path: Path) -> StateSnapshot:
     """Raises Damaged, OSError."""
     if (size := path.stat().st_size) > MAX_SNAPSHOT_BYTES:
         raise Damaged(f"{size} bytes; {MAX_SNAPSHOT_BYTES} are read")
     try:
-        snapshot = msgspec.msgpack.decode(unframe(path.read_bytes()), type=Snapshot)
+        snapshot = msgspec.msgpack.decode(unframe(path.read_bytes()), type=StateSnapshot)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(str(error)) from error
     if snapshot.last[1] != snapshot.before[1] + 1:

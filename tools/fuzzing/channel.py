@@ -1,4 +1,4 @@
-"""The lanes: a daemon with its engine, and three listed peers, each of which is hostile on one lane.
+"""The channels: a daemon with its engine, and three listed peers, each of which is hostile on one channel.
 
 Meanwhile requests are made at the socket, and must get the answer that they got before.
 """
@@ -38,11 +38,11 @@ READY_S, ASK_S = 120.0, 20.0
 
 
 class Target:
-    """A daemon on loopback that lists a peer for each lane."""
+    """A daemon on loopback that lists a peer for each channel."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.keys: dict[str, Secret] = {lane: generate(folder / f"{lane}.key") for lane in WHATS}
+        self.keys: dict[str, Secret] = {channel: generate(folder / f"{channel}.key") for channel in WHATS}
         self.own = generate(folder / "own.key")
         self.ports = dict(zip(WHATS, _free_ports(3), strict=True))
         entries = {"box": (self.own, self.ports["control"])} | {name: (key, 9) for name, key in self.keys.items()}
@@ -141,14 +141,14 @@ class Others:
 
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
-    """Sends `count` messages to the lane, or to each of the three."""
+    """Sends `count` messages to the channel, or to each of the three."""
     with target() as (box, child):
         health, right = box.health(), box.ask()
         others = Others(box, right)
-        seen: dict[str, Any] = {"lanes": {}}
+        seen: dict[str, Any] = {"channels": {}}
         try:
-            for lane in (what,) if what else WHATS:
-                seen["lanes"][lane] = _attack(box, child, lane, count, seed)
+            for channel in (what,) if what else WHATS:
+                seen["channels"][channel] = _attack(box, child, channel, count, seed)
         finally:
             others.stop()
         engine = health["engine"]
@@ -159,15 +159,17 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
             "others_slowest_s": round(max(others.times_s, default=0.0), 3),
             "answered_after": box.ask() == right,
         }
-        flat = all(lane["grown_mb"] < lane["may_grow_mb"] and lane["read"] for lane in seen["lanes"].values())
+        flat = all(
+            channel["grown_mb"] < channel["may_grow_mb"] and channel["read"] for channel in seen["channels"].values()
+        )
         seen["ok"] = bool(seen["alive"] and flat and others.times_s and not others.wrong and seen["answered_after"])
         if not seen["ok"]:
             seen["log"] = (box.folder / "log").read_text()[-4000:]
         return seen
 
 
-def hostile(box: Target, lane: str, seed: int) -> HostilePeer:
-    """The peer that is hostile on this lane."""
+def hostile(box: Target, channel: str, seed: int) -> HostilePeer:
+    """The peer that is hostile on this channel."""
     health = box.health()
     digest, layers, experts = (health["model"][name] for name in ("digest", "layers", "experts"))
     hints = {
@@ -187,18 +189,18 @@ def hostile(box: Target, lane: str, seed: int) -> HostilePeer:
         "bytes": [1, 4096, 1 << 20],
     }
     return HostilePeer(
-        lane,
-        load_secret(box.folder / f"{lane}.key"),
+        channel,
+        load_secret(box.folder / f"{channel}.key"),
         box.own.public,
-        f"127.0.0.1:{box.ports[lane]}",
-        lane,
+        f"127.0.0.1:{box.ports[channel]}",
+        channel,
         random.Random(seed),
         hints,
     )
 
 
-def _attack(box: Target, child: subprocess.Popen[bytes], lane: str, count: int, seed: int) -> dict[str, Any]:
-    peer, health = hostile(box, lane, seed), box.health()
+def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: int, seed: int) -> dict[str, Any]:
+    peer, health = hostile(box, channel, seed), box.health()
     pids = (child.pid, health["engine"]["pid"])
     began_s, early, largest, read = time.monotonic(), 0.0, 0, False
     try:

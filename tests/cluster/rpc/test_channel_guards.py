@@ -1,4 +1,4 @@
-"""Each guard of the lanes, by what would get past it."""
+"""Each guard of the channels, by what would get past it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from edgemoe.errors import ConfigError, PeerRefused, ServiceError, WireError
 
 @asynccontextmanager
 async def raw(kind: int, key: Secret, **options: bytes) -> AsyncIterator[zmq.asyncio.Socket]:
-    """A socket of a listed box, to say on it what no lane would."""
+    """A socket of a listed box, to say on it what no channel would."""
     context = zmq.asyncio.Context()
     socket = context.socket(kind)
     socket.set(zmq.LINGER, 0)
@@ -48,16 +48,16 @@ async def test_nobody_takes_over_a_connection_by_guessing_its_name() -> None:
     listed = {"a": a_key, "b": b_key, "c": c_key}
     a, b = Box("a", a_key, listed), Box("b", b_key, listed)
     async with running(a, b):
-        a.lane.connect(b.peer)
-        await until(lambda: a.lane.is_up("b"))
-        await a.lane.ask("b", Echo("before"), timeout_s=5)
+        a.channel.connect(b.peer)
+        await until(lambda: a.channel.is_up("b"))
+        await a.channel.ask("b", Echo("before"), timeout_s=5)
         for guess in (b"a", b"a:boot-of-a", b"a:boot-of-a:"):
             async with raw(zmq.DEALER, c_key, IDENTITY=guess, CURVE_SERVERKEY=b_key.public) as thief:
                 thief.connect(f"tcp://127.0.0.1:{b.port}")
                 await thief.send_multipart(seal(Echo("I am a"), id=1, remaining_ms=1000))
-                rejected = b.lane.rejected
-                await until(lambda before=rejected: b.lane.rejected > before)  # type: ignore[misc]
-                assert (await a.lane.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
+                rejected = b.channel.rejected
+                await until(lambda before=rejected: b.channel.rejected > before)  # type: ignore[misc]
+                assert (await a.channel.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
 
 
 async def test_what_is_no_answer_answers_nothing() -> None:
@@ -66,9 +66,9 @@ async def test_what_is_no_answer_answers_nothing() -> None:
     async with raw(zmq.ROUTER, c_key) as router, running(a):
         router.set(zmq.CURVE_SERVER, 1)
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        a.lane.connect(Peer("c", f"127.0.0.1:{port}", c_key.public.decode()))
-        await until(lambda: a.lane.is_up("c"))
-        asked = asyncio.create_task(a.lane.ask("c", Echo("?"), timeout_s=5))
+        a.channel.connect(Peer("c", f"127.0.0.1:{port}", c_key.public.decode()))
+        await until(lambda: a.channel.is_up("c"))
+        asked = asyncio.create_task(a.channel.ask("c", Echo("?"), timeout_s=5))
         identity, *frames = await router.recv_multipart()
         number = unseal(frames).id
         await router.send_multipart([identity, *seal(Echo("a question"), id=number)])
@@ -94,7 +94,7 @@ async def test_an_answer_to_nothing_is_served_to_nobody(frames: list[bytes]) -> 
         while unseal(await socket.recv_multipart()).id != 6:
             pass
     assert served == [Echo("a real one")]
-    assert b.lane.rejected == 1
+    assert b.channel.rejected == 1
 
 
 async def test_a_question_larger_than_all_credits_goes_alone() -> None:
@@ -121,7 +121,7 @@ async def test_a_listed_key_is_good_for_curve_only(mechanism: bytes, status: byt
     key = secret()
     box = Box("a", key, {"a": key})
     async with running(box):
-        asking = box.net.context.socket(zmq.REQ)
+        asking = box.transport.context.socket(zmq.REQ)
         asking.connect(ENDPOINT)
         await asking.send_multipart([b"1.0", b"7", b"", b"127.0.0.1", b"", mechanism, zmq.utils.z85.decode(key.public)])
         assert (await asking.recv_multipart())[1:3] == [b"7", status]

@@ -43,17 +43,17 @@ def boxes(**of_b: Any) -> tuple[Box, Box]:
 
 
 async def connected(a: Box, b: Box) -> None:
-    a.lane.connect(b.peer)
-    b.lane.connect(a.peer)
-    await until(lambda: a.lane.is_up("b") and b.lane.is_up("a"))
+    a.channel.connect(b.peer)
+    b.channel.connect(a.peer)
+    await until(lambda: a.channel.is_up("b") and b.channel.is_up("a"))
 
 
 async def test_a_field_that_an_older_release_does_not_know_is_ignored_and_one_that_it_lacks_has_its_default() -> None:
     a, b = boxes()
     async with running(a, b):
         await connected(a, b)
-        assert (await a.lane.ask("b", NextEcho("x", tone="loud"), timeout_s=5)).message == NextEcho("x")
-        assert (await b.lane.ask("a", Echo("y"), timeout_s=5)).message == Echo("y")
+        assert (await a.channel.ask("b", NextEcho("x", tone="loud"), timeout_s=5)).message == NextEcho("x")
+        assert (await b.channel.ask("a", Echo("y"), timeout_s=5)).message == Echo("y")
 
 
 async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -> None:
@@ -61,34 +61,34 @@ async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -
     async with running(a, b):
         await connected(a, b)
         with pytest.raises(PeerOutdated, match="does not know Wave"):  # also before it has said what it speaks
-            await a.lane.ask("b", Wave(), timeout_s=5)
-        await a.lane.ask("b", NextEcho("x"), timeout_s=5)
-        assert a.lane.version("b") == SPOKEN.highest
+            await a.channel.ask("b", Wave(), timeout_s=5)
+        await a.channel.ask("b", NextEcho("x"), timeout_s=5)
+        assert a.channel.version("b") == SPOKEN.highest
         with pytest.raises(PeerOutdated, match="does not know Wave"):
-            await a.lane.ask("b", Wave(), timeout_s=5)
-        assert not a.lane.tell("b", Wave())
-        await a.lane.ask("b", NextEcho("x"), timeout_s=5)
-        assert b.lane.rejected == 0
+            await a.channel.ask("b", Wave(), timeout_s=5)
+        assert not a.channel.tell("b", Wave())
+        await a.channel.ask("b", NextEcho("x"), timeout_s=5)
+        assert b.channel.rejected == 0
 
 
 async def test_two_of_the_next_release_use_what_it_has_once_they_have_heard_each_other() -> None:
     a, b = boxes(language=NEXT_LANGUAGE, speaks=NEXT)
     async with running(a, b):
         await connected(a, b)
-        await a.lane.ask("b", NextEcho("x"), timeout_s=5)
-        assert a.lane.version("b") == b.lane.version("a") == NEXT.highest
-        assert (await a.lane.ask("b", Wave(), timeout_s=5)).message == Wave()
+        await a.channel.ask("b", NextEcho("x"), timeout_s=5)
+        assert a.channel.version("b") == b.channel.version("a") == NEXT.highest
+        assert (await a.channel.ask("b", Wave(), timeout_s=5)).message == Wave()
 
 
 async def test_a_message_that_is_not_known_is_answered_with_a_typed_refusal_and_costs_nothing_else() -> None:
     a, b = boxes()
     async with running(a, b):
         await connected(a, b)
-        a.lane._speaks["b"] = NEXT  # a takes b for one of its own release
+        a.channel._speaks["b"] = NEXT  # a takes b for one of its own release
         with pytest.raises(PeerOutdated, match="'Wave' is no message"):
-            await a.lane.ask("b", Wave(), timeout_s=5)
-        a.lane.tell("b", Wave())
-        assert (await a.lane.ask("b", NextEcho("on"), timeout_s=5)).message == NextEcho("on")
+            await a.channel.ask("b", Wave(), timeout_s=5)
+        a.channel.tell("b", Wave())
+        assert (await a.channel.ask("b", NextEcho("on"), timeout_s=5)).message == NextEcho("on")
 
 
 async def test_a_message_that_cannot_be_read_is_refused_at_once() -> None:
@@ -100,19 +100,19 @@ async def test_a_message_that_cannot_be_read_is_refused_at_once() -> None:
             text: int
 
         with pytest.raises(PeerRefused, match="Echo that cannot be read"):
-            await a.lane.ask("b", Wrong(3), timeout_s=5)
+            await a.channel.ask("b", Wrong(3), timeout_s=5)
 
 
 async def test_releases_without_a_common_version_refuse_each_other_and_say_so() -> None:
     a, b = boxes(speaks=Versions(5, 6))
     foreign: dict[str, str] = {}
-    a.lane.on_foreign = b.lane.on_foreign = foreign.__setitem__
+    a.channel.on_foreign = b.channel.on_foreign = foreign.__setitem__
     async with running(a, b):
         await connected(a, b)
         with pytest.raises((PeerRefused, PeerUnavailable)):
-            await a.lane.ask("b", NextEcho("x"), timeout_s=0.5)
+            await a.channel.ask("b", NextEcho("x"), timeout_s=0.5)
         with pytest.raises((PeerRefused, PeerUnavailable)):
-            await b.lane.ask("a", Echo("x"), timeout_s=0.5)
+            await b.channel.ask("a", Echo("x"), timeout_s=0.5)
         await until(lambda: len(foreign) == 2)
     assert foreign["a"].startswith("a speaks versions 1 to 2 of the protocol, b 5 to 6")
     assert foreign["b"].startswith("b speaks versions 5 to 6 of the protocol, a 1 to 2")

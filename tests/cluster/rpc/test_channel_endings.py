@@ -80,11 +80,11 @@ class Victim:
         """Fails where it has died, or hears others no more."""
         a = Box("a", self.a_key, {"b": self.key})
         async with running(a):
-            a.lane.connect(Peer("b", f"127.0.0.1:{self.port}", self.key.public.decode()))
-            await until(lambda: a.lane.is_up("b") or self.process.poll() is not None)
+            a.channel.connect(Peer("b", f"127.0.0.1:{self.port}", self.key.public.decode()))
+            await until(lambda: a.channel.is_up("b") or self.process.poll() is not None)
             assert self.process.poll() is None
             with contextlib.suppress(PeerUnavailable):  # it has much to read first
-                await a.lane.ask("b", Echo("there"), timeout_s=20)
+                await a.channel.ask("b", Echo("there"), timeout_s=20)
                 return
         raise AssertionError(f"no answer; it ended with {self.process.poll()}")
 

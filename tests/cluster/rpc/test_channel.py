@@ -21,25 +21,25 @@ from support.waiting import until
 from edgemoe.cluster.rpc import keys
 from edgemoe.cluster.rpc import transport as net_module
 from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE, Lane
+from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE, Channel
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, MAX_ENVELOPE_BYTES, seal, unseal
 from edgemoe.cluster.rpc.protocol import Message
-from edgemoe.cluster.rpc.transport import FAILURE_CHARS, Answer, Net, Question
+from edgemoe.cluster.rpc.transport import FAILURE_CHARS, Answer, Question, Transport
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
 from edgemoe.types.bounds import MAX_NODES
 
 
-def pair(serve: Any = None, **lane: Any) -> tuple[Box, Box]:
+def pair(serve: Any = None, **channel: Any) -> tuple[Box, Box]:
     """a asks, b answers; each knows the other's key."""
     a_key, b_key = secret(), secret()
     allowed = {"a": a_key, "b": b_key}
-    a = Box("a", a_key, allowed, **lane)
-    return a, Box("b", b_key, allowed, **({"serve": serve} if serve else {}), **lane)
+    a = Box("a", a_key, allowed, **channel)
+    return a, Box("b", b_key, allowed, **({"serve": serve} if serve else {}), **channel)
 
 
 async def connected(a: Box, b: Box) -> None:
-    a.lane.connect(b.peer)
-    await until(lambda: a.lane.is_up(b.node))
+    a.channel.connect(b.peer)
+    await until(lambda: a.channel.is_up(b.node))
 
 
 async def test_tensors_come_back_as_they_were_sent() -> None:
@@ -47,10 +47,10 @@ async def test_tensors_come_back_as_they_were_sent() -> None:
     tensors = [random.Random(0).randbytes(n) for n in (0, 1, 3 << 20)]
     async with running(a, b):
         await connected(a, b)
-        answers = await asyncio.gather(*(a.lane.ask("b", Echo(str(n)), tensors, timeout_s=10) for n in range(20)))
+        answers = await asyncio.gather(*(a.channel.ask("b", Echo(str(n)), tensors, timeout_s=10) for n in range(20)))
     assert [x.message.text for x in answers] == [str(n) for n in range(20)]
     assert all([bytes(t) for t in x.tensors] == tensors for x in answers)
-    assert a.lane.rejected == b.lane.rejected == 0
+    assert a.channel.rejected == b.channel.rejected == 0
 
 
 async def test_an_unlisted_key_never_gets_a_frame_through() -> None:
@@ -64,10 +64,10 @@ async def test_an_unlisted_key_never_gets_a_frame_through() -> None:
     b = Box("b", b_key, {"a": known}, serve=serve)
     a = Box("a", stranger, {"b": b_key})
     async with running(a, b):
-        a.lane.connect(b.peer)
-        await until(lambda: b.net.authenticator.refused > 0)
+        a.channel.connect(b.peer)
+        await until(lambda: b.transport.authenticator.refused > 0)
         with pytest.raises(PeerUnavailable):
-            await a.lane.ask("b", Echo("let me in"), timeout_s=0.5)
+            await a.channel.ask("b", Echo("let me in"), timeout_s=0.5)
     assert served == []
 
 
@@ -75,11 +75,11 @@ async def test_a_key_that_is_listed_late_gets_in_then() -> None:
     a, b = pair()
     b.allowed.revoke("a")
     async with running(a, b):
-        a.lane.connect(b.peer)
-        await until(lambda: b.net.authenticator.refused > 0)
+        a.channel.connect(b.peer)
+        await until(lambda: b.transport.authenticator.refused > 0)
         b.allowed.allow("a", a.key.public.decode())
-        await until(lambda: a.lane.is_up("b"))
-        assert (await a.lane.ask("b", Echo("late"), timeout_s=5)).message.text == "late"
+        await until(lambda: a.channel.is_up("b"))
+        assert (await a.channel.ask("b", Echo("late"), timeout_s=5)).message.text == "late"
 
 
 async def test_a_listed_key_cannot_speak_under_another_name() -> None:
@@ -89,19 +89,19 @@ async def test_a_listed_key_cannot_speak_under_another_name() -> None:
     async with running(liar, b):
         await connected(liar, b)
         with pytest.raises(PeerUnavailable):
-            await liar.lane.ask("b", Echo("I am c"), timeout_s=0.5)
-        assert b.lane.rejected == 1
+            await liar.channel.ask("b", Echo("I am c"), timeout_s=0.5)
+        assert b.channel.rejected == 1
 
 
 async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
     a, b = pair()
     async with running(a, b):
         await connected(a, b)
-        await a.lane.ask("b", Echo("before"), timeout_s=5)
+        await a.channel.ask("b", Echo("before"), timeout_s=5)
         b.allowed.revoke("a")
         with pytest.raises(PeerUnavailable):
-            await a.lane.ask("b", Echo("after"), timeout_s=0.5)
-        assert b.lane.rejected == 1
+            await a.channel.ask("b", Echo("after"), timeout_s=0.5)
+        assert b.channel.rejected == 1
 
 
 class Wire:
@@ -153,14 +153,14 @@ async def test_a_box_that_comes_back_before_its_loss_is_noticed_is_heard_again()
     a, b = pair()
     wire = Wire(b.port)
     async with running(a, b):
-        a.lane.connect(msgspec.structs.replace(b.peer, address=f"127.0.0.1:{wire.port}"))
-        await until(lambda: a.lane.is_up("b"))
+        a.channel.connect(msgspec.structs.replace(b.peer, address=f"127.0.0.1:{wire.port}"))
+        await until(lambda: a.channel.is_up("b"))
         for _ in range(3):
-            await a.lane.ask("b", Echo("before"), timeout_s=5)
+            await a.channel.ask("b", Echo("before"), timeout_s=5)
             wire.break_near_end()
-            await until(lambda: not a.lane.is_up("b"))
-            await until(lambda: a.lane.is_up("b"))
-        assert (await a.lane.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
+            await until(lambda: not a.channel.is_up("b"))
+            await until(lambda: a.channel.is_up("b"))
+        assert (await a.channel.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
     await asyncio.to_thread(wire.close)
 
 
@@ -178,7 +178,7 @@ async def test_more_questions_than_a_peer_takes_at_once_wait_and_are_all_answere
     a, b = pair(serve)
     async with running(a, b):
         await connected(a, b)
-        asked = [asyncio.create_task(a.lane.ask("b", Echo(str(n)), timeout_s=60)) for n in range(1000)]
+        asked = [asyncio.create_task(a.channel.ask("b", Echo(str(n)), timeout_s=60)) for n in range(1000)]
         await until(lambda: under_way == ASKED_AT_ONCE - 1)
         go_on.set()
         answers = await asyncio.gather(*asked)
@@ -190,11 +190,11 @@ async def test_a_key_that_was_replaced_is_refused_on_the_connection_that_stands(
     a, b = pair()
     async with running(a, b):
         await connected(a, b)
-        await a.lane.ask("b", Echo("before"), timeout_s=5)
+        await a.channel.ask("b", Echo("before"), timeout_s=5)
         b.allowed.allow("a", secret().public.decode())
         with pytest.raises(PeerUnavailable):
-            await a.lane.ask("b", Echo("after"), timeout_s=0.5)
-        assert b.lane.rejected == 1
+            await a.channel.ask("b", Echo("after"), timeout_s=0.5)
+        assert b.channel.rejected == 1
 
 
 @pytest.mark.parametrize("other_first", [False, True])
@@ -205,27 +205,27 @@ async def test_a_box_with_either_of_its_two_keys_is_found_and_let_in(other_first
     first, second = (other, b.key.public.decode()) if other_first else (b.key.public.decode(), other)
     a.allowed.allow("b", first, second)
     async with running(a, b):
-        a.lane.connect(msgspec.structs.replace(b.peer, key=first, new_key=second))
-        b.lane.connect(a.peer)
-        await until(lambda: a.lane.is_up("b") and b.lane.is_up("a"))
-        assert (await a.lane.ask("b", Echo("to b"), timeout_s=5)).message.text == "to b"
-        assert (await b.lane.ask("a", Echo("from b"), timeout_s=5)).message.text == "from b"
+        a.channel.connect(msgspec.structs.replace(b.peer, key=first, new_key=second))
+        b.channel.connect(a.peer)
+        await until(lambda: a.channel.is_up("b") and b.channel.is_up("a"))
+        assert (await a.channel.ask("b", Echo("to b"), timeout_s=5)).message.text == "to b"
+        assert (await b.channel.ask("a", Echo("from b"), timeout_s=5)).message.text == "from b"
 
 
 async def test_a_key_beside_another_costs_no_connection_and_one_that_is_taken_back_costs_its_own() -> None:
     a, b = pair()
     downs: list[str] = []
-    a.lane.on_down = downs.append
+    a.channel.on_down = downs.append
     next_key = secret().public.decode()
     async with running(a, b):
         await connected(a, b)
-        a.lane.connect(msgspec.structs.replace(b.peer, new_key=next_key))
-        a.lane.connect(msgspec.structs.replace(b.peer, key=next_key, new_key=b.peer.key))
-        a.lane.connect(b.peer)
-        assert a.lane.is_up("b")
+        a.channel.connect(msgspec.structs.replace(b.peer, new_key=next_key))
+        a.channel.connect(msgspec.structs.replace(b.peer, key=next_key, new_key=b.peer.key))
+        a.channel.connect(b.peer)
+        assert a.channel.is_up("b")
         assert downs == []
-        a.lane.connect(msgspec.structs.replace(b.peer, key=next_key))
-        assert not a.lane.is_up("b")
+        a.channel.connect(msgspec.structs.replace(b.peer, key=next_key))
+        assert not a.channel.is_up("b")
         assert downs == ["b"]
 
 
@@ -239,22 +239,22 @@ async def test_a_connection_that_breaks_fails_its_questions_at_once_and_comes_ba
 
     a, b = pair(serve)
     downs: list[str] = []
-    a.lane.on_down = downs.append
+    a.channel.on_down = downs.append
     async with running(a):
         async with running(b):
             await connected(a, b)
-            question = asyncio.create_task(a.lane.ask("b", Echo("long"), timeout_s=25))
+            question = asyncio.create_task(a.channel.ask("b", Echo("long"), timeout_s=25))
             await asked.wait()
         with pytest.raises(PeerUnavailable, match="broke"):
             await question
         assert downs == ["b"]
         with pytest.raises(PeerUnavailable, match="not connected"):
-            await a.lane.ask("b", Echo("gone"), timeout_s=25)
+            await a.channel.ask("b", Echo("gone"), timeout_s=25)
         again = Box("b", b.key, {"a": a.key})
-        again.lane.bind("127.0.0.1", b.port)
+        again.channel.bind("127.0.0.1", b.port)
         async with running(again):
-            await until(lambda: a.lane.is_up("b"))
-            assert (await a.lane.ask("b", Echo("back"), timeout_s=5)).message.text == "back"
+            await until(lambda: a.channel.is_up("b"))
+            assert (await a.channel.ask("b", Echo("back"), timeout_s=5)).message.text == "back"
 
 
 async def test_a_silent_peer_costs_its_deadline_and_leaves_nothing_waiting() -> None:
@@ -265,8 +265,8 @@ async def test_a_silent_peer_costs_its_deadline_and_leaves_nothing_waiting() -> 
     async with running(a, b):
         await connected(a, b)
         with pytest.raises(PeerUnavailable, match=r"did not answer within 0\.1 s"):
-            await a.lane.ask("b", Echo("?"), timeout_s=0.1)
-        assert a.lane.waiting() == 0
+            await a.channel.ask("b", Echo("?"), timeout_s=0.1)
+        assert a.channel.waiting() == 0
 
 
 async def test_refusals_and_shed_load_arrive_as_what_they_are() -> None:
@@ -277,9 +277,9 @@ async def test_refusals_and_shed_load_arrive_as_what_they_are() -> None:
     async with running(a, b):
         await connected(a, b)
         with pytest.raises(PeerBusy, match="b: later"):
-            await a.lane.ask("b", Echo("busy"), timeout_s=5)
+            await a.channel.ask("b", Echo("busy"), timeout_s=5)
         with pytest.raises(PeerRefused, match="b: never"):
-            await a.lane.ask("b", Echo("no"), timeout_s=5)
+            await a.channel.ask("b", Echo("no"), timeout_s=5)
 
 
 async def test_bytes_under_way_to_a_peer_are_bounded() -> None:
@@ -297,7 +297,7 @@ async def test_bytes_under_way_to_a_peer_are_bounded() -> None:
     a, b = pair(serve, credits_bytes=250_000)
     async with running(a, b):
         await connected(a, b)
-        work = [asyncio.create_task(a.lane.ask("b", Echo(""), [bytes(100_000)], timeout_s=20)) for _ in range(10)]
+        work = [asyncio.create_task(a.channel.ask("b", Echo(""), [bytes(100_000)], timeout_s=20)) for _ in range(10)]
         await until(lambda: under_way == 200_000)
         release.set()
         await asyncio.gather(*work)
@@ -309,7 +309,7 @@ async def test_mutated_frames_are_counted_and_nothing_more() -> None:
     rng = random.Random(1)
     async with running(a, b):
         await connected(a, b)
-        raw = a.lane._links["b"].socket
+        raw = a.channel._links["b"].socket
         sent = 0
         for _ in range(2000):
             frames = [bytearray(f) for f in seal(Echo("hello"), [b"x" * 40], id=5, remaining_ms=1000)]
@@ -318,9 +318,9 @@ async def test_mutated_frames_are_counted_and_nothing_more() -> None:
             raw.send_multipart([bytes(f) for f in frames])
             sent += 1
             if sent % 200 == 0:
-                await until(lambda sent=sent: b.lane.rejected == sent)
-        assert b.lane.rejected == sent
-        assert (await a.lane.ask("b", Echo("still here"), timeout_s=5)).message.text == "still here"
+                await until(lambda sent=sent: b.channel.rejected == sent)
+        assert b.channel.rejected == sent
+        assert (await a.channel.ask("b", Echo("still here"), timeout_s=5)).message.text == "still here"
 
 
 def test_every_single_bit_flip_of_a_message_is_noticed() -> None:
@@ -347,8 +347,8 @@ async def test_another_version_is_refused_with_a_message_on_both_sides(caplog: p
         await connected(a, b)
         head = bytearray(seal(Echo("x"))[0])
         head[len(MAGIC)] = FRAMING + 1
-        await a.lane._links["b"].socket.send_multipart([bytes(head)])
-        await until(lambda: bool(a.lane.rejected and b.lane.rejected))
+        await a.channel._links["b"].socket.send_multipart([bytes(head)])
+        await until(lambda: bool(a.channel.rejected and b.channel.rejected))
         told = [str(vars(record)["why"]) for record in caplog.records if record.message == "message dropped"]
         assert len(told) == 2
         assert all(f"framing {FRAMING + 1}" in why for why in told)
@@ -396,9 +396,9 @@ def test_a_wrong_list_of_peers_says_what_is_wrong(tmp_path: Path, text: str, wro
 async def test_an_address_that_cannot_be_used_costs_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     a, b = pair()
     async with running(a, b):
-        a.lane.connect(keys.Peer("c", "no host:1", b.key.public.decode()))
+        a.channel.connect(keys.Peer("c", "no host:1", b.key.public.decode()))
         await connected(a, b)
-        assert not a.lane.is_up("c")
+        assert not a.channel.is_up("c")
     assert "a box cannot be reached" in caplog.text
 
 
@@ -415,11 +415,11 @@ async def test_whatever_goes_wrong_with_a_question_is_that_questions_failure(
     async with running(a, b):
         await connected(a, b)
         with pytest.raises(PeerRefused) as refused:
-            await a.lane.ask("b", Echo("poison"), timeout_s=5)
+            await a.channel.ask("b", Echo("poison"), timeout_s=5)
         assert len(str(refused.value)) < FAILURE_CHARS + 20
-        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
-    assert b.lane.failed == (wrong is not WireError)
-    assert caplog.text.count("a message failed here") == b.lane.failed
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+    assert b.channel.failed == (wrong is not WireError)
+    assert caplog.text.count("a message failed here") == b.channel.failed
 
 
 @pytest.mark.parametrize("answer", ["x" * (MAX_ENVELOPE_BYTES + 1), "x" * (20 << 20)])
@@ -431,8 +431,8 @@ async def test_an_answer_that_is_too_large_is_that_questions_failure(answer: str
     async with running(a, b):
         await connected(a, b)
         with pytest.raises(PeerRefused, match="fit into an envelope"):
-            await a.lane.ask("b", Echo("poison"), timeout_s=5)
-        assert (await a.lane.ask("b", Echo("?"), timeout_s=5)).message.text == "on"
+            await a.channel.ask("b", Echo("poison"), timeout_s=5)
+        assert (await a.channel.ask("b", Echo("?"), timeout_s=5)).message.text == "on"
 
 
 async def test_a_question_that_is_too_large_is_refused_to_whoever_asks() -> None:
@@ -440,9 +440,9 @@ async def test_a_question_that_is_too_large_is_refused_to_whoever_asks() -> None
     async with running(a, b):
         await connected(a, b)
         with pytest.raises(PeerRefused, match="fit into an envelope"):
-            await a.lane.ask("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)), timeout_s=5)
-        assert not a.lane.tell("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)))
-        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+            await a.channel.ask("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)), timeout_s=5)
+        assert not a.channel.tell("b", Echo("x" * (MAX_ENVELOPE_BYTES + 1)))
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
 
 
 async def test_a_word_of_no_use_that_is_long_is_not_repeated_at_length(caplog: pytest.LogCaptureFixture) -> None:
@@ -454,8 +454,8 @@ async def test_a_word_of_no_use_that_is_long_is_not_repeated_at_length(caplog: p
             """With a tag that an answer could not carry twice."""
 
         with pytest.raises(PeerRefused):
-            await a.lane.ask("b", Noise(), timeout_s=5)
-        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+            await a.channel.ask("b", Noise(), timeout_s=5)
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
     assert len(caplog.text) < 10_000
 
 
@@ -469,24 +469,24 @@ async def test_a_question_is_not_waited_for_longer_here_than_this_box_says() -> 
     a, b = pair(serve, longest_s=3.0)
     async with running(a, b):
         await connected(a, b)
-        await a.lane.ask("b", Echo(""), timeout_s=500)
+        await a.channel.ask("b", Echo(""), timeout_s=500)
     assert 0 < left[0] <= 3.0
 
 
-async def test_as_many_boxes_as_a_cluster_may_have_can_be_connected_on_both_data_lanes() -> None:
+async def test_as_many_boxes_as_a_cluster_may_have_can_be_connected_on_both_data_channels() -> None:
     key = secret()
-    net = Net("a", "boot", key, AllowList({}))
-    lanes = [Lane(net, name, LANGUAGE, echo) for name in ("calls", "bulk")]
+    transport = Transport("a", "boot", key, AllowList({}))
+    channels = [Channel(transport, name, LANGUAGE, echo) for name in ("calls", "bulk")]
     public = secret().public.decode()
     try:
         for number in range(MAX_NODES - 1):
-            for lane in lanes:
-                lane.connect(keys.Peer(f"n{number}", f"127.0.0.1:{20_000 + number}", public))
-        assert {len(lane._links) for lane in lanes} == {MAX_NODES - 1}
+            for channel in channels:
+                channel.connect(keys.Peer(f"n{number}", f"127.0.0.1:{20_000 + number}", public))
+        assert {len(channel._links) for channel in channels} == {MAX_NODES - 1}
     finally:
-        for lane in lanes:
-            lane.close()
-        net.close()
+        for channel in channels:
+            channel.close()
+        transport.close()
 
 
 async def test_a_box_that_there_are_no_sockets_for_costs_nobody_else(
@@ -503,6 +503,6 @@ async def test_a_box_that_there_are_no_sockets_for_costs_nobody_else(
     async with running(a, b):
         await connected(a, b)
         for number in range(9):
-            a.lane.connect(keys.Peer(f"n{number}", "127.0.0.1:9", secret().public.decode()))
+            a.channel.connect(keys.Peer(f"n{number}", "127.0.0.1:9", secret().public.decode()))
         assert "a box cannot be reached" in caplog.text
-        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"

@@ -21,7 +21,7 @@ from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerRefused
 
 MESSAGE_BYTES = 1 << 20
-ENDLESS = [bytes(256 << 10)] * 800  # what takes far longer to arrive than the lane looks away
+ENDLESS = [bytes(256 << 10)] * 800  # what takes far longer to arrive than the channel looks away
 
 
 def three(**of_b: Any) -> tuple[Box, Box, Secret]:
@@ -47,8 +47,8 @@ def dealer(context: zmq.asyncio.Context, b: Box, key: Secret) -> zmq.asyncio.Soc
 
 
 async def connected(a: Box, b: Box) -> None:
-    a.lane.connect(b.peer)
-    await until(lambda: a.lane.is_up(b.node))
+    a.channel.connect(b.peer)
+    await until(lambda: a.channel.is_up(b.node))
 
 
 async def test_a_message_without_an_end_is_cut_off_and_others_are_heard() -> None:
@@ -59,11 +59,11 @@ async def test_a_message_without_an_end_is_cut_off_and_others_are_heard() -> Non
         socket = dealer(context, b, key)
         await socket.send_multipart(seal(Echo("c"), id=1, remaining_ms=1000))
         await socket.recv_multipart()
-        assert b.lane.intake.cut == 0
+        assert b.channel.intake.cut == 0
         await socket.send_multipart(ENDLESS, copy=False)
-        await until(lambda: b.lane.intake.cut == 1)
-        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
-        assert a.lane.is_up("b")
+        await until(lambda: b.channel.intake.cut == 1)
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+        assert a.channel.is_up("b")
         socket.close(0)
     context.term()
 
@@ -74,9 +74,11 @@ async def test_messages_that_end_are_never_cut_off_however_many_they_are() -> No
     async with running(a, b):
         await connected(a, b)
         for number in range(40):
-            answers = await asyncio.gather(*(a.lane.ask("b", Echo(str(number)), [payload], timeout_s=20) for _ in "12"))
+            answers = await asyncio.gather(
+                *(a.channel.ask("b", Echo(str(number)), [payload], timeout_s=20) for _ in "12")
+            )
             assert {answer.tensors[0].nbytes for answer in answers} == {len(payload)}
-        assert a.lane.intake.cut == b.lane.intake.cut == 0
+        assert a.channel.intake.cut == b.channel.intake.cut == 0
 
 
 @pytest.mark.parametrize(("waiting", "cut"), [(True, 1), (False, 0)])
@@ -112,12 +114,12 @@ async def test_an_answer_without_an_end_is_cut_off_too() -> None:
     router.set(zmq.CURVE_PUBLICKEY, c_key.public)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     async with running(a):
-        a.lane.connect(Peer("c", f"127.0.0.1:{port}", c_key.public.decode()))
-        await until(lambda: a.lane.is_up("c"))
-        asked = asyncio.create_task(a.lane.ask("c", Echo("?"), timeout_s=20))
+        a.channel.connect(Peer("c", f"127.0.0.1:{port}", c_key.public.decode()))
+        await until(lambda: a.channel.is_up("c"))
+        asked = asyncio.create_task(a.channel.ask("c", Echo("?"), timeout_s=20))
         identity, *_ = await router.recv_multipart()
         await router.send_multipart([identity, *ENDLESS], copy=False)
-        await until(lambda: a.lane.intake.cut == 1)
+        await until(lambda: a.channel.intake.cut == 1)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
     router.close(0)
@@ -129,7 +131,7 @@ async def test_a_message_that_no_peer_would_take_in_is_not_sent() -> None:
     async with running(a, b):
         await connected(a, b)
         with pytest.raises(PeerRefused, match="pass over test"):
-            await a.lane.ask("b", Echo("x"), [bytes(MESSAGE_BYTES)], timeout_s=5)
+            await a.channel.ask("b", Echo("x"), [bytes(MESSAGE_BYTES)], timeout_s=5)
 
 
 async def test_questions_of_one_peer_are_bounded_in_number_and_bytes_and_cost_no_other_peer() -> None:
@@ -151,7 +153,7 @@ async def test_questions_of_one_peer_are_bounded_in_number_and_bytes_and_cost_no
             await socket.send_multipart(seal(Echo("c"), id=number + 1, remaining_ms=10_000))
         failures = [await socket.recv_multipart() for _ in range(100 - 64)]
         assert len(failures) == 36
-        assert (await a.lane.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
         assert served.count("c") == 64
         open_.set()
         await asyncio.gather(*(socket.recv_multipart() for _ in range(64)))
