@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -206,9 +207,27 @@ def lock_store(store: Path, *, exclusive: bool) -> Iterator[None]:
             if time.monotonic() >= ends:
                 raise StoreInUse(f"{store} is in use by another process, which packs or serves it")
             time.sleep(0.02)
+        if exclusive:
+            _sign(fd, str(os.getpid()))
         yield
+        if exclusive:
+            _sign(fd, "")
     finally:
         os.close(fd)
+
+
+def lock_holder(store: Path) -> str:
+    """The id of the process that holds the store exclusively, as far as it could say so; else ""."""
+    try:
+        return (store / LOCK).read_text()[:20]
+    except OSError:
+        return ""
+
+
+def _sign(fd: int, who: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk keeps nobody from removing what fills it
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, who.encode(), 0)
 
 
 def _locked(fd: int, exclusive: bool) -> bool:

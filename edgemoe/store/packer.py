@@ -6,6 +6,7 @@ continued by packing again, and packing a finished store again verifies it and w
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -19,7 +20,7 @@ import msgspec
 from edgemoe.durable import replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import LOCK, PageFile, checksum, lock_store, range_checksum
+from edgemoe.store.files import LOCK, PageFile, checksum, lock_holder, lock_store, range_checksum
 from edgemoe.store.layout import FilePlan, Layout, plan
 from edgemoe.store.manifest import (
     DENSE,
@@ -37,6 +38,7 @@ from edgemoe.store.writer import copy_file, write_file
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 JOURNAL = "packing.json"  # there while a store is unfinished; names the checkpoint that it is packed from
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+STALLED_S = 600.0  # without anything written by the process that packs
 WAIT_S = 0.2  # between looks whether another process is done
 SPARE_BYTES = 16 << 20  # manifest, directories
 log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = s
     checkpoint = Checkpoint.open(path)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
     store = Path(store_dir).expanduser() / f"{name}-v{VERSION}-{checkpoint.fingerprint[:12]}"
-    waiting = False
+    waiting, seen, since_s = False, None, time.monotonic()
     while not (store / MANIFEST).is_file():
         try:
             pack(path, store, progress, again=False)
@@ -65,8 +67,31 @@ def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = s
             if not waiting:
                 log.info("waiting for another process that packs this model", extra={"store": str(store)})
             waiting = True
+            if seen != (seen := _extent(store)):
+                since_s = time.monotonic()
+            elif time.monotonic() - since_s > STALLED_S:
+                raise StoreInUse(_stalled(store)) from None
             time.sleep(WAIT_S)
     return store
+
+
+def _extent(store: Path) -> list[tuple[str, int, int]]:
+    """What there is of a store: another one by the time that its packer has written anything."""
+    found = []
+    for path in sorted(store.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # it has its final name by now
+            about = path.stat()
+            found.append((str(path), about.st_size, about.st_mtime_ns))
+    return found
+
+
+def _stalled(store: Path) -> str:
+    holder = lock_holder(store)
+    who, how = (f"process {holder}", f"kill -9 {holder}") if holder else ("another process", "kill -9")
+    return (
+        f"{store} is being packed by {who}, which has written nothing for {STALLED_S / 60:.0f} minutes; if it hangs or "
+        f"is stopped, end it ({how}) and start again: what is packed already is kept"
+    )
 
 
 def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = silent, *, again: bool = True) -> Manifest:

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.waiting import wait_until
 
-from edgemoe.errors import StoreError
+from edgemoe.errors import StoreError, StoreInUse
+from edgemoe.store import packer as packer_module
+from edgemoe.store.files import lock_store
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import JOURNAL, ensure_store, pack
 
@@ -99,6 +103,42 @@ def test_an_unfinished_store_is_never_taken_for_a_finished_one(source: Path, tmp
     assert (tmp_path / "store" / JOURNAL).exists()
     with pytest.raises(StoreError, match="is this a packed store"):
         Manifest.load(tmp_path / "store")
+
+
+def test_who_waits_for_a_packer_that_stands_still_is_told_which_one_and_what_to_do(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ensure_store(source, tmp_path / "whole")
+    stopped = tmp_path / "stores" / store.name
+    stopped.parent.mkdir()
+    script = KILLED.replace("SIGKILL", "SIGSTOP")
+    packer = subprocess.Popen([sys.executable, "-c", script, str(source), str(stopped), "40"])
+    try:
+        wait_until(lambda: Path(f"/proc/{packer.pid}/stat").read_text().split()[2] == "T")
+        monkeypatch.setattr(packer_module, "STALLED_S", 0.5)
+        with pytest.raises(StoreInUse, match=f"packed by process {packer.pid}, .*kill -9 {packer.pid}"):
+            ensure_store(source, tmp_path / "stores")
+    finally:
+        packer.kill()
+        packer.wait()
+    assert files_of(ensure_store(source, tmp_path / "stores")) == files_of(store)
+
+
+def test_a_packer_is_waited_for_as_long_as_it_writes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now_s = ensure_store(source, tmp_path), [0.0]
+    (store / MANIFEST).rename(tmp_path / "aside")
+
+    def sleep(_: float) -> None:
+        now_s[0] += 400.0
+        (store / "dense.safetensors.tmp").write_bytes(bytes(int(now_s[0])))
+        if now_s[0] > 5000.0:
+            (tmp_path / "aside").rename(store / MANIFEST)
+
+    with lock_store(store, exclusive=True):
+        monkeypatch.setattr(packer_module, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+        assert ensure_store(source, tmp_path) == store
 
 
 def test_serving_a_checkpoint_finishes_what_a_killed_packer_began(source: Path, tmp_path: Path) -> None:
