@@ -28,66 +28,66 @@ class Fairness:
     """Owner of what is remembered of users."""
 
     def __init__(self) -> None:
-        self._fairness: OrderedDict[str, _User] = OrderedDict()
+        self._users: OrderedDict[str, _User] = OrderedDict()
         self._present: set[str] = set()  # with a request here
         self._output_tokens = FIRST_GUESS_TOKENS
 
     def expected_output(self, name: str, max_tokens: int) -> float:
         """Tokens that a new answer to this user will probably have."""
-        user = self._fairness.get(name)
+        user = self._users.get(name)
         mean = self._output_tokens if user is None or user.output_tokens is None else user.output_tokens
         return min(mean, float(max_tokens))
 
     def leads(self, names: Iterable[str]) -> list[float]:
         """Service that each had beyond the least served user with a request here, in prefilled tokens."""
         least = self._least_service()
-        return [self._fairness[name].service - least for name in names]
+        return [self._users[name].service - least for name in names]
 
     def heading_since(self, name: str, arrived_s: float) -> float:
         """Since when a request of the user that arrived then could have been next in the user's line."""
-        return max(arrived_s, self._fairness[name].turn_s)
+        return max(arrived_s, self._users[name].turn_s)
 
     def join(self, name: str) -> None:
         """A request of the user has arrived. Who comes back has no credit from having been away."""
-        user = self._fairness.setdefault(name, _User())
+        user = self._users.setdefault(name, _User())
         if user.requests == 0:
             user.service = max(user.service, self._least_service())
         user.requests += 1
         self._present.add(name)
-        self._fairness.move_to_end(name)
+        self._users.move_to_end(name)
         self._forget()
 
     def leave(self, name: str) -> None:
         """A request of the user is gone."""
-        user = self._fairness[name]
+        user = self._users[name]
         user.requests -= 1
         if not user.requests:
             self._present.remove(name)
 
     def take_turn(self, name: str, now_s: float) -> None:
         """A request of the user is admitted."""
-        self._fairness[name].turn_s = now_s
+        self._users[name].turn_s = now_s
 
     def serve(self, name: str, prompt_tokens: int, output_tokens: int) -> None:
         """So many tokens were computed for the user."""
-        self._fairness[name].service += prompt_tokens + OUTPUT_WEIGHT * output_tokens
+        self._users[name].service += prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def finish(self, name: str, output_tokens: int) -> None:
         """An answer to the user has ended by itself with so many tokens."""
-        user = self._fairness[name]
+        user = self._users[name]
         mean = self._output_tokens if user.output_tokens is None else user.output_tokens
         user.output_tokens = mean + DECAY * (output_tokens - mean)
         self._output_tokens += DECAY * (output_tokens - self._output_tokens)
 
     def _least_service(self) -> float:
-        return min((self._fairness[name].service for name in self._present), default=0.0)
+        return min((self._users[name].service for name in self._present), default=0.0)
 
     def _forget(self) -> None:
-        if len(self._fairness) > MAX_USERS and len(self._present) < len(self._fairness):
-            del self._fairness[next(name for name in self._fairness if name not in self._present)]
+        if len(self._users) > MAX_USERS and len(self._present) < len(self._users):
+            del self._users[next(name for name in self._users if name not in self._present)]
 
     def check_integrity(self, requests: dict[str, int]) -> None:
         """Asserts that the users have exactly these requests here."""
-        assert {name: user.requests for name, user in self._fairness.items() if user.requests} == requests
+        assert {name: user.requests for name, user in self._users.items() if user.requests} == requests
         assert self._present == set(requests)
-        assert len(self._fairness) <= MAX_USERS + len(requests)
+        assert len(self._users) <= MAX_USERS + len(requests)

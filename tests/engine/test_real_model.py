@@ -95,7 +95,7 @@ def model(
         with running(tiers):
             decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels)
             yield Model(decoder, tiers.experts, spec, partial(KVCache, spec))
-            assert tiers.experts.beside.experts or not slow, "the CPU computed nothing from RAM"
+            assert tiers.experts.cpu_experts.experts or not slow, "the CPU computed nothing from RAM"
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_what_a_device_raises_over_one_request_costs_that_request_alone(
     model: Model, alone: dict[int, list[int]], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = model.experts
-    for compute in (*experts._computes, experts.beside._compute):
+    for compute in (*experts._computes, experts.cpu_experts._compute):
         real = getattr(compute, stage)
         monkeypatch.setattr(compute, stage, failing(real, lambda _: "bad" in experts._step.meta.requests))
     drive = Drive(model=model)
@@ -207,7 +207,7 @@ def test_what_a_device_raises_over_one_request_costs_that_request_alone(
 def test_what_a_device_raises_now_and_then_costs_no_token(
     model: Model, alone: dict[int, list[int]], stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for compute in (*model.experts._computes, model.experts.beside._compute):
+    for compute in (*model.experts._computes, model.experts.cpu_experts._compute):
         monkeypatch.setattr(compute, stage, failing(getattr(compute, stage), lambda call: call % 211 == 40))
     drive = drive_all(model)
     assert {n: drive.tokens(f"r{n}") for n in alone} == alone

@@ -49,10 +49,10 @@ class Engine:
             self.blocks.advance(seq, tokens)
             if not seq.uncomputed:
                 seq.tokens.append(1)
-                self.scheduler.users.serve(seq.user, 0, 1)
+                self.scheduler.fairness.serve(seq.user, 0, 1)
                 self.first_s.setdefault(seq.request.id, self.now_s)
                 if seq.emitted >= seq.sampling.max_tokens:
-                    self.scheduler.users.finish(seq.user, seq.emitted)
+                    self.scheduler.fairness.finish(seq.user, seq.emitted)
                     self.scheduler.remove(seq)
                     self.finished.append(seq.request.id)
         self.scheduler.check_integrity()
@@ -179,10 +179,10 @@ def test_the_reserve_follows_what_the_users_answers_have_been() -> None:
     for _ in range(60):
         engine.submit(4, output=3, user="brief")
     engine.run()
-    engine.scheduler.users.join("brief")
-    assert engine.scheduler.users.expected_output("brief", 1000) == pytest.approx(3, abs=1)
-    assert engine.scheduler.users.expected_output("brief", 2) == 2
-    assert engine.scheduler.users.expected_output("new", 1000) == pytest.approx(3, abs=1), "the model's own mean"
+    engine.scheduler.fairness.join("brief")
+    assert engine.scheduler.fairness.expected_output("brief", 1000) == pytest.approx(3, abs=1)
+    assert engine.scheduler.fairness.expected_output("brief", 2) == 2
+    assert engine.scheduler.fairness.expected_output("new", 1000) == pytest.approx(3, abs=1), "the model's own mean"
 
 
 def test_when_blocks_run_out_the_newest_makes_room_and_the_oldest_goes_on() -> None:
@@ -394,7 +394,7 @@ def test_users_who_were_away_have_no_credit() -> None:
         engine.step()
     engine.submit(10, user="away")
     engine.submit(10, user="new")
-    assert engine.scheduler.users.leads(["busy", "away", "new"]) == [0.0, 0.0, 0.0]
+    assert engine.scheduler.fairness.leads(["busy", "away", "new"]) == [0.0, 0.0, 0.0]
 
 
 def test_aging_keeps_step_with_the_speed_of_the_engine_unless_it_is_stated() -> None:

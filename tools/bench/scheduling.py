@@ -126,11 +126,11 @@ def _advance(
         return
     n = live[id(seq)]
     seq.tokens.append(0)
-    scheduler.users.serve(seq.user, 0, 1)
+    scheduler.fairness.serve(seq.user, 0, 1)
     if np.isnan(first_s[n]):
         first_s[n] = now_s
     if seq.emitted >= load.output[n]:
-        scheduler.users.finish(seq.user, seq.emitted)
+        scheduler.fairness.finish(seq.user, seq.emitted)
         scheduler.remove(seq)
         del live[id(seq)]
 
