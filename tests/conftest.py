@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import io
 import os
@@ -42,6 +43,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             task.print_stack(file=(text := io.StringIO()))
             report.sections.append((task.get_name(), text.getvalue()))
     return report
+
+
+def pytest_unconfigure() -> None:
+    """Shows every thread, and ends, where one that a test left behind keeps this process alive."""
+    faulthandler.dump_traceback_later(60, exit=True)
 
 
 @pytest.fixture
