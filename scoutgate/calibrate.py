@@ -1,4 +1,4 @@
-"""Logistic regression by Newton's method: calibrates one predictor (Platt), or fuses several."""
+"""Logistic regression by Newton's method: calibrates one predictor [Platt], or fuses several."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 
 * The daemon's own recordings hold tokens, routes and request boundaries: all that ScoutGate needs.
 * Public routing tables (seq or req, pos, ids; layers separated by "|") carry no ids of the
-  routed tokens, so that the source's ScoutGate learns nothing from them but popularity. What they can be used for:
+  routed tokens, so that the ScoutGate of [Two-Tier] learns nothing from them but popularity. What they can be used for:
   variant "context" (the previous token's experts), the baselines, and the next-use network.
 """
 

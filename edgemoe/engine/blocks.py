@@ -6,7 +6,7 @@ and only whole ones are reused, so nothing is ever written to a shared block and
 signature, which counts whole blocks, stays exact. The hash is a cryptographic one, for a collision would hand one
 user's text to another.
 
-Signature: ELDR, "Prefix Cache Coherence". For each block how often its tokens chose each expert: at most 16 times, so
+Signature: [ELDR, Prefix Cache Coherence]. For each block how often its tokens chose each expert: at most 16 times, so
 uint8 is exact. At most 1 % of the KV bytes for every supported model of real size: Qwen3-30B-A3B and -235B-A22B
 .39 %, Mixtral-8x7B .01 % (bf16). Ours covers all tokens of the sequence, generated ones too.
 """

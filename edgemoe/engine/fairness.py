@@ -1,7 +1,7 @@
 """What each user has had and how long their answers are: the memory behind fairness and the output reserve.
 
-Service: the virtual token counter of "Fairness in Serving Large Language Models" (OSDI 2024), where a token of
-output weighs as much as two of prompt. Expected output: a decayed mean per user, else over all users of the model.
+Service: the virtual token counter [VTC], where a token of output weighs as much as two of prompt. Expected output: a
+decayed mean per user, else over all users of the model.
 """
 
 from __future__ import annotations

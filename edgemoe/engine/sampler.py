@@ -123,7 +123,7 @@ def adjust(logits: torch.Tensor, rows: Rows[Sequence]) -> dict[int, RequestError
 
 
 def _penalise_repetition(logits: torch.Tensor, seq: Sequence) -> None:
-    """Divides the scores above 0 of tokens of prompt and output, and multiplies those below: Keskar et al. (2019)."""
+    """Divides the scores above 0 of tokens of prompt and output, and multiplies those below [CTRL, 4.1]."""
     seen = np.union1d(seq.prompt_vocabulary, np.array(seq.tokens[seq.prompt_tokens :], np.int64))
     tokens, penalty = torch.from_numpy(seen).to(logits.device), seq.sampling.repetition_penalty
     scores = logits[tokens]

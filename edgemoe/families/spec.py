@@ -281,7 +281,7 @@ def _original_tokens(given: Mapping[str, Any], context_tokens: int) -> int:
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    """Stated, or from `factor` as in the YaRN paper, section 3.4 (with DeepSeek's mscale pair)."""
+    """Stated, or from `factor` [YaRN, 3.4], with DeepSeek's mscale pair."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

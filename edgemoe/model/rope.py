@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear (Chen et al., arXiv 2306.15595) and YaRN (Peng et al., arXiv 2309.00071).
+"""Rotary position embedding: default, linear [Linear-RoPE] and YaRN [YaRN].
 
 Half-split layout as in the checkpoints of the supported families; float32 throughout.
 """
@@ -44,7 +44,7 @@ def frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
 
 
 def _extrapolated(rope: RopeSpec, dim: int) -> torch.Tensor:
-    """YaRN, equations 17 to 19: 1 where a dimension turns often enough to be left alone, 0 where it is stretched."""
+    """1 where a dimension turns often enough to be left alone, 0 where it is stretched [YaRN, Eq. 17-19]."""
 
     def dimension(turns: float) -> float:
         return dim * math.log(rope.original_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

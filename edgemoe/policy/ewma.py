@@ -1,7 +1,8 @@
 """How often each expert is chosen, as an exponential average on its layer's own clock, and the policies built on it.
 
-Source: two-tier-cache 4.1 (EWMA, fusion without ScoutGate) and 4.3. A layer's average changes when the layer runs, and
-only then; visit k (from 1) of layer l (from 1) is at t = (k - 1) L + l, where the source's t = k L + l is off by one.
+Source: [Two-Tier, 4.1] (EWMA, fusion without ScoutGate) and [Two-Tier, 4.3]. A layer's average changes when the layer
+runs, and only then; visit k (from 1) of layer l (from 1) is at t = (k - 1) L + l, where the source's t = k L + l is off
+by one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fusion: several forecasts of what will be chosen into one, each with the weight that its record has earned.
 
-Source: two-tier-cache 4.1, p = (1 - eta) EWMA + eta SG. The source leaves eta to the hand; here it is, for each horizon
+Source: [Two-Tier, 4.1], p = (1 - eta) EWMA + eta SG. The source leaves eta to the hand; here it is, for each horizon
 apart, the one with the least log-loss on what came true lately. A third forecast (the next layer's own gate) is mixed
 with the result in the same way. Forecasts for several sequences combine as 1 - prod(1 - p). What is no probability to
 begin with becomes one by calibration.

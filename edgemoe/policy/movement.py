@@ -1,8 +1,8 @@
 """Movement plans: which experts to bring up a tier ahead of need, densest first.
 
-Source: two-tier-cache 1 and 4.3: near horizon RAM -> VRAM, medium horizon NVMe -> RAM. A move is planned only for what
-is worth more than the price of its tier and than what it would replace, and only as many bytes as the link can carry
-while nobody demands anything.
+Source: [Two-Tier, 1] and [Two-Tier, 4.3]: near horizon RAM -> VRAM, medium horizon NVMe -> RAM. A move is planned only
+for what is worth more than the price of its tier and than what it would replace, and only as many bytes as the link can
+carry while nobody demands anything.
 """
 
 from __future__ import annotations

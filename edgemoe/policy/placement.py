@@ -1,6 +1,6 @@
 """Where every expert is kept in memory, for boxes that serve one model together.
 
-`uniform` is the plain policy of the literature's baselines (Prism, section IV): every expert once, spread evenly over
+`uniform` is the plain policy of the literature's baselines [Prism, IV-A]: every expert once, spread evenly over
 layers and boxes in proportion to their memory, then again as often as wanted, as far as memory allows. Experts that a
 box has, on its disk or in its memory, are preferred there, so that nothing travels that need not; one that is on no
 disk stays with a box that has it in memory.

@@ -1,8 +1,8 @@
 """Which way each needed expert of a layer is computed, so that the layer is finished soonest.
 
-Design page, section 5: the layer waits for its slowest channel, so what is made small is the largest channel's time,
-not the sum of all (which would leave channels idle). A channel is anything that works by itself: a GPU, the PCIe
-link, the CPU, the disk, each peer. Results never depend on the way that was taken.
+The layer waits for its slowest channel, so what is made small is the largest channel's time, not the sum of all (which
+would leave channels idle). A channel is anything that works by itself: a GPU, the PCIe link, the CPU, the disk, each
+peer. Results never depend on the way that was taken.
 
     finish = max( max_c opening_c [c is used] + sum of what the chosen ways load c with,  max_i time way i takes alone )
 

@@ -1,6 +1,6 @@
 """Reuse distance: how many layer-steps until a layer runs again, and what that takes off an expert's worth.
 
-Source: two-tier-cache 4.1. The source gives W for layers that are still to come only, though D for all; here W is
+Source: [Two-Tier, 4.1]. The source gives W for layers that are still to come only, though D for all; here W is
 used for every layer, and a layer that has just run is the farthest, not the nearest.
 """
 

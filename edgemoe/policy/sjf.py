@@ -1,6 +1,6 @@
 """Which waiting request is prefilled next: shortest job first, with aging, and fairly between users.
 
-Source: Gimbal, Algorithm 2 ("Request Scheduler with SJF and aging"), selectable as `gimbal`, literally. The default
+Source: [Gimbal, Algorithm 2], "Request Scheduler with SJF and aging", selectable as `gimbal`, literally. The default
 differs in three ways. A job's length counts only the tokens that the prefix cache will not supply. Aging is linear,
 for a threshold lowers the mean of TTFT at the price of its p99 (one engine, Azure chat trace at 95 % of saturation,
 against first come: threshold -26 % and +14 %; linear with k = 0.4 of the speed of prefill -17 % and -1 %). Users take
@@ -9,7 +9,7 @@ turns: each one's best request competes with the others' by
     key = prefill tokens + lead - k * seconds at the head of its user's line                                  (1)
 
 where `lead` is the service (in tokens) that the user had beyond the least served one, after the virtual token
-counter of "Fairness in Serving Large Language Models" (OSDI 2024), but at most LEAD_S seconds' worth of aging.
+counter [VTC], but at most LEAD_S seconds' worth of aging.
 
 Starvation bound. Within a line, a request of p tokens is overtaken only by requests that came within p/k seconds after
 it. Between lines, the head's key is at most 0 after p/k + LEAD_S seconds; from then on it is ahead of every request
@@ -39,7 +39,7 @@ def order(prefill_tokens: IntArray, waited_s: Floats, rule: Rule, tokens_per_s: 
         return np.argsort(-waited_s, kind="stable")
     if rule == "linear":
         return np.argsort(prefill_tokens - tokens_per_s * waited_s, kind="stable")
-    aged = waited_s >= threshold_s  # Algorithm 2, lines 2-4; the oldest first among them
+    aged = waited_s >= threshold_s  # [Gimbal, Algorithm 2, lines 2-4]; the oldest first among them
     length = np.where(aged, -waited_s, prefill_tokens)  # lines 5-7
     return np.lexsort((length, ~aged))  # line 9; the sort is stable
 

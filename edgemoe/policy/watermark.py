@@ -1,6 +1,6 @@
 """Watermarks: the price of a byte in each tier, and what it decides.
 
-Source: two-tier-cache 4.3. An expert is worth b = p C / S a byte: the chance of its use, what a miss costs, its size.
+Source: [Two-Tier, 4.3]. An expert is worth b = p C / S a byte: the chance of its use, what a miss costs, its size.
 The source raises the price lambda where resident bytes exceed the tier; they never can, so that it could only fall.
 Here it follows the bytes *demanded* at the present price, sum S [b >= lambda], by steps relative to the tier's size and
 to the price itself, which grow while they go one way and shrink where they turn.

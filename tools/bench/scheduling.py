@@ -1,4 +1,4 @@
-"""Orders of the waiting queue on the same arrivals near saturation: linear aging, Gimbal's Algorithm 2, first come.
+"""Orders of the waiting queue on the same arrivals near saturation: linear aging, [Gimbal, Algorithm 2], first come.
 
     python -m tools.bench.scheduling --trace conv.csv.gz --seeds 10 --json
 

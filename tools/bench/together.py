@@ -2,7 +2,7 @@
 
     python -m tools.bench.together --prompts DIR --width 1024 --cpus 0.6 --disk-mb 125 --seconds 40
 
-Needs root. After the source's Table I (Prism, section II-B): each box gets requests of one task of its own, the first
+Needs root. After [Prism, II-B, Table I]: each box gets requests of one task of its own, the first
 box twice as many; each has memory for a third of the experts and the whole model on its disk. In every arm each box
 has the same share of the processor and the same rate of disk reads (control groups), and 500 Mbit/s to the others.
 

@@ -137,7 +137,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(rows).index_add(0, order // s.top_k, mixed)
         if self.training:
             self.share.lerp_(counts.float() / flat.numel(), 0.05)
-        # Switch Transformer, Eq. 4-6, but against the share of recent batches of all domains: a domain
+        # [Switch, Eq. 4-6], but against the share of recent batches of all domains: a domain
         # may keep to its experts as long as all domains together use them evenly.
         return out.view(x.shape), s.experts * (self.share * probs.mean(0)).sum()
 

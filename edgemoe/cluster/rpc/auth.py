@@ -1,4 +1,4 @@
-"""Who may connect: ZeroMQ's authentication protocol (RFC 27), answered from an allow-list of CURVE public keys.
+"""Who may connect: ZeroMQ's authentication protocol [ZAP], answered from an allow-list of CURVE public keys.
 
 The key becomes the connection's User-Id, which ZeroMQ attaches to every frame that arrives on it. Whose it is, is
 looked up frame by frame: nobody can speak under another's name, and a key that was taken back or replaced is refused

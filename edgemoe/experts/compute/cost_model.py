@@ -1,8 +1,8 @@
 """What this box can do with an expert that is not where it is computed, and what each way has shown itself to cost.
 
 An expert that a device lacks goes up the link, or the CPU computes it straight from RAM while the link and the disk
-work. Which of them go which way is resolved for each layer-step. Source: the design page, section 5; here the compute
-thread is one channel for the devices and the CPU, for it launches the ones' work and does the other's itself.
+work. Which of them go which way is resolved for each layer-step: here the compute thread is one channel for the devices
+and the CPU, for it launches the ones' work and does the other's itself.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Here are the device's hits, what RAM or the disk have, and what can be fetched; each peer is a channel more. Peers are
 asked first, one message each, then what is ours is computed while they work, the way that is then the best here. A call
 that fails, or takes several times what was expected of it, is resolved another way; of two that run, the first answer
-counts. An answer is added whole or not at all. Source: the design page, section 5.
+counts. An answer is added whole or not at all.
 """
 
 from __future__ import annotations

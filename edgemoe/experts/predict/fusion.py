@@ -1,6 +1,6 @@
 """What else is forecast, blended into the predictor's worths.
 
-Source: two-tier-cache 4.1, fusion. The predictor tells each expert's worth v0, decay^steps to its next need; ScoutGate
+Source: [Two-Tier, 4.1], fusion. The predictor tells each expert's worth v0, decay^steps to its next need; ScoutGate
 and the next layer's own gate tell the chance of a need at once. By calibration v0 stands for such a chance p0 as well;
 what v0 is worth beyond it, w = (v0 - p0) / (1 - p0), is kept, and the chance is replaced by the fused one:
 

@@ -1,6 +1,6 @@
 """Free look-ahead: a later layer's own gate, applied to this layer's hidden state, as chances.
 
-Not in the source. A gate's softmax is no chance of being among the chosen k; what tells is how far it lies above or
+Not in [Two-Tier]. A gate's softmax is no chance of being among the chosen k; what tells is how far it lies above or
 below the k-th. What that has meant lately is learned from what the layer then chose, one layer a step.
 """
 

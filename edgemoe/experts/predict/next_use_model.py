@@ -1,6 +1,6 @@
 """A network that foretells when each expert is needed next, from which experts were chosen: no token ids, no text.
 
-Not in the source (two-tier-cache forecasts one token; caching asks for the time to next use, ALGORITHMS 1). It sees a
+Not in [Two-Tier], which forecasts one token; caching asks for the time to next use [Belady]. It sees a
 sequence at one of `looks + 1` places of a token's round through the layers and says for every expert how much it is
 worth, decay^tokens to its next need, as log odds. Two ways lead there, and a small network for all experts weighs them
 with each expert's own history (EWMAs, age, popularity):
@@ -104,7 +104,7 @@ class NextUseNet(nn.Module):
             self.hidden_out.weight.mul_(0.1)
         mean = RATE * (1 - RATE) ** torch.arange(PAST)
         self.register_buffer("mean", mean, persistent=False)
-        self.mean: Tensor  # [PAST] weights, the latest token first
+        self.mean: Tensor  # weights of the last PAST tokens, the latest first
 
     def tokens(self, hot: Tensor) -> Tensor:
         """Vectors of whole tokens: k-hot [N, L * E] -> [N, token]."""

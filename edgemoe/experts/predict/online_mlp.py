@@ -1,8 +1,8 @@
 """One small network for all experts: from what is known of an expert to how soon it is needed, learned while serving.
 
-Source: the design's next-use network (two layers over EWMAs at three rates, age, popularity and what follows what;
-target decay^steps to the next use). Here "what follows what" is `recall`, and the network decides how far to believe
-it. It learns from a bounded window of the recent past, by Adam on minibatches.
+Two layers over EWMAs at three rates, age, popularity and what follows what; its target is decay^steps to the next use.
+"What follows what" is `recall`, and the network decides how far to believe it. It learns from a bounded window of the
+recent past, by Adam [Adam] on minibatches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Recall: what was needed next, the last times that routing looked like this.
 
-Not in the source. A ring of past tokens keeps which experts each chose in every layer, and how soon each expert was
+Not in [Two-Tier]. A ring of past tokens keeps which experts each chose in every layer, and how soon each expert was
 needed again by the same sequence, as decay^tokens. A sequence's present is aligned with the tokens of the ring by how
 many experts they share, layer by layer, the tokens before them included with a falling weight; the best aligned ones
 say together when each expert comes next. Causal: what has not happened yet counts as never.

@@ -1,6 +1,6 @@
 """ScoutGate in the engine: forecasts of the experts to come, made on a thread of its own.
 
-Source: two-tier-cache 4.2 (the network is in scoutgate_model.py). The compute thread only leaves notes: `look` before
+Source: [Two-Tier, 4.2] (the network is in scoutgate_model.py). The compute thread only leaves notes: `look` before
 a step's first layer, `learn` after its last. The thread keeps each sequence's last tokens, forecasts all layers of this
 token and the next, publishes the batch's forecast, and keeps score of what came true. Where its forecasts get worse
 than the export promised, `trust` falls from 1 towards 0, and fusion weighs them less.

@@ -1,6 +1,6 @@
 """ScoutGate scores every expert of every layer from the last m tokens, before the token's first layer runs.
 
-Source: two-tier-cache 4.2, steps 1-6, with m = 8 and d_proj = 128. What is written differently and why:
+Source: [Two-Tier, 4.2, steps 1-6], with m = 8 and d_proj = 128. What is written differently and why:
 
 * One forward scores all layers. W_h [z_ctx | z_l] is split into W_ctx z_ctx, computed once, and W_l z_l, which does
   not depend on the tokens.

@@ -1,6 +1,6 @@
 """Attention of a prompt's chunk over paged keys and values (grouped queries, causal), in one pass over the context.
 
-As FlashAttention (Dao et al., arXiv 2205.14135, algorithm 1), on tiles that stay in the second-level cache: one piece
+As [FlashAttention, Algorithm 1], on tiles that stay in the second-level cache: one piece
 of work is SPAN tokens of all query heads that share a KV head, and takes the context TILE tokens at a time. Tiles
 begin at multiples of TILE of the context, and what a token does not see is added as zero; so its result is the same
 bits however the prompt is cut into chunks.

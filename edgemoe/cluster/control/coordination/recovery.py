@@ -1,7 +1,7 @@
 """A member of the embedded agreement that does not remember what it has promised, and how it gets its vote back.
 
-Raft stands on members that remember their log and their vote. One whose disk was lost or damaged, or that is new, takes
-in what a leader sends, but neither votes nor stands for election until either
+[Raft] stands on members that remember their log and their vote. One whose disk was lost or damaged, or that is new,
+takes in what a leader sends, but neither votes nor stands for election until either
 
     a leader has it caught up: its log reaches an entry that was agreed in that leader's own term; as that leader was
     elected by a majority that remembers, this is all that the member can ever have agreed to; or

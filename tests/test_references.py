@@ -1,0 +1,63 @@
+"""Papers are cited by a key of docs/references.md, in sources and pages."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REFERENCES = ROOT / "docs/references.md"
+KEYS = re.findall(r"(?m)^\* \*\*([\w-]+)\*\*: ", REFERENCES.read_text())
+
+# "[Prism, III-C2]" is a citation; "[T, heads]" is a shape, "list[Name]" a type, "[name](address)" a link.
+CITED = re.compile(r"(?<![\w\]\"'])\[([A-Z][\w-]{2,})(?:, [^]]+)?\](?!\()")
+BY_OTHER_MEANS = re.compile(
+    r"\barXiv\b|\bet al\b|\bRFC \d|\b[Tt]he paper|\bdesign(?:'s)? page|\bALGORITHMS\b|\bARCHITECTURE\b"
+)
+
+SOURCES = sorted(path for folder in ("edgemoe", "scoutgate", "tools") for path in (ROOT / folder).rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tools/bench/RESULTS.md"]
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring and comment of a source; all of a page but its code."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield 1, re.sub(r"(?s)```.*?```|`[^`]*`", "", text)
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            said := ast.get_docstring(node)
+        ):
+            yield node.body[0].lineno, said
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def cited(path: Path) -> Iterator[tuple[int, str]]:
+    yield from ((line, match[1]) for line, text in prose(path) for match in CITED.finditer(text))
+
+
+def test_every_key_that_is_cited_is_in_the_references() -> None:
+    unknown = [f"{path}:{line}: {key}" for path in (*SOURCES, *PAGES) for line, key in cited(path) if key not in KEYS]
+    assert not unknown
+
+
+def test_every_reference_is_listed_once_and_cited_somewhere() -> None:
+    assert len(KEYS) > 10
+    assert sorted(KEYS) == sorted(set(KEYS))
+    assert set(KEYS) == {key for path in SOURCES for _, key in cited(path)}
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_papers_are_cited_by_key_and_nothing_outside_the_repository_is_meant(path: Path) -> None:
+    if path != REFERENCES:
+        for line, text in prose(path):
+            assert not (found := BY_OTHER_MEANS.search(text)), f"{path}:{line}: {found and found[0]}"
