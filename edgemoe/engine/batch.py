@@ -1,4 +1,4 @@
-"""One step's work as the tiers and the decoder see it."""
+"""Turns the scheduled work of one step into what the experts (`StepMeta`) and the decoder (`Batch`) take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 
 def describe(works: Sequence[Work]) -> StepMeta:
-    """The works' next tokens end to end, and whose they are."""
+    """Returns the works' next tokens laid end to end, with the sequence that each belongs to."""
     tokens: list[int] = []
     for seq, count in works:
         tokens += seq.tokens[seq.computed : seq.computed + count]
@@ -28,7 +28,10 @@ def describe(works: Sequence[Work]) -> StepMeta:
 
 
 def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> Batch:
-    """Logits are wanted of each sequence's last token, if the step computes it; before it, of `places_to_tell`."""
+    """Returns the decoder's batch, which asks for logits of two kinds of tokens, sequence by sequence.
+
+    First those of `places_to_tell`, then the last token of the sequence where the step computes it.
+    """
     wanted: list[int] = []
     for work, start in zip(works, np.cumsum(meta.query_lens) - meta.query_lens, strict=True):
         first = int(start) - work.seq.computed
@@ -47,12 +50,12 @@ def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> B
 
 
 def completes(work: Work) -> bool:
-    """Whether the step computes the sequence's last token, so that the next one can be sampled."""
+    """Returns whether the step computes the sequence's last token, so that the next one can be sampled."""
     return work.tokens == work.seq.uncomputed
 
 
 def token_blocks(works: Sequence[Work]) -> IntArray:
-    """The KV block of each of the step's tokens, [T]."""
+    """Returns the KV block of each of the step's tokens, [T]."""
     blocks: list[int] = []
     for seq, count in works:
         blocks += [seq.blocks[place // BLOCK_TOKENS] for place in range(seq.computed, seq.computed + count)]

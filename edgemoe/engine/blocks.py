@@ -1,10 +1,10 @@
-"""KV blocks: who holds which, what the prefix cache keeps, and every block's expert signature.
+"""KV blocks: which sequence holds which, what the prefix cache keeps, and every block's expert signature.
 
 A full block is immutable and known by a key: a hash chained over its parent's key and its own tokens. Blocks that
-nobody holds stay findable by key until their memory is needed, the longest unused first. Only full blocks are shared
-and only whole ones are reused, so nothing is ever written to a shared block and no copy on write is needed; and a
-signature, which counts whole blocks, stays exact. The hash is a cryptographic one, for a collision would hand one
-user's text to another.
+nobody holds stay findable by key until their memory is needed; the least recently used go first. Only full blocks are
+shared, and they are reused whole. So nothing is ever written to a shared block, no copy on write is needed, and
+signatures, which count whole blocks, stay exact. The hash is cryptographic, because a collision would show one user's
+text to another.
 
 Signature: [ELDR, Prefix Cache Coherence]. For each block how often its tokens chose each expert: at most 16 times, so
 uint8 is exact. At most 1 % of the KV bytes for every supported model of real size: Qwen3-30B-A3B and -235B-A22B
@@ -30,10 +30,10 @@ _pack = struct.Struct(f"<{BLOCK_TOKENS}i").pack
 
 
 class BlockManager:
-    """Owner of all KV blocks. An invariant makes lookups cheap: a known block's ancestors are known.
+    """Owns all KV blocks. Lookups are cheap by an invariant: where a block's key is known, so are its ancestors' keys.
 
-    It holds because a sequence that holds a block holds its ancestors, lets go of the last block first, and takes
-    over the known block in place of its own when it completes one with a known key.
+    It holds because a sequence that holds a block also holds its ancestors, releases its last block first, and
+    swaps a block that it completes for the one that is already known by the same key.
     """
 
     def __init__(self, blocks: int, layers: int, experts: int, prefix_cache: bool = True) -> None:
@@ -49,13 +49,13 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds, remembered ones included."""
+        """Counts blocks that no sequence holds, those that the prefix cache still remembers included."""
         return len(self._free)
 
     def known(self, seq: Sequence) -> int:
-        """Leading blocks of `seq` that the prefix cache has, leaving at least one token to compute.
+        """Counts the leading blocks of `seq` that the prefix cache has, leaving at least one token to compute.
 
-        None where the logits of the prompt's tokens are wanted, which no cache has.
+        Returns 0 where log probabilities of the prompt are wanted: they take logits, which are not cached.
         """
         if seq.tells_prompt:
             return 0
@@ -63,16 +63,16 @@ class BlockManager:
         return bisect_left(keys, True, key=lambda key: key not in self._known)
 
     def needs(self, seq: Sequence) -> int:
-        """Free blocks that `open(seq)` would take."""
+        """Counts the free blocks that `open(seq)` would take."""
         held = sum(self._refs[self._known[key]] > 0 for key in seq.keys[: self.known(seq)])
         return blocks_for(len(seq.tokens)) - held
 
     def can_append(self, seq: Sequence) -> bool:
-        """Whether there is a place for the next token of a sequence whose tokens are all placed but the last."""
+        """Returns whether the last token of `seq`, the only one without a place, fits its blocks or a free one."""
         return len(seq.tokens) <= len(seq.blocks) * BLOCK_TOKENS or self.free > 0
 
     def keys(self, seq: Sequence, count: int) -> list[bytes]:
-        """The keys of the first `count` blocks, which must be full; none where there is no prefix cache."""
+        """Returns the keys of the first `count` blocks, which must be full; empty without a prefix cache."""
         if not self._prefix_cache:
             return []
         for i in range(len(seq.keys), count):
@@ -82,14 +82,14 @@ class BlockManager:
         return seq.keys[:count]
 
     def signature(self, seq: Sequence) -> IntArray:
-        """How often the computed tokens of `seq` chose each expert, [L, E], whether hit or computed here."""
+        """Returns how often the computed tokens of `seq` chose each expert, [L, E]; cached tokens count too."""
         total: IntArray = self.signatures[seq.blocks].sum(axis=0, dtype=np.int64)
         return total
 
-    # --- deeds
+    # --- changes
 
     def open(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for all its tokens; those that the prefix cache has are computed already."""
+        """Gives `seq` blocks for all its tokens, and counts as computed those that come from the prefix cache."""
         assert not seq.blocks, "the sequence has its blocks already"
         assert self.needs(seq) <= self.free, "there is no room for the sequence"
         hits = [self._known[key] for key in seq.keys[: self.known(seq)]]
@@ -99,25 +99,25 @@ class BlockManager:
         seq.blocks = hits + [self._take() for _ in range(blocks_for(len(seq.tokens)) - len(hits))]
 
     def append(self, seq: Sequence) -> None:
-        """Places the last token, in a new block if the others are full."""
+        """Makes a place for the last token of `seq`, in a new block if the others are full."""
         if len(seq.tokens) > len(seq.blocks) * BLOCK_TOKENS:
             seq.blocks.append(self._take())
 
     def advance(self, seq: Sequence, tokens: int) -> None:
-        """So many more tokens have keys and values; remembers the blocks that are full now."""
+        """Counts `tokens` more of `seq` as computed, and remembers the blocks that this fills."""
         done, seq.computed = seq.computed // BLOCK_TOKENS, seq.computed + tokens
         full = seq.computed // BLOCK_TOKENS
         for i, key in enumerate(self.keys(seq, full)[done:], start=done):
             self._remember(seq, i, key)
 
     def close(self, seq: Sequence) -> None:
-        """Takes all blocks back, the last one first."""
+        """Releases all blocks of `seq`, the last one first."""
         for block in reversed(seq.blocks):
             self._release(block)
         seq.blocks, seq.computed = [], 0
 
     def observe(self, blocks: IntArray, ids: npt.NDArray[np.int16]) -> None:
-        """Counts what the gates chose: `blocks` [T] where each token lies, `ids` [L, T, k]."""
+        """Adds the gates' choices `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
         layers = np.arange(ids.shape[0])[:, None, None]
         np.add.at(self.signatures, (blocks[None, :, None], layers, ids), np.uint8(1))
 

@@ -1,11 +1,11 @@
-"""How many tokens of prompt one step takes on beside sequences that are decoding.
+"""Limits how many tokens of prompts one step prefills beside sequences that are decoding.
 
-A step that prefills n tokens takes about a + b n seconds, fitted to recent steps. The chunk is as long as fits the
-step that is aimed for, but no shorter than a/b: where the fixed part dominates, as when every expert has to be
-brought in for a handful of tokens, shorter chunks would slow the prompt down and not spare the decoders much. So a
-stream waits for its next token about as long as is aimed for, or twice the fixed part where that is more. Every second
-chunk is shorter, for steps that are all alike do not show what is fixed. The fixed part is believed up to two thirds
-of a step, so that chunks at most double at a time, on repeated evidence.
+A step that prefills n tokens takes about a + b n seconds; a and b are fitted to recent steps. The chunk is as long as
+fits the aim for a step's duration, but no shorter than a/b. Where the fixed part a dominates, as when every expert has
+to be loaded for a few tokens, shorter chunks would slow the prompt down and hardly speed up the decoders. A stream
+therefore waits for its next token about as long as the aim, or twice the fixed part where that is more. Every second
+chunk is shorter, because steps of equal length do not tell a from b. At most two thirds of a step are taken to be
+fixed, so that chunks grow at most by a factor of two at a time, on repeated evidence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ChunkBudget:
     """Fits the length of prefilling steps and turns it into a token budget."""
 
     def __init__(self, step_tokens: int, aim_s: float) -> None:
-        """At most `step_tokens`, aiming for steps of `aim_s`; 0 aims for nothing."""
+        """Allows at most `step_tokens` a step and aims for steps of `aim_s` seconds; 0 aims for no duration."""
         self._most = step_tokens
         self._aim_s = aim_s
         self._sums = np.zeros((2, 3))  # of (1, n) times (1, n, seconds), decayed
@@ -32,18 +32,18 @@ class ChunkBudget:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens that recent steps with a prompt in them got through in a second."""
+        """Returns the prompt tokens per second of recent steps that prefilled."""
         _, tokens, seconds = self._sums[0].tolist()
         return tokens / seconds if seconds else FIRST_GUESS_TOKENS_PER_S
 
     def observe(self, prefill_tokens: int, seconds: float) -> None:
-        """A step that prefilled so many tokens took so long."""
+        """Adds the duration of a step that prefilled `prefill_tokens` to the fit."""
         row = np.array([1.0, prefill_tokens])
         self._sums = MEMORY * self._sums + np.outer(row, [*row, seconds])
         self._shorter = not self._shorter
 
     def prefill_tokens(self, decoding: int) -> int:
-        """The budget for prompts in a step with so many decoding sequences; at least one block's worth."""
+        """Returns the prompt tokens that a step with `decoding` decoding sequences may prefill, at least one block."""
         room = max(BLOCK_TOKENS, self._most - decoding)
         if not decoding or not self._aim_s:
             return room

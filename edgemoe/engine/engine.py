@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Requests go into `loop`, emissions come out of `emit`; both sides may be on any thread."""
+    """Runs requests: they are submitted to `loop`, and what they yield is handed to `emit`.
+
+    Requests may be submitted from any thread; `emit` is called on the compute thread.
+    """
 
     def __init__(
         self,
@@ -48,9 +51,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         missing_expert_timeout_s: float = 0.0,
     ) -> None:
-        """`kv` has `kv_blocks` blocks; `observe` is shown what the gates chose, `expect` each step before it runs.
+        """Composes an engine over a KV cache `kv` of `kv_blocks` blocks.
 
-        A request that lacks an expert waits for `missing_expert_timeout_s` for a box that brings it.
+        `expect` is called before each step, `observe` after it with what the gates chose.
+        A request whose expert is missing is retried for `missing_expert_timeout_s`, then it ends with an error.
         """
         self.blocks = BlockManager(kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
         self.bounds = RequestLimits(min(context_tokens, kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None)
@@ -64,7 +68,7 @@ class Engine:
         self._grammars = grammars
 
     def start(self, threads: int, ended: Callable[[BaseException | None], None]) -> threading.Thread:
-        """Runs the loop on a compute thread of its own; `ended` is told there how it ended, once."""
+        """Starts the loop on a compute thread, which calls `ended` once with the error that ended it, or None."""
 
         def compute() -> None:
             torch.set_num_threads(threads)  # OpenMP keeps this by thread
@@ -80,14 +84,14 @@ class Engine:
         return thread
 
     def figures(self) -> dict[str, float]:
-        """Numbers for /metrics by their final names. From any thread."""
+        """Returns the numbers for /metrics by their final names. May be called from any thread."""
         return figures(self.loop, self.scheduler, self.runner, self.blocks)
 
     def close(self) -> None:
-        """Lets go of the grammar thread. The loop has ended."""
+        """Ends the grammar thread. Must be called after the loop has ended."""
         if self._grammars is not None:
             self._grammars.close()
 
     def check_integrity(self) -> None:
-        """Asserts that requests, queues, blocks and parked bytes agree. Between steps."""
+        """Asserts that requests, queues, blocks and parked bytes agree. Must be called between steps."""
         self.loop.check_integrity()

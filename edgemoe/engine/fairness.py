@@ -1,4 +1,4 @@
-"""What each user has had and how long their answers are: the memory behind fairness and the output reserve.
+"""Counts the service that each user got and how long their answers are, for fairness and the output reserve.
 
 Service: the virtual token counter [VTC], where a token of output weighs as much as two of prompt. Expected output: a
 decayed mean per user, else over all users of the model.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 OUTPUT_WEIGHT = 2.0  # of a generated token, in prefilled ones
 DECAY = 0.1  # weight of the latest output in the mean
 FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
-MAX_USERS = 4096  # remembered; of those without a request the longest unseen goes first
+MAX_USERS = 4096  # remembered; users without a request are forgotten first, the longest absent of them first
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _User:
 
 
 class Fairness:
-    """Owner of what is remembered of users."""
+    """Owns what is remembered of users: service, length of answers, requests here."""
 
     def __init__(self) -> None:
         self._users: OrderedDict[str, _User] = OrderedDict()
@@ -33,22 +33,25 @@ class Fairness:
         self._output_tokens = FIRST_GUESS_TOKENS
 
     def expected_output(self, name: str, max_tokens: int) -> float:
-        """Tokens that a new answer to this user will probably have."""
+        """Returns the expected length in tokens of a new answer to this user, at most `max_tokens`."""
         user = self._users.get(name)
         mean = self._output_tokens if user is None or user.output_tokens is None else user.output_tokens
         return min(mean, float(max_tokens))
 
     def leads(self, names: Iterable[str]) -> list[float]:
-        """Service that each had beyond the least served user with a request here, in prefilled tokens."""
+        """Returns the service of each user beyond that of the least served user with a request, in prefilled tokens."""
         least = self._least_service()
         return [self._users[name].service - least for name in names]
 
     def heading_since(self, name: str, arrived_s: float) -> float:
-        """Since when a request of the user that arrived then could have been next in the user's line."""
+        """Returns since when a request that arrived at `arrived_s` can have been the first of its user's line.
+
+        That is its arrival, or the user's latest admission where it is later.
+        """
         return max(arrived_s, self._users[name].turn_s)
 
     def join(self, name: str) -> None:
-        """A request of the user has arrived. Who comes back has no credit from having been away."""
+        """Counts a request that arrived. A user who comes back gets no credit for the time away."""
         user = self._users.setdefault(name, _User())
         if user.requests == 0:
             user.service = max(user.service, self._least_service())
@@ -58,22 +61,22 @@ class Fairness:
         self._forget()
 
     def leave(self, name: str) -> None:
-        """A request of the user is gone."""
+        """Counts a request of the user as gone."""
         user = self._users[name]
         user.requests -= 1
         if not user.requests:
             self._present.remove(name)
 
     def take_turn(self, name: str, now_s: float) -> None:
-        """A request of the user is admitted."""
+        """Notes when a request of the user was admitted."""
         self._users[name].turn_s = now_s
 
     def serve(self, name: str, prompt_tokens: int, output_tokens: int) -> None:
-        """So many tokens were computed for the user."""
+        """Adds tokens that were computed for the user to their service."""
         self._users[name].service += prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
     def finish(self, name: str, output_tokens: int) -> None:
-        """An answer to the user has ended by itself with so many tokens."""
+        """Adds the length of an answer that ended by itself to the means of the user and of all."""
         user = self._users[name]
         mean = self._output_tokens if user.output_tokens is None else user.output_tokens
         user.output_tokens = mean + DECAY * (output_tokens - mean)

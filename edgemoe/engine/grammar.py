@@ -1,4 +1,7 @@
-"""Constrained output: llguidance tells which tokens may come next. State is rebuilt from the tokens on a replay."""
+"""Constrains output by grammars: llguidance says which tokens may come next.
+
+A replayed request's state is rebuilt from its tokens.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,27 @@ CACHED = 64  # compiled grammars kept; apps send the same schema again and again
 
 
 class Matcher:
-    """One sequence's place in its grammar."""
+    """Tracks one sequence's position in its grammar."""
 
     def __init__(self, start: LLMatcher, emitted: Sequence[int]) -> None:
-        """Raises InvalidRequest where the tokens emitted so far do not follow the grammar."""
+        """Starts after the tokens emitted so far. Raises InvalidRequest where they do not follow the grammar."""
         self._matcher = start.deep_copy()
         for token in emitted:
             self.accept(token)
 
     def fill(self, mask: npt.NDArray[np.int32]) -> None:
-        """Writes which tokens may come next: bit t of `mask` [V / 32] for token t. Raises InvalidRequest."""
+        """Sets bit t of `mask` [V / 32] for each token t that may come next. Raises InvalidRequest."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
 
     def accept(self, token: int) -> None:
-        """`token` is the next one. Raises InvalidRequest if it may not be."""
+        """Advances by `token`. Raises InvalidRequest where the grammar does not allow it."""
         self._matcher.consume_token(token)
         self._check()
 
     @property
     def finished(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Returns whether the grammar is complete, so that only the end may follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:
@@ -45,7 +48,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars in a thread of its own, so that an intricate one delays its own request only."""
+    """Compiles grammars on a thread of its own, so that a complex one delays its own request only."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -53,7 +56,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def matcher(self, grammar: str, emitted: Sequence[int]) -> Future[Matcher]:
-        """A matcher that has accepted the tokens emitted so far. The future raises InvalidRequest."""
+        """Returns a future matcher that has accepted the tokens emitted so far. The future raises InvalidRequest."""
         return self._thread.submit(lambda: Matcher(self._compile(grammar), emitted))
 
     def close(self) -> None:

@@ -14,17 +14,17 @@ from edgemoe.engine.sequence import Sequence, blocks_for
 
 
 class Copyable(Protocol):
-    """The part of the KV cache that parking needs."""
+    """Reads and writes KV blocks: the part of the KV cache that parking needs."""
 
     def gather(self, blocks: list[int]) -> torch.Tensor:
-        """A copy of these blocks in host memory, one row each."""
+        """Returns a copy of these blocks in host memory, one row each."""
 
     def scatter(self, blocks: list[int], rows: torch.Tensor) -> None:
         """Writes rows that `gather` returned into these blocks."""
 
 
 class SwappedBlocks(NamedTuple):
-    """What a paused sequence had computed."""
+    """The keys, values and signatures that a paused sequence had computed."""
 
     tokens: int
     rows: torch.Tensor  # [n, ...] a KV block each
@@ -32,7 +32,7 @@ class SwappedBlocks(NamedTuple):
 
 
 class KVSwap:
-    """Owner of parked keys and values. Where they do not fit, the sequence is computed again."""
+    """Owns parked keys and values. A sequence that does not fit is computed again instead."""
 
     def __init__(self, kv: Copyable, blocks: BlockManager, block_bytes: int, budget_bytes: int) -> None:
         self._kv = kv
@@ -40,7 +40,7 @@ class KVSwap:
         self._budget = self._room = budget_bytes // block_bytes  # blocks
 
     def park(self, seq: Sequence) -> bool:
-        """Copies what `seq` has computed; false where there is no room for it."""
+        """Copies the computed blocks of `seq` to host memory. Returns False where there is no room for them."""
         held = seq.blocks[: blocks_for(seq.computed)]
         if not held or len(held) > self._room:
             return False
@@ -49,7 +49,7 @@ class KVSwap:
         return True
 
     def restore(self, seq: Sequence) -> None:
-        """Puts parked blocks that the prefix cache did not supply into the blocks that `seq` was given."""
+        """Copies the parked blocks that the prefix cache did not supply into the new blocks of `seq`."""
         if seq.parked is None:
             return
         tokens, rows, signatures = seq.parked
@@ -62,13 +62,13 @@ class KVSwap:
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
-        """Forgets what is parked of `seq`."""
+        """Frees what is parked of `seq`, if anything is."""
         if seq.parked is not None:
             self._room += len(seq.parked.rows)
             seq.parked = None
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Asserts that exactly the waiting sequences account for the room taken."""
+        """Asserts that the waiting sequences' parked blocks add up to the room taken."""
         parked = sum(len(seq.parked.rows) for seq in waiting if seq.parked)
         assert self._room >= 0
         assert parked + self._room == self._budget

@@ -1,9 +1,9 @@
-"""The step loop, on the compute thread: what arrives is queued, a step is computed, what it yields leaves at once.
+"""The step loop of the compute thread: queues what arrives, computes a step, emits what it yields at once.
 
-A request that fails, fails alone: whatever it makes a step raise costs nobody else anything (see `step`), and an
-expert that is nowhere to be had only those whose tokens need it. Where other boxes may come back with it, these wait
-for a while, tried again one by one. What goes wrong otherwise ends the loop, for then the state is in doubt; the front
-starts another engine and submits its requests again with the tokens that they have.
+A request that fails, fails alone: an exception that it makes a step raise ends no other request (see `step`). A missing
+expert affects only the requests whose tokens need it; where another box may still bring it, they are retried one by one
+for a while. Any other exception ends the loop, because the state is then in doubt. The front starts another engine and
+submits its requests again with the tokens that they have.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 Emit = Callable[[list[Emission]], None]
 MAX_INBOX = 8192  # messages that wait for the end of the step
-LONGEST_WAIT_S = 3600.0  # without a look at the deadlines
-RETRY_S = 0.05  # between attempts at a step when nobody's experts can be had
+LONGEST_WAIT_S = 3600.0  # longest sleep without checking the deadlines
+RETRY_S = 0.05  # between attempts at a step while every request waits for an expert
 
 
 class StepLoop:
-    """Owner of the engine's requests. `submit`, `cancel`, `drain` and `stop` may be called from any thread."""
+    """Owns the engine's requests. `submit`, `cancel`, `drain` and `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class StepLoop:
         clock: Callable[[], float] = time.monotonic,
         missing_expert_timeout_s: float = 0.0,
     ) -> None:
-        """`emit` gets what each step yields, on the compute thread.
+        """Calls `emit` on the compute thread with what each step yields.
 
-        A request may lack an expert for `missing_expert_timeout_s`.
+        A request whose expert is missing is retried for `missing_expert_timeout_s`.
         """
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._missing_expert_timeout_s = missing_expert_timeout_s
@@ -73,18 +73,18 @@ class StepLoop:
     # --- from any thread
 
     def submit(self, request: Request, emitted: tuple[int, ...], attempt: int, remaining_s: float) -> None:
-        """Runs `request` on from `emitted`; how it goes, and whether it is refused, comes out of `emit`."""
+        """Queues `request`, to go on after the tokens `emitted`. Its tokens, or its refusal, go to `emit`."""
         now_s = self._clock()
         seq = Sequence(request, emitted, attempt, now_s, now_s + remaining_s)
         full = self._inbox.qsize() >= MAX_INBOX
         self._inbox.put(lambda: self._refuse(seq) if full else self._accept(seq))
 
     def cancel(self, request: str, attempt: int) -> None:
-        """Forgets the request from the next step on, if it still runs as `attempt`."""
+        """Drops the request before the next step, if it still runs as `attempt`."""
         self._inbox.put(lambda: self._cancel(request, attempt))
 
     def drain(self) -> None:
-        """Refuses new requests from now on; those accepted are finished."""
+        """Refuses new requests from now on; accepted ones are finished."""
         self._inbox.put(lambda: setattr(self, "_draining", True))
 
     def stop(self) -> None:
@@ -94,13 +94,13 @@ class StepLoop:
     # --- on the compute thread
 
     def run(self) -> None:
-        """Steps until stopped, asleep while there is nothing to do."""
+        """Runs steps until stopped, and sleeps while there is nothing to do."""
         while not self._stopped:
             if not self.step():
                 self._wait()
 
     def step(self) -> bool:
-        """Takes what has arrived and computes one step; false if nothing could be computed."""
+        """Takes what has arrived and computes one step. Returns False if nothing could be computed."""
         with self._runner.in_step():
             self._take()
             now_s = self._clock()
@@ -192,7 +192,7 @@ class StepLoop:
 
     @contextmanager
     def _costs(self, seq: Sequence) -> Iterator[None]:
-        """Ends `seq` alone with what is raised within."""
+        """Ends `seq` alone with what is raised inside the `with` block."""
         try:
             yield
         except BROKEN:
@@ -231,7 +231,7 @@ class StepLoop:
     # --- the step
 
     def _compute(self, works: list[Work]) -> None:
-        """One step; who lacked an expert in the last one holds nobody up."""
+        """Computes one step; sequences whose expert was missing in the last one run alone, after the others."""
         alone = [work for work in works if work.seq.missing_expert]
         if whole := [work for work in works if not work.seq.missing_expert]:
             self._run(whole)
@@ -254,7 +254,7 @@ class StepLoop:
             self.check_integrity()
 
     def _lack(self, seq: Sequence, error: StoreError) -> None:
-        """Has the request tried again, unless it has lacked an expert for too long or a damaged one is at fault."""
+        """Keeps the request for a retry, or ends it where the expert is damaged or has been missing for too long."""
         now_s = self._clock()
         seq.missing_since_s = seq.missing_since_s if seq.missing_expert else now_s
         seq.missing_expert = error
@@ -262,7 +262,7 @@ class StepLoop:
             self._end(seq, "error", error)
 
     def _deliver(self, seq: Sequence, sampled: Sampled) -> None:
-        """Adds the token, or ends `seq`. All that may raise, as the grammar may, comes before anything is changed."""
+        """Adds the token, or ends `seq`. What may raise (the grammar) comes before anything is changed."""
         stopped = sampled.token in seq.sampling.stop_token_ids
         if seq.matcher is not None and not stopped:
             seq.matcher.accept(sampled.token)
@@ -284,20 +284,20 @@ class StepLoop:
         self._put(seq, index=index, token=sampled.token, logprob=sampled.logprob, top=sampled.top, finish=finish)
 
     def _finish_of(self, seq: Sequence) -> str:
-        """Why `seq` is over after its last token by its length; "" while it is not."""
+        """Returns "length" if `seq` has reached its longest length, else ""."""
         if seq.emitted >= seq.sampling.max_tokens or len(seq.tokens) >= self._bounds.context_tokens:
             return "length"
         return ""
 
     def check_integrity(self) -> None:
-        """Asserts that every request is where it should be, and that nothing of any other is left. Between steps."""
+        """Asserts that the queues hold exactly the requests, with their blocks. Must be called between steps."""
         self._scheduler.check_integrity()
         held = [*self._scheduler.running, *self._scheduler.waiting]
         assert {id(seq) for seq in held} == {id(seq) for seq in self._requests.values()}
 
 
 def _code(error: EdgemoeError) -> str:
-    """A stable word for the error: a request error's own, else the class's name."""
+    """Returns the error's stable code: a request error's own, else the class's name in snake case."""
     if isinstance(error, RequestError) and error.code:
         return error.code
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()

@@ -11,7 +11,7 @@ from edgemoe.telemetry.metrics import named
 
 
 def figures(loop: StepLoop, scheduler: Scheduler, runner: Runner, blocks: BlockManager) -> dict[str, float]:
-    """Queues, blocks, steps and what has become of requests. May be called while a step runs."""
+    """Returns numbers of queues, blocks, steps and ended requests by metric name. May be called while a step runs."""
     values: dict[str, float] = {
         metrics.QUEUE_DEPTH: len(scheduler.waiting),
         metrics.REQUESTS_RUNNING: len(scheduler.running),

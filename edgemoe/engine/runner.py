@@ -1,4 +1,4 @@
-"""One forward pass: the works of a step go in, logits come out, and everybody who keeps books is told."""
+"""Runs the forward pass of a step, and counts it in the block signatures, the chunk budget and the totals."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
 
 
 class StepDecoder(Protocol):
-    """What the engine asks of the model."""
+    """Computes logits: what the engine asks of the model."""
 
     def forward(self, batch: Batch, kv: Any, experts: Experts) -> torch.Tensor:
-        """Logits of the rows that the batch wants, float32 [R, V]. Raises MissingExpert, CorruptExpert."""
+        """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert."""
 
 
 class StepExperts(Experts, Protocol):
-    """The tiers, as the engine calls them around a step."""
+    """Computes experts, and collects per step what the gates chose."""
 
     def begin_step(self, meta: StepMeta) -> None:
-        """Observes from here on; a step that failed before its end is forgotten."""
+        """Starts collecting. Drops what was collected of a step that failed before its end."""
 
     def end_step(self) -> StepRouting:
-        """What the step's gates chose."""
+        """Returns what the step's gates chose."""
 
 
 class Computed(NamedTuple):
-    """A step's forward pass; until it is booked it has not happened."""
+    """The result of a step's forward pass, which changes nothing until it is committed."""
 
     works: Sequence[Work]
     meta: StepMeta
@@ -49,7 +49,7 @@ class Computed(NamedTuple):
 
 
 class Runner:
-    """Runs steps and counts what they do."""
+    """Runs forward passes, commits them, and counts steps, seconds, tokens and experts."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Runner:
         clock: Callable[[], float] = time.perf_counter,
         expect: Callable[[StepMeta], None] | None = None,
     ) -> None:
-        """`observe` is shown what the gates chose, `expect` each step before it runs, on the compute thread."""
+        """Calls `expect` before each step and `observe` after it with what the gates chose, on the compute thread."""
         # by phase ("prefill" where a prompt is in the step): steps, seconds, experts touched in all layers, and tokens
         self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
         self.started_s: float | None = None  # of the step, or the attempt at it, that the compute thread is in
@@ -72,13 +72,13 @@ class Runner:
         self._observe, self._expect, self._clock = observe, expect, clock
 
     def step_age_s(self) -> float:
-        """How long the current step, or the attempt at it, has taken; 0 between steps. From any thread."""
+        """Returns the seconds that the current attempt at a step has taken; 0 between steps. From any thread."""
         started_s = self.started_s
         return 0.0 if started_s is None else self._clock() - started_s
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """All that happens within counts as the step, for a thread may hang anywhere."""
+        """Counts the whole `with` block as part of the step in `step_age_s`, because a thread may hang anywhere."""
         self.started_s = self._clock()
         try:
             yield
@@ -87,7 +87,7 @@ class Runner:
 
     @torch.inference_mode()
     def compute(self, works: Sequence[Work]) -> Computed:
-        """The works' forward pass. Raises MissingExpert, CorruptExpert."""
+        """Runs the works' forward pass and changes nothing. Raises MissingExpert, CorruptExpert."""
         meta = describe(works)
         batch = make_batch(works, meta, self._device)
         started_s = self.started_s = self._clock()
@@ -98,7 +98,7 @@ class Runner:
         return Computed(works, meta, logits, self._experts.end_step(), self._clock() - started_s)
 
     def commit(self, step: Computed) -> None:
-        """Keeps the step's keys and values, counts it, and shows what its gates chose."""
+        """Counts the step's tokens as computed, adds to the totals, and hands the gates' choices to `observe`."""
         works, meta, _, routing, step_s = step
         self._blocks.observe(token_blocks(works), routing.ids)
         for seq, tokens in works:
@@ -118,7 +118,7 @@ class Runner:
 
 
 def _active(routing: StepRouting) -> int:
-    """Distinct experts that the step touched, summed over layers."""
+    """Counts the distinct experts that the step touched, summed over layers."""
     layers = len(routing.ids)
     touched = np.zeros((layers, int(routing.ids.max()) + 1), np.bool_)
     touched[np.arange(layers)[:, None, None], routing.ids] = True

@@ -1,8 +1,8 @@
-"""From logits to tokens, for all sequences of a step at once.
+"""Samples tokens from logits, for all sequences of a step at once.
 
-A row's token depends on its logits, its settings and its own tokens only, never on the batch: its random number is a
-hash of (seed, choice, position), and it picks from the cumulated probabilities in the order of the vocabulary, which
-rounding in the logits hardly moves. Log probabilities are the model's own, before any adjustment.
+A row's token depends on its logits, its settings and its own tokens, never on the batch. Its random number is a hash of
+(seed, choice, position). It selects from the cumulated probabilities in the order of the vocabulary, so that rounding
+errors in the logits hardly ever change the token. Log probabilities are those of the unadjusted logits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from edgemoe.engine.grammar import Matcher
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy
-LEAST_LOGPROB = -9999.0  # said of what cannot be
-CANDIDATES = 256  # likeliest tokens that are looked at first where top_p alone cuts off the tail
+LEAST_LOGPROB = -9999.0  # stands for minus infinity in messages
+CANDIDATES = 256  # most probable tokens that are tried first where top_p alone limits the choice
 
 Uints = npt.NDArray[np.uint64]
 
 
 class Sampled(NamedTuple):
-    """The token chosen for one row, and what was asked to be told of it."""
+    """The token chosen for one row, with the log probabilities that its request asked for."""
 
     token: int
     logprob: float | None = None
@@ -40,9 +40,9 @@ class Sampled(NamedTuple):
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | RequestError]:
-    """One token for each row of `logits` [R, V], which is overwritten; an error where there is none to choose."""
-    told = [row for row, seq in enumerate(rows) if seq.sampling.logprobs is not None]
-    logprobs = torch.log_softmax(logits[told], dim=-1) if told else None
+    """Returns one token per row of `logits` [R, V], or an error where no token can be chosen. Overwrites `logits`."""
+    reported = [row for row, seq in enumerate(rows) if seq.sampling.logprobs is not None]
+    logprobs = torch.log_softmax(logits[reported], dim=-1) if reported else None
     failed = adjust(logits, rows)
     peaks = runs(logits).amax(dim=-1)  # [R, n]
     best = peaks.amax(dim=-1)  # NaN where there is one in the row
@@ -60,7 +60,7 @@ def sample(logits: torch.Tensor, rows: Rows[Sequence]) -> list[Sampled | Request
     drawn = tokens.tolist()
     chosen: list[Sampled | RequestError] = [failed.get(row) or Sampled(token) for row, token in enumerate(drawn)]
     if logprobs is not None:
-        for row, log in zip(told, logprobs, strict=True):
+        for row, log in zip(reported, logprobs, strict=True):
             if row not in failed:
                 chosen[row] = _tell(drawn[row], log, rows[row].sampling.logprobs or 0)
     return chosen
@@ -79,13 +79,13 @@ def _tell(token: int, logprobs: torch.Tensor, count: int) -> Sampled:
 
 @torch.inference_mode()
 def tell_prompt(seq: Sequence, logits: torch.Tensor, places: range) -> list[TokenLogprob]:
-    """How likely the prompt's tokens after these places were, by the places' logits [n, V]."""
+    """Returns the log probabilities of the prompt tokens that follow `places`, from the logits [n, V] there."""
     following = [seq.tokens[place + 1] for place in places]
     return _likeliest(torch.log_softmax(logits, dim=-1), following, seq.sampling.prompt_logprobs or 0)
 
 
 def _likeliest(logprobs: torch.Tensor, chosen: Rows[int], count: int) -> list[TokenLogprob]:
-    """Of each row [n, V], the log probability of the chosen token and the `count` likeliest tokens with theirs."""
+    """Returns for each row [n, V] the log probability of the chosen token, and the `count` most probable tokens."""
     values, tokens = top(runs(logprobs), min(count, logprobs.shape[1]))
     of_chosen = _finite(logprobs[torch.arange(len(logprobs)), list(chosen)])
     best = [tuple(zip(*row, strict=True)) for row in zip(tokens.tolist(), _finite(values), strict=True)]
@@ -93,15 +93,15 @@ def _likeliest(logprobs: torch.Tensor, chosen: Rows[int], count: int) -> list[To
 
 
 def _finite(logprobs: torch.Tensor) -> list[Any]:
-    """As lists; what is forbidden is very unlikely, for messages and JSON have no infinity."""
+    """Returns lists; minus infinity becomes LEAST_LOGPROB, because JSON and messages have no infinity."""
     return logprobs.nan_to_num(nan=LEAST_LOGPROB).clamp(min=LEAST_LOGPROB).tolist()
 
 
-# --- what a request adds to or forbids in its logits
+# --- penalties, biases and masks
 
 
 def adjust(logits: torch.Tensor, rows: Rows[Sequence]) -> dict[int, RequestError]:
-    """Applies penalties, biases, minimum lengths and grammars to `logits` [R, V] in place; errors by row."""
+    """Applies penalties, biases, minimum lengths and grammars to `logits` [R, V] in place. Returns errors by row."""
     failed: dict[int, RequestError] = {}
     for row, seq in enumerate(rows):
         chosen = seq.sampling
@@ -147,13 +147,13 @@ def _forbid(logits: torch.Tensor, matcher: Matcher) -> None:
 
 
 def _draw(logits: torch.Tensor, requests: Rows[Request], positions: Rows[int]) -> torch.Tensor:
-    """A token for each row [R, V], which is overwritten, by its temperature, top_k, top_p and min_p.
+    """Draws a token for each row [R, V] by its temperature, top_k, top_p and min_p. Overwrites `logits`.
 
-    The likeliest token's logit is 0.
+    Each row's largest logit must be 0.
     """
     chosen = [request.sampling for request in requests]
     logits.div_(_column([s.temperature for s in chosen], logits)).exp_()
-    weights = runs(logits, fill=0.0)  # of the likeliest token: 1
+    weights = runs(logits, fill=0.0)  # 1 for the most probable token
     point = torch.from_numpy(uniform(requests, positions)).to(logits.device)[:, None]
     tokens = torch.empty(len(chosen), dtype=torch.int64, device=logits.device)
     cut = [row for row, s in enumerate(chosen) if s.top_k or s.top_p < 1.0 or s.min_p > 0.0]
@@ -171,7 +171,7 @@ def _draw(logits: torch.Tensor, requests: Rows[Request], positions: Rows[int]) -
 def _pick_likely(
     weights: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """A token among those that top_k, then top_p, then min_p leave; the settings are [R, 1]."""
+    """Draws a token among those that top_k, then top_p, then min_p leave; the settings are [R, 1]."""
     vocab = weights.shape[1] * weights.shape[2]
     width = min(vocab, int(torch.where(top_k.isinf(), CANDIDATES, top_k).max()))
     tokens = _pick_among(weights, width, point, top_k, top_p, min_p)
@@ -189,7 +189,7 @@ def _pick_among(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """As above, looking at the `width` likeliest; -1 in rows where that is too few to know."""
+    """Draws from the `width` most probable tokens only; returns -1 in rows where more are needed to decide."""
     rich = richest(weights, width)
     candidates = gather(weights, rich)
     values = candidates.flatten(1).topk(width).values.double()  # falling
@@ -197,7 +197,7 @@ def _pick_among(
     mass = values.cumsum(dim=-1)
     total = torch.where(top_k <= width, mass[:, -1:], weights.sum(dim=(1, 2))[:, None])  # top_p is of what top_k leaves
     kept = ((mass - values < top_p * total) | (top_p >= 1.0)) & (values >= min_p * values[:, :1]) & (values > 0)
-    kept[:, 0] = True  # of a top_p of 0, or too small for a float, the likeliest is left
+    kept[:, 0] = True  # even where top_p is 0, or below what float32 resolves
     least = torch.where(kept, values, torch.inf).amin(dim=-1).float()[:, None, None]
     token = pick(candidates * (candidates >= least), point)
     known = (width >= top_k) | ~kept[:, -1:] | (width == weights[0].numel())
@@ -205,7 +205,7 @@ def _pick_among(
 
 
 def _select(tensor: torch.Tensor, rows: Rows[int]) -> torch.Tensor:
-    """The chosen rows; the tensor itself where that is all of them, for copies of long rows are dear."""
+    """Returns the chosen rows, or the tensor itself without a copy where all are chosen."""
     return tensor if len(rows) == len(tensor) else tensor[rows]
 
 
@@ -214,7 +214,7 @@ def _column(values: Rows[float], like: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(requests: Rows[Request], positions: Rows[int]) -> npt.NDArray[np.float64]:
-    """Random numbers in [0, 1), one for each (seed, choice, position): splitmix64, chained over the three."""
+    """Returns random numbers [R] in [0, 1): hashes of (seed, choice, position) by splitmix64, chained."""
     mixed: Uints = np.zeros(len(requests), np.uint64)
     for part in (
         [request.seed & (1 << 64) - 1 for request in requests],
@@ -226,7 +226,7 @@ def uniform(requests: Rows[Request], positions: Rows[int]) -> npt.NDArray[np.flo
 
 
 def _splitmix64(state: Uints) -> Uints:
-    """The output function of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
+    """Hashes as in Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

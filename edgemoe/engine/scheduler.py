@@ -1,13 +1,14 @@
-"""Who runs in the next step, and with how many tokens. The order of the waiting is `policy.sjf`; this is the rest.
+"""Decides which sequences run in the next step and with how many tokens each. `policy.sjf` orders waiting requests.
 
-A step's token budget goes to decoding sequences first, one token each, so that none ever waits for a prompt; what is
-left goes to prompts in chunks, the most urgent first. A request is admitted as soon as it would get tokens, a slot and
-blocks, leaving a reserve for what the running ones will still write: a quarter of their expected remaining output
-(measured on real traces: a quarter to half of the mean TTFT when blocks are tight). The one that is next in turn is
-never overtaken because it does not fit. It steps aside only while a running prompt is computing what it could share.
+A step's token budget goes to decoding sequences first, one token each, so that none waits for a prompt. The rest goes
+to prompts in chunks, the most urgent first. A request is admitted once there are tokens, a slot and blocks for it, with
+a reserve left for what running sequences will still write. The reserve is a share of their expected remaining output;
+a quarter, on real traces, cut the mean TTFT to between a quarter and half when blocks were scarce. The first request
+in order is never overtaken because it does not fit. Others pass it only while it waits for a running prompt to compute
+blocks that both share.
 
-When blocks run out the newest sequence of the user who runs most is paused, so that the oldest always gets on. It is
-resumed before its user's other requests, from parked keys and values or by computing them again.
+When blocks run out, the newest sequence of the user with the most running sequences is paused, so that the oldest
+always advances. It is resumed before its user's other requests, from parked keys and values or by computing them again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PATIENCE_S = 2.0  # a user with nothing running waits at most this long before a
 
 
 class Work(NamedTuple):
-    """One sequence's share of a step."""
+    """One sequence and the number of its tokens that the step computes."""
 
     seq: Sequence
     tokens: int
@@ -48,7 +49,7 @@ class Waiter(NamedTuple):
 
 
 class Scheduler:
-    """Owner of the queues. `now_s` is any monotonic clock's, the same one throughout."""
+    """Owns the queues. `now_s` is the time of a monotonic clock, always the same one."""
 
     def __init__(
         self, settings: EngineSettings, blocks: BlockManager, chunk_budget: ChunkBudget, kv_swap: KVSwap | None = None
@@ -72,22 +73,25 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def expired(self, now_s: float) -> list[Sequence]:
-        """Those whose deadline has passed."""
+        """Returns the requests whose deadline has passed."""
         return [seq for seq in (*self.running, *self.waiting) if seq.deadline_s <= now_s]
 
     @property
     def aging_tokens_per_s(self) -> float:
-        """Tokens of prefill that a second of waiting makes up for."""
+        """Returns how many prefill tokens one second of waiting outweighs in the order of requests."""
         return self._settings.aging_tokens_per_s or AGING_SHARE * self._chunk_budget.tokens_per_s
 
     def retry_after_s(self) -> float:
-        """When a refused request may find room in the queue."""
+        """Returns after how many seconds a refused request may find room in the queue."""
         return float(np.clip(self._gap_s, 1.0, 60.0))
 
-    # --- deeds
+    # --- changes
 
     def add(self, seq: Sequence) -> Sequence | None:
-        """Queues `seq`. Returns the request that has to be refused for it: the newest of the longest line."""
+        """Queues `seq`. Returns the request to refuse where the queue is full, else None.
+
+        That is the newest request of the user who has the most waiting.
+        """
         self.fairness.join(seq.user)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
         if len(self.waiting) + len(self.running) <= self._settings.max_queue + self._settings.max_sequences:
@@ -100,7 +104,7 @@ class Scheduler:
         return refused
 
     def remove(self, seq: Sequence) -> None:
-        """Forgets `seq`, wherever it is."""
+        """Removes `seq` from its queue and frees its blocks and parked bytes."""
         (self.running if seq.blocks else self.waiting).remove(seq)
         self._blocks.close(seq)
         if self._kv_swap:
@@ -108,7 +112,7 @@ class Scheduler:
         self.fairness.leave(seq.user)
 
     def schedule(self, now_s: float) -> list[Work]:
-        """The next step's work, decoding sequences first; every token of it has its place."""
+        """Returns the next step's work, decoding sequences first. Every token of it has a place in a KV block."""
         self._grow()
         if self.waiting:
             self._admit(now_s)
@@ -125,7 +129,7 @@ class Scheduler:
                 self._blocks.append(seq)
 
     def _surplus(self) -> Sequence:
-        """The newest sequence of the user who runs most."""
+        """Returns the newest sequence of the user with the most running sequences."""
         counts = Counter(seq.user for seq in self.running)
         return max(enumerate(self.running), key=lambda item: (counts[item[1].user], item[0]))[1]
 
@@ -170,7 +174,7 @@ class Scheduler:
                 self._advance(lines, user)
 
     def _lines(self, now_s: float) -> dict[str, deque[Waiter]]:
-        """Each user's requests in order, resumed ones first. The literal rules know no users: one line for all."""
+        """Returns each user's requests in order, resumed ones first. Schedulers without users have one line for all."""
         lines: dict[str, deque[Waiter]] = {}
         waiters = self._in_order([Waiter(seq, self._to_compute(seq)) for seq in self.waiting], now_s)
         for waiter in sorted(waiters, key=lambda waiter: not waiter.seq.started):
@@ -185,7 +189,7 @@ class Scheduler:
             del lines[user]
 
     def _in_order(self, waiters: list[Waiter], now_s: float) -> list[Waiter]:
-        """By the rule chosen in the settings; `waiters` come by arrival."""
+        """Orders `waiters`, which come by arrival, by the rule chosen in the settings."""
         if len(waiters) < 2:
             return waiters
         tokens = np.array([waiter.tokens for waiter in waiters])
@@ -195,7 +199,7 @@ class Scheduler:
         return [waiters[i] for i in ranks]
 
     def _next_line(self, lines: dict[str, deque[Waiter]], now_s: float) -> tuple[str, float]:
-        """The user whose head is next, and the head's key."""
+        """Returns the user whose first request is next, and that request's sorting key."""
         if "" in lines and len(lines) == 1:
             return "", 0.0
         heads = [line[0] for line in lines.values()]
@@ -213,13 +217,13 @@ class Scheduler:
         return len(seq.tokens) - known
 
     def _prefix_in_flight(self, seq: Sequence) -> bool:
-        """Whether the first block that `seq` lacks is being computed by a running prompt."""
+        """Returns whether a running prompt is computing the first block that `seq` still needs."""
         known = self._blocks.known(seq)
-        lacking = seq.keys[known : known + 1]
-        if seq.parked or not lacking:
+        missing = seq.keys[known : known + 1]
+        if seq.parked or not missing:
             return False
         promised = (other for other in self._prefilling() if other.computed // BLOCK_TOKENS <= known)
-        return any(other.keys[known : known + 1] == lacking for other in promised)
+        return any(other.keys[known : known + 1] == missing for other in promised)
 
     def _fits(self, seq: Sequence) -> bool:
         if not self.running:
@@ -229,13 +233,16 @@ class Scheduler:
         return self._blocks.needs(seq) + self._reserve([*self.running, seq]) <= self._blocks.free
 
     def _reserve(self, seqs: Iterable[Sequence]) -> int:
-        """Blocks kept for a part of what these will probably still write."""
+        """Counts the blocks to keep free for the share of expected output that these have still to write."""
         expected = self.fairness.expected_output
         tokens = sum(max(0.0, expected(seq.user, seq.sampling.max_tokens) - seq.emitted) for seq in seqs)
         return blocks_for(int(self._settings.output_reserve * tokens))
 
     def _may_displace(self, seq: Sequence, now_s: float) -> bool:
-        """Whether `seq`, whose user has nothing running, has waited long enough for another's surplus to go."""
+        """Returns whether `seq` may displace another user's sequence.
+
+        Its own user must have nothing running, some user several sequences, and it must have waited PATIENCE_S.
+        """
         counts = Counter(other.user for other in self.running)
         waited_s = now_s - self.fairness.heading_since(seq.user, seq.arrived_s)
         return not counts[seq.user] and max(counts.values()) > 1 and waited_s >= PATIENCE_S

@@ -1,7 +1,7 @@
-"""Choosing from long rows of numbers: the largest, the k largest, a random one. All exact, for all rows at once.
+"""Selects from long rows of numbers: the largest, the k largest, or a random one. Exact, and for all rows at once.
 
-Rows are looked at in runs of 64, first by one figure for each run (its maximum, its sum) and then inside the few that
-matter: with a vocabulary of 152 thousand, 7 to 20 times faster than torch's argmax, topk and cumsum of whole rows.
+Each row is cut into runs of 64. One number per run (its maximum, or its sum) selects the runs that matter, and only
+these are searched. With a vocabulary of 152 thousand this is 7 to 20 times faster than torch's argmax, topk and cumsum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ RUN = 64
 
 
 def runs(rows: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
-    """`rows` [R, V] as [R, n, 64], filled up with `fill`; the same memory where nothing has to be filled up."""
+    """Returns `rows` [R, V] as [R, n, 64], padded with `fill`; a view where no padding is needed."""
     missing = -rows.shape[1] % RUN
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
@@ -20,30 +20,36 @@ def runs(rows: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
 
 
 def largest(rows: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-    """Index of the largest of each row [R, n, 64], the first of equals: [R]; `peaks` [R, n] are the runs' largest."""
+    """Returns the index [R] of the largest of each row [R, n, 64], the first of equals.
+
+    `peaks` [R, n] are the maxima of the runs.
+    """
     run = peaks.argmax(dim=-1)
     return run * RUN + _of(rows, run).argmax(dim=-1)
 
 
 def richest(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """The runs [R, min(count, n)] in which the `count` largest of each row lie, in order of their place."""
+    """Returns the runs [R, min(count, n)] that contain the `count` largest of each row, in ascending order."""
     return rows.amax(dim=-1).topk(min(count, rows.shape[1])).indices.sort(dim=-1).values
 
 
 def top(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest of each row [R, n, 64], falling, and their indices."""
+    """Returns the `count` largest of each row [R, n, 64] in descending order, and their indices."""
     rich = richest(rows, count)
     found = gather(rows, rich).flatten(1).topk(count)
     return found.values, rich.gather(1, found.indices // RUN) * RUN + found.indices % RUN
 
 
 def gather(rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """The chosen runs [R, m] of each row: [R, m, 64]."""
+    """Returns the chosen runs [R, m] of each row: [R, m, 64]."""
     return rows[torch.arange(len(rows), device=rows.device)[:, None], chosen]
 
 
 def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
-    """Index [R] at which the cumulated `weights` [R, n, 64] pass `point` [R, 1] of their sum; its own is above 0."""
+    """Returns the index [R] at which the cumulated `weights` [R, n, 64] exceed the share `point` [R, 1] of their sum.
+
+    The weight at that index is above 0.
+    """
     sums = weights.sum(dim=-1).double()
     cumulated = sums.cumsum(dim=-1)
     target = _below(point * cumulated[:, -1:], cumulated)
@@ -54,11 +60,11 @@ def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
 
 
 def _of(rows: torch.Tensor, run: torch.Tensor) -> torch.Tensor:
-    """One run of each row, [R, 64]."""
+    """Returns one run of each row, [R, 64]."""
     return rows[torch.arange(len(rows), device=rows.device), run]
 
 
 def _below(target: torch.Tensor, cumulated: torch.Tensor) -> torch.Tensor:
-    """`target`, or the number just below the end of what is cumulated."""
+    """Returns `target`, at most the float just below the last cumulated value."""
     end = cumulated[:, -1:]
     return torch.minimum(target, torch.nextafter(end, torch.zeros_like(end)))

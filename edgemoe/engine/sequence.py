@@ -1,4 +1,4 @@
-"""One request as it runs. A pure function of (request, tokens emitted so far), but for where its KV blocks lie."""
+"""A running request. Its state follows from the request and the tokens emitted so far, save for its KV blocks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Sequence:
-    """Tokens of prompt and output, how many of them have keys and values, and in which blocks.
+    """Holds the tokens of prompt and output, how many of them are computed, and the KV blocks.
 
-    `computed` tokens have keys and values. One token less than all: it is decoding; fewer: it is prefilling. After a
-    crash or a pre-emption the output is prefilled together with the prompt and generation goes on where it was.
+    `computed` tokens have keys and values. The sequence is decoding when all tokens but the last are computed, and
+    prefilling when fewer are. After a crash or a preemption, prompt and output are prefilled together, and generation
+    goes on after them.
     """
 
     def __init__(self, request: Request, emitted: tuple[int, ...], attempt: int, arrived_s: float, deadline_s: float):
@@ -41,7 +42,7 @@ class Sequence:
         self.cached_tokens: int | None = None  # supplied by the prefix cache at the first admission
         self.started = False  # has been admitted once
         self.ready = request.sampling.grammar is None  # its grammar, if it has one, is compiled
-        self.matcher: Matcher | None = None  # its place in its grammar
+        self.matcher: Matcher | None = None  # its position in the grammar
         self.parked: SwappedBlocks | None = None
         self.missing_expert: StoreError | None = None  # why its last step failed, if it did
         self.missing_since_s = 0.0  # and since when
@@ -52,17 +53,17 @@ class Sequence:
 
     @cached_property
     def prompt_vocabulary(self) -> IntArray:
-        """The distinct tokens of the prompt [n], rising."""
+        """Returns the distinct tokens of the prompt [n] in ascending order."""
         return np.unique(np.array(self.request.prompt, np.int64))
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether log probabilities of its prompt are still to be found."""
+        """Returns whether log probabilities of prompt tokens were asked for and are still to be computed."""
         wanted = self.request.sampling.prompt_logprobs is not None and not self.first_index
         return wanted and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
     def places_to_tell(self, tokens: int) -> range:
-        """Those of the next `tokens` whose logits say how likely the prompt's next token is."""
+        """Returns those positions of the next `tokens` whose logits give a wanted log probability of the prompt."""
         if not self.tells_prompt:
             return range(0)
         return range(max(self.computed, len(self.prompt_logprobs)), min(self.computed + tokens, self.prompt_tokens - 1))
@@ -73,7 +74,7 @@ class Sequence:
 
     @property
     def emitted(self) -> int:
-        """Tokens of output so far, replayed ones included."""
+        """Counts the tokens of output so far, replayed ones included."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
@@ -86,5 +87,5 @@ class Sequence:
 
 
 def blocks_for(tokens: int) -> int:
-    """KV blocks that hold so many tokens."""
+    """Counts the KV blocks that hold `tokens` tokens."""
     return -(-tokens // BLOCK_TOKENS)

@@ -1,9 +1,9 @@
-"""One step as a transaction: computed and sampled first, booked then, so that a step that fails leaves nothing behind.
+"""Runs a step as a transaction: computes and samples first, commits afterwards, so that a failed step changes nothing.
 
-What fails is computed again in parts, down to the sequence that makes a step fail alone: its request ends with an
-error, and the others go on with the tokens that they would have had. Before a request is blamed, a token of nobody's
-is computed: where that fails too, or where the device or the process's memory gives out, it is the engine that is
-broken, and the error is raised.
+A step that failed is computed again in parts, down to the sequence that fails alone: its request ends with an error,
+and the others get the tokens that they would have had. Before a request is blamed, a probe of one token that belongs
+to no request is computed. Where the probe fails too, or where memory or the device fails, the engine is broken, and the
+error is raised.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NOBODYS = Request(id="\0nobody's", prompt=(0,), sampling=Sampling(), seed=0)
 
 
 class Outcome(NamedTuple):
-    """What a step came to for one sequence: a token, an error, or None where its prompt has not ended yet."""
+    """A step's result for one sequence: a token, an error, or None while its prompt is not all computed."""
 
     seq: Sequence
     sampled: Sampled | EdgemoeError | None
 
 
 class Attempt(NamedTuple):
-    """A step that is computed and not booked."""
+    """A step that is computed and sampled, but not committed."""
 
     computed: Computed
     prompt_logprobs: list[tuple[Sequence, list[TokenLogprob]]]
@@ -46,14 +46,17 @@ class Attempt(NamedTuple):
 
 
 class Steps:
-    """Runs steps for the loop and tells whose fault it is when one fails."""
+    """Runs steps for the loop, and finds the sequence at fault when one fails."""
 
     def __init__(self, runner: Runner) -> None:
         self.blamed = 0  # requests that ended because of what they raised
         self._runner = runner
 
     def run(self, works: Rows[Work], again: bool = False) -> list[Outcome]:
-        """One step, or as many as it takes; `again`: these works were in one that failed."""
+        """Computes and commits one step, or several smaller ones after a failure.
+
+        `again` says that these works were part of a step that failed. Raises what breaks the engine.
+        """
         try:
             attempt = self._attempt(works)
         except BROKEN:
@@ -72,7 +75,7 @@ class Steps:
         return [outcome for part in parts for outcome in self.run(part, again=True)]
 
     def blame(self, seq: Sequence, error: Exception) -> EdgemoeError:
-        """The error that the request ends with, which has raised `error`."""
+        """Returns the error with which the request that raised `error` ends, and logs it if it is not one of ours."""
         if isinstance(error, EdgemoeError):
             return error
         self.blamed += 1
@@ -95,16 +98,16 @@ class Steps:
         return Attempt(computed, prompt_logprobs, outcomes)
 
     def _commit(self, attempt: Attempt) -> list[Outcome]:
-        """Keeps what was computed; nothing of it depends on what a request says."""
+        """Keeps what was computed. Runs no code that a request's settings can make raise."""
         self._runner.commit(attempt.computed)
         for seq, lines in attempt.prompt_logprobs:
             seq.prompt_logprobs += lines
         return attempt.outcomes
 
     def _condemn(self, seq: Sequence, error: Exception) -> Outcome:
-        """The sequence's end, if nobody's token can be computed. Raises what the engine raises otherwise."""
+        """Returns the sequence's error if a probe token can be computed. Raises what the probe raises otherwise."""
         probe = Sequence(NOBODYS, (), 1, 0.0, math.inf)
-        probe.blocks = seq.blocks[-1:]  # which it does not share, as it has a token to compute
+        probe.blocks = seq.blocks[-1:]  # not shared: the sequence has still to write to it
         with contextlib.suppress(StoreError):  # an expert that is not here does not mean that the engine is broken
             self._attempt([Work(probe, 1)])
         return Outcome(seq, self.blame(seq, error))

@@ -1,4 +1,4 @@
-"""What the engine demands of a request. The front has looked at it too; here it is what keeps the step loop alive."""
+"""Checks requests at the engine. The front has checked them too; these checks protect the step loop."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from edgemoe.types.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one request may span and name."""
+    """Limits of a request: tokens in all, token ids, and whether grammars can be used."""
 
-    context_tokens: int  # prompt and output; no more than the KV blocks hold
+    context_tokens: int  # of prompt and output together; at most what the KV blocks hold
     vocab: int
-    grammars: bool = True  # whether there is a tokenizer to follow grammars with
+    grammars: bool = True  # whether the tokenizer can be used for grammars
 
 
 def check_request(request: Request, emitted: Sequence[int], bounds: RequestLimits) -> None:
-    """Raises InvalidRequest naming the field at fault."""
+    """Checks the request and the tokens emitted so far. Raises InvalidRequest, which names the field at fault."""
     tokens = len(request.prompt) + len(emitted)
     if not request.prompt:
         raise _invalid("prompt", "is empty; it needs at least one token")
@@ -34,16 +34,16 @@ def check_request(request: Request, emitted: Sequence[int], bounds: RequestLimit
             code="context_length_exceeded",
         )
     try:
-        unsaid = msgspec.structs.replace(request, prompt=())
-        msgspec.convert(msgspec.to_builtins(unsaid), Request)  # holds the bounds that its type declares
+        without_prompt = msgspec.structs.replace(request, prompt=())
+        msgspec.convert(msgspec.to_builtins(without_prompt), Request)  # holds the bounds that its type declares
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request is out of bounds: {error}", code="invalid_request") from error
     _check_tokens("prompt", request.prompt, bounds.vocab)
     _check_tokens("emitted", emitted, bounds.vocab)
     _check_tokens("logit_bias", list(request.sampling.logit_bias), bounds.vocab)
     _check_tokens("stop_token_ids", request.sampling.stop_token_ids, bounds.vocab)
-    told = request.sampling.prompt_logprobs
-    if told is not None and len(request.prompt) * (1 + told) > MAX_TOLD:
+    asked = request.sampling.prompt_logprobs
+    if asked is not None and len(request.prompt) * (1 + asked) > MAX_TOLD:
         raise _invalid("logprobs", f"are of more than {MAX_TOLD} tokens with those of the prompt; shorten the prompt")
     if request.sampling.grammar is not None and not bounds.grammars:
         raise _invalid("response_format", "cannot be followed: the model's tokenizer does not say what its tokens are")
