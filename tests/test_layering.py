@@ -64,7 +64,7 @@ ONLY_IN = {  # module -> the room that may import it
     "pynvml": "telemetry.probes",
 }
 NOWHERE = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "transformers", "lightning", "pytorch_lightning"}
-TORCH_FREE = ("front.main", "cli", "config.loading", "config.budgets", "families.spec", "store.packer")
+TORCH_FREE = ("front.main", "cli", "config.loading", "config.budgets", "families.config", "store.packer")
 
 
 def within(module: str, room: str) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from edgemoe.errors import StoreError
-from edgemoe.families.spec import DTYPE_BYTES, ModelSpec, dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import DTYPE_BYTES, ModelSpec, dense_shapes
 from edgemoe.store.manifest import MANIFEST, Manifest
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.spec import ModelSpec, Shape, dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint, Tensor
 from edgemoe.store.files import padded
 from edgemoe.store.manifest import DENSE, layer_file

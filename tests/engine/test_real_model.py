@@ -22,7 +22,7 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.residency import PrefetchPriority
 from edgemoe.experts.tiers.slab import ExpertShape
-from edgemoe.families.spec import spec_from_config
+from edgemoe.families.config import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache

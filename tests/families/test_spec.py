@@ -11,7 +11,9 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.spec import FAMILIES, ModelSpec, RopeSpec, dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, RopeSpec, dense_shapes
+from edgemoe.families.table import FAMILIES
 from edgemoe.model.rope import frequencies
 
 QWEN4 = {  # Qwen3-30B-A3B, as transformers 4 wrote it

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from support.kept import KERNELS
 from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Tiny
 
-from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 

@@ -12,7 +12,7 @@ from support.tiny_models import ResidentExperts, Session, Tiny
 from tokenizers import Tokenizer
 
 from edgemoe.demo import model_path
-from edgemoe.families.spec import spec_from_config
+from edgemoe.families.config import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 

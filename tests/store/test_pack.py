@@ -18,7 +18,8 @@ from safetensors.torch import load_file as load_torch
 from support.waiting import wait_until
 
 from edgemoe.errors import CheckpointError, StoreError, StoreVersionError, UnsupportedModel
-from edgemoe.families.spec import dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import dense_shapes
 from edgemoe.store.files import lock_store
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import JOURNAL, ensure_store, pack

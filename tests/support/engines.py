@@ -15,7 +15,7 @@ import numpy as np
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
-from edgemoe.families.spec import spec_from_config
+from edgemoe.families.config import spec_from_config
 from edgemoe.policy.placement import uniform
 from edgemoe.store.files import padded
 from edgemoe.store.manifest import Manifest

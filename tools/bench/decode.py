@@ -34,7 +34,8 @@ from safetensors.torch import save_file  # noqa: E402
 
 from edgemoe.experts.build import ExpertTiers  # noqa: E402
 from edgemoe.experts.tiers.slab import ExpertShape  # noqa: E402
-from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config  # noqa: E402
+from edgemoe.families.config import spec_from_config  # noqa: E402
+from edgemoe.families.spec import ModelSpec, dense_shapes  # noqa: E402
 from edgemoe.kernels.cpu.intrinsics import chunk, fields, i64_at, record  # noqa: E402
 from edgemoe.kernels.cpu.runtime import Kernels  # noqa: E402
 from edgemoe.kernels.cpu.thread_pool import parallel  # noqa: E402

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgemoe.families.spec import spec_from_config
+from edgemoe.families.config import spec_from_config
 from edgemoe.store.files import padded
 from edgemoe.store.manifest import Manifest
 from tools.bench.fault_rows import ROWS, Kind

@@ -17,7 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgemoe.families.spec import FAMILIES, Family, ModelSpec, dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.table import FAMILIES, Family
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30

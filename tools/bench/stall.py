@@ -42,7 +42,8 @@ from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
 from edgemoe.experts.tiers.slab import ExpertShape
-from edgemoe.families.spec import ModelSpec, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache

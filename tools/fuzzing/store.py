@@ -23,7 +23,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.families.spec import dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import dense_shapes
 from edgemoe.store import catalog as models
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import padded, page_memory

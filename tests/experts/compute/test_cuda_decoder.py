@@ -14,7 +14,8 @@ from support.waiting import wait_until
 
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.slab import ExpertShape
-from edgemoe.families.spec import ModelSpec, dense_shapes, spec_from_config
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
