@@ -1,0 +1,67 @@
+"""The house's rules of size and names, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path for folder in ("edgemoe", "scoutgate") for path in (ROOT / folder).rglob("*.py"))
+FILE_LINES, FUNCTION_LINES, FOLDER_FILES = 300, 60, 16
+TOO_LONG = {  # of those, what still is: this list only gets shorter
+    "edgemoe/cluster/control/plane.py",
+    "edgemoe/cluster/rpc/channel.py",
+    "edgemoe/engine/loop.py",
+    "edgemoe/experts/compute/moe.py",
+    "edgemoe/experts/predict/controller.py",
+    "edgemoe/experts/predict/scoutgate_forecaster.py",
+    "edgemoe/experts/tiers/residency.py",
+    "edgemoe/front/cluster.py",
+    "edgemoe/front/supervisor.py",
+    "edgemoe/kernels/cpu/decode_attention.py::make_attention",
+    "edgemoe/kernels/cpu/decode_layer.py::make_layer",
+    "edgemoe/kernels/cpu/experts_decode.py::make_experts",
+    "edgemoe/kernels/cpu/experts_prefill.py::make_many",
+    "edgemoe/kernels/cpu/prefill_attention.py::make_prefill",
+    "edgemoe/worker/assemble.py",
+    "edgemoe/worker/assemble.py::assemble",
+}
+
+
+def classes(file: Path) -> Iterator[str]:
+    """The public ones of a module's top level."""
+    yield from (
+        node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+    )
+
+
+def functions(file: Path) -> Iterator[tuple[str, int]]:
+    """Name and lines of each, decorators and docstring included."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield node.name, (node.end_lineno or first) - first + 1
+
+
+def too_long() -> Iterator[str]:
+    folders = Counter(file.parent for file in FILES if file.name != "__init__.py")
+    yield from (str(folder.relative_to(ROOT)) for folder, files in folders.items() if files > FOLDER_FILES)
+    for file in FILES:
+        name = str(file.relative_to(ROOT))
+        if len(file.read_text().splitlines()) > FILE_LINES:
+            yield name
+        yield from (f"{name}::{function}" for function, lines in functions(file) if lines > FUNCTION_LINES)
+
+
+def test_no_file_function_or_folder_is_too_long() -> None:
+    assert set(too_long()) == TOO_LONG
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    places = defaultdict[str, list[str]](list)
+    for file in FILES:
+        for name in classes(file):
+            places[name].append(str(file.relative_to(ROOT)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
