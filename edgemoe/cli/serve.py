@@ -30,6 +30,8 @@ def serve(args: argparse.Namespace) -> int:
     loaded = _loaded(args)
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
+    for warning in loaded.warnings:
+        log.warning(warning)
     model = store_of(loaded.settings.model, _progress)
     return daemon.run(msgspec.structs.replace(loaded.settings, model=model))
 

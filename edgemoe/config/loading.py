@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from edgemoe.config.settings import DeviceSettings, Settings, check
+from edgemoe.config.settings import FORMER_POLICIES, DeviceSettings, Settings, check
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 
@@ -27,6 +27,7 @@ FILE_NAME = "edgemoe.toml"
 MAX_FILE_BYTES = 1 << 20
 NOT_TOML = (ValueError, RecursionError)  # what tomllib raises: for an endless number and endless nesting too
 SHOWN_CHARS = 120  # of a key or a value in an error
+FORMER_VALUES = {"cache.policy": FORMER_POLICIES}  # still taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Value:
 
     value: Any
     origin: str
+    former: str = ""  # what is stated, where that is a name of a former release
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Loaded:
     settings: Settings
     origins: Mapping[str, str]
     files: tuple[Path, ...]
+    warnings: tuple[str, ...]
 
 
 def load(
@@ -65,7 +68,10 @@ def load(
     stated |= _checked(_set_values(sets)) | _checked(options.items())
     settings = fill_paths(check(_build(stated)), env)
     origins = {key: stated[key].origin if key in stated else "default" for key in flatten(settings)}
-    return Loaded(settings, origins, files)
+    warnings = (
+        f"{one.origin}: {key} = {one.former!r} is called {one.value!r} now" for key, one in stated.items() if one.former
+    )
+    return Loaded(settings, origins, files, tuple(warnings))
 
 
 def flatten(settings: Settings) -> dict[str, Any]:
@@ -193,7 +199,13 @@ def _set_values(sets: Iterable[str]) -> Iterator[tuple[str, Value]]:
 
 def _checked(values: Iterable[tuple[str, Value]]) -> dict[str, Value]:
     """Each value converted to its field's type. Raises ConfigError naming the origin, the key and the remedy."""
-    return {key: Value(_convert(key, value), value.origin) for key, value in values}
+    today = ((key, _with_todays_name(key, value)) for key, value in values)
+    return {key: Value(_convert(key, value), value.origin, value.former) for key, value in today}
+
+
+def _with_todays_name(key: str, stated: Value) -> Value:
+    names, word = FORMER_VALUES.get(key, {}), stated.value
+    return Value(names[word], stated.origin, word) if isinstance(word, str) and word in names else stated
 
 
 def _convert(key: str, stated: Value) -> Any:

@@ -19,12 +19,14 @@ GAMMA_PER_TOKEN = 0.2  # exp(-0.2) of an expert's worth goes with every token
 class EWMA:
     """Keeps what is likeliest to be chosen soon: p * W."""
 
-    def __init__(self, layers: int, experts: int, top_k: int, alpha: float = ALPHA, *, literal: bool = False) -> None:
-        """Starts from top_k / experts. `literal` is the source's W."""
+    def __init__(self, layers: int, experts: int, top_k: int, alpha: float = ALPHA, *, published: bool = False) -> None:
+        """Starts from top_k / experts. `published` is the source's W."""
         self.p = np.full((layers, experts), top_k / experts, np.float32)  # [L, E]
         self._alpha = np.float32(alpha)
         gamma = GAMMA_PER_TOKEN / layers
-        self._weights = np.stack([weight(layer, layers, gamma, literal=literal) for layer in range(layers)])  # [L, L]
+        self._weights = np.stack(
+            [weight(layer, layers, gamma, published=published) for layer in range(layers)]
+        )  # [L, L]
 
     def touch(self, layer: int, experts: IntArray) -> None:
         row = self.p[layer]
@@ -46,4 +48,4 @@ class PublishedPolicy(EWMA):
     """The source's rules to the letter, for uniform costs and sizes: the lowest p * W goes first."""
 
     def __init__(self, layers: int, experts: int, top_k: int, alpha: float = ALPHA) -> None:
-        super().__init__(layers, experts, top_k, alpha, literal=True)
+        super().__init__(layers, experts, top_k, alpha, published=True)

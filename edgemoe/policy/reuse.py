@@ -11,18 +11,18 @@ import numpy as np
 from edgemoe.types.arrays import FloatArray, IntArray
 
 
-def distance(layer: int, layers: int, *, literal: bool = False) -> IntArray:
+def distance(layer: int, layers: int, *, published: bool = False) -> IntArray:
     """Layer-steps until each layer runs [L], while `layer` (from 0) runs and has made its choice.
 
-    `literal` is the source's D, by which the running layer is still to come.
+    `published` is the source's D, by which the running layer is still to come.
     """
     ahead = (np.arange(layers) - layer) % layers
-    if not literal:
+    if not published:
         ahead[layer] = layers
     return ahead
 
 
-def weight(layer: int, layers: int, gamma: float, *, literal: bool = False) -> FloatArray:
+def weight(layer: int, layers: int, gamma: float, *, published: bool = False) -> FloatArray:
     """W = exp(-gamma D) of each layer, [L]."""
-    falling: FloatArray = np.exp(-gamma * distance(layer, layers, literal=literal)).astype(np.float32)
+    falling: FloatArray = np.exp(-gamma * distance(layer, layers, published=published)).astype(np.float32)
     return falling

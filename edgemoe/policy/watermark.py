@@ -42,12 +42,12 @@ class Watermark:
     """One tier's price. Pure: the caller says what is where."""
 
     def __init__(
-        self, capacity_bytes: int, *, hysteresis: float = 0.1, literal: bool = False, rate: float = 0.1
+        self, capacity_bytes: int, *, hysteresis: float = 0.1, published: bool = False, rate: float = 0.1
     ) -> None:
-        """`literal` is the source's rule on resident bytes, with its fixed `rate` (relative to the mean density)."""
+        """`published` is the source's rule on resident bytes, with its fixed `rate` (relative to the mean density)."""
         self.capacity_bytes, self.hysteresis = capacity_bytes, hysteresis
         self.price = 0.0
-        self._literal, self._rate = literal, rate
+        self._published, self._rate = published, rate
         self._step, self._way = FIRST_STEP, 0
 
     def demanded_bytes(self, b: FloatArray, sizes: IntArray) -> int:
@@ -55,9 +55,9 @@ class Watermark:
         return int(sizes[b >= self.price].sum()) if self.price > 0 else int(sizes.sum())
 
     def update(self, b: FloatArray, sizes: IntArray, resident_bytes: int = 0) -> None:
-        """One step of the price; densities and sizes have one shape. `resident_bytes` is for the literal rule."""
+        """One step of the price; densities and sizes have one shape. `resident_bytes` is for the published rule."""
         typical = float(b.mean())
-        if self._literal:
+        if self._published:
             excess = (resident_bytes - self.capacity_bytes) / self.capacity_bytes
             self.price = max(0.0, self.price + self._rate * typical * excess)
             return

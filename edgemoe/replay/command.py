@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgemoe.config.settings import FORMER_POLICIES
 from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
     from edgemoe.replay.run import Figures
     from edgemoe.replay.trace import Trace
 
+log = logging.getLogger(__name__)
+
 BASELINES = ("lru", "lfu", "lfru")
 YARDSTICKS = (*BASELINES, "belady")  # what gap_closed is measured with
 Row = dict[str, Any]
 
 _EPILOG = """\
 Examples:
-  edgemoe replay law.ids.csv.gz --capacity 0.25,0.5 --policies lru,lfru,belady,full --score-from 0.5
+  edgemoe replay law.ids.csv.gz --capacity 0.25,0.5 --policies lru,lfru,belady,learned --score-from 0.5
   edgemoe replay /var/lib/edgemoe/recordings --capacity 0.1,0.25,0.5,0.75 --plot stall.png
 Several files are taken in turn, a request of each. miss_ratio and gap_closed are those of one tier that loads on
 demand; stall and bytes those of a box with RAM, links and, unless --no-prefetch, prefetch.
@@ -57,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity", type=_shares, default=[0.25, 0.5], help="shares of all experts (default 0.25,0.5)"
     )
-    parser.add_argument("--policies", type=_names, default=[*YARDSTICKS, "ewma", "full"], help="names, commas between")
+    parser.add_argument(
+        "--policies", type=_names, default=[*YARDSTICKS, "ewma", "learned"], help="names, commas between"
+    )
     parser.add_argument(
         "--score-from", type=_share, default=0.0, metavar="SHARE", help="leave the tokens before it out"
     )
@@ -65,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_count, default=0, metavar="N", help="replay the first N tokens only")
     parser.add_argument("--experts", type=_count, default=0, metavar="N", help="per layer (default: from the trace)")
     parser.add_argument(
-        "--next-use", type=Path, metavar="DIR", help="export of a trained network, for the policy nextuse: full with it"
+        "--next-use",
+        type=Path,
+        metavar="DIR",
+        help="export of a trained network, for the policy nextuse: learned with it",
     )
     parser.add_argument("--without-template", action="store_true", help="leave out tokens that requests share in place")
     box = parser.add_argument_group("the box")
@@ -196,10 +205,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def _names(text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(_todays_name(name.strip().lower()) for name in text.split(",") if name.strip()))
     if not names:
         raise argparse.ArgumentTypeError("name at least one policy")
     return names
+
+
+def _todays_name(policy: str) -> str:
+    """Warns where that is another."""
+    name = FORMER_POLICIES.get(policy, policy)
+    if name != policy:
+        log.warning(f"--policies: {policy!r} is called {name!r} now")
+    return name
 
 
 def _shares(text: str) -> list[float]:

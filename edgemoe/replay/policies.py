@@ -21,14 +21,14 @@ def _belady(trace: Trace, batch: int) -> CachePolicy:
     return baselines.Belady(trace.layers, trace.experts, *next_uses(trace, batch))
 
 
-def _full(trace: Trace, batch: int) -> CachePolicy:
+def _learned(trace: Trace, batch: int) -> CachePolicy:
     from edgemoe.experts.predict.learned_policy import LearnedPolicy  # imports numba
 
     return LearnedPolicy(trace.layers, trace.experts, trace.top_k)
 
 
 def nextuse(directory: Path) -> Maker:
-    """`full` with the trained network that was exported to `directory`. Raises ConfigError where there is none."""
+    """`learned` with the trained network that was exported to `directory`. Raises ConfigError where there is none."""
     import torch  # takes seconds
 
     from edgemoe.experts.predict.next_use_export import read
@@ -50,8 +50,8 @@ MAKERS: dict[str, Maker] = {
     "random": lambda trace, batch: baselines.Random(trace.layers, trace.experts),
     "belady": _belady,
     "ewma": lambda trace, batch: EWMA(trace.layers, trace.experts, trace.top_k),
-    "paper": lambda trace, batch: PublishedPolicy(trace.layers, trace.experts, trace.top_k),
-    "full": _full,
+    "published": lambda trace, batch: PublishedPolicy(trace.layers, trace.experts, trace.top_k),
+    "learned": _learned,
 }
 
 

@@ -52,12 +52,12 @@ T = TypeVar("T")
 PATIENCE_CALLS = 2  # time-outs of expert calls that a request waits for boxes with an expert that it lacks
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
-POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "full" has a controller besides
+POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "learned" has a controller besides
     "lru": lambda spec: baselines.LRU(spec.layers, spec.experts),
     "lfu": lambda spec: baselines.LFU(spec.layers, spec.experts),
     "lfru": lambda spec: baselines.LFRU(spec.layers, spec.experts),
     "ewma": lambda spec: EWMA(spec.layers, spec.experts, spec.top_k),
-    "paper": lambda spec: PublishedPolicy(spec.layers, spec.experts, spec.top_k),
+    "published": lambda spec: PublishedPolicy(spec.layers, spec.experts, spec.top_k),
 }
 
 
@@ -86,7 +86,7 @@ class Assembly:
     close: Callable[[], None]
     sharing: Sharing | None = None  # without a cluster
     scout: ScoutGateForecaster | None = None  # without cache.scoutgate
-    controller: Controller | None = None  # without the policy `full`, or a need for it
+    controller: Controller | None = None  # without the policy `learned`, or a need for it
 
 
 def kernel_dir(settings: Settings) -> Path | None:
@@ -125,7 +125,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         if scout is not None:
             opened.callback(scout.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
-        controller = _controller(settings, spec, directory, scout) if name == "full" else None
+        controller = _controller(settings, spec, directory, scout) if name == "learned" else None
         policy = controller.policy if controller else POLICIES[name](spec)
         tiers = _tiers(settings, spec, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,16 @@ def test_removing_a_store_needs_a_yes(capsys: pytest.CaptureFixture[str]) -> Non
     assert exit_code("models", "remove") == 2
     assert exit_code("models", "remove", "nothing") == 1
     assert "no store of the name 'nothing'" in capsys.readouterr().err
+
+
+def test_serve_says_which_settings_go_by_a_former_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("edgemoe.store.catalog.store_of", lambda model, progress: model)
+    monkeypatch.setattr("edgemoe.front.main.run", lambda settings: 0)
+    root, kept = logging.getLogger(), logging.getLogger().handlers[:]
+    try:
+        assert exit_code("serve", "--set", "cache.policy=paper") == 0
+    finally:
+        root.handlers[:] = kept
+    assert "WARNING --set: cache.policy = 'paper' is called 'published' now" in capfd.readouterr().err

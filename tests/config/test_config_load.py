@@ -168,3 +168,13 @@ def test_bounds_hold_at_the_bound(tmp_path: Path, key: str, most: int) -> None:
     assert flatten(load(None, [f"{key}={most}"], env={}, root=tmp_path).settings)[key] == most
     with pytest.raises(ConfigError, match=key):
         load(None, [f"{key}={most + 1}"], env={}, root=tmp_path)
+
+
+@pytest.mark.parametrize(("former", "today"), [("full", "learned"), ("paper", "published")])
+def test_a_former_name_of_a_policy_is_taken_and_the_new_one_told(tmp_path: Path, former: str, today: str) -> None:
+    file = tmp_path / "edgemoe.toml"
+    file.write_text(f'[cache]\npolicy = "{former}"\n')
+    loaded = load(file, env=ENV)
+    assert loaded.settings.cache.policy == today
+    assert loaded.warnings == (f"{file}:2: cache.policy = '{former}' is called '{today}' now",)
+    assert not load(file, [f"cache.policy={today}"], env=ENV).warnings

@@ -50,7 +50,7 @@ def test_random_is_the_same_for_the_same_seed() -> None:
 
 def test_a_layer_that_has_run_is_the_farthest() -> None:
     assert distance(1, 4).tolist() == [3, 4, 1, 2]
-    assert distance(1, 4, literal=True).tolist() == [3, 0, 1, 2]
+    assert distance(1, 4, published=True).tolist() == [3, 0, 1, 2]
     assert weight(1, 4, 0.5).tolist() == pytest.approx(np.exp([-1.5, -2, -0.5, -1]).tolist())
 
 

@@ -64,7 +64,7 @@ def test_a_tier_with_room_for_all_costs_nothing_in_the_end() -> None:
 
 def test_the_sources_own_rule_can_only_let_the_price_fall() -> None:
     b, sizes = workload(5)
-    mark = Watermark(int(0.25 * sizes.sum()), literal=True)
+    mark = Watermark(int(0.25 * sizes.sum()), published=True)
     mark.price = float(b.max())
     prices = [mark.price]
     for _ in range(100):

@@ -22,8 +22,8 @@ from edgemoe.replay.trace import load
 DEEPSEEK, GPT_OSS = "deepseek-v2-lite-esft", "gpt-oss-20b-fingerprint"
 TASKS = ("intent", "law", "translation")
 DOMAINS = ("code_cs", "humanities_other", "law", "math", "medical")
-ALL = "lru,lfu,lfru,belady,ewma,paper,full"
-MAIN = "lru,lfu,lfru,belady,full"
+ALL = "lru,lfu,lfru,belady,ewma,published,learned"
+MAIN = "lru,lfu,lfru,belady,learned"
 LINKS = (2e9, 8e9, 25e9)
 PLOTS = Path(__file__).parent / "plots"
 
@@ -70,7 +70,7 @@ def prefetch(traces: Path, to: Path, tokens: int = 4000) -> None:
         slots = [round(share * trace.layers * trace.experts) for share in (0.25, 0.5)]
         for link in LINKS:
             machine = BoxSpec(2.5e-3, 4 << 20, link, 3e9, 1.0, True, 0.2)
-            for share, figures in zip((0.25, 0.5), replay(trace, "full", slots, 1, 0.0, machine), strict=True):
+            for share, figures in zip((0.25, 0.5), replay(trace, "learned", slots, 1, 0.0, machine), strict=True):
                 rows.append(
                     {
                         "set": name,
@@ -87,14 +87,14 @@ def prefetch(traces: Path, to: Path, tokens: int = 4000) -> None:
 
 def report(out: Path) -> None:
     results = {file.stem: json.loads(file.read_text()) for file in sorted(out.glob("*.json"))}
-    print("| set | capacity | LRU | LFU | LFRU | Belady | full | gap closed |\n|---|---|---|---|---|---|---|---|")
+    print("| set | capacity | LRU | LFU | LFRU | Belady | learned | gap closed |\n|---|---|---|---|---|---|---|---|")
     for name, result in results.items():
         if name == "prefetch":
             continue
         rows = {(row["capacity"], row["policy"]): row for row in result["results"]}
         for capacity in sorted({capacity for capacity, _ in rows}):
-            misses = [f"{rows[capacity, p]['miss_ratio']:.4f}" for p in ("lru", "lfu", "lfru", "belady", "full")]
-            print(f"| {name} | {capacity:.0%} | {' | '.join(misses)} | {rows[capacity, 'full']['gap_closed']:.3f} |")
+            misses = [f"{rows[capacity, p]['miss_ratio']:.4f}" for p in ("lru", "lfu", "lfru", "belady", "learned")]
+            print(f"| {name} | {capacity:.0%} | {' | '.join(misses)} | {rows[capacity, 'learned']['gap_closed']:.3f} |")
     if "prefetch" in results:
         print(
             "\n| set | capacity | link GB/s | stall s, off | on | prefetched | wasted |\n|---|---|---|---|---|---|---|"

@@ -80,16 +80,21 @@ class Contender(NamedTuple):
 CONTENDERS = {
     "lru": Contender("lru"),
     "lru + prefetch": Contender("lru", gate=True),
-    "paper": Contender("paper"),
-    "paper + prefetch": Contender("paper", gate=True),
+    "published": Contender("published"),
+    "published + prefetch": Contender("published", gate=True),
     "ewma": Contender("ewma"),
-    "full": Contender("full"),
-    "full + prefetch": Contender("full", gate=True, plans=True),
-    "recall": Contender("full", plans=True),
-    "recall + ScoutGate": Contender("full", plans=True, scout=True),
-    "full fusion": Contender("full", gate=True, plans=True, scout=True),
+    "learned": Contender("learned"),
+    "learned + prefetch": Contender("learned", gate=True, plans=True),
+    "recall": Contender("learned", plans=True),
+    "recall + ScoutGate": Contender("learned", plans=True, scout=True),
+    "learned fusion": Contender("learned", gate=True, plans=True, scout=True),
 }
-PAIRS = (("lru + prefetch", "lru"), ("paper + prefetch", "paper"), ("full + prefetch", "full"), ("full", "lru"))
+PAIRS = (
+    ("lru + prefetch", "lru"),
+    ("published + prefetch", "published"),
+    ("learned + prefetch", "learned"),
+    ("learned", "lru"),
+)
 
 
 class Emulated(NamedTuple):
@@ -161,7 +166,7 @@ class Runner:
             self.scout = ScoutGateForecaster(ServedModel("", "", spec.layers, spec.experts, spec.top_k))
             self.scout.load(args.scoutgate, load_embedding(model.path))
         self.controller = None
-        if contender.policy == "full":
+        if contender.policy == "learned":
             self.controller = Controller(spec.layers, spec.experts, spec.top_k, state_file=state, forecaster=self.scout)
             self.controller.wait_idle(120)
         policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
@@ -305,11 +310,11 @@ def measure(model: Model, args: Namespace, state: Path, link: float, lesson: lis
 
 
 def learn(model: Model, args: Namespace, state: Path) -> list[StepRouting]:
-    """What all contenders know before they start: the steps of --warm tokens, and the state that `full` has of them."""
+    """What all contenders know before they start: the steps of --warm tokens, and what `learned` remembers of them."""
     quick = Runner(model, Contender("lru"), 1e15, Namespace(**{**vars(args), "share": 1.0}), None)
     lesson = [r for number in range(-(-args.warm // args.tokens)) for r in quick.run(number, args.tokens)["routings"]]
     quick.close()
-    teacher = Runner(model, Contender("full"), 1e15, args, state)
+    teacher = Runner(model, Contender("learned"), 1e15, args, state)
     teacher.teach(lesson)
     teacher.close()
     return lesson

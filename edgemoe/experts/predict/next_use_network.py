@@ -1,4 +1,4 @@
-"""The trained next-use network beside the online learner: the `full` policy, its scores mixed with the network's.
+"""The trained next-use network beside the online learner: the `learned` policy, its scores mixed with the network's.
 
 The network (next_use_model.py) was trained elsewhere and does not change; what it recalls from, a ring of past tokens,
 fills while serving. Bounded memory: SLOTS tokens.
@@ -140,7 +140,7 @@ class NextUseNetwork:
 
 
 class NetworkPolicy(LearnedPolicy):
-    """`full` with a trained network's opinion. Steps must be bracketed by `begin` and `end`."""
+    """`learned` with a trained network's opinion. Steps must be bracketed by `begin` and `end`."""
 
     def __init__(self, network: NextUseNet, layers: int, experts: int, top_k: int) -> None:
         """Raises ConfigError where the network is for another model."""

@@ -57,7 +57,7 @@ class Desk:
         self.stream = FakeStream(self.gpu)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self.stream)
         monkeypatch.setattr(
-            cuda, "Fused", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
+            cuda, "GpuCalls", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
         )
         self.ram, self.order = HostSlab(SLOTS, STRIDE), Order(SLOTS)
         self.ram.pinned = True  # there is nothing to register with
