@@ -31,10 +31,6 @@ class KVCache:
     def block_bytes(self) -> int:
         return self.data.stride(0) * self.data.element_size()
 
-    def copy_block(self, src: int, dst: int) -> None:
-        """Makes block `dst` hold what `src` holds."""
-        self.data[dst].copy_(self.data[src])
-
     def gather(self, blocks: Sequence[int]) -> torch.Tensor:
         """A copy of these blocks in host memory, one row each: [n, layers, 2, kv_heads, 16, head_dim]."""
         return self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)].cpu()

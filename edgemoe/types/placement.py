@@ -39,12 +39,6 @@ class PlacementPlan(msgspec.Struct, frozen=True):
             return np.zeros((self.layers, self.experts), np.bool_)
         return unpack_bits(self.homes[self.nodes.index(node)], self.layers, self.experts)
 
-    def nodes_of(self, layer: int, expert: int) -> tuple[str, ...]:
-        """The nodes where one expert is at home."""
-        bit = layer * self.experts + expert
-        pairs = zip(self.nodes, self.homes, strict=True)
-        return tuple(node for node, homes in pairs if homes[bit >> 3] >> (bit & 7) & 1)
-
 
 def pack_bits(which: BoolArray) -> bytes:
     """Booleans [L, E] as a bitmap: bit l * E + e, the lowest of each byte first."""

@@ -97,9 +97,6 @@ def test_a_plan_says_where_each_expert_is_at_home() -> None:
     for node in NODES:
         np.testing.assert_array_equal(plan.homes_of(node), homes[node])
     assert not plan.homes_of("stranger").any()
-    for layer in range(3):
-        for expert in range(7):
-            assert plan.nodes_of(layer, expert) == tuple(n for n in NODES if homes[n][layer, expert])
     assert plan.digest() == msgspec.structs.replace(plan).digest()
     assert plan.digest() != msgspec.structs.replace(plan, version=3).digest()
     with pytest.raises(ValueError, match="bitmap"):

@@ -57,10 +57,6 @@ class Language(Generic[M]):
         self.messages = {str(message.__struct_config__.tag): message for message in messages}
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(Union[messages])  # noqa: UP007
 
-    def and_also(self, *messages: type[Any]) -> Language[M]:
-        """The same language with more messages."""
-        return Language(*self.messages.values(), *messages)
-
     def read(self, body: bytes | memoryview | msgspec.Raw) -> M:
         """A checked message. Raises UnknownMessage for a tag that is not of this language, else WireError."""
         try:

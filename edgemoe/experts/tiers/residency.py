@@ -262,12 +262,6 @@ class Residency:
         homes = self.device_of[layer, experts]
         return all((pool.where[layer, experts[homes == i]] >= 0).all() for i, pool in enumerate(self.tops))
 
-    def tier_of(self, expert: ExpertId) -> Tier:
-        """The fastest tier that has the expert now."""
-        if self.devices and self.devices[self.device_of[expert]].where[expert] >= 0:
-            return Tier.VRAM
-        return Tier.RAM if self.ram.where[expert] >= 0 else Tier.NVME
-
     def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
         """The fastest tier that has each of the experts [n] now."""
         tiers = np.where(self.ram.where[layer].take(experts) >= 0, Tier.RAM, Tier.NVME)

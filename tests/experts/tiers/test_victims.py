@@ -13,7 +13,7 @@ from test_residency import Desk, E, L, Ranks, prefetch_request
 from edgemoe.errors import CapacityError
 from edgemoe.experts.tiers.residency import PrefetchPriority
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.experts import ExpertId, Tier
+from edgemoe.types.experts import Tier
 
 
 def homes(*experts: tuple[int, int]) -> BoolArray:
@@ -49,8 +49,8 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_wishes
     assert desk.residency.reserve(prefetch_request(1, 0, score=9.0), PrefetchPriority.FAR) is not None
     desk.residency.keep(homes((0, 1)))
     assert desk.residency.reserve(prefetch_request(1, 1, score=9.0), PrefetchPriority.FAR) is not None
-    assert desk.residency.tier_of(ExpertId(0, 1)) is Tier.RAM
-    assert desk.residency.tier_of(ExpertId(0, 2)) is Tier.NVME
+    assert desk.residency.tiers_of(0, np.array([1])) == Tier.RAM
+    assert desk.residency.tiers_of(0, np.array([2])) == Tier.NVME
 
 
 def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -> None:
