@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_layering import COMPOSERS, LAYERS, within
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ARCHITECTURE = ROOT / "docs/architecture.md"
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 TOP = {path.name for path in ROOT.iterdir()}
 
 
@@ -46,3 +50,45 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
 def test_the_readme_leads_to_every_page() -> None:
     linked = set(re.findall(r"\]\((docs/[\w.]+)", (ROOT / "README.md").read_text()))
     assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]}
+
+
+def defined(file: Path) -> set[str]:
+    """What a module defines: functions, constants, classes, and their methods as "Class.method"."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, FUNCTIONS)}
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_named_with_a_file_is_defined_there(page: Path) -> None:
+    """ "`Name`, `Class.method` (`path.py`)", and "`Name` (`path.py`)"."""
+    text = " ".join(page.read_text().split())
+    for quoted, path in re.findall(r"((?:`[\w.]+`,? (?:and |to )?)+)\(`([\w/]+\.py)`\)", text):
+        for name in re.findall(r"`([\w.]+)`", quoted):
+            assert name in defined(ROOT / path), f"{name} is not in {path}"
+
+
+def test_the_order_of_the_rooms_is_the_one_that_is_kept() -> None:
+    block = ARCHITECTURE.read_text().partition("## The order of the rooms")[2].split("```")[1]
+    lines = [line.split(", ") for line in block.split("\n") if line]
+    level = {room: number for number, line in enumerate(lines) for room in line}
+    assert {room.partition(".")[0] for room in (*LAYERS, *COMPOSERS)} - {"__main__"} == {
+        room.partition(".")[0] for room in level
+    }
+    for room in level.keys() & LAYERS.keys():
+        for allowed in LAYERS[room]:
+            home = max((one for one in level if within(allowed, one)), key=len)
+            assert level[home] < level[room] or within(home, room) or home == room, f"{room} may import {allowed}"
+
+
+def test_the_glossary_has_each_term_once() -> None:
+    terms = re.findall(r"(?m)^\* \*\*([^*]+)\*\*", (ROOT / "docs/glossary.md").read_text())
+    assert len(terms) > 80
+    assert sorted(terms) == sorted(set(terms))
