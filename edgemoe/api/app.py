@@ -1,4 +1,4 @@
-"""The application: which path does what, and what every request has in common."""
+"""Builds the ASGI application: its routes, and how generating requests are prepared and answered."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from edgemoe.types.model_info import ModelInfo
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
-PREPARE_THREADS = 2  # render and tokenize beside the event loop, which has streams to serve
+PREPARE_THREADS = 2  # that render and tokenize, so that the event loop is free for streams
 
 
 @dataclass(slots=True)
 class Api:
-    """What the endpoints share."""
+    """Holds what the endpoints share: settings, backend, tokenizer, metrics, threads."""
 
     settings: ApiSettings
     backend: Backend
     text: TextModel
     metrics: Metrics = field(default_factory=Metrics)
-    keys: Sequence[bytes] = ()  # asked of clients that come by TCP
+    keys: Sequence[bytes] = ()  # of which TCP clients must give one
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
     free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
     bodies: BodyBudget = field(init=False)
@@ -61,7 +61,7 @@ class Api:
         self.bodies = BodyBudget(self.settings.max_body_bytes)
 
     async def in_thread(self, work: Callable[..., R], *args: Any) -> R:
-        """`work(*args)`, without stalling the event loop. What waits for a thread waits here, and can be cancelled."""
+        """Returns `work(*args)`, run in a thread. Waiting for a free thread can be cancelled."""
         await self.free_threads.acquire()
         loop, future = asyncio.get_running_loop(), self.threads.submit(work, *args)
 
@@ -74,7 +74,7 @@ class Api:
 
 
 def build(api: Api) -> Starlette:
-    """The ASGI application."""
+    """Returns the ASGI application."""
     routes = [
         Route("/v1/models", _models),
         Route("/v1/models/{name:path}", _model),
@@ -102,7 +102,7 @@ def build(api: Api) -> Starlette:
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """What lets pages of these origins call us from a browser."""
+    """Returns the middleware that lets pages of these origins call the API from a browser."""
     if not origins:
         return []
     return [
@@ -123,7 +123,7 @@ Prepare = Callable[[Api, bytes, ModelInfo, Span, str], Prepared]
 
 
 def _generating(prepare: Prepare) -> Callable[[Request], Any]:
-    """An endpoint that runs what `prepare`, called in a thread, makes of the body."""
+    """Returns an endpoint that calls `prepare` on the body in a thread, and runs the generation that it returns."""
 
     async def endpoint(request: Request) -> ASGIApp:
         api: Api = request.app.state.api
@@ -178,14 +178,14 @@ def _prepare_message(api: Api, raw: bytes, info: ModelInfo, span: Span, user: st
 
 
 def _served(name: str | None, info: ModelInfo) -> str:
-    """The model's name. Raises ModelNotFound for another's; none given is this one."""
+    """Returns the served model's name. Raises ModelNotFound where `name` is another's; None is accepted."""
     if name is not None and name != info.id:
         raise ModelNotFound(f"the model {name!r} is not served here; {info.id!r} is", param="model")
     return info.id
 
 
 def _user(peer: str, named: str | None) -> str:
-    """Whom fairness is about: the peer, and within it the user that an app names."""
+    """Returns the user for fairness: the peer, with the user that an app names appended."""
     return f"{peer}/{named}" if named else peer
 
 

@@ -1,4 +1,4 @@
-"""What the application needs of whoever runs requests: the request book, or another box one day."""
+"""The protocol between the application and whatever runs its requests."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ State = Literal["loading", "ready", "draining", "failed", "stalled"]
 
 
 class Submission(Protocol):
-    """The accepted requests of one HTTP request, and what they emit."""
+    """The accepted requests of one HTTP request. Iterates over what they emit."""
 
     def __aiter__(self) -> AsyncIterator[list[Emission]]:
-        """Everything emitted since the last look, in order, until each request has finished.
+        """Yields lists of all emissions since the last one, in order, until each request has finished.
 
-        Raises RequestError (DeadlineExceeded, EngineUnavailable) where that is how it ends.
+        Raises RequestError (DeadlineExceeded, EngineUnavailable) where a request ends so.
         """
 
     def cancel(self, request: str) -> None:
-        """Ends one of the requests: the app has all it wants."""
+        """Ends one of the requests, of which no more output is needed."""
 
 
 class Backend(Protocol):
-    """Runs requests. Leaving `open`'s context cancels what still runs."""
+    """Runs requests. Leaving the context of `open` cancels those that still run."""
 
     @property
     def state(self) -> State:
-        """How the server is."""
+        """Returns the state of the engine."""
 
     @property
     def values(self) -> Mapping[str, float]:
-        """The engine's metrics: final names with labels -> numbers."""
+        """Returns the engine's metrics by final name, labels included."""
 
     async def model(self) -> tuple[ModelInfo, int]:
-        """The served model and the tokens that one request may span, as soon as an engine has said.
+        """Waits for an engine. Returns the served model and the tokens that one request may span.
 
         Raises EngineUnavailable.
         """
@@ -46,10 +46,10 @@ class Backend(Protocol):
         """Accepts requests that all end within `timeout_s`. Raises QueueFull, EngineUnavailable."""
 
     async def reload(self) -> str:
-        """Loads again what can be changed while serving; what is in use then.
+        """Reloads what can be changed while serving. Returns a message that says what is in use now.
 
         Raises ReloadRefused, EngineUnavailable.
         """
 
     def describe(self) -> dict[str, Any]:
-        """State, model and figures, for /health."""
+        """Returns state, model and figures for /health."""

@@ -1,6 +1,6 @@
-"""The front's own figures, and the engine's beside them, in Prometheus' text format.
+"""Renders the figures of the front and the engine in Prometheus' text format.
 
-Names are those of vLLM's metrics, with edgemoe_ for their prefix, wherever it has the figure; all carry `model_name`.
+Where vLLM has the same figure, the name is vLLM's with the prefix edgemoe_. All figures have the label `model_name`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL = "model_name"
 
 
 class Metrics:
-    """Counts and histograms of one front. Each has its own registry, so that a process may hold several."""
+    """Holds one front's counters and histograms, in a registry of its own."""
 
     def __init__(self, model: str = "", now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
@@ -48,24 +48,24 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens accepted")
 
     def answered(self, path: str, status: int) -> None:
-        """Counts one HTTP request; `path` is a route, never what a client made up."""
+        """Counts one HTTP request. `path` must be a route, so that clients cannot create labels."""
         self._requests.labels(path, str(status), self.model).inc()
 
     def gauge(self, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """Shows `value()` as `name` from now on."""
+        """Registers a gauge that shows `value()`."""
         Gauge(name, help_text, [MODEL], registry=self._registry).labels(self.model).set_function(value)
 
     def counter(self, name: str, help_text: str, value: Callable[[], float]) -> None:
-        """Shows `value()`, which only ever grows, as `name`, whose ending is _total, from now on."""
+        """Registers a counter that shows `value()`, which must never decrease. `name` ends in _total."""
         self._registry.register(Counted(name, help_text, self.model, value))
 
     def render(self, engine: Mapping[str, float]) -> bytes:
-        """The page for /metrics."""
+        """Returns the page for /metrics."""
         return generate_latest(self._registry) + render_values(engine, self.model).encode()
 
 
 class Counted(Collector):
-    """A counter that somebody else keeps."""
+    """Shows a counter that is kept elsewhere."""
 
     def __init__(self, name: str, help_text: str, model: str, value: Callable[[], float]) -> None:
         self._about = (name, help_text, model)
@@ -79,7 +79,7 @@ class Counted(Collector):
 
 
 class Clock:
-    """Times the choices of one job, from its acceptance."""
+    """Times the choices of one generation from its acceptance."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -103,7 +103,10 @@ class Clock:
                 metrics.tpot.observe((now - self._first[name]) / (tokens - 1))
 
     def timings(self, prompt_tokens: int, cached_tokens: int) -> Json:
-        """llama.cpp's `timings`, over all choices: the prompt's until the first token, waiting included; the rest's."""
+        """Returns llama.cpp's `timings` over all choices.
+
+        The prompt's time ends with the first token and includes waiting; the rest is the prediction's.
+        """
         first = min(self._first.values(), default=self._last)
         prompt_ms, predicted_ms = 1e3 * (first - self._start), 1e3 * (self._last - first)
         prompt_n, predicted_n = prompt_tokens - cached_tokens, sum(self._tokens.values())
@@ -121,7 +124,7 @@ class Clock:
 
 
 def render_values(values: Mapping[str, float], model: str = "") -> str:
-    """Final metric names (labels included) and numbers, grouped by family and typed by their suffix."""
+    """Returns figures by final name as lines of text, grouped by family. Families in _total are counters."""
     escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     label = f'{MODEL}="{escaped}"'
     families: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""The bodies that apps send: what is read, what is refused, and how a refusal names the field.
+"""Decodes the bodies that apps send. Refusals name the field at fault.
 
-A field that this server does not know is left unread, as other servers' clients send many. A field that it knows
-it cannot honour is refused where its value would change the answer (REFUSED); the rest of OpenAI's fields
-(`metadata`, `store`, `service_tier`, `prediction`, `prompt_cache_key`, ...) change nothing here.
+Unknown fields are ignored, because clients of other servers send many. A field that is known but not supported is
+refused where its value would change the answer (REFUSED). The rest of OpenAI's fields (`metadata`, `store`,
+`service_tier`, `prediction`, `prompt_cache_key`, ...) have no effect here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ StopText = Annotated[str, Meta(max_length=1024)]
 Label = Annotated[str, Meta(max_length=512)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
-# field -> values that change nothing; any other is refused. OpenAI's own, then those of other servers.
+# field -> values without effect; any other is refused. OpenAI's fields first, then those of other servers.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What every generating endpoint reads. null is the same as absent throughout."""
+    """The fields that every generating endpoint reads. null means absent throughout."""
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -95,7 +95,7 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """`regex` is ours: {"type": "regex", "regex": "..."}."""
+    """A format to constrain the answer to. `regex` is an extension: {"type": "regex", "regex": "..."}."""
 
     type: str
     json_schema: JsonSchema | None = None
@@ -144,13 +144,13 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: Label | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, by its other name
+    reasoning: str | None = None  # another name of reasoning_content
     tool_calls: list[Called] | None = None
     tool_call_id: str | None = None
 
 
 class Chat(RequestBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions"""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Limit | None = None
@@ -168,7 +168,7 @@ class Chat(RequestBody, frozen=True, kw_only=True):
 
 
 class Completion(RequestBody, frozen=True, kw_only=True):
-    """POST /v1/completions"""
+    """The body of POST /v1/completions."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
     max_tokens: Tokens | None = None
@@ -179,7 +179,7 @@ class Completion(RequestBody, frozen=True, kw_only=True):
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /tokenize: a text, or messages to put through the chat template."""
+    """The body of POST /tokenize: a text, or messages to render by the chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -190,14 +190,14 @@ class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /detokenize"""
+    """The body of POST /detokenize."""
 
     model: str | None = None
     tokens: list[TokenId]
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`. Raises InvalidRequest."""
+    """Returns the JSON object in `body`. Raises InvalidRequest."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -210,7 +210,7 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def refuse_unsupported(value: dict[str, Any]) -> None:
-    """Raises InvalidRequest for the first field that would change the answer if it were honoured."""
+    """Raises InvalidRequest for the first unsupported field whose value would change the answer."""
     for field, neutral in REFUSED.items():
         if value.get(field) is not None and value[field] not in neutral:
             message = f"{field} is not supported by this server; leave it out"
@@ -222,7 +222,7 @@ _one_at_a_time = threading.Lock()  # msgspec crashes where two threads are the f
 
 
 def convert(value: dict[str, Any], kind: type[T]) -> T:
-    """`value` as a `kind`. Raises InvalidRequest with the path of the first field that does not fit."""
+    """Returns `value` as a `kind`. Raises InvalidRequest with the path of the first invalid field."""
     if issubclass(kind, RequestBody):
         refuse_unsupported(value)
     try:
@@ -238,7 +238,7 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
 
 
 def _code(reason: str) -> str:
-    """The stable word for what msgspec says."""
+    """Returns the stable error code for msgspec's message."""
     if "missing required field" in reason:
         return "missing_required_parameter"
     return "invalid_type" if ", got `" in reason else "invalid_value"
@@ -250,5 +250,5 @@ def _missing(reason: str) -> str:
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """The stop strings, empty ones dropped."""
+    """Returns the stop strings without empty ones."""
     return tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)

@@ -1,8 +1,8 @@
-"""Attention of one step over paged keys and values.
+"""Computes one step's attention over paged keys and values.
 
-On the CPU kernels read the pages where they lie: one serves all sequences that contribute one token, another each
-prefilling sequence. Elsewhere blocks are gathered, and a prompt's queries go in tiles, so that memory grows with the
-context and not with its square.
+On the CPU, kernels read the pages in place: one kernel serves all sequences of one token, another one prefilling
+sequence. On other devices blocks are gathered, and a prompt's queries are computed in tiles, so that memory grows with
+the context and not with its square.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUERY_TILE = 512  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One sequence's chunk: rows first:after of the step, the last of `context` tokens."""
+    """One sequence's chunk: rows first:after of the step, which are the last of its `context` tokens."""
 
     first: int
     after: int
@@ -35,7 +35,10 @@ class Prefill:
 
 
 def block_tables(batch: Batch, chosen: list[int]) -> tuple[IntArray, IntArray]:
-    """Tables [S, widest] (padded with the sequence's own last block) and contexts [S] of the chosen sequences."""
+    """Returns block tables [S, widest] and contexts [S] of the chosen sequences.
+
+    Tables are padded with the sequence's own last block.
+    """
     contexts = np.array([batch.context_lens[s] for s in chosen], np.int64)
     tables = np.zeros((len(chosen), -(-int(contexts.max(initial=1)) // BLOCK_TOKENS)), np.int64)
     for row, s in enumerate(chosen):
@@ -46,7 +49,7 @@ def block_tables(batch: Batch, chosen: list[int]) -> tuple[IntArray, IntArray]:
 
 
 class StepAttention:
-    """What all layers of one step share."""
+    """Computes attention for each layer of one step, with the block tables and masks that all layers share."""
 
     def __init__(self, spec: ModelSpec, batch: Batch, kv: KVCache, kernels: Kernels | None) -> None:
         self._spec, self._kv, self._kernels = spec, kv, kernels
@@ -72,9 +75,9 @@ class StepAttention:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _clear_begun(self, batch: Batch) -> None:
-        """Empties the blocks that the step begins and does not fill: gathering reads the whole of each.
+        """Zeroes the blocks that the step begins and does not fill, because gathering reads them whole.
 
-        A masked position has the weight 0, which takes no other request's NaN away.
+        A masked position has weight 0, but 0 times a NaN that another request left there would still be NaN.
         """
         begun = [
             table[context // BLOCK_TOKENS]
@@ -85,7 +88,10 @@ class StepAttention:
             self._kv.data[self._tensor(begun)] = 0.0
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [T, heads, D], k and v [T, kv_heads, D] after rotary, in the model's type -> [T, heads * D]."""
+        """Stores k and v [T, kv_heads, D] and returns the attention [T, heads * D] of q [T, heads, D].
+
+        All are in the model's dtype, q and k after rotary embedding.
+        """
         self._kv.data[self._blocks, layer, 0, :, self._places] = k
         self._kv.data[self._blocks, layer, 1, :, self._places] = v
         out = torch.empty_like(q)
@@ -114,7 +120,7 @@ class StepAttention:
     def _tile(
         self, prefill: Prefill, q: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of at most QUERY_TILE queries, [t, heads, D]."""
+        """Returns the attention of at most QUERY_TILE queries, [t, heads, D]."""
         after = min(first + QUERY_TILE, prefill.after)
         context = prefill.context - (prefill.after - after)
         queries = q[first:after].transpose(0, 1)[None]  # [1, heads, t, D]
@@ -138,7 +144,7 @@ class StepAttention:
         return out.view(q.shape)
 
     def _gathered(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """The group's queries of a KV head share its keys, so they form the query dimension."""
+        """Returns the attention of single queries; those of one KV head's group form the query dimension."""
         blocks, mask = self._gather_plan
         pages = self._kv.data[:, layer][blocks]  # [S, n, 2, kv_heads, 16, D]
         keys, values = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)  # [S, kv_heads, n * 16, D]
@@ -157,7 +163,7 @@ def _tiles(prefill: Prefill) -> Iterator[int]:
 
 
 def paged(spec: ModelSpec, kv: KVCache, layer: int) -> Paged:
-    """Where a layer's keys and values lie, for the kernel."""
+    """Returns the addresses and strides of a layer's keys and values, for the kernel."""
     data, size = kv.data, kv.data.element_size()
     keys = data.data_ptr() + layer * data.stride(1) * size
     return Paged(

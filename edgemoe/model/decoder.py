@@ -1,8 +1,7 @@
-"""The decoder of all supported families. Layers differ in their weights only; what differs between families is in
-the spec.
+"""The decoder of all supported families, whose differences are in the spec.
 
-The residual stream is float32; matrices multiply in the model's type. Steps in which every sequence contributes
-one token take the fused kernels where there are any (see `fused`), all others the torch operations here.
+The residual stream is float32; matrices multiply in the model's dtype. Steps in which every sequence contributes one
+token use the fused kernels where there are any (see `fused`), all others the torch operations here.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from edgemoe.model.rope import Rope, turn
 from edgemoe.model.weights import LayerWeights, Weights, load_weights
 from edgemoe.types.step import Batch, Experts
 
-FUSED_TOKENS = 16  # beyond, torch's products are the faster ones
+FUSED_TOKENS = 16  # at most; with more, torch's products are faster
 
 
 class Decoder:
-    """Dense weights and the order of operations; experts and the cache are handed in."""
+    """Computes logits from dense weights that it owns; the experts and the KV cache are passed to each call."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device, kernels: Kernels | None = None) -> None:
         self.spec, self.device = spec, device
@@ -37,15 +36,15 @@ class Decoder:
     def load(
         cls, spec: ModelSpec, path: Path, device: torch.device | str = "cpu", kernels: Kernels | None = None
     ) -> Decoder:
-        """Reads `dense.safetensors`. `kernels` are for the CPU. Raises StoreError."""
+        """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError."""
         device = torch.device(device)
         return cls(spec, load_weights(spec, path, device), device, kernels if device.type == "cpu" else None)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
-        """Logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.
+        """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.
 
-        `hidden` as given to `experts` is valid during that call only.
+        The `hidden` passed to `experts` is valid during that call only.
         """
         tokens = len(batch.tokens)
         if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
@@ -69,7 +68,7 @@ class Decoder:
     def _qkv(
         self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [T, heads, D], keys and values [T, kv_heads, D], after the head norms and rotary."""
+        """Returns queries [T, heads, D], keys and values [T, kv_heads, D], after head norms and rotary embedding."""
         spec = self.spec
         heads = linear(x, layer.qkv).view(len(x), -1, spec.head_dim)
         q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
@@ -82,7 +81,7 @@ class Decoder:
         return turned[0], turned[1], v
 
     def _route(self, hidden: torch.Tensor, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts' ids [T, k] and weights [T, k] float32."""
+        """Returns the chosen experts' ids [T, k] and weights [T, k] float32."""
         probs = linear(hidden, layer.gate).float().softmax(-1)
         weights, ids = probs.topk(self.spec.top_k, dim=-1)
         if self.spec.norm_topk:
@@ -90,6 +89,6 @@ class Decoder:
         return ids, weights
 
     def _hint(self, experts: Experts, number: int, hidden: torch.Tensor) -> None:
-        """The next layers' gates, applied to this layer's input of the experts."""
+        """Applies the gates of the next layers to this layer's expert input, and passes the result to `experts`."""
         for ahead in range(number + 1, min(number + 1 + experts.lookahead, self.spec.layers)):
             experts.hint(ahead, linear(hidden, self._weights.layers[ahead].gate).float().softmax(-1))

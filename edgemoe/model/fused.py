@@ -1,4 +1,4 @@
-"""Steps of single tokens on the CPU: per layer one call into the kernels, and one to the experts."""
+"""Runs steps of one token per sequence on the CPU: per layer one kernel call and one call to the experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDS, WEIGHTS, DELTA = (place_of(STEP, name) for name in ("ids", "weights", "delt
 
 
 class FusedDecoder:
-    """Fills the kernels' records: those of the layers once, that of the step each time."""
+    """Computes logits by the kernels. Fills the layers' records once, and the step's record at each step."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, rope: Rope) -> None:
         self._spec, self._weights, self._kernels, self._rope = spec, weights, kernels, rope
@@ -53,7 +53,7 @@ class FusedDecoder:
         return record
 
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
-        """As `Decoder.forward`, for at most one token of each sequence."""
+        """Computes what `Decoder.forward` does, for at most one token of each sequence."""
         spec, step, tokens = self._spec, self._step, len(batch.tokens)
         tables, contexts = block_tables(batch, list(range(tokens)))
         cos, sin = self._rope(batch.positions)
@@ -75,7 +75,7 @@ class FusedDecoder:
         return self._logits(batch.logit_rows)
 
     def _begin(self, tokens: int, tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], kv: KVCache) -> None:
-        """The step's scratch memory and where the cache lies."""
+        """Writes the addresses of scratch memory, block tables and KV cache into the records."""
         spec, step, scratch = self._spec, self._step, self._kernels.scratch
         queries = spec.heads * spec.head_dim
         step["packed"] = scratch("step.packed", tokens * spec.hidden)
@@ -92,7 +92,7 @@ class FusedDecoder:
             self._layers[layer]["keys"], self._layers[layer]["values"] = pages.keys, pages.values
 
     def _hint(self, experts: Experts, layer: int, hidden: torch.Tensor) -> None:
-        """The next layers' gates, applied to this layer's input of the experts."""
+        """Applies the gates of the next layers to this layer's expert input, and passes the result to `experts`."""
         spec, tokens = self._spec, len(hidden)
         for ahead in range(layer + 1, min(layer + 1 + experts.lookahead, spec.layers)):
             logits = torch.empty((tokens, spec.experts), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Keys and values in blocks of 16 tokens. One block holds all layers, so that it moves as one run of bytes."""
+"""Keys and values in blocks of 16 tokens. A block holds all layers, so that it is copied as one run of bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class KVCache:
-    """`data` [blocks, layers, 2, kv_heads, 16, head_dim]: within a layer, keys and then values.
+    """Owns `data` [blocks, layers, 2, kv_heads, 16, head_dim]: keys, then values of each layer.
 
-    Who uses which block is the block manager's business. Memory is taken once and never grows.
+    The block manager decides who uses which block. Memory is allocated once and never grows.
     """
 
     def __init__(self, spec: ModelSpec, blocks: int, device: torch.device | str = "cpu") -> None:
@@ -32,7 +32,7 @@ class KVCache:
         return self.data.stride(0) * self.data.element_size()
 
     def gather(self, blocks: Sequence[int]) -> torch.Tensor:
-        """A copy of these blocks in host memory, one row each: [n, layers, 2, kv_heads, 16, head_dim]."""
+        """Returns a copy of these blocks in host memory, one row each: [n, layers, 2, kv_heads, 16, head_dim]."""
         return self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)].cpu()
 
     def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:

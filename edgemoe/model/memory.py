@@ -1,4 +1,4 @@
-"""Large pieces of memory on huge pages: with small ones the processor's translations cost a third of the bandwidth."""
+"""Allocates memory on huge pages: with small pages, address translation costs a third of the bandwidth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """Zeros on `device`; host memory is taken page by page as it is touched, and freed with the tensor."""
+    """Returns zeros on `device`. Host memory is committed page by page on first touch, and freed with the tensor."""
     if torch.device(device).type != "cpu":
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -13,14 +13,14 @@ from edgemoe.families.spec import ModelSpec, RopeSpec
 
 
 class Rope:
-    """cos and sin of any position, computed when asked for."""
+    """Computes cos and sin of positions."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         self._frequencies = frequencies(spec.rope, spec.head_dim).to(device)  # [D / 2]
         self._scale = spec.rope.attention_factor
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, D / 2] at positions [T]."""
+        """Returns cos and sin [T, D / 2] at positions [T]."""
         angles = positions[:, None].float() * self._frequencies
         return angles.cos() * self._scale, angles.sin() * self._scale
 
@@ -33,7 +33,7 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
-    """Radians per position, [dim / 2] float32."""
+    """Returns radians per position, [dim / 2] float32."""
     periods = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.kind == "default":
         return 1.0 / periods
@@ -44,7 +44,7 @@ def frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
 
 
 def _extrapolated(rope: RopeSpec, dim: int) -> torch.Tensor:
-    """1 where a dimension turns often enough to be left alone, 0 where it is stretched [YaRN, Eq. 17-19]."""
+    """Returns the ramp [dim / 2]: 1 keeps a frequency, 0 divides it by `factor` [YaRN, Eq. 17-19]."""
 
     def dimension(turns: float) -> float:
         return dim * math.log(rope.original_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -21,7 +21,7 @@ ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Matrices in the model's type; norms in float32, in which they are applied."""
+    """One layer's dense weights: matrices in the model's dtype, norms in float32."""
 
     norm: torch.Tensor  # [H]
     qkv: torch.Tensor  # [(heads + 2 kv_heads) D, H]
@@ -41,7 +41,7 @@ class Weights:
 
 
 def load_weights(spec: ModelSpec, path: Path, device: torch.device) -> Weights:
-    """Copies the weights into memory of their own. Raises StoreError."""
+    """Copies the weights from the file at `path` to `device`. Raises StoreError."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return _assemble(spec, _Reader(spec, path, file, device))
@@ -50,7 +50,7 @@ def load_weights(spec: ModelSpec, path: Path, device: torch.device) -> Weights:
 
 
 class _Reader:
-    """Copies tensors of a file into one piece of memory, one after the other."""
+    """Copies tensors of a file into one allocation, one after the other."""
 
     def __init__(self, spec: ModelSpec, path: Path, file: Any, device: torch.device) -> None:
         self._names, self._dtype = spec.names, DTYPES[spec.dtype]
@@ -61,7 +61,7 @@ class _Reader:
         self._taken = 0
 
     def __call__(self, *names: str) -> torch.Tensor:
-        """The tensors of these names, one below the other; norms in float32."""
+        """Returns the tensors of these names, concatenated by rows; norms in float32. Raises StoreError."""
         stored = [self._stored(name) for name in names]
         dtype = torch.float32 if _is_norm(names[0]) else self._dtype
         result = self._take([sum(len(part) for part in stored), *stored[0].shape[1:]], dtype)

@@ -1,7 +1,7 @@
-"""Logs are events with fields, `log.info("engine ready", extra={"boot": id, "start_s": 3.2})`, as text or as JSON.
+"""Formats log events with fields, `log.info("engine ready", extra={"boot": id, "start_s": 3.2})`, as text or as JSON.
 
-Any logger of the standard library will do. Under systemd the text form leaves time to the journal and carries the
-level as its priority prefix.
+Any logger of the standard library can be used. Under systemd the text form omits the time, which the journal adds, and
+carries the level as a priority prefix.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ def configure(settings: LogSettings, *, stream: TextIO | None = None, journal: b
     handler.setFormatter(JsonFormatter() if settings.format == "json" else TextFormatter(journal=journal))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)  # libraries: what goes wrong
+    root.setLevel(logging.WARNING)  # of libraries: warnings and errors only
     logging.getLogger("edgemoe").setLevel(settings.level.upper())
     logging.captureWarnings(True)
 
 
 def goes_to_journal(env: Mapping[str, str]) -> bool:
-    """Whether our stderr is the journal's, rather than only inherited from a process whose was: systemd.exec(5)."""
+    """Returns whether stderr is connected to the journal, by JOURNAL_STREAM as in systemd.exec(5).
+
+    The variable alone does not say so: it may be inherited from a process with another stderr.
+    """
     status = os.fstat(sys.stderr.fileno())
     return env.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123 INFO engine ready boot=ab start_s=3.2`."""
+    """Formats an event as `2026-01-31T12:00:00.123 INFO engine ready boot=ab start_s=3.2`."""
 
     def __init__(self, *, journal: bool = False) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, event, then the event's fields."""
+    """Formats an event as one JSON object a line: time, level, logger, event, then the event's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         head = {"time": _stamp(record), "level": record.levelname.lower(), "logger": record.name}

@@ -1,6 +1,6 @@
-"""The engine's figures by name: what the engine sends, /metrics shows and `edgemoe status` reads.
+"""Names the engine's figures: what the engine sends, /metrics shows and `edgemoe status` reads.
 
-A figure is a number under its final Prometheus name, labels included; families that end in _total only ever grow.
+A figure is a number under its final Prometheus name, labels included. Families that end in _total never decrease.
 """
 
 from __future__ import annotations
@@ -10,89 +10,89 @@ from collections.abc import Mapping
 
 TIER_HITS = "edgemoe_tier_hits_total"  # {tier}: expert calls by the fastest tier that had the expert when asked
 TIER_MISSES = "edgemoe_tier_misses_total"  # {tier}: expert calls that the tier did not have
-CPU_EXPERTS = "edgemoe_cpu_experts_total"  # of layer-steps, computed from RAM because the device had not got them
+CPU_EXPERTS = "edgemoe_cpu_experts_total"  # of layer-steps, computed on the CPU: the device did not hold them
 BYTES_MOVED = "edgemoe_bytes_moved_total"  # {from,to}: expert bytes moved between tiers
-PREFETCHES = "edgemoe_prefetches_total"  # {from,to}: moves that no step was waiting for
-PREFETCH_WASTED = "edgemoe_prefetch_wasted_bytes_total"  # {tier}: moved into it unasked, and dropped unused
-LINK_RATE = "edgemoe_link_bytes_per_second"  # {link}: nvme, or a device's number; bytes over busy time, lately
+PREFETCHES = "edgemoe_prefetches_total"  # {from,to}: transfers that no step was waiting for
+PREFETCH_WASTED = "edgemoe_prefetch_wasted_bytes_total"  # {tier}: prefetched into the tier, and dropped unused
+LINK_RATE = "edgemoe_link_bytes_per_second"  # {link}: nvme, or a device's number; bytes over busy time, recent
 LINK_IDLE = "edgemoe_link_idle_ratio"  # {link}: share of the last second or so
 STALL_SECONDS = "edgemoe_stall_seconds_total"  # {tier}: steps waiting for experts that were in this tier
-TIER_SLOTS = "edgemoe_tier_slots"  # {tier}: experts that the arena holds at most
+TIER_SLOTS = "edgemoe_tier_slots"  # {tier}: experts that the slab holds at most
 TIER_EXPERTS = "edgemoe_tier_experts"  # {tier}: experts in it now
-TIER_BYTES = "edgemoe_tier_bytes"  # {tier}: size of the arena
+TIER_BYTES = "edgemoe_tier_bytes"  # {tier}: size of the slab
 KV_BLOCKS = "edgemoe_kv_blocks"  # blocks of keys and values in all
-KV_BLOCKS_REFERENCED = "edgemoe_kv_blocks_referenced"  # held by requests; the prefix cache's spare ones not counted
+KV_BLOCKS_REFERENCED = "edgemoe_kv_blocks_referenced"  # held by requests, not only by the prefix cache
 PREFIX_HIT_TOKENS = "edgemoe_prefix_hit_tokens_total"  # prompt tokens that the prefix cache supplied
-PREFIX_MISS_TOKENS = "edgemoe_prefix_miss_tokens_total"  # prompt tokens that it did not
+PREFIX_MISS_TOKENS = "edgemoe_prefix_miss_tokens_total"  # prompt tokens that it did not supply
 REQUESTS_RUNNING = "edgemoe_num_requests_running"
 QUEUE_DEPTH = "edgemoe_num_requests_waiting"  # waiting requests
 PREEMPTIONS = "edgemoe_preemptions_total"  # {way}: park | recompute
 REQUESTS_FINISHED = "edgemoe_requests_finished_total"  # {reason}: stop | length | error | cancelled
-REQUESTS_BLAMED = "edgemoe_requests_blamed_total"  # that ended because a step with them alone raised
-STEPS = "edgemoe_steps_total"  # {phase}: prefill, where a prompt is in the step, or decode
+REQUESTS_BLAMED = "edgemoe_requests_blamed_total"  # requests that ended because a step with them alone raised
+STEPS = "edgemoe_steps_total"  # {phase}: prefill (a prompt is in the step) | decode
 STEP_SECONDS = "edgemoe_step_seconds_total"  # {phase}
 STEP_TOKENS = "edgemoe_step_tokens_total"  # {phase}: tokens computed
 ACTIVE_EXPERTS = "edgemoe_active_experts_total"  # {phase}: distinct experts of a step, summed over its layers
-LEARNED_STEPS = "edgemoe_cache_steps_total"  # {how}: steps that the cache policy followed, or only glanced at
-LEARNED_SECONDS = "edgemoe_cache_processor_seconds_total"  # spent on them, by the policy's own thread
+LEARNED_STEPS = "edgemoe_cache_steps_total"  # {how}: steps that the cache policy learned from in full or in brief
+LEARNED_SECONDS = "edgemoe_cache_processor_seconds_total"  # that the policy's own thread spent on them
 LEARNED_MOVES = "edgemoe_cache_planned_moves_total"  # prefetches planned beyond the next layer
-LEARNED_RIGHT = "edgemoe_cache_plans_right_ratio"  # plans needed before what they would replace, lately
+LEARNED_RIGHT = "edgemoe_cache_plans_right_ratio"  # share of recent plans needed before what they would replace
 LEARNED_ETA = "edgemoe_cache_fusion_eta_ratio"  # {horizon}: weight of ScoutGate (gate: of the next layer's own gate)
-SCOUT_RECALL = "edgemoe_scout_recall_ratio"  # {horizon}: chosen experts among ScoutGate's k likeliest, lately
-SCOUT_LOG_LOSS = "edgemoe_scout_log_loss"  # {horizon}: nats per expert, lately
-SCOUT_CALIBRATION = "edgemoe_scout_calibration_ratio"  # {horizon}: expert calls forecast over those that came
-SCOUT_TRUST = "edgemoe_scout_trust_ratio"  # weight of its forecasts in fusion, by how they do now
+SCOUT_RECALL = "edgemoe_scout_recall_ratio"  # {horizon}: chosen experts among ScoutGate's k most probable ones, recent
+SCOUT_LOG_LOSS = "edgemoe_scout_log_loss"  # {horizon}: nats per expert, recent
+SCOUT_CALIBRATION = "edgemoe_scout_calibration_ratio"  # {horizon}: expert calls forecast over calls made
+SCOUT_TRUST = "edgemoe_scout_trust_ratio"  # weight of its forecasts in fusion, by their current accuracy
 SCOUT_SECONDS = "edgemoe_scout_forecast_seconds"  # 99th percentile of the last 512
 SCOUT_SKIPPED = "edgemoe_scout_skipped_total"  # forecasts that would have come too late
 SCOUT_LOADS = "edgemoe_scout_loads_total"  # ScoutGate exports taken into use
 SCOUT_REFUSED = "edgemoe_scout_refused_total"  # exports that were damaged, or for another model
 REMOTE_CALLS = "edgemoe_remote_calls_total"  # {peer}: expert calls that a peer answered
-REMOTE_FAILURES = "edgemoe_remote_failures_total"  # {peer}: those that it did not
+REMOTE_FAILURES = "edgemoe_remote_failures_total"  # {peer}: expert calls that a peer did not answer
 REMOTE_SECONDS = "edgemoe_remote_call_seconds_total"  # {peer}: from the call to its answer
 REMOTE_EXPERTS = "edgemoe_remote_experts_total"  # experts of layer-steps that peers computed
-REMOTE_RETRIES = "edgemoe_remote_retries_total"  # {why}: late | failed; calls that were resolved another way
+REMOTE_RETRIES = "edgemoe_remote_retries_total"  # {why}: late | failed; calls whose experts were computed another way
 REMOTE_STALL_SECONDS = "edgemoe_remote_stall_seconds_total"  # steps waiting for peers
-LOCAL_RATIO = "edgemoe_local_compute_ratio"  # experts of layer-steps computed here, over all since the start
+LOCAL_RATIO = "edgemoe_local_compute_ratio"  # experts of layer-steps computed here over all of them, since the start
 SERVED_CALLS = "edgemoe_served_calls_total"  # expert calls of peers computed here
-SERVED_BATCHES = "edgemoe_served_batches_total"  # computations that took
-SERVED_SHED = "edgemoe_served_shed_total"  # calls of peers sent away
-SERVED_SECONDS = "edgemoe_served_seconds_total"  # computing for peers
-PEER_LATENCY = "edgemoe_peer_latency_seconds"  # {peer}: a round trip
+SERVED_BATCHES = "edgemoe_served_batches_total"  # computations for them; one may serve several calls
+SERVED_SHED = "edgemoe_served_shed_total"  # calls of peers that were refused for load
+SERVED_SECONDS = "edgemoe_served_seconds_total"  # time spent computing for peers
+PEER_LATENCY = "edgemoe_peer_latency_seconds"  # {peer}: of a round trip
 PEER_RATE = "edgemoe_peer_bytes_per_second"  # {peer}
 EXPERTS_FETCHED = "edgemoe_experts_fetched_total"  # from peers, verified
 EXPERTS_REFUSED = "edgemoe_experts_refused_total"  # from peers, with a wrong checksum
 BULK_SENT_BYTES = "edgemoe_bulk_sent_bytes_total"  # of experts, to peers
 HOME_EXPERTS = "edgemoe_home_experts"  # at home here by the plan
-HOME_MISSING = "edgemoe_home_experts_missing"  # of those, not in RAM yet
+HOME_MISSING = "edgemoe_home_experts_missing"  # home experts that are not in RAM yet
 CLUSTER_EPOCH = "edgemoe_cluster_epoch"  # the highest that this box has seen
 CLUSTER_LEADING = "edgemoe_cluster_leading"  # 1 while this box leads
 CLUSTER_BOXES = "edgemoe_cluster_boxes"  # {state}: other boxes by state: here | gone | leaving | refused
-CLUSTER_PLAN = "edgemoe_cluster_plan_version"  # of the plan that this box goes by
+CLUSTER_PLAN = "edgemoe_cluster_plan_version"  # version of the plan that this box follows
 CLUSTER_STALE = "edgemoe_cluster_stale_leaders_total"  # commands of a deposed leader, not obeyed
 FORWARDED = "edgemoe_forwarded_requests_total"  # requests handed to other boxes' engines
-FORGOTTEN = "edgemoe_forgotten_requests_total"  # of those, the ones that ran again because the other box had lost them
-GUESTS = "edgemoe_guest_requests"  # requests of other boxes on this box's engine
+FORGOTTEN = "edgemoe_forgotten_requests_total"  # forwarded requests that ran again because the other box had lost them
+GUESTS = "edgemoe_guest_requests"  # hosted requests: of other boxes, running on this box's engine
 GUESTS_SERVED = "edgemoe_guest_requests_total"
 
-_MODEL = re.compile(r',?model_name="(?:[^"\\]|\\.)*"')  # the same on the whole page
+_MODEL = re.compile(r',?model_name="(?:[^"\\]|\\.)*"')  # the same label on the whole page
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 
 
 def named(family: str, **labels: str) -> str:
-    """The figure of a family that has these labels: `named(TIER_HITS, tier="ram")`."""
+    """Returns the figure's name in a family by its labels: `named(TIER_HITS, tier="ram")`."""
     inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
     return f"{family}{{{inside}}}" if labels else family
 
 
 def parse(page: str) -> dict[str, float]:
-    """The figures on a daemon's /metrics page by full name, the name of its model left out."""
+    """Returns the figures of a /metrics page by full name, without the model_name label."""
     lines = (_MODEL.sub("", line, count=1).replace("{}", "", 1) for line in page.splitlines())
     matches = (_SAMPLE.match(line) for line in lines if not line.startswith("#"))
     return {match[1] + (match[2] or ""): float(match[3]) for match in matches if match}
 
 
 def select(figures: Mapping[str, float], family: str, **labels: str) -> float:
-    """The sum of a family's figures that have these labels among theirs."""
+    """Returns the sum of a family's figures that have at least these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         value for name, value in figures.items() if name.partition("{")[0] == family and all(w in name for w in wanted)

@@ -1,6 +1,6 @@
-"""What the machine has, as far as this process may use it: memory, cores, GPUs. No other file asks psutil or NVML.
+"""Finds the memory, cores and GPUs that this process may use. No other module asks psutil or NVML.
 
-A container's or a service's limits (cgroup v1 and v2, CPU affinity and quota) count, not only the hardware's.
+Limits of a container or a service (cgroup v1 and v2, CPU affinity and quota) count as well as the hardware.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
 def look(root: Path = Path("/"), visible_devices: str | None = None) -> Machine:
-    """The machine as this process may use it. `visible_devices` is the value of CUDA_VISIBLE_DEVICES, if set."""
+    """Returns what this process may use. `visible_devices` is the value of CUDA_VISIBLE_DEVICES, if set."""
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
     for limit, used in _memory_limits(root):
@@ -44,7 +44,7 @@ def _usable_cpus(root: Path) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's control groups for `controller`, from its own up to the mount."""
+    """Yields the folders of this process's control groups for `controller`, from its own up to the mount."""
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -62,7 +62,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of each control group that has a limit. Page cache that can be dropped is not counted as used."""
+    """Yields (limit, used) in bytes of each control group with a limit. Droppable page cache does not count as used."""
     for folder in _cgroups(root, "memory"):
         for limit_name, used_name, cache_key in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -101,7 +101,7 @@ def _stat(path: Path, key: str) -> int:
 
 
 def _gpus(visible_devices: str | None) -> Iterator[Gpu]:
-    """NVIDIA GPUs in CUDA's numbering under CUDA_DEVICE_ORDER=PCI_BUS_ID; none where there is no driver."""
+    """Yields NVIDIA GPUs in CUDA's numbering under CUDA_DEVICE_ORDER=PCI_BUS_ID; none without a driver."""
     import pynvml
 
     try:
@@ -123,7 +123,7 @@ def _gpus(visible_devices: str | None) -> Iterator[Gpu]:
 
 
 def _visible(uuids: Sequence[str], visible_devices: str | None) -> list[int]:
-    """Physical indices in the order in which CUDA numbers them; CUDA stops at the first name it does not know."""
+    """Returns physical indices in CUDA's order. Stops at the first unknown name, as CUDA does."""
     if visible_devices is None:
         return list(range(len(uuids)))
     chosen: list[int] = []

@@ -1,8 +1,8 @@
-"""Recordings of routing: what the gates chose, step by step, in compressed files that are bounded and rotated.
+"""Records what the gates chose at each step, in compressed files that are bounded and rotated.
 
 A file is MAGIC, then blocks: four bytes of length (little-endian) and a zlib stream of that length, which holds a
-MessagePack array. The first block of a file is a `Header`, each other one is a `RoutingBlock`. Recordings tell what
-users wrote: files are 0600, the oldest go first, and nothing is recorded unless the owner says so.
+MessagePack array. The first block of a file is a `Header`, each other one is a `RoutingBlock`. Recordings hold
+what users wrote: files are 0600, the oldest are deleted first, and recording is off unless it is configured.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
-BLOCK_STEPS = 1024  # steps compressed together; to wake the writer costs the compute thread half a millisecond
-BLOCK_BYTES = 8 << 20  # or so many bytes of them, whichever comes first
-WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped, and counted
+BLOCK_STEPS = 1024  # steps per block; waking the writer costs the compute thread half a millisecond
+BLOCK_BYTES = 8 << 20  # of one block, if that is reached first
+WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped and counted
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
 FLUSH_S = 5.0  # longest that a step waits for its block to fill
 _LENGTH = struct.Struct("<I")
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a file's steps were recorded from."""
+    """The model that a file's steps were recorded from."""
 
     digest: str  # of the model
     layers: int
@@ -49,7 +49,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
-    """The `StepRouting` of some steps; arrays as little-endian bytes, S sequences and T tokens of all of them."""
+    """Several steps' `StepRouting`, with S sequences and T tokens in all; arrays are little-endian bytes."""
 
     requests: tuple[tuple[str, ...], ...]  # of each step
     query_lens: bytes  # [S] int32
@@ -61,10 +61,10 @@ class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Filling:
-    """A block while steps are copied into it."""
+    """Collects the steps of one block."""
 
     def __init__(self, header: Header, tokens: int) -> None:
-        """Room for so many tokens."""
+        """Allocates room for `tokens` tokens."""
         self.requests: list[tuple[str, ...]] = []
         self._rows = self._tokens = 0
         self._query_lens, self._decode = np.empty(tokens, np.int64), np.empty(tokens, np.bool_)
@@ -74,17 +74,17 @@ class Filling:
 
     @property
     def bytes(self) -> int:
-        """Of memory, full or not."""
+        """Returns the memory that its arrays take, full or not."""
         columns = self._query_lens, self._decode, self._inputs, self._positions, self._ids, self._weights
         return sum(column.nbytes for column in columns)
 
     def fits(self, step: StepRouting) -> bool:
-        """Whether there is room for the step."""
+        """Returns whether there is room for the step."""
         rows, tokens = self._rows + len(step.requests), self._tokens + len(step.tokens)
         return len(self.requests) < BLOCK_STEPS and max(rows, tokens) <= len(self._inputs)
 
     def add(self, step: StepRouting) -> None:
-        """Copies the step as it is, on the compute thread: to keep and convert it elsewhere costs that thread more."""
+        """Copies the step, on the compute thread: keeping it for another thread to convert would cost more there."""
         self.requests.append(step.requests)
         rows = slice(self._rows, self._rows + len(step.requests))
         self._query_lens[rows], self._decode[rows] = step.query_lens, step.decode
@@ -94,7 +94,7 @@ class Filling:
         self._rows, self._tokens = rows.stop, at.stop
 
     def block(self) -> RoutingBlock:
-        """What has been copied."""
+        """Returns the block of the steps copied so far."""
         return RoutingBlock(
             requests=tuple(self.requests),
             query_lens=self._query_lens[: self._rows].astype("<i4").tobytes(),
@@ -107,11 +107,11 @@ class Filling:
 
 
 class Recorder:
-    """Owns the newest file and a thread that writes it. `add` never waits; `close` writes what is left."""
+    """Owns the newest file and the thread that writes it. `add` never waits; `close` writes what is left."""
 
     def __init__(self, settings: RecordSettings, header: Header) -> None:
-        """Raises StoreError where the directory cannot be written."""
-        self.dropped = 0  # steps that the writer was too slow for
+        """Opens a file and starts the thread. Raises StoreError where the directory cannot be written."""
+        self.dropped = 0  # steps lost because the writer was too slow
         self._settings, self._header = settings, header
         self._directory = Path(settings.dir)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -131,7 +131,7 @@ class Recorder:
         self._thread.start()
 
     def add(self, step: StepRouting) -> None:
-        """Records one step. Any thread."""
+        """Records one step, or counts it as dropped. May be called from any thread."""
         with self._lock:
             if self._closed or not (self._filling.fits(step) or self._begin_block(len(step.tokens))):
                 self.dropped += 1
@@ -139,7 +139,10 @@ class Recorder:
             self._filling.add(step)
 
     def _begin_block(self, tokens: int) -> bool:
-        """Hands the block over that is being filled, unless too much waits; the next one has room for `tokens`."""
+        """Hands the current block to the writer and begins one with room for `tokens`.
+
+        Returns False, and does neither, where too many bytes wait for the writer.
+        """
         if sum(filled.bytes for filled in (*self._full, self._filling)) > WAITING_BYTES:
             return False
         if self._filling.requests:
@@ -175,7 +178,7 @@ class Recorder:
         self._write(filled.block())
 
     def _take(self) -> Filling | None:
-        """The next block, full or not; None when it is over."""
+        """Returns the next block, full or not; None after `close`."""
         with self._wake:
             self._wake.wait_for(lambda: self._closed or self._full, FLUSH_S)
             if self._full:
@@ -198,7 +201,7 @@ class Recorder:
         self._file.flush()
 
     def _open(self) -> None:
-        """A new file, and room for it; names sort by age."""
+        """Opens a new file, after making room for it. File names sort by age."""
         self._make_room(self._settings.file_bytes)
         name = f"{time.time_ns():020d}{SUFFIX}"
         descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -208,7 +211,7 @@ class Recorder:
         self._file.flush()
 
     def _make_room(self, more_bytes: int) -> None:
-        """Deletes the oldest files, but the open one, until so many bytes more fit."""
+        """Deletes the oldest files, except the open one, until `more_bytes` fit."""
         files = sorted(self._directory.glob(f"*{SUFFIX}"))
         sizes = [file.stat().st_size for file in files]
         kept = 0 if self._file is None or self._file.closed else 1
@@ -219,7 +222,10 @@ class Recorder:
 
 
 def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
-    """A recording's header and its steps, in order; one cut short by a crash ends early. Raises StoreError."""
+    """Returns a recording's header and its steps in order. Raises StoreError.
+
+    A file that a crash cut short ends with its last complete block.
+    """
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise StoreError(f"{path} is no recording of routing, or of a later version")
@@ -238,7 +244,7 @@ def _steps(path: Path, header: Header) -> Iterator[StepRouting]:
 
 
 def _block(path: Path, file: BinaryIO) -> bytes:
-    """The next block, decompressed; empty at the end, or where the last one is incomplete."""
+    """Returns the next block, decompressed; empty at the end, or where the last one is incomplete."""
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
         return b""
@@ -264,7 +270,7 @@ def _decode(path: Path, data: bytes, kind: type[T]) -> T:
 
 
 def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRouting]:
-    """A block's steps."""
+    """Yields a block's steps. Raises StoreError."""
     try:
         query_lens = np.frombuffer(block.query_lens, "<i4").astype(np.int64)
         decode = np.frombuffer(block.decode, np.bool_)

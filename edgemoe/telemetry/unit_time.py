@@ -1,31 +1,31 @@
-"""How long a unit of something takes: the mean of what was measured, where what was measured long ago fades.
+"""Estimates how long a unit of something takes: a decayed mean of measurements.
 
-Whoever looks slow is given nothing to do, so that nothing would measure it again. Hence a pace that is slower than what
-is assumed of the unknown comes nearer to that the longer nobody has measured it, until it is tried again. A trial that
-is slow puts the pace back; one that is not leaves it where it is.
+Work avoids what looks slow, so that it would never be measured again. An estimate slower than the first assumption
+therefore drifts back to that assumption while nothing is measured, until it is tried again. A slow trial restores the
+slow estimate; a fast one keeps the faster estimate.
 """
 
 from __future__ import annotations
 
 RECENT = 0.2  # weight of the newest measurement
-FADE_S = 10.0  # in which half of the distance fades
+FADE_S = 10.0  # in which an old, slow estimate loses half its distance from the first assumption
 
 
 class UnitTime:
-    """Written by one thread at a time; others may read it."""
+    """Estimates seconds per unit. One thread at a time may write; others may read."""
 
     def __init__(self, first_s: float) -> None:
-        """`first_s` per unit is assumed until measured."""
+        """Assumes `first_s` seconds per unit until something is measured."""
         self.mean_s = self._first_s = first_s  # as of the last measurement
-        self._measured_s = 0.0  # when that was
+        self._measured_s = 0.0  # time of the last measurement
 
     def at(self, now_s: float) -> float:
-        """Seconds per unit that are to be expected."""
+        """Returns the seconds per unit to expect at `now_s`."""
         slower_s = max(0.0, self.mean_s - self._first_s)
         faded: float = 1 - 0.5 ** (max(0.0, now_s - self._measured_s) / FADE_S)
         return self.mean_s - faded * slower_s
 
     def measure(self, unit_s: float, now_s: float) -> None:
-        """A unit took so long."""
+        """Adds a measurement: a unit took `unit_s`."""
         expected_s = self.at(now_s)
         self.mean_s, self._measured_s = expected_s + RECENT * (unit_s - expected_s), now_s

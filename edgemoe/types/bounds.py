@@ -1,6 +1,7 @@
-"""Bounds of what travels: each number, text and list of a message says here how large it may be. Imports nothing.
+"""Bounds of message fields: the types here limit every number, text and list that is sent between processes.
 
-Whoever reads a message is safe from what it says; a test walks all messages and fails where a field has no bound.
+Messages are decoded by these types, so that a reader is safe from oversized values. A test goes through all messages
+and fails where a field has no bound.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
 Temperature = Annotated[float, Meta(ge=0, le=1e6)]
 Bias = Annotated[float, Meta(ge=-1e6, le=1e6)]  # on a logit
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Repetition = Annotated[float, Meta(ge=0.01, le=100)]  # what scores of tokens that were there are divided by
-Told = Annotated[int, Meta(ge=0, le=20)]  # of how many tokens the log probabilities are told at each place
-MAX_TOLD = 1 << 20  # log probabilities of one prompt, which are told in one message
+Repetition = Annotated[float, Meta(ge=0.01, le=100)]  # divisor of the logits of tokens that have occurred
+Told = Annotated[int, Meta(ge=0, le=20)]  # most probable tokens reported at each position
+MAX_TOLD = 1 << 20  # log probabilities of one prompt, which are sent in one message
 Logprob = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 Name = Annotated[str, Meta(min_length=1, max_length=REQUEST_CHARS)]

@@ -1,4 +1,4 @@
-"""Experts, where they can be, and the cache policies that rank them."""
+"""Experts, the tiers that hold them, and the protocol of cache policies, which rank them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgemoe.types.arrays import FloatArray, IntArray
 
 
 class Tier(enum.IntEnum):
-    """Where an expert can be. Lower is faster."""
+    """A memory that can hold experts. Lower is faster."""
 
     VRAM = 0
     RAM = 1
@@ -24,11 +24,11 @@ class ExpertId(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A copy of one expert to a faster tier, wished for before it is needed.
+    """A prefetch request: a copy of one expert to a faster tier before it is needed.
 
-    `score` is its worth in the units of the target tier's `CachePolicy.rank`: it takes the place of an expert
-    ranked lower, or none. Where the order alone is known, infinity stands for "needed for certain". `chance` that it
-    is needed soon: how much it may get in the way of a demand.
+    `score` is the utility of having it there, in the units of the target tier's `CachePolicy.rank`: the expert
+    replaces one of lower rank, or is not copied. Infinity marks an expert that is certain to be needed, where no
+    rank is known. `chance` is the probability that it is needed soon, which limits how far it may delay demands.
     """
 
     expert: ExpertId
@@ -39,30 +39,31 @@ class Move(NamedTuple):
 
 
 class CachePolicy(Protocol):
-    """Ranks experts for one tier. Pure: no clock, thread or device; runs the same live and in replay."""
+    """Ranks experts for one tier. Uses no clock, thread or device, so that it runs the same live and in replay."""
 
     def touch(self, layer: int, experts: IntArray) -> None:
-        """One layer-step demanded these distinct experts [n]."""
+        """Learns that one layer-step demanded these distinct experts [n]."""
 
     def rank(self, layer: int) -> FloatArray:
-        """Worth of keeping each expert while `layer` executes, [L, E]; the lowest unpinned one goes first."""
+        """Returns each expert's utility while `layer` runs, [L, E]; the lowest unpinned one is evicted first."""
 
 
 class LivePolicy(CachePolicy, Protocol):
-    """A policy that an engine may run: it can tell what a prefetch may replace."""
+    """Ranks experts in a running engine, and scores prefetch requests in the same units."""
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """What the gate of a layer that runs next says of some experts [n], weighed with all else that is known.
+        """Combines a coming layer's gate forecast for experts [n] with everything else that the policy knows.
 
-        `chance` [n] is that each is needed there. The chance to go by, and the worth in units of `rank`; both [n].
+        `chance` [n] is the gate's probability that `layer` needs each expert. Returns the combined probabilities and
+        the utilities in units of `rank`, both [n].
         """
 
 
 class Store(Protocol):
-    """Where experts are read from: the NVMe tier."""
+    """Reads experts from the NVMe tier."""
 
     def expert_bytes(self, layer: int, expert: int) -> int:
-        """Size of one expert as stored, padding excluded."""
+        """Returns the size of one expert as stored, without padding."""
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         """Reads one expert into `into` and verifies it. Raises CorruptExpert, MissingExpert."""

@@ -1,4 +1,4 @@
-"""What a machine has, as far as this process may use it."""
+"""Memory, cores and GPUs that a process may use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use, at the moment of asking."""
+    """What this process may use, at the time of the probe."""
 
     ram_total_bytes: int
     ram_available_bytes: int
     cpus: int
-    memlock_bytes: int | None  # how much it may lock (pin); None is no limit
+    memlock_bytes: int | None  # how much it may lock (pin); None: no limit
     gpus: tuple[Gpu, ...] = ()

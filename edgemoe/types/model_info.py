@@ -1,4 +1,4 @@
-"""What the front knows of the served model."""
+"""Facts about the served model that the front needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from edgemoe.types.bounds import Bytes, Count, LongText, Small, Text, TokenCount
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know of the served model."""
+    """Identity and sizes of the served model."""
 
     id: LongText
     family: Text

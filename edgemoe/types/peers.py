@@ -1,4 +1,4 @@
-"""Work that boxes do for each other, as the compute thread sees it."""
+"""Expert work that boxes compute for each other: the types that the compute thread uses."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from edgemoe.types.arrays import FloatArray, IntArray
 
 
 class ExpertWork(NamedTuple):
-    """Calls of distinct experts [n] of one layer; the i-th has the calls `offsets[i]:offsets[i + 1]` of m.
+    """Calls of n distinct experts of one layer, m calls in all; expert i has calls `offsets[i]:offsets[i + 1]`.
 
-    Its result is the weighted sum of the experts' outputs by row, [r, H], in the model's dtype as `hidden` is.
+    The result is the weighted sum of the experts' outputs by row, [r, H], in the model's dtype as `hidden` is.
     """
 
     layer: int
@@ -27,17 +27,17 @@ class ExpertWork(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What a peer would take, in seconds, for some experts [n] of a layer."""
+    """A peer's estimated cost in seconds of computing experts [n] of a layer."""
 
     node: str
-    open_s: float  # once: the round trip
-    row_s: float  # each row of hidden states, there and back
-    unit_s: float  # each unit of work, see `work_units`
-    wait_s: FloatArray  # [n] until the expert is at hand there; inf: it has not got it
+    open_s: float  # of the round trip, once per call
+    row_s: float  # of each row of hidden states, sent and returned
+    unit_s: float  # of each unit of work, see `work_units`
+    wait_s: FloatArray  # [n] until the expert is in memory there; inf: the peer does not have it
 
 
 class RemoteCall:
-    """Work that a peer was asked to do, and what came of it."""
+    """A call to a peer, and its result or error once there is one."""
 
     __slots__ = ("asked_s", "error", "node", "result", "work")
 
@@ -48,24 +48,24 @@ class RemoteCall:
 
 
 class ExpertPeers(Protocol):
-    """The other boxes, as the compute thread sees them. Never waits."""
+    """Calls other boxes from the compute thread. No method waits."""
 
     timeout_s: float  # after which a call has failed
 
     def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
-        """What the peers that can be reached would take for some experts [n] of a layer."""
+        """Returns the offers of all reachable peers for experts [n] of a layer."""
 
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
-        """Seconds to bring each expert's bytes [n] here from a peer, some left out; inf where none has it."""
+        """Returns seconds to fetch each expert [n] from a peer that is not in `without`; inf where none has it."""
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
-        """Asks a peer; puts the call into `answers` when it has a result or an error."""
+        """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""
 
 
-TOKENS_PER_READ = 8  # tokens that an expert computes in the time that reading its weights takes
+TOKENS_PER_READ = 8  # tokens that an expert computes in the time of reading its weights
 
 
 def work_units(offsets: IntArray) -> FloatArray:
-    """What computing each of n experts costs, in reads of one expert's weights; `offsets` [n + 1] of their calls."""
+    """Returns the cost of computing each expert [n], in reads of one expert's weights; `offsets` [n + 1]."""
     units: FloatArray = np.maximum(1.0, np.diff(offsets) / TOKENS_PER_READ).astype(np.float32)
     return units

@@ -1,4 +1,4 @@
-"""Placement plans: which box keeps which expert in memory."""
+"""Placement plans, which say what box keeps which expert in memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from edgemoe.types.bounds import MAX_NODES, Bitmap, Count, Small, Text
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Names what a plan was written as."""
+    """Returns the digest of an encoded plan."""
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
 class PlacementPlan(msgspec.Struct, frozen=True):
-    """Where every expert is at home: a home keeps it in memory for all. Named by epoch, version and digest."""
+    """Lists every expert's homes: the boxes that keep it in memory for all. Named by epoch, version and digest."""
 
     epoch: Count
     version: Count
@@ -30,23 +30,23 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)]  # per node, of L * E bits, see `pack_bits`
 
     def digest(self) -> str:
-        """Names the plan as this release writes it; one that was received goes by the bytes that came."""
+        """Returns the digest of the plan as this release encodes it. A received plan is named by the bytes received."""
         return digest_of(msgspec.msgpack.encode(self))
 
     def homes_of(self, node: str) -> BoolArray:
-        """Experts [L, E] that are at home at the node; none where the plan does not name it."""
+        """Returns whether each expert [L, E] is at home at the node; all False where the plan does not name it."""
         if node not in self.nodes:
             return np.zeros((self.layers, self.experts), np.bool_)
         return unpack_bits(self.homes[self.nodes.index(node)], self.layers, self.experts)
 
 
 def pack_bits(which: BoolArray) -> bytes:
-    """Booleans [L, E] as a bitmap: bit l * E + e, the lowest of each byte first."""
+    """Returns booleans [L, E] as a bitmap: bit l * E + e, the lowest bit of each byte first."""
     return np.packbits(which.ravel(), bitorder="little").tobytes()
 
 
 def unpack_bits(bitmap: bytes, layers: int, experts: int) -> BoolArray:
-    """Booleans [L, E] from a bitmap. Raises ValueError where it has another size."""
+    """Returns booleans [L, E] from a bitmap. Raises ValueError where its size is wrong."""
     bits = layers * experts
     if len(bitmap) != -(-bits // 8):
         raise ValueError(f"a bitmap of {len(bitmap)} bytes for {layers} layers of {experts} experts")

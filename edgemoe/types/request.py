@@ -1,4 +1,4 @@
-"""Requests and what they emit: built by the front, carried over the wire, run by the engine."""
+"""Requests, which the front builds and the engine runs, and the emissions that the engine sends back."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from edgemoe.types.bounds import (
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 are off.
+    """Settings of token choice. `temperature` 0 is greedy.
 
-    The engine holds requests to these bounds too.
+    `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 turn these off. The engine checks the bounds too.
     """
 
     temperature: Temperature = 1.0
-    top_p: Share = 1.0  # the likeliest token is always kept
+    top_p: Share = 1.0  # the most probable token is always kept
     top_k: TokenCount = 0
     min_p: Share = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Repetition = 1.0  # of the prompt's and the output's tokens
+    repetition_penalty: Repetition = 1.0  # applies to tokens of prompt and output
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1 << 16)] = {}
-    logprobs: Told | None = None  # None: none; 0: of the chosen token; n: also the n likeliest
-    prompt_logprobs: Told | None = None  # the same of the prompt's tokens but the first
+    logprobs: Told | None = None  # None: none; 0: of the chosen token; n: also of the n most probable
+    prompt_logprobs: Told | None = None  # the same for the prompt's tokens, except the first
     stop_token_ids: StopTokens = ()  # end-of-sequence ids included; never delivered
     max_tokens: TokenCount = 16
     min_tokens: TokenCount = 0
@@ -54,7 +54,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate. A request for n choices is n of these, told apart by `choice`.
+    """One sequence to generate. An HTTP request for n choices becomes n of these, which differ in `choice`.
 
     The engine's state for a request is a function of this object and the tokens emitted so far (random
     numbers are a hash of seed, choice and position), so that any engine can replay it after any crash.
@@ -69,15 +69,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 Likeliest = Annotated[tuple[tuple[TokenId, Logprob], ...], Meta(max_length=1 << 16)]
-TokenLogprob = tuple[Logprob, Likeliest]  # a token's, and the likeliest tokens there with theirs
+TokenLogprob = tuple[Logprob, Likeliest]  # of a token, and the most probable tokens at its position with theirs
 PromptLogprobs = Annotated[tuple[TokenLogprob, ...], Meta(max_length=1 << 22)]
 
 
 class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, array_like=False):
     """What one step adds to one request: a token, an end, or both.
 
-    `index` counts the request's tokens from 0 (replayed ones included), `attempt` the front's submissions.
-    `finish` is "", "stop", "length" or "error"; with "error" the message and code say why.
+    `index` counts the request's tokens from 0, replayed ones included; `attempt` counts the front's submissions.
+    `finish` is "", "stop", "length" or "error"; with "error", `error` and `error_code` say why.
     """
 
     request: Name
@@ -91,4 +91,4 @@ class Emission(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ar
     error_code: Word = ""
     retry_after_s: Seconds = 0.0  # with error_code "queue_full"
     cached_tokens: TokenCount = 0  # prompt tokens that the prefix cache supplied; on the first emission only
-    prompt_logprobs: PromptLogprobs = ()  # of the prompt's second token and on; on the first emission only
+    prompt_logprobs: PromptLogprobs = ()  # from the prompt's second token on; on the first emission only

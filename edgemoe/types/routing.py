@@ -12,7 +12,7 @@ from edgemoe.types.arrays import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True)
 class StepRouting:
-    """What the gates chose in one step: the one observation of cache policy, predictors and recorder."""
+    """What the gates chose in one step: all that cache policy, predictors and recorder observe."""
 
     requests: tuple[str, ...]  # [S] request ids
     query_lens: IntArray  # [S] tokens that each contributed
@@ -23,7 +23,7 @@ class StepRouting:
     weights: FloatArray  # [L, T, k]
     hints: dict[int, FloatArray]  # distance in layers -> [L, T, E]; empty where not collected
     step_s: float  # wall time of the step
-    stall_s: float  # of it, spent waiting for experts
+    stall_s: float  # part of step_s that was spent waiting for experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One step, as the decoder sees it."""
+"""One step's input, and the experts that the decoder calls."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Batch:
 
 
 class Experts(Protocol):
-    """The expert side of a MoE layer, as the decoder calls it. Called on the compute thread only."""
+    """Computes the experts of MoE layers for the decoder. Called on the compute thread only."""
 
-    lookahead: int  # how many layers ahead `hint` is wanted (0: never call it)
+    lookahead: int  # how many layers ahead to call `hint`; 0: never
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of the chosen experts' outputs, [T, H], best in float32.
+        """Returns the weighted sum of the chosen experts' outputs, [T, H], preferably in float32.
 
         `hidden` [T, H] in the model's dtype; `ids` [T, k] int64; `weights` [T, k] float32.
         Raises MissingExpert, CorruptExpert.
         """
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
-        """Layer `layer`'s real gate applied to an earlier layer's hidden state: `probs` [T, E] float32."""
+        """Takes a forecast for `layer`: its gate applied to an earlier layer's hidden state, `probs` [T, E] float32."""

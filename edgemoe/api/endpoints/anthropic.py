@@ -1,6 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API, one turn of text and tools. A Chat underneath.
+"""Converts bodies of Anthropic's /v1/messages and /v1/messages/count_tokens to a Chat: text and tools, one turn.
 
-A last message of the assistant's is gone on with. Without `thinking` the model is asked not to reason, as there.
+If the last message is the assistant's, the answer continues it. Without `thinking` the model is asked not to reason,
+as Anthropic does.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
-    """The body of both endpoints; counting needs no `max_tokens`."""
+    """The body of both endpoints; count_tokens needs no `max_tokens`."""
 
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
@@ -82,7 +83,7 @@ class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
 
 
 def as_chat(body: MessagesBody) -> tuple[Chat, Origin]:
-    """The chat request that says the same, and where its parts stood. Raises InvalidRequest."""
+    """Returns the equivalent chat request, and the origin of its fields. Raises InvalidRequest."""
     origin = Origin(FIELDS)
     messages = _messages(body, origin)
     choice, thinking = body.tool_choice, body.thinking is not None and body.thinking.type != "disabled"
@@ -119,7 +120,7 @@ def _messages(body: MessagesBody, origin: Origin) -> list[Json]:
 
 
 def _turn(turn: Turn, where: str) -> list[Json]:
-    """One turn as messages: results of tools are messages of their own, before what the user says."""
+    """Returns one turn as messages; each tool result is a message of its own, before the user's text."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results: list[Json] = []

@@ -1,4 +1,4 @@
-"""How /v1/messages writes an answer: content blocks (thinking, text, tool_use), streamed as typed events."""
+"""Writes answers of /v1/messages: content blocks (thinking, text, tool_use), streamed as typed events."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageFormat:
-    """Deltas as message events, or all together as one message."""
+    """Writes deltas as message events, or joined as one message."""
 
     def __init__(self, job: Generation) -> None:
         self._job = job
-        self._open = ""  # the kind of the block under way
+        self._open = ""  # kind of the open block; "": none is open
         self._blocks = 0
         self._begun = False
 
@@ -41,7 +41,7 @@ class MessageFormat:
                 yield from self._call(call)
 
     def end(self) -> Iterable[bytes]:
-        yield from self.events([])  # where nothing at all was said
+        yield from self.events([])  # message_start, where there was no delta
         yield from self._close()
         yield self._event("message_delta", delta=self._stop(), usage=self._usage())
         yield self._event("message_stop")
@@ -118,7 +118,7 @@ def _tool_use(call: ToolCall, given: Json) -> Json:
 
 
 def _input(call: ToolCall) -> Json:
-    """A call's arguments as an object, whatever the model wrote."""
+    """Returns a call's arguments as an object, wrapped in one where they are not an object."""
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         arguments = msgspec.json.decode(call.arguments)
         if isinstance(arguments, dict):

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: from a body to a job, and from deltas to OpenAI's objects."""
+"""Prepares generations for POST /v1/chat/completions, and writes their answers as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MANY_CALLS = 128
 
 
 def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, prefix: str = "chatcmpl") -> Generation:
-    """The job that `body` asks for: its prompt rendered and tokenized, its grammar checked. Raises InvalidRequest."""
+    """Returns the generation that `body` asks for. Raises InvalidRequest.
+
+    Renders and tokenizes the prompt, and checks the grammar.
+    """
     tools, calls = _tools(body)
     prompt_text = render(body, tools, text)
     marks = _marks(prompt_text, text, calls, tools)
@@ -46,12 +49,12 @@ def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, pref
 
 
 def prompt_of(body: Chat, text: TextModel) -> list[int]:
-    """The tokens of the prompt. Raises InvalidRequest."""
+    """Returns the tokens of the prompt. Raises InvalidRequest."""
     return text.encode(render(body, _tools(body)[0], text), add_special_tokens=False)
 
 
 def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
-    """The prompt as text. Raises InvalidRequest."""
+    """Returns the prompt as text. Raises InvalidRequest."""
     if text.template is None:
         raise InvalidRequest("this model has no chat template; use /v1/completions", code="no_chat_template")
     if tools and not text.template.takes_tools:
@@ -71,7 +74,7 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
 
 
 def _continued(body: Chat, rendered: str, messages: list[Json]) -> str:
-    """The prompt up to the end of the last message's text, which the answer goes on with."""
+    """Returns the prompt up to the end of the last message's text, which the answer continues."""
     if body.add_generation_prompt:
         message = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise InvalidRequest(message, param="continue_final_message")
@@ -86,7 +89,7 @@ def _continued(body: Chat, rendered: str, messages: list[Json]) -> str:
 
 
 def _marks(prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks:
-    """Templates open <think> for the model, or close it at once, or leave it to the model."""
+    """Returns the tags to recognise, by whether the prompt opens <think>, closes it, or leaves it to the model."""
     thinks = text.template is not None and text.template.thinks
     tail = prompt[-64:].rstrip()
     thinking = thinks and tail.endswith(THINK)
@@ -95,7 +98,7 @@ def _marks(prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks
 
 
 def _tools(body: Chat) -> tuple[list[Tool], int]:
-    """The tools that the model is told of, and how many calls are taken at most."""
+    """Returns the tools to show to the model, and the most calls to take. Raises InvalidRequest."""
     tools, choice = body.tools or [], body.tool_choice
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -128,7 +131,7 @@ def _logprobs(body: Chat) -> int | None:
 
 
 class ChatFormat:
-    """Deltas as chat.completion.chunk, or all together as chat.completion."""
+    """Writes deltas as chat.completion.chunk objects, or joined as one chat.completion."""
 
     def __init__(self, job: Generation, body: Chat, text: TextModel) -> None:
         self._job = job

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in, text out."""
+"""Prepares generations for POST /v1/completions, and writes their answers as OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.arrays import Json
 
-DEFAULT_TOKENS = 16  # as OpenAI has it
+DEFAULT_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 1024
 
 
 def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str) -> Generation:
-    """The job that `body` asks for; choice p*n + c is choice c of prompt p. Raises InvalidRequest."""
+    """Returns the generation that `body` asks for; its choice p * n + c is choice c of prompt p.
+
+    Raises InvalidRequest.
+    """
     tokens = prompts(body.prompt, text, span.vocab)
     grammar = response_grammar(body.response_format)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -58,7 +61,10 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
 
 
 def prompts(prompt: str | list[str | int | list[int]], text: TextModel, vocab: int) -> list[list[int]]:
-    """Token ids of each prompt: a string, a list of strings, a list of ids, or a list of lists of ids."""
+    """Returns token ids of each prompt. Raises InvalidRequest.
+
+    `prompt` is a string, a list of strings, a list of ids, or a list of lists of ids.
+    """
     if isinstance(prompt, str):
         return [text.encode(prompt, add_special_tokens=True)]
     if all(isinstance(one, int) for one in prompt):
@@ -78,7 +84,7 @@ def _one(prompt: str | int | list[int], at: int, text: TextModel, vocab: int) ->
 
 
 class CompletionFormat:
-    """Deltas as text_completion objects."""
+    """Writes deltas as text_completion objects."""
 
     def __init__(self, job: Generation, body: Completion, text: TextModel) -> None:
         self._job = job
@@ -125,14 +131,14 @@ class CompletionFormat:
 
     def _choice(self, delta: Delta, echo: str) -> Json:
         logprobs, at = None, delta.choice
-        told: list[Told] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
+        tokens: list[Told] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
         if self._tells_prompt[at]:
             self._tells_prompt[at] = False
             first, *rest = self._job.requests[at].prompt
             of_rest = zip(rest, delta.prompt_logprobs, strict=True)
-            told = [(first, None, ()), *((token, *likely) for token, likely in of_rest), *told]
-        if told:
-            logprobs, self._offsets[at] = text_logprobs(told, self._vocabulary, self._offsets[at])
+            tokens = [(first, None, ()), *((token, *likely) for token, likely in of_rest), *tokens]
+        if tokens:
+            logprobs, self._offsets[at] = text_logprobs(tokens, self._vocabulary, self._offsets[at])
         return {
             "index": delta.choice,
             "text": echo + delta.text,

@@ -1,4 +1,4 @@
-"""GET /v1/models, POST /tokenize and /detokenize: what a model is, and its tokenizer by itself."""
+"""Answers GET /v1/models, POST /tokenize and POST /detokenize."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STARTED = int(time.time())
 
 
 def model_card(info: ModelInfo, context_tokens: int) -> Json:
-    """OpenAI's model object, with what is worth knowing besides."""
+    """Returns OpenAI's model object, with context length, family, digest and dtype added."""
     return {
         "id": info.id,
         "object": "model",
@@ -30,7 +30,7 @@ def model_card(info: ModelInfo, context_tokens: int) -> Json:
 
 
 def tokenize(body: Tokenize, text: TextModel, span: Span) -> Json:
-    """The token ids of a text, or of messages under the chat template. Raises InvalidRequest."""
+    """Returns the token ids of a text, or of messages rendered by the chat template. Raises InvalidRequest."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.messages is None:
@@ -48,6 +48,6 @@ def tokenize(body: Tokenize, text: TextModel, span: Span) -> Json:
 
 
 def detokenize(body: Detokenize, text: TextModel, span: Span) -> Json:
-    """The text of token ids, special ones included. Raises InvalidRequest."""
+    """Returns the text of token ids, special tokens included. Raises InvalidRequest."""
     check_ids(body.tokens, span.vocab, "tokens")
     return {"prompt": text.vocabulary.text(body.tokens)}

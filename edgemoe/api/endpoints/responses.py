@@ -1,6 +1,6 @@
-"""POST /v1/responses, the part that local apps use: one turn, nothing stored. A Chat underneath.
+"""Converts bodies of POST /v1/responses to a Chat: one turn, nothing stored.
 
-Nothing is kept between calls (`store` is always false), so whatever refers to an earlier response is refused.
+Nothing is kept between calls (`store` is always false), so that fields that refer to an earlier response are refused.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ResponsesBody(schema.RequestBody, frozen=True, kw_only=True):
 
 
 def as_chat(body: ResponsesBody) -> tuple[Chat, Origin]:
-    """The chat request that says the same, and where its parts stood. Raises InvalidRequest."""
+    """Returns the equivalent chat request, and the origin of its fields. Raises InvalidRequest."""
     for field in NEEDS_STORE:
         if getattr(body, field) is not None:
             raise InvalidRequest(f"{field}: nothing is stored here; send the whole input", param=field)
@@ -107,7 +107,7 @@ def _messages(given: str | list[dict[str, Any]], origin: Origin) -> list[Json]:
                 output = item.get("output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case "reasoning":
-                pass  # what was thought in earlier turns is not shown to the model again
+                pass  # reasoning of earlier turns is not shown to the model
             case other:
                 raise InvalidRequest(f"input[{at}]: a {other!r} item cannot be read here", param=f"input[{at}].type")
     origin.messages += [f"input[{len(given) - 1}]"] * (len(messages) - len(origin.messages))
@@ -136,5 +136,5 @@ def _response_format(form: TextFormat | None) -> Json | None:
 
 
 def new_id(kind: str) -> str:
-    """An id as OpenAI's objects have them."""
+    """Returns a new random id in OpenAI's form."""
     return f"{kind}_{secrets.token_hex(12)}"

@@ -1,4 +1,4 @@
-"""How /v1/responses writes an answer: items (reasoning, message, function calls), streamed as typed events."""
+"""Writes answers of /v1/responses: items (reasoning, message, function calls), streamed as typed events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgemoe.types.arrays import Json
 
 
 class Item:
-    """An output item under way: a message or reasoning, whose one part grows."""
+    """Collects an open output item: a message or reasoning, whose one part grows."""
 
     def __init__(self, kind: str, index: int) -> None:
         self.kind = kind  # "message" | "reasoning"
@@ -40,7 +40,7 @@ class Item:
 
 
 class ResponsesFormat:
-    """Deltas as response events, or all together as one response object."""
+    """Writes deltas as response events, or joined as one response object."""
 
     def __init__(self, job: Generation, body: ResponsesBody) -> None:
         self._job = job

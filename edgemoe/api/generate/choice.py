@@ -1,4 +1,4 @@
-"""One choice's way from emissions to what an app sees: text, reasoning, tool calls, logprobs, an end."""
+"""Turns one choice's emissions into what an app sees: text, reasoning, tool calls, logprobs, finish reason."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Delta:
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[Emission] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the second token and on
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token on
     finish: str = ""
 
     def add(self, other: Delta | Pieces) -> None:
-        """Appends what follows."""
+        """Appends what follows this delta."""
         self.text += other.text
         self.reasoning += other.reasoning
         self.calls += other.calls
@@ -38,7 +38,7 @@ class Delta:
 
 
 class Choice:
-    """The state of one choice in the front: all of it follows from the tokens taken."""
+    """Holds the front's state of one choice, which follows from the tokens taken so far."""
 
     def __init__(
         self,
@@ -48,7 +48,10 @@ class Choice:
         marks: Marks | None = None,
         prompt_only: bool = False,
     ):
-        """`prompt_only`: no token is wanted, but what is said of the prompt, which comes with the first one."""
+        """Starts a choice. With `prompt_only` it shows no token, only the log probabilities of the prompt.
+
+        These arrive with the first token, which is then dropped.
+        """
         self.index = index
         self._prompt_only = prompt_only
         self.tokens = 0
@@ -64,13 +67,13 @@ class Choice:
 
     @property
     def stop_string(self) -> str:
-        """The stop string that ended the text, or none."""
+        """Returns the stop string that ended the text, or ""."""
         return self._stops.matched
 
     def take(self, emission: Emission) -> bool:
-        """Adds one emission; none may follow once `finish` is set.
+        """Adds one emission. Must not be called once `finish` is set.
 
-        True where the text has ended by itself (a stop string, the last tool call), which the engine cannot know.
+        Returns True where the text has ended in a way that the engine cannot know: a stop string, the last tool call.
         """
         if emission.index == 0:
             self.cached_tokens = emission.cached_tokens
@@ -83,7 +86,7 @@ class Choice:
         return bool(self.finish) and not emission.finish
 
     def delta(self) -> Delta:
-        """What is new since the last call; falsy where there is nothing to show yet."""
+        """Returns what is new since the last call; falsy where there is nothing to show yet."""
         if not self._delta:
             return Delta(self.index)
         delta, self._delta = self._delta, Delta(self.index)

@@ -1,4 +1,4 @@
-"""One generating HTTP request, from accepted to answered: runs it on the backend and turns emissions into deltas."""
+"""Runs one generating HTTP request on the backend and turns its emissions into deltas."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ class Prompt:
 
 
 class Format(Protocol):
-    """How an endpoint writes deltas down."""
+    """Writes deltas in the form of one endpoint."""
 
     def events(self, deltas: list[Delta]) -> Iterable[bytes]:
-        """Server-sent events for what is new."""
+        """Yields server-sent events for what is new."""
 
     def end(self) -> Iterable[bytes]:
-        """The last events of a stream that ended well."""
+        """Yields the last events of a complete stream."""
 
     def error(self, error: RequestError) -> Iterable[bytes]:
-        """The last events of a stream that ended in `error`."""
+        """Yields the last events of a stream that ended in `error`."""
 
     def whole(self, choices: list[Delta]) -> Json:
-        """The body of an answer that is not streamed; one delta for each choice, in order."""
+        """Returns the body of an answer that is not streamed, from one delta per choice, in order."""
 
 
 @dataclass(slots=True)
 class Generation:
-    """What one HTTP request asks for, ready to run."""
+    """Holds what one HTTP request asks for, ready to run."""
 
-    prefix: str  # of its id: "chatcmpl", "cmpl", "resp"
+    prefix: str  # of its id: "chatcmpl", "cmpl", "resp", "msg"
     model: str
     requests: list[Request]
     choices: list[Choice]
     prompt_tokens: int
     id: str = field(default="")
     created: int = field(default_factory=lambda: int(time.time()))
-    clock: Clock | None = None  # once it runs
+    clock: Clock | None = None  # set when it starts to run
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.prefix}-{secrets.token_hex(12)}"
 
     def usage(self) -> Json:
-        """OpenAI's usage object for what has been generated so far."""
+        """Returns OpenAI's usage object for what has been generated so far."""
         completion = sum(choice.tokens for choice in self.choices)
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -73,16 +73,16 @@ class Generation:
         }
 
     def timings(self) -> Json:
-        """llama.cpp's timings object for what has been generated so far."""
+        """Returns llama.cpp's timings object for what has been generated so far."""
         return self.clock.timings(self.prompt_tokens, self.cached_tokens()) if self.clock is not None else {}
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended."""
+        """Returns whether every choice has ended."""
         return all(choice.finish for choice in self.choices)
 
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache supplied, each prompt counted once."""
+        """Counts prompt tokens that the prefix cache supplied, once for each prompt."""
         return sum(
             choice.cached_tokens
             for choice, request in zip(self.choices, self.requests, strict=True)
@@ -91,7 +91,7 @@ class Generation:
 
 
 def requests(prompts: Sequence[Prompt], n: int, seed: int | None, user: str) -> list[Request]:
-    """`n` requests for each prompt. Without a `seed` one is drawn, as a replay must draw the same numbers."""
+    """Returns `n` requests for each prompt. Draws a seed where `seed` is None, so that a replay repeats the answer."""
     name = secrets.token_hex(8)
     return [
         Request(
@@ -110,7 +110,7 @@ def requests(prompts: Sequence[Prompt], n: int, seed: int | None, user: str) -> 
 async def run(
     job: Generation, backend: Backend, metrics: Metrics, timeout_s: float
 ) -> AsyncGenerator[list[Delta], None]:
-    """The deltas of all choices as they come. Raises RequestError."""
+    """Yields the deltas of all choices as they arrive. Raises RequestError."""
     choices = {request.id: choice for request, choice in zip(job.requests, job.choices, strict=True)}
     with backend.open(job.requests, timeout_s) as ticket:
         clock = job.clock = Clock(metrics)
@@ -131,7 +131,7 @@ async def run(
 
 
 async def collect(job: Generation, deltas: AsyncGenerator[list[Delta], None]) -> list[Delta]:
-    """Every choice as one delta, in order."""
+    """Returns each choice's deltas joined into one, in order of choices."""
     whole = [Delta(choice.index) for choice in job.choices]
     async with aclosing(deltas):
         async for some in deltas:

@@ -1,9 +1,9 @@
-"""From `response_format` and `tool_choice` to the grammar that the engine samples under.
+"""Builds the grammar that constrains sampling from `response_format` and `tool_choice`.
 
-One llguidance Lark grammar per request, checked here (`validate_grammar` needs no tokenizer), so that a schema that
-cannot be honoured is a 400 and never reaches the engine. Where the model may reason first, the grammar lets it.
-Marks that the tokenizer has as tokens of their own stand in a grammar as such: llguidance takes an added token whose
-name is in angle brackets for a special one, which no string or regex of a grammar matches.
+Each request has one llguidance Lark grammar. It is checked here (`validate_grammar` needs no tokenizer), so that a
+schema that cannot be honoured is answered with status 400 and never reaches the engine. The grammar allows reasoning
+first where the model may reason. Tags that are added tokens of the tokenizer appear in the grammar as tokens, because
+llguidance treats an added token in angle brackets as special, and no string or regex matches a special token.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from edgemoe.types.arrays import Json
 
 MAX_GRAMMAR_BYTES = 1 << 20
 COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-AS_IN_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # tojson's, for calls
+AS_IN_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as tojson has it
 TEXT = "plain: PLAIN\nPLAIN: /(.|\\n)*/"
 BYTES = LLTokenizer("byte")
-FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # is enough to see whether anything matches
+FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # enough to find out whether anything matches
 THOUGHT = r"/(.|\n)*/"
 LAYOUT = r"layout: /[ \n]{0,4}/"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What surrounds the part that is constrained."""
+    """Describes what may surround the constrained part: reasoning, and tags that are tokens."""
 
     tokens: Container[str] = ()  # names of the tokenizer's added tokens
     think: bool = False  # reasoning may come first
-    thinking: bool = False  # and has begun with the prompt
+    thinking: bool = False  # reasoning has begun in the prompt
 
     def mark(self, name: str) -> str:
-        """The Lark term for a mark."""
+        """Returns the Lark term for a tag."""
         return name if name in self.tokens else f'"{name}"'
 
     def around(self, rules: str) -> str:
-        """The whole grammar, for rules that define `body`."""
+        """Returns the whole grammar, given rules that define `body`."""
         if not self.think:
             return f"start: body\n{rules}"
         start = "think layout" if self.thinking else "(think layout)?"
@@ -59,7 +59,7 @@ class Form:
 
 
 def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str | None:
-    """The grammar of `response_format`; None for free text. Raises InvalidRequest."""
+    """Returns the grammar of `response_format`; None for free text. Raises InvalidRequest."""
     match asked.type if asked else "text":
         case "text":
             return None
@@ -83,15 +83,16 @@ def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str |
 
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str:
-    """The grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
+    """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
     rules = _call_rules([_call_schema(tool) for tool in tools], several, form)
     return _checked(form.around(f"body: calls\n{rules}"), "tools")
 
 
 def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str | None:
-    """Free text that may end in calls to any of `tools`, whose names, and as far as possible arguments, are kept to.
+    """Returns a grammar of free text that may end in calls to any of `tools`.
 
-    None where the tokenizer lacks the marks as tokens, as nothing then tells a call from text.
+    It constrains names, and arguments too where their schemas can be honoured. Returns None where the tokenizer has no
+    tokens for the call tags, because a call cannot then be distinguished from text.
     """
     if CALL not in form.tokens or END_CALL not in form.tokens:
         return None
@@ -124,7 +125,7 @@ def _call_schema(tool: Tool, strict: bool = True) -> Json:
 
 
 def json_rule(schema: Any, spacing: Json = COMPACT) -> str:
-    """The Lark term for a JSON value of this schema."""
+    """Returns the Lark term for a JSON value of this schema."""
     schema = {**schema, "x-guidance": spacing} if isinstance(schema, dict) else schema
     return f"%json {msgspec.json.encode(schema).decode()}"
 
@@ -140,10 +141,10 @@ def _checked(lark: str, param: str) -> str:
 
 
 def _matchable(term: str, param: str) -> None:
-    """Raises InvalidRequest where `term` is well formed and nothing at all matches it."""
+    """Raises InvalidRequest where `term` is well formed but no text matches it."""
     grammar = str(LLMatcher.grammar_from_lark(f"start: {term}"))
     if LLMatcher.validate_grammar(grammar):
-        return  # which has a message of its own
+        return  # `_checked` reports it
     matcher = LLMatcher(BYTES, grammar, log_level=0, limits=FUEL)
     if not matcher.is_error():
         matcher.compute_logit_bias()

@@ -1,4 +1,4 @@
-"""Where in a client's body the parts of a Chat came from, so that a refusal names the field that the client wrote."""
+"""Maps the fields of a Chat back to the client's body, so that errors name the field that the client wrote."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from edgemoe.errors import InvalidRequest
 
 _MESSAGE = re.compile(r"\bmessages\[(\d+)\]")
-_TOOL = re.compile(r"^(tools\[\d+\])\.function\b")  # both other APIs have their tools flat
+_TOOL = re.compile(r"^(tools\[\d+\])\.function\b")  # in both other APIs tools are flat objects
 
 
 @dataclass(slots=True)
 class Origin:
-    """`fields` are other names of Chat's fields; `messages` where each of its messages stood."""
+    """Maps Chat's fields to the client's names, and each message to its path in the client's body."""
 
     fields: Mapping[str, str]
     messages: list[str] = field(default_factory=list)
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Has the InvalidRequest that the block raises speak of the client's fields."""
+        """Renames the fields in an InvalidRequest that the `with` block raises."""
         try:
             yield
         except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""From the fields of a body, and the model's own defaults, to the Sampling that travels to the engine."""
+"""Builds the engine's Sampling from a body and the model's defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgemoe.types.request import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What the served model can take, as the engine reports it."""
+    """Limits of the served model, as the engine reports them."""
 
     context_tokens: int  # prompt and output of one request
     vocab: int
@@ -30,7 +30,10 @@ def sampling(
     prompt_logprobs: int | None = None,
     grammar: str | None = None,
 ) -> Sampling:
-    """`body` with defaults filled in. At most `wanted_tokens` (None: all of `room_tokens`). Raises InvalidRequest."""
+    """Returns the Sampling of `body`, with the model's defaults for absent fields. Raises InvalidRequest.
+
+    The answer may have `wanted_tokens`, but at most `room_tokens`; None allows all of `room_tokens`.
+    """
     max_tokens = room_tokens if wanted_tokens is None else min(wanted_tokens, room_tokens)
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -58,7 +61,7 @@ def sampling(
 
 
 def room(prompt: Sequence[int], span: Span, param: str) -> int:
-    """Tokens that may follow `prompt`. Raises InvalidRequest where it is empty or fills the context."""
+    """Counts the tokens that may follow `prompt`. Raises InvalidRequest where it is empty or fills the context."""
     if not prompt:
         raise InvalidRequest(f"{param}: the prompt is empty", param=param)
     if len(prompt) >= span.context_tokens:
@@ -72,7 +75,7 @@ def room(prompt: Sequence[int], span: Span, param: str) -> int:
 
 
 def check_ids(ids: Sequence[int] | Mapping[int, float], vocab: int, param: str) -> None:
-    """Raises InvalidRequest where a token id is none of the model's."""
+    """Raises InvalidRequest where a token id is not in the model's vocabulary."""
     if ids and max(ids) >= vocab:
         raise InvalidRequest(f"{param}: token {max(ids)} is not one of the model's {vocab}", param=param)
 

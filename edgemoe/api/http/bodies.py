@@ -1,7 +1,7 @@
-"""The bodies of requests, from their first byte until they have been decoded, which share one budget of memory.
+"""Reads request bodies within one budget of memory, which covers each from its first byte until it has been decoded.
 
-Where they are more than the budget together, the largest one that is still arriving gives way, so that whoever sends
-long bodies, or many that never end, is in nobody's way but his own.
+Where all bodies together exceed the budget, the largest one that is still arriving is refused. A client that sends
+long bodies, or many that never end, therefore hinders only itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from edgemoe.api.http.responding import ClientGone
 from edgemoe.errors import QueueFull
 
 BODY_S = 60.0  # time that a client may take to send a body
-HELD = 8  # bodies of the greatest length that are held at once
+HELD = 8  # bodies of the greatest length that the budget holds
 RETRY_S = 2.0
 
 
 @dataclass(eq=False, slots=True)
 class PendingBody:
-    """One body under way."""
+    """One body that is being read or decoded."""
 
     bytes: int = 0
     arriving: asyncio.Timeout | None = None
@@ -32,17 +32,17 @@ class PendingBody:
 
 
 class BodyBudget:
-    """All bodies that are held."""
+    """Owns the budget, and reads bodies within it."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` of each; of all together eight times as much."""
+        """Allows `max_bytes` for each body, and HELD times as much for all together."""
         self.held_bytes = 0
         self._max_bytes = max_bytes
         self._bodies: set[PendingBody] = set()
 
     @contextmanager
     def open(self) -> Iterator[PendingBody]:
-        """A body yet to be read, held until the block is left."""
+        """Yields a body to read, which counts against the budget until the `with` block ends."""
         body = PendingBody()
         self._bodies.add(body)
         try:
@@ -52,7 +52,7 @@ class BodyBudget:
             self.held_bytes -= body.bytes
 
     async def read(self, body: PendingBody, request: Request) -> bytes:
-        """The bytes of a body. Raises HTTPException (413, 408), QueueFull where it has to give way, and ClientGone."""
+        """Reads a body. Raises HTTPException (413, 408), QueueFull where the budget is exceeded, and ClientGone."""
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_bytes:
             raise self._too_long()

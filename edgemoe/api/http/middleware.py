@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: a name, the key where one is needed, a count of how it ended."""
+"""Names every request, checks the key where one is needed, and counts how the request ended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from edgemoe.errors import InvalidRequest, RequestError
 log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN = ("/health",)  # without a key: a word only, for who watches
+OPEN = ("/health",)  # answered without a key, with the state only, for monitors
 
 
 class Doorway:
-    """Around the application."""
+    """Wraps the application: request ids, keys, unexpected errors, counts."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[bytes], metrics: Metrics) -> None:
         self._app = app
@@ -36,7 +36,7 @@ class Doorway:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         name = given if REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        status = 499  # the client hung up before it was told anything
+        status = 499  # the client hung up before the answer began
 
         async def numbered(message: Message) -> None:
             nonlocal status
@@ -56,7 +56,7 @@ class Doorway:
         except Exception as error:
             log.error("a request failed unexpectedly", exc_info=error, extra={"request": name})
             if status != 499:
-                raise  # part of the answer is out: only closing the connection can tell
+                raise  # part of the answer is sent: only closing the connection can show the failure
             failure = RequestError("an internal error; the log has more")
             await http.error_response(failure, scope["path"])(scope, receive, numbered)
         finally:
@@ -79,7 +79,7 @@ class Doorway:
         return response
 
     def _knows(self, scope: Scope, headers: Headers) -> bool:
-        """Whether the client has come by the Unix socket, or has a key."""
+        """Returns whether the client uses the Unix socket or has given a valid key."""
         if scope.get("state", {}).get("peer_uid") is not None or not self._keys:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -1,4 +1,4 @@
-"""How a refusal is written, in the form that clients of each API expect."""
+"""Writes errors in the form that clients of each API expect."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ANTHROPIC_KINDS = {
 
 
 def error_body(error: RequestError) -> Json:
-    """OpenAI's error object."""
+    """Returns OpenAI's error object."""
     return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def anthropic_error(error: RequestError) -> Json:
-    """Anthropic's error object, which has no place for the field but its message."""
+    """Returns Anthropic's error object, with the field at fault in its message."""
     message = str(error) if not error.param or error.param in str(error) else f"{error.param}: {error}"
     kind = ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,4 +1,4 @@
-"""Noticing that a client has hung up, and sending answers: the parts that know ASGI."""
+"""Sends answers, and notices when a client hangs up."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from edgemoe.types.arrays import Json
 
 log = logging.getLogger(__name__)
 
-SEND_S = 60.0  # time that a client may leave a piece of its answer unread
-RETRY_AFTER_S = 2.0  # told with every 503
+SEND_S = 60.0  # longest that a client may leave a part of its answer unread
+RETRY_AFTER_S = 2.0  # sent with every 503
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ClientGone(Exception):
-    """The client hung up, or stopped reading: there is nobody to answer."""
+    """Raised where the client hung up, or stopped reading."""
 
 
 @asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancels the block when the client hangs up, and raises ClientGone. The request's body must have been read."""
+    """Cancels the `with` block and raises ClientGone when the client hangs up.
+
+    The request's body must have been read.
+    """
 
     async def watch(scope: asyncio.Timeout) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -61,7 +64,7 @@ async def reply(
         await _send(send, body, more=False)
         return
     async with aclosing(deltas):
-        first: list[Delta] = await anext(deltas, [])  # an error before the first token still has its own status
+        first: list[Delta] = await anext(deltas, [])  # an error before the first token is answered with its own status
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await _start(send, 200, [*headers, (b"x-accel-buffering", b"no")])
         try:
@@ -87,12 +90,12 @@ async def _send(send: Send, body: bytes, more: bool = True) -> None:
 
 
 def error_response(error: RequestError, path: str) -> Response:
-    """The answer to a request that failed before anything was sent, in the form that clients of `path` expect."""
+    """Returns the answer to a request that failed before anything was sent, in the form of the API at `path`."""
     headers = {}
     if (wait_s := getattr(error, "retry_after_s", RETRY_AFTER_S if error.status == 503 else None)) is not None:
         headers["retry-after"] = str(max(1, round(wait_s)))
     if not error.again:
-        headers["x-should-retry"] = "false"  # clients of OpenAI's and Anthropic's go by it
+        headers["x-should-retry"] = "false"  # which OpenAI's and Anthropic's clients follow
     return JSONResponse(_body(error, path), error.status, headers)
 
 
@@ -101,7 +104,7 @@ def _body(error: RequestError, path: str) -> Json:
 
 
 def http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals (404, 405, 413, ...) as OpenAI's error object."""
+    """Returns Starlette's own errors (404, 405, 413, ...) as error objects of the API at the path."""
     assert isinstance(error, HTTPException)
     detail = str(error.detail)
     if error.status_code == 404:

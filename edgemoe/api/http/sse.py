@@ -1,4 +1,4 @@
-"""Server-sent events, and the parts that several endpoints write the same way."""
+"""Writes server-sent events, and the objects that several endpoints share."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from edgemoe.types.arrays import Json
 from edgemoe.types.request import Emission
 
 DONE = b"data: [DONE]\n\n"
-LEAST = -9999.0  # stands for minus infinity, which JSON lacks
+LEAST = -9999.0  # stands for minus infinity, which JSON cannot express
 FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
-Told = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, how likely it was, and the likeliest ones
+Told = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, its logprob, the most probable tokens
 _encode = msgspec.json.Encoder().encode
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """One server-sent event with `value` as JSON."""
+    """Returns one server-sent event with `value` as JSON."""
     head = f"event: {name}\n".encode() if name else b""
     return b"".join((head, b"data: ", _encode(value), b"\n\n"))
 
 
 def call_body(call: ToolCall) -> Json:
-    """OpenAI's tool call object."""
+    """Returns OpenAI's tool call object."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def chat_logprobs(delta: Delta, vocabulary: Vocabulary) -> Json | None:
-    """The `logprobs` of a chat choice; None where there are none."""
+    """Returns the `logprobs` of a chat choice; None where there are none."""
     if not delta.logprobs:
         return None
     return {"content": [_logprob(emission, vocabulary) for emission in delta.logprobs], "refusal": None}
@@ -52,21 +52,24 @@ def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
     }
 
 
-def text_logprobs(told: Iterable[Told], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
-    """The `logprobs` of a completion's tokens, of which the next starts at `offset`; and where the one after starts."""
-    offsets, told = [], list(told)
-    for token, _, _ in told:
+def text_logprobs(tokens: Iterable[Told], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
+    """Returns the `logprobs` of a completion's tokens, and the text offset after them.
+
+    `offset` is the text offset of the first token, in characters.
+    """
+    offsets, scored = [], list(tokens)
+    for token, _, _ in scored:
         offsets.append(offset)
         offset += len(vocabulary.text([token], skip_special=True))
     body = {
-        "tokens": [vocabulary.name(token) for token, _, _ in told],
-        "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _ in told],
-        "top_logprobs": [None if logprob is None else _top(top, vocabulary) for _, logprob, top in told],
+        "tokens": [vocabulary.name(token) for token, _, _ in scored],
+        "token_logprobs": [None if logprob is None else max(logprob, LEAST) for _, logprob, _ in scored],
+        "top_logprobs": [None if logprob is None else _top(top, vocabulary) for _, logprob, top in scored],
         "text_offset": offsets,
     }
     return body, offset
 
 
 def _top(top: Iterable[tuple[int, float]], vocabulary: Vocabulary) -> dict[str, float]:
-    """The likeliest tokens by name; where two have the same, the likelier one counts."""
+    """Returns the most probable tokens by name; the more probable one counts where names are equal."""
     return {vocabulary.name(token): max(logprob, LEAST) for token, logprob in reversed(tuple(top))}

@@ -1,4 +1,4 @@
-"""OpenAI's messages and tools in the form that chat templates expect: plain text content, arguments as objects."""
+"""Converts OpenAI's messages and tools to the form of chat templates: text as strings, arguments as objects."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def for_template(messages: Sequence[ChatMessage]) -> list[Json]:
-    """The messages as templates read them. Raises InvalidRequest for content that is not text."""
+    """Returns the messages in the form of templates. Raises InvalidRequest for content that is not text."""
     return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
 def tools_for_template(tools: Sequence[Tool]) -> list[Json]:
-    """The tools as templates read them. Raises InvalidRequest for a tool that is not a function."""
+    """Returns the tools in the form of templates. Raises InvalidRequest for a tool that is not a function."""
     for at, tool in enumerate(tools):
         if tool.type != "function":
             raise InvalidRequest(f"tools[{at}].type: only functions can be called", param=f"tools[{at}].type")

@@ -1,7 +1,7 @@
-"""Chat templates, as transformers renders them (transformers/utils/chat_template_utils.py), in jinja2's sandbox.
+"""Renders chat templates in jinja2's sandbox, as transformers does (transformers/utils/chat_template_utils.py).
 
-Where they are found: `chat_template.jinja`, else `chat_template.json`, else `chat_template` of
-tokenizer_config.json, which is one template or a list of named ones ("tool_use" is taken when there are tools).
+The template is in `chat_template.jinja`, else in `chat_template.json`, else in `chat_template` of
+tokenizer_config.json, which is one template or a list of named ones ("tool_use" is used when there are tools).
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from edgemoe.types.arrays import Json
 
 
 class ChatTemplate:
-    """The templates of one model."""
+    """Renders the chat templates of one model."""
 
     def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str]) -> None:
-        """`sources` by name, "default" among them; `tokens` are bos_token, eos_token and their like."""
+        """Compiles `sources` by name, "default" among them; `tokens` are bos_token, eos_token and others.
+
+        Raises CheckpointError where a template is not valid.
+        """
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
@@ -40,7 +43,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, tokenizer_config: Json) -> ChatTemplate | None:
-        """The template of a model directory; None where there is none. Raises CheckpointError."""
+        """Returns the template of a model directory; None where there is none. Raises CheckpointError."""
         sources = _sources(directory, tokenizer_config)
         return cls(sources, special_tokens(tokenizer_config)) if sources else None
 
@@ -52,7 +55,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises InvalidRequest with the template's own words where it refuses the messages."""
+        """Returns the prompt. Raises InvalidRequest with the template's message where it refuses the messages."""
         template = (tools and self._templates.get("tool_use")) or self._templates["default"]
         variables = {**self._tokens, **(extra or {}), "messages": messages, "tools": tools or None}
         try:
@@ -66,7 +69,7 @@ class ChatTemplate:
 
 
 def special_tokens(tokenizer_config: Json) -> dict[str, str]:
-    """bos_token, eos_token and so on, however the configuration writes them."""
+    """Returns bos_token, eos_token and others by name, from either form that configurations use."""
     found = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         token = tokenizer_config.get(name)
@@ -114,7 +117,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks training targets: here its content stands as it is."""
+    """Renders {% generation %} ... {% endgeneration %}, which marks training targets, as its content."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class has it so)
 

@@ -1,8 +1,8 @@
-"""From token ids to text, one token at a time, never splitting a character.
+"""Converts token ids to text, one token at a time, without splitting a character.
 
-A token is bytes: byte-level BPE spells them in the printable alphabet of GPT-2, byte-fallback BPE writes spaces as
-U+2581 and single bytes as <0xHH>. So a text is the concatenation of its tokens' bytes through an incremental
-UTF-8 decoder: constant work per token, whatever came before.
+A token stands for bytes. Byte-level BPE writes them in GPT-2's printable alphabet; byte-fallback BPE writes spaces as
+U+2581 and single bytes as <0xHH>. The tokens' bytes go through an incremental UTF-8 decoder, so that the work per token
+is constant.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    """Returns the byte of each printable character of GPT-2's alphabet (openai/gpt-2, encoder.py, bytes_to_unicode)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(shifted)}
 
 
 class Vocabulary:
-    """The bytes of every token; `added` are the names of added ones; `special` those that no text shows, with ids."""
+    """Maps tokens to bytes. `added` are the names of added tokens, `special` the ids of special ones by name."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +38,7 @@ class Vocabulary:
         self.bytes_of = lru_cache(maxsize=1 << 14)(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for; of an added token, its name; of an unknown id, none."""
+        """Returns the bytes of a token: an added token's name, and none for an unknown id."""
         if (name := self._added.get(token)) is not None:
             return name.encode()
         piece = self._tokenizer.id_to_token(token)
@@ -51,7 +51,7 @@ class Vocabulary:
         return piece.replace(SPACE, " ").encode()
 
     def name(self, token: int) -> str:
-        """How a single token is written: its text, or as OpenAI does, "bytes:\\xe2\\x80" where that is no UTF-8."""
+        """Returns a token's text, or "bytes:\\xe2\\x80" where its bytes are not UTF-8, as OpenAI does."""
         raw = self.bytes_of(token)
         try:
             return raw.decode()
@@ -59,17 +59,17 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def is_special(self, token: int) -> bool:
-        """Whether no text shows this token."""
+        """Returns whether the token is special, so that texts do not show it."""
         return token in self._special_ids
 
     def text(self, tokens: Iterable[int], skip_special: bool = False) -> str:
-        """The text of `tokens`; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `tokens`; invalid UTF-8 becomes U+FFFD."""
         kept = (token for token in tokens if not (skip_special and token in self._special_ids))
         return b"".join(map(self.bytes_of, kept)).decode(errors="replace")
 
 
 class Detokenizer:
-    """One text under way. Special tokens are left out, but for those whose names are `shown`."""
+    """Converts one growing text. Omits special tokens, except those named in `shown`."""
 
     def __init__(self, vocabulary: Vocabulary, shown: Iterable[str] = ()) -> None:
         self._vocabulary = vocabulary
@@ -77,11 +77,11 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
-        """The characters that this token completes."""
+        """Returns the characters that this token completes."""
         if self._vocabulary.is_special(token) and token not in self._shown:
             return ""
         return self._decoder.decode(self._vocabulary.bytes_of(token))
 
     def flush(self) -> str:
-        """U+FFFD where the text ends within a character, else nothing."""
+        """Returns U+FFFD where the text ends within a character, else ""."""
         return self._decoder.decode(b"", final=True)

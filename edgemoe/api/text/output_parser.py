@@ -1,9 +1,9 @@
 """Splits a model's text into reasoning, answer and tool calls while it streams.
 
-The families' chat templates agree on the marks: <think> ... </think> around reasoning, and <tool_call> around one
-JSON object with `name` and `arguments` (Hermes, Qwen3). A text that may still become a mark is held back; a tool
-call that is no valid JSON, or to a function that was not offered, is passed on as text, as is one that is never closed.
-Marks that are special tokens of the tokenizer are no text: where they mark nothing, they are left out.
+The families' chat templates use the same tags: <think> ... </think> around reasoning, and <tool_call> around one JSON
+object with `name` and `arguments` (Hermes, Qwen3). Text that may still become a tag is held back. A tool call that is
+not valid JSON, that is never closed, or whose function was not offered, is returned as text. Tags that are special
+tokens of the tokenizer are omitted from text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call that the model asks for; `arguments` is JSON text."""
+    """One tool call of the model; `arguments` is JSON text."""
 
     name: str
     arguments: str
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Pieces:
-    """What a stretch of text turned out to be."""
+    """Text, reasoning and tool calls that were recognised in a part of the output."""
 
     text: str = ""
     reasoning: str = ""
@@ -41,24 +41,24 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Which marks to look for. All off: the text is the answer as it stands."""
+    """Selects which tags to recognise. With all off, the whole output is the answer."""
 
     think: bool = False
-    thinking: bool = False  # the prompt has opened <think> already
-    calls: int = 0  # tool calls taken at most
+    thinking: bool = False  # the prompt has already opened <think>
+    calls: int = 0  # most tool calls to take
     functions: frozenset[str] | None = None  # names that a call may have; None: any
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The marks themselves."""
+        """Returns the tags to recognise."""
         return ((THINK, END_THINK) if self.think or self.thinking else ()) + ((CALL, END_CALL) if self.calls else ())
 
 
 class Parser:
-    """The state machine: in "text", "think" or "call"."""
+    """Splits one output as it streams. Its state is "text", "think" or "call"."""
 
     def __init__(self, marks: Marks, special: Container[str] = ()) -> None:
-        """`special` are names of special tokens, which no answer shows."""
+        """Starts a parser. `special` are names of special tokens, which answers do not show."""
         self._special = tuple(name for name in marks.names if name in special)
         self._functions = marks.functions
         self._state: Literal["text", "think", "call"] = "think" if marks.thinking else "text"
@@ -71,16 +71,16 @@ class Parser:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the text so far ends within reasoning."""
+        """Returns whether the text so far ends within reasoning."""
         return self._state == "think"
 
     @property
     def done(self) -> bool:
-        """Whether every tool call that was wanted has come, so that the rest is of no interest."""
+        """Returns whether all tool calls that may be taken have come, so that the rest is ignored."""
         return self._called and not self._calls_left
 
     def feed(self, text: str) -> Pieces:
-        """What can be told of the text so far and was not yet returned."""
+        """Adds text. Returns what can be classified now and was not returned before."""
         pieces = Pieces()
         self._rest += text
         while self._step(pieces):
@@ -88,7 +88,7 @@ class Parser:
         return pieces
 
     def flush(self) -> Pieces:
-        """The rest, now that nothing more comes."""
+        """Returns the rest at the end of the output."""
         pieces, rest, self._rest = Pieces(), self._rest, ""
         if self._state == "think":
             pieces.reasoning = rest.rstrip()
@@ -97,7 +97,7 @@ class Parser:
         return pieces
 
     def _step(self, pieces: Pieces) -> bool:
-        """Consumes up to the next mark; false when more text is needed."""
+        """Consumes text up to the next tag. Returns False when more text is needed."""
         if self._state == "call":
             return self._take_call(pieces)
         if self._may_think and not THINK.startswith(self._rest.lstrip()[: len(THINK)]):
@@ -119,7 +119,7 @@ class Parser:
         return ((THINK,) if self._may_think else ()) + ((CALL,) if self._calls_left else ())
 
     def _uncertain(self, marks: tuple[str, ...]) -> int:
-        """How much of the end may belong to a mark, with the white space that would go with it."""
+        """Returns how many characters at the end may belong to a tag, with the white space before it."""
         keep = held_back(self._rest, marks)
         before = self._rest[: len(self._rest) - keep]
         return keep + len(before) - len(before.rstrip()) if marks and self._trim else keep
@@ -167,7 +167,7 @@ class Parser:
 
 
 def tool_call(text: str) -> ToolCall | None:
-    """The call written in `text`; None if it is not one."""
+    """Returns the call written in `text`; None if it is not one."""
     try:
         call = msgspec.json.decode(text, type=dict)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Stop strings, matched across the borders of chunks; and how much of a text may be the start of a tag."""
+"""Matches stop strings across chunks of text, and measures how much of a text may begin a tag."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def held_back(text: str, marks: Iterable[str]) -> int:
-    """Length of the longest end of `text` that begins one of `marks` without completing it."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of one of `marks`."""
     return max((_overlap(text, mark) for mark in marks), default=0)
 
 
@@ -16,7 +16,7 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class Stops:
-    """Passes text on up to the stop string that is complete first, holding back what could become one."""
+    """Passes text on up to the first complete stop string, and holds back what may become one."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.strings = strings
@@ -25,11 +25,11 @@ class Stops:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended the text."""
+        """Returns whether a stop string has ended the text."""
         return bool(self.matched)
 
     def feed(self, text: str) -> str:
-        """What of `text`, and of what was held back, is certain to be wanted."""
+        """Adds `text`. Returns the text, held back or new, that cannot belong to a stop string."""
         if not self.strings or self.stopped:
             return "" if self.stopped else text
         text = self._held + text
@@ -43,6 +43,6 @@ class Stops:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """Returns what was held back, at the end of the text."""
         text, self._held = self._held, ""
         return text

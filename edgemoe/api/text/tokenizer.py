@@ -1,7 +1,7 @@
-"""What the front knows of a model: its tokenizer, chat template, end-of-sequence tokens and default sampling.
+"""Loads a model's tokenizer, chat template, end-of-sequence tokens and sampling defaults.
 
-Read from the files that lie beside the weights: tokenizer.json, tokenizer_config.json, generation_config.json,
-config.json and the chat template. No weights, and no torch.
+Reads the files beside the weights: tokenizer.json, tokenizer_config.json, generation_config.json, config.json and the
+chat template. Needs neither weights nor torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 class TextModel:
-    """Text in, token ids out; and back. Safe to use from several threads."""
+    """Converts text to token ids and back. May be used from several threads."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError where a file is missing or unreadable."""
+        """Reads the files in `directory`. Raises CheckpointError where one is missing or unreadable."""
         tokenizer_config = read_json(directory / "tokenizer_config.json")
         generation = read_json(directory / "generation_config.json")
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
@@ -40,11 +40,11 @@ class TextModel:
 
     @property
     def vocab_tokens(self) -> int:
-        """One past the highest token id."""
+        """Returns the size of the vocabulary, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def about(self) -> Json:
-        """For clients that want to know the tokenizer: its configuration, with the chat template in use."""
+        """Returns the tokenizer's configuration, with the chat template in use, for clients."""
         return {
             **self._config,
             "tokenizer_class": self._config.get("tokenizer_class", "PreTrainedTokenizerFast"),
@@ -54,11 +54,11 @@ class TextModel:
         }
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids. Lets other threads run meanwhile, which `Tokenizer.encode` does not."""
+        """Returns token ids. Releases the interpreter lock meanwhile, which `Tokenizer.encode` does not."""
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _eos(self, tokenizer_config: Json, generation: Json, config: Json) -> tuple[int, ...]:
-        """Every token that ends a text: generation_config's list, or else config's; and the tokenizer's own."""
+        """Returns all tokens that end a text: generation_config's, or else config's, and the tokenizer's own."""
         ids = generation.get("eos_token_id")
         ids = config.get("eos_token_id") if ids is None else ids
         listed = [ids] if isinstance(ids, int) else list(ids or ())
@@ -68,7 +68,7 @@ class TextModel:
 
 
 def _defaults(generation: Json) -> dict[str, float]:
-    """The sampling that a model's files ask for, within the bounds that hold for clients, too."""
+    """Returns the sampling defaults of a model's files. Omits values that clients could not send either."""
     defaults: dict[str, float] = {}
     for key in SAMPLING_DEFAULTS:
         try:
@@ -83,7 +83,7 @@ def _defaults(generation: Json) -> dict[str, float]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty where there is no such file. Raises CheckpointError."""
+    """Returns the object in `file`; empty where there is no such file. Raises CheckpointError."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
