@@ -149,6 +149,6 @@ def test_the_wheel_carries_the_unit_files_and_the_demo_model(tmp_path: Path) -> 
     assert {f"edgemoe/systemd/{path.name}" for path in templates().iterdir()} <= names
     assert "edgemoe/demo/model/model.safetensors" in names
     assert "edgemoe/py.typed" in names
-    code = "import edgemoe.service; print(edgemoe.service.templates())"
+    code = "import edgemoe.cli.systemd_units as units; print(units.templates())"
     found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True, timeout=60)
     assert found.strip() == str(tmp_path / "edgemoe/systemd")

@@ -27,7 +27,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 @pytest.mark.parametrize(
     ("owner", "stage"),
-    [(PlainDecoder, "forward"), (step, "sample"), (Runner, "book"), (Scheduler, "schedule"), (StepLoop, "_deliver")],
+    [(PlainDecoder, "forward"), (step, "sample"), (Runner, "commit"), (Scheduler, "schedule"), (StepLoop, "_deliver")],
 )
 def test_a_step_has_an_age_wherever_it_is_and_none_is_computing_between_steps(
     owner: Any, stage: str, monkeypatch: pytest.MonkeyPatch

@@ -66,7 +66,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class Channel:
     """What a control plane uses of a channel."""
 
-    def __init__(self, transport: Net, _name: str, _language: Any, serve: Any, heartbeat_s: float = 0.0) -> None:
+    def __init__(self, transport: Transport, _name: str, _language: Any, serve: Any, heartbeat_s: float = 0.0) -> None:
         self.rejected = self.failed = 0
         self.on_up = self.on_down = lambda _node: None
         self.on_foreign = lambda _node, _why: None
@@ -140,7 +140,7 @@ class Channel:
         return answer
 
 
-class Net:
+class Transport:
     cluster: Cluster
 
     def __init__(self, node: str, boot: str, _secret: Secret, allowed: AllowList) -> None:
@@ -352,13 +352,13 @@ class Cluster:
 def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
     loop = VirtualLoop()
     made = Cluster(folder, loop, seed)
-    transport = type("Net", (Net,), {"cluster": made})
+    transport = type("Transport", (Transport,), {"cluster": made})
     state = random.getstate()
     random.seed(seed)
     try:
         with (
             mock.patch.object(plane_module, "Channel", Channel),
-            mock.patch.object(plane_module, "Net", transport),
+            mock.patch.object(plane_module, "Transport", transport),
             mock.patch.object(stores, "RaftStore", Ticking),
             mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
             mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),

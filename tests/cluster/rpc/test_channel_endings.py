@@ -30,7 +30,7 @@ from edgemoe.errors import PeerUnavailable
 
 BOX = """
 import asyncio, sys
-from boxes import Box, running
+from support.boxes import Box, running
 from edgemoe.cluster.rpc.keys import Secret
 from edgemoe.cluster.rpc.transport import Answer
 
@@ -93,7 +93,7 @@ class Victim:
 async def victim(heartbeat_s: float) -> AsyncIterator[Victim]:
     keys = [secret() for _ in range(3)]
     words = [keys[0].public, keys[0].secret, keys[1].public, keys[2].public]
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2]), *sys.path]
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3]), *sys.path]
     process = subprocess.Popen(
         [sys.executable, "-c", BOX, *(word.decode() for word in words), str(heartbeat_s)],
         stdin=subprocess.PIPE,
