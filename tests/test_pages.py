@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.prose import DOCS, PAGES, ROOT, SOURCES, prose
 from test_layering import COMPOSERS, LAYERS, within
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ARCHITECTURE = ROOT / "docs/architecture.md"
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 TOP = {path.name for path in ROOT.iterdir()}
@@ -37,6 +36,14 @@ def test_every_path_in_backticks_exists(page: Path) -> None:
     assert not lost
 
 
+def test_every_file_that_a_source_names_exists() -> None:
+    """By its path from the root; "/etc/edgemoe/edgemoe.toml" is none."""
+    for source in SOURCES:
+        for line, text in prose(source):
+            for path in re.findall(r"(?<![\w/.])((?:edgemoe|scoutgate|tests|tools|docs)/[\w/]+\.\w+)\b", text):
+                assert (ROOT / path).exists(), f"{source}:{line}: {path}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -49,7 +56,7 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
 
 def test_the_readme_leads_to_every_page() -> None:
     linked = set(re.findall(r"\]\((docs/[\w.]+)", (ROOT / "README.md").read_text()))
-    assert linked == {str(page.relative_to(ROOT)) for page in PAGES[1:]}
+    assert linked == {str(page.relative_to(ROOT)) for page in DOCS}
 
 
 def defined(file: Path) -> set[str]:

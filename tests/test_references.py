@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.prose import PAGES, ROOT, SOURCES, prose
 
-ROOT = Path(__file__).parents[1]
 REFERENCES = ROOT / "docs/references.md"
 KEYS = re.findall(r"(?m)^\* \*\*([\w-]+)\*\*: ", REFERENCES.read_text())
 
 # "[Prism, III-C2]" is a citation; "[T, heads]" is a shape, "list[Name]" a type, "[name](address)" a link.
 CITED = re.compile(r"(?<![\w\]\"'])\[([A-Z][\w-]{2,})(?:, [^]]+)?\](?!\()")
 BY_OTHER_MEANS = re.compile(
-    r"\barXiv\b|\bet al\b|\bRFC \d|\b[Tt]he paper|\bdesign(?:'s)? page|\bALGORITHMS\b|\bARCHITECTURE\b"
+    r"\barXiv\b|\bet al\b|\bRFC \d|\b[Tt]he paper\b"
+    r"|\b[Dd]esign(?:'s)? page|\bdesign/|\bALGORITHMS\b|\bARCHITECTURE\b|\bfamilies\.md|\bfindings\b"
 )
-
-SOURCES = sorted(path for folder in ("edgemoe", "scoutgate", "tools") for path in (ROOT / folder).rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tools/bench/RESULTS.md"]
-
-
-def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of every docstring and comment of a source; all of a page but its code."""
-    text = path.read_text()
-    if path.suffix == ".md":
-        yield 1, re.sub(r"(?s)```.*?```|`[^`]*`", "", text)
-        return
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-            said := ast.get_docstring(node)
-        ):
-            yield node.body[0].lineno, said
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
 
 
 def cited(path: Path) -> Iterator[tuple[int, str]]:

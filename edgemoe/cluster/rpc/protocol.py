@@ -5,7 +5,8 @@ sender speaks. The next version may add
     a message   with `since` = that version: it is sent to nobody who speaks none so high
     a field     optional, with a default: who does not know it ignores it
 Tags and the names of fields are the protocol's, whatever class and attribute are called: a class keeps its `tag`, an
-attribute that is renamed keeps its name outside by `msgspec.field(name=...)`. tests/wire/protocol.json holds them all.
+attribute that is renamed keeps its name outside by `msgspec.field(name=...)`. They are held by
+tests/support/protocol.json.
 """
 
 from __future__ import annotations
