@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import operator
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +14,6 @@ import msgspec
 from edgemoe import __version__
 from edgemoe.api.backend import State
 from edgemoe.cluster.control.coordination.store import wait_event
-from edgemoe.cluster.control.membership import read_join
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import (
     Announce,
@@ -24,7 +21,6 @@ from edgemoe.cluster.rpc.control_messages import (
     Check,
     ControlMessage,
     Dropped,
-    EngineCard,
     Forward,
     Taken,
     Tokens,
@@ -42,12 +38,14 @@ from edgemoe.cluster.rpc.engine_messages import (
     decode_from_engine,
     decode_to_engine,
 )
-from edgemoe.cluster.rpc.keys import Peer, load_peers, load_secret
+from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.cluster.rpc.transport import Answer, Question
-from edgemoe.config.settings import ClusterSettings, Settings
-from edgemoe.errors import ConfigError, PeerBusy, PeerRefused
+from edgemoe.config.settings import Settings
+from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about
 from edgemoe.front.hosted_requests import HostedRequests
+from edgemoe.front.own_engine import OwnEngine, all_held
+from edgemoe.front.peers_list import address_of, follow_list, listed
 from edgemoe.front.request_log import RequestLog
 from edgemoe.front.router import Router
 from edgemoe.policy.route import EngineLoad
@@ -57,8 +55,7 @@ from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
-LOOK_S = 1.0  # between looks at the list of peers, and at most at what others have
-WILDCARDS = ("0.0.0.0", "::", "*")
+LOOK_S = 1.0  # at most, between looks at what others have
 
 
 class Supervised(Protocol):
@@ -95,12 +92,9 @@ class ClusterFront:
         """Raises ConfigError, ServiceError."""
         whole = supervisor.settings
         self.settings = settings = whole.cluster
-        self.seen: dict[str, PeerSeen] = {}  # links between our engine and others, by node
         self._supervisor = supervisor
         self._slots = whole.engine.max_sequences
-        self._listening: Listening | None = None
-        self._holds: Holds | None = None
-        self._boot = ""  # of our engine
+        self._engine = OwnEngine()
         self._peers = PeerList()  # as our engine was told
         self._news = asyncio.Event()  # from other boxes
         self._known: set[str] = set()  # places elsewhere, as of the last look
@@ -155,9 +149,7 @@ class ClusterFront:
             for member in members
             if member.card is not None and not member.card.leaving and members.is_alive(member.peer.node)
         ]
-        here = _experts(ours)
-        there = functools.reduce(operator.or_, map(_experts, others), 0)
-        return not any(others) or not here & ~there
+        return all_held(ours, others)
 
     # --- our engine -------------------------------------------------------------------------------------------
 
@@ -165,23 +157,22 @@ class ClusterFront:
         """What our engine says of itself and its links."""
         match message:
             case Listening():
-                self._boot, self._listening, self._holds, self._peers = boot, message, None, PeerList()
+                self._engine.listens(boot, message)
+                self._peers = PeerList()
                 self._tell_peers()
                 if self.plane.plans.plan is not None:
                     self._tell_plan(self.plane.plans.plan)
             case Holds():
-                self._holds = message
+                self._engine.holds = message
                 self._announce()
             case PeerSeen():
-                self.seen[message.node] = message
+                self._engine.seen[message.node] = message
 
     def engine_changed(self) -> None:
         """It takes requests now, or no longer; what one that has ended held is held no more."""
-        if self._supervisor.place != self._boot:
-            self._listening = self._holds = None
-            self.seen.clear()
+        if self._supervisor.place != self._engine.boot:
+            self._engine.ended()
             self.hosted_requests.engine_ended()
-            self._boot = ""
             self._announce()
         self.plane.beat()
 
@@ -240,7 +231,7 @@ class ClusterFront:
     def describe(self) -> dict[str, Any]:
         """Members, leader, epoch and plan, for /health."""
         load = self._own_load()
-        return about.describe(self.plane, self.seen, load.requests if load is not None else 0)
+        return about.describe(self.plane, self._engine.seen, load.requests if load is not None else 0)
 
     def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """What another front has for our engine, or its engine for us. Raises PeerError, WireError."""
@@ -283,85 +274,17 @@ class ClusterFront:
             self._supervisor.replay()
 
     def _announce(self) -> None:
-        engine = None
-        if (ports := self._listening) is not None and (holds := self._holds) is not None:
-            model = ports.model
-            engine = EngineCard(
-                boot=self._boot,
-                calls_port=ports.calls_port,
-                bulk_port=ports.bulk_port,
-                model=model.digest,
-                layers=model.layers,
-                experts=model.experts,
-                expert_bytes=model.expert_bytes,
-                budget_experts=holds.budget_experts,
-                disk=holds.disk,
-                ram=holds.ram,
-                shares=self.settings.share_experts,
-            )
+        engine = self._engine.card(self.settings.share_experts)
         self.plane.say(msgspec.structs.replace(self.plane.announce, engine=engine))
 
     def _tell_peers(self) -> None:
-        if self._listening is None or not self.settings.share_experts:
+        if self._engine.listening is None or not self.settings.share_experts:
             return
         peers = PeerList(keys=self.plane.members.keys(), engines=self.plane.members.engines())
         if peers != self._peers and self._supervisor.tell(peers):
             self._peers = peers
 
     def _tell_plan(self, plan: PlacementPlan) -> None:
-        listening = self._listening
+        listening = self._engine.listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:
             self._supervisor.tell(Plan(plan=plan))
-
-
-def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
-    """The boxes in the list of peers. Raises ConfigError where this one stands in it with another key."""
-    if settings.join:
-        if not address_of(settings):
-            raise ConfigError("cluster.join needs cluster.address: the others must know where to reach this box")
-        seed = read_join(settings.join)
-        return {seed.node: seed}
-    if not settings.peers_file:
-        return {}
-    path = Path(settings.peers_file)
-    peers = load_peers(path)
-    own = load_secret(Path(settings.key_file)).public.decode()
-    if settings.node in peers and own not in peers[settings.node].keys:
-        raise ConfigError(f"{path}: {settings.node} is this box, but {settings.key_file} belongs to the key {own}")
-    return peers
-
-
-def _experts(engine: EngineCard | None) -> int:
-    """Those that an engine can hand out, as bits."""
-    return 0 if engine is None else int.from_bytes(engine.disk, "little") | int.from_bytes(engine.ram, "little")
-
-
-async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
-    """Has the plane let in whoever the list of peers names, as it changes. A list that is wrong changes nothing."""
-    read_at = _stamp(settings)
-    while True:
-        await asyncio.sleep(LOOK_S)
-        if (now := _stamp(settings)) != read_at:
-            read_at = now
-            try:
-                peers = listed(settings)
-                if not peers:  # a file that is just being written
-                    raise ConfigError(f"{settings.peers_file}: lists nobody; stop the daemon to take its box out")
-                plane.list(peers)
-                log.info("list of peers read again", extra={"file": settings.peers_file})
-            except ConfigError as error:
-                log.error("the list of peers is left as it was", extra={"why": str(error)})
-
-
-def _stamp(settings: ClusterSettings) -> tuple[int, int]:
-    try:
-        info = Path(settings.peers_file).stat()
-    except OSError:
-        return (0, 0)
-    return (info.st_mtime_ns, info.st_size)
-
-
-def address_of(settings: ClusterSettings) -> str:
-    """Where the others reach this box's control channel, as far as the settings say so; else ""."""
-    host = settings.listen.rpartition(":")[0].strip("[]")
-    return settings.address or ("" if host in WILDCARDS else settings.listen)

@@ -14,7 +14,7 @@ from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import Announce
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.front.cluster import address_of, follow_list, listed
+from edgemoe.front.peers_list import address_of, follow_list, listed
 
 log = logging.getLogger(__name__)
 

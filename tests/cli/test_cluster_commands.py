@@ -17,7 +17,7 @@ from edgemoe.cluster.control.membership import read_join
 from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, ServiceError
-from edgemoe.front.cluster import listed
+from edgemoe.front.peers_list import listed
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
 

@@ -28,9 +28,9 @@ from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import PeerUnavailable, WireError
 from edgemoe.front import hosted_requests as guests_module
 from edgemoe.front import supervisor as supervisor_module
-from edgemoe.front.cluster import listed
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.main import Front
+from edgemoe.front.peers_list import listed
 from edgemoe.front.router import Router
 from edgemoe.telemetry import metrics
 from edgemoe.types.request import Emission, Request, Sampling

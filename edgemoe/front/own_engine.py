@@ -1,0 +1,60 @@
+"""What this front's own engine has said of itself, put for the other boxes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+
+from edgemoe.cluster.rpc.control_messages import EngineCard
+from edgemoe.cluster.rpc.engine_messages import Holds, Listening, PeerSeen
+
+
+class OwnEngine:
+    """The incarnation that spoke last; nothing is known of it until it listens."""
+
+    def __init__(self) -> None:
+        self.boot = ""
+        self.listening: Listening | None = None
+        self.holds: Holds | None = None
+        self.seen: dict[str, PeerSeen] = {}  # its links to other engines, by node
+
+    def listens(self, boot: str, listening: Listening) -> None:
+        """An incarnation has opened its channels."""
+        self.boot, self.listening, self.holds = boot, listening, None
+
+    def ended(self) -> None:
+        """What one that has ended held is held no more."""
+        self.boot, self.listening, self.holds = "", None, None
+        self.seen.clear()
+
+    def card(self, shares: bool) -> EngineCard | None:
+        """What the others are told of it; None until it has said where it listens and what it holds."""
+        if (ports := self.listening) is None or (holds := self.holds) is None:
+            return None
+        model = ports.model
+        return EngineCard(
+            boot=self.boot,
+            calls_port=ports.calls_port,
+            bulk_port=ports.bulk_port,
+            model=model.digest,
+            layers=model.layers,
+            experts=model.experts,
+            expert_bytes=model.expert_bytes,
+            budget_experts=holds.budget_experts,
+            disk=holds.disk,
+            ram=holds.ram,
+            shares=shares,
+        )
+
+
+def all_held(ours: EngineCard | None, others: Iterable[EngineCard | None]) -> bool:
+    """Whether the engines of others hold every expert that ours holds, or there is no other engine to hold any."""
+    cards = list(others)
+    there = functools.reduce(operator.or_, map(_experts, cards), 0)
+    return not any(cards) or not _experts(ours) & ~there
+
+
+def _experts(engine: EngineCard | None) -> int:
+    """Those that an engine can hand out, as bits."""
+    return 0 if engine is None else int.from_bytes(engine.disk, "little") | int.from_bytes(engine.ram, "little")

@@ -1,0 +1,66 @@
+"""The boxes in this box's list of peers, and the list followed as it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from edgemoe.cluster.control.membership import read_join
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.keys import Peer, load_peers, load_secret
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import ConfigError
+
+log = logging.getLogger(__name__)
+LOOK_S = 1.0  # between looks at the file
+WILDCARDS = ("0.0.0.0", "::", "*")
+
+
+def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
+    """The boxes in the list of peers. Raises ConfigError where this one stands in it with another key."""
+    if settings.join:
+        if not address_of(settings):
+            raise ConfigError("cluster.join needs cluster.address: the others must know where to reach this box")
+        seed = read_join(settings.join)
+        return {seed.node: seed}
+    if not settings.peers_file:
+        return {}
+    path = Path(settings.peers_file)
+    peers = load_peers(path)
+    own = load_secret(Path(settings.key_file)).public.decode()
+    if settings.node in peers and own not in peers[settings.node].keys:
+        raise ConfigError(f"{path}: {settings.node} is this box, but {settings.key_file} belongs to the key {own}")
+    return peers
+
+
+async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
+    """Has the plane let in whoever the list of peers names, as it changes. A list that is wrong changes nothing."""
+    read_at = _stamp(settings)
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if (now := _stamp(settings)) != read_at:
+            read_at = now
+            try:
+                peers = listed(settings)
+                if not peers:  # a file that is just being written
+                    raise ConfigError(f"{settings.peers_file}: lists nobody; stop the daemon to take its box out")
+                plane.list(peers)
+                log.info("list of peers read again", extra={"file": settings.peers_file})
+            except ConfigError as error:
+                log.error("the list of peers is left as it was", extra={"why": str(error)})
+
+
+def _stamp(settings: ClusterSettings) -> tuple[int, int]:
+    try:
+        info = Path(settings.peers_file).stat()
+    except OSError:
+        return (0, 0)
+    return (info.st_mtime_ns, info.st_size)
+
+
+def address_of(settings: ClusterSettings) -> str:
+    """Where the others reach this box's control channel, as far as the settings say so; else ""."""
+    host = settings.listen.rpartition(":")[0].strip("[]")
+    return settings.address or ("" if host in WILDCARDS else settings.listen)
