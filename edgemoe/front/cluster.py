@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from edgemoe import __version__
-from edgemoe.api.backend import State
 from edgemoe.cluster.control.coordination.store import wait_event
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import (
@@ -34,19 +32,17 @@ from edgemoe.cluster.rpc.engine_messages import (
     PeerSeen,
     Plan,
     Submit,
-    ToEngine,
     decode_from_engine,
     decode_to_engine,
 )
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.cluster.rpc.transport import Answer, Question
-from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about
+from edgemoe.front.contracts import Supervised
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.own_engine import OwnEngine, all_held
 from edgemoe.front.peers_list import address_of, follow_list, listed
-from edgemoe.front.request_log import RequestLog
 from edgemoe.front.router import Router
 from edgemoe.policy.route import EngineLoad
 from edgemoe.telemetry import metrics
@@ -54,35 +50,7 @@ from edgemoe.telemetry.probes import look
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
 
-log = logging.getLogger(__name__)
 LOOK_S = 1.0  # at most, between looks at what others have
-
-
-class Supervised(Protocol):
-    """Our own engine and the request book, as the cluster's side of the front uses them."""
-
-    settings: Settings
-    request_log: RequestLog
-
-    @property
-    def place(self) -> str:
-        """The engine's name as a place for requests; "" while it takes none."""
-
-    @property
-    def state(self) -> State:
-        """How the front is."""
-
-    def tell(self, message: ToEngine) -> bool:
-        """Hands a message to the engine, ready or not; false where there is none."""
-
-    def send(self, message: ToEngine) -> bool:
-        """Hands a message to the engine; false where none takes requests."""
-
-    def submit_here(self, message: Submit) -> str:
-        """Hands a request to our own engine and names it; "" where it takes none."""
-
-    def replay(self) -> None:
-        """Submits what no engine has that takes requests."""
 
 
 class ClusterFront:

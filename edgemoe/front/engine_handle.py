@@ -51,6 +51,7 @@ class EngineHandle:
         self.failed: Failed | None = None
         self.stats = Stats(values={})
         self.heard = self._looked = time.monotonic()
+        self._reloaded: asyncio.Future[Reloaded] | None = None
 
     @classmethod
     async def start(cls, command: Sequence[str], settings: Settings, address: str) -> EngineHandle:
@@ -67,7 +68,7 @@ class EngineHandle:
         process.stdin.close()
         return cls(process, boot.boot_id)
 
-    def note(self, message: FromEngine) -> Emissions | Ready | Reloaded | Listening | Holds | PeerSeen | None:
+    def note(self, message: FromEngine) -> Emissions | Ready | Listening | Holds | PeerSeen | None:
         """Remembers what the engine says of itself; returns what is for others to act on."""
         self.heard = time.monotonic()
         match message:
@@ -82,7 +83,10 @@ class EngineHandle:
             case Ready():
                 self.ready = message
                 return message
-            case Emissions() | Reloaded() | Listening() | Holds() | PeerSeen():
+            case Reloaded():
+                if self._reloaded is not None and not self._reloaded.done():
+                    self._reloaded.set_result(message)
+            case Emissions() | Listening() | Holds() | PeerSeen():
                 return message
         return None
 
@@ -95,6 +99,11 @@ class EngineHandle:
     def stalls(self) -> bool:
         """Whether it has been silent for longer than one that works, and not for long enough to be taken to hang."""
         return time.monotonic() - self.heard > STALLED_S
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether it has said that it cannot start, and nor could another."""
+        return self.failed is not None and self.failed.fatal
 
     def hangs(self) -> str:
         """Why the engine is taken to hang; empty while it is not. Asked at each look.
@@ -119,6 +128,20 @@ class EngineHandle:
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         return f"exit status {code}"
+
+    async def next_reloaded(self) -> Reloaded:
+        """The next thing that it says of having loaded something again."""
+        self._reloaded = asyncio.get_running_loop().create_future()
+        return await self._reloaded
+
+    async def exits(self, within_s: float) -> None:
+        """Waits for the process to end, and kills it where it does not in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.process.wait()
+        except TimeoutError:
+            log.warning("engine killed: it did not stop in time")
+            await self.kill()
 
     async def kill(self) -> None:
         """Ends the process and everything it has started, at once."""

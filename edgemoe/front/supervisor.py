@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -31,7 +30,6 @@ from edgemoe.cluster.rpc.engine_messages import (
     PeerSeen,
     Ready,
     Reload,
-    Reloaded,
     Stop,
     Submit,
     ToEngine,
@@ -39,45 +37,17 @@ from edgemoe.cluster.rpc.engine_messages import (
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, PeerOutdated, ReloadRefused, ServiceError, WireError
+from edgemoe.front.contracts import Neighbours
 from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
 from edgemoe.front.request_log import LoggedSubmission, RequestLog
+from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.request import Emission, Request
+from edgemoe.types.request import Request
 
 log = logging.getLogger(__name__)
 
-FIRST_DELAY_S = 0.1  # before a second start; doubles with each death within the window
-LONGEST_DELAY_S = 15.0
 RELOAD_S = 60.0  # that an engine has to load again what it is told to
 SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
-
-
-class Neighbours(Protocol):
-    """The other boxes, as far as our engine and our requests are concerned."""
-
-    def hear(self, boot: str, message: Listening | Holds | PeerSeen) -> None:
-        """What our engine says of itself and its links."""
-
-    def engine_changed(self) -> None:
-        """Our engine takes requests now, or no longer, or is no more."""
-
-    def places(self) -> Collection[str]:
-        """Engines of other boxes that take requests."""
-
-    def submit(self, message: Submit) -> str:
-        """Hands a request to the engine of choice, ours or another box's, and names it; "" where none takes it."""
-
-    def cancel(self, place: str, message: Cancel) -> None:
-        """Has another box's engine forget a request."""
-
-    def take(self, items: list[Emission]) -> list[Emission]:
-        """Passes on what our engine emits for other boxes; returns the rest."""
-
-    def figures(self) -> dict[str, float]:
-        """Numbers for /metrics by their final names."""
-
-    def describe(self) -> dict[str, Any]:
-        """Members, leader, epoch and plan, for /health."""
 
 
 class Supervisor:
@@ -94,14 +64,12 @@ class Supervisor:
         self._wire = wire
         self._command = command
         self._engine: EngineHandle | None = None
-        self._deaths: deque[float] = deque()  # that no request has been blamed for
-        self._blamed = 0  # requests, as of the last death
+        self._backoff = RestartBackoff(settings.service)
         self._served: tuple[ModelInfo, int] | None = None
         self.cluster: Neighbours | None = None
         self._stopping = False
         self._changed = asyncio.Event()  # pulsed at each change of state
         self._reloading = asyncio.Lock()
-        self._reloaded: asyncio.Future[Reloaded] | None = None  # what is waited for while that is held
 
     # --- the api's Backend ---
 
@@ -157,14 +125,14 @@ class Supervisor:
         Raises ReloadRefused where the old one stays, EngineUnavailable where no engine answers in time.
         """
         async with self._reloading:
-            self._reloaded = asyncio.get_running_loop().create_future()
-            if not self.send(Reload()):
+            engine = self._engine
+            if engine is None or not self.send(Reload()):
                 raise EngineUnavailable(
                     "no engine is ready to load anything again; one that starts loads what is there"
                 )
             try:
                 async with asyncio.timeout(RELOAD_S):
-                    answer = await self._reloaded
+                    answer = await engine.next_reloaded()
             except TimeoutError:
                 raise EngineUnavailable(f"the engine has not answered for {RELOAD_S:.0f} s; see the log") from None
         if answer.refused:
@@ -192,8 +160,6 @@ class Supervisor:
                     self._on_ready(ready)
                 case Emissions(items=items):
                     self.request_log.take(items if self.cluster is None else self.cluster.take(items))
-                case Reloaded() as reloaded if self._reloaded is not None and not self._reloaded.done():
-                    self._reloaded.set_result(reloaded)
                 case Listening() | Holds() | PeerSeen() as news:
                     if self.cluster is not None:
                         self.cluster.hear(boot_id, news)
@@ -209,7 +175,9 @@ class Supervisor:
         except TimeoutError:
             log.warning("requests were cut off by the drain deadline", extra={"live": len(self.request_log)})
             self.request_log.fail_all(SHUTTING_DOWN)
-        await self._stop_engine()
+        self._stopping = True
+        if self._engine is not None:
+            await self._engine.exits(STOP_S if self.send(Stop()) else 0.0)
 
     def stop(self) -> None:
         """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
@@ -247,34 +215,22 @@ class Supervisor:
             self._engine_changed()
 
     async def _pause(self) -> None:
-        """Waits before the next start: longer each time, and for the window to move on after too many deaths."""
-        service, now = self.settings.service, time.monotonic()
-        if self.request_log.blamed != self._blamed:  # what came before is explained, and over
-            self._blamed = self.request_log.blamed
-            self._deaths.clear()
-        self._deaths.append(now)
-        while self._deaths and self._deaths[0] < now - service.restart_window_s:
-            self._deaths.popleft()
-        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._deaths) - 1))
-        if self._said_fatal() or len(self._deaths) > service.max_restarts:
-            delay_s = max(LONGEST_DELAY_S, self._deaths[0] + service.restart_window_s - now)
+        """Waits before the next start."""
+        now, fatal = time.monotonic(), self._engine is not None and self._engine.is_fatal
+        delay_s, gives_up = self._backoff.after_death(now, self.request_log.blamed, fatal)
+        if gives_up:
             self._give_up(delay_s)
         until = now + delay_s
         while not self._stopping and time.monotonic() < until:
             self.request_log.expire()
             if self.state == "failed" and self.request_log.closed is not None:
-                self.request_log.closed = self._keeps_failing(until - time.monotonic())
+                self.request_log.closed = keeps_failing(self.why, until - time.monotonic())
             await asyncio.sleep(min(LOOK_S, max(0.0, until - time.monotonic())))
-
-    def _keeps_failing(self, left_s: float) -> EngineUnavailable:
-        """What clients are told while there is no next start for so long."""
-        reason = f"the engine keeps failing ({self.why}) and is started again in {left_s:.0f} s; see the log"
-        return EngineUnavailable(reason, code="engine_failed", retry_after_s=left_s)
 
     def _give_up(self, delay_s: float) -> None:
         if self._served is None:
             raise ServiceError(f"the engine cannot start: {self.why}")
-        error = self._keeps_failing(delay_s)
+        error = keeps_failing(self.why, delay_s)
         elsewhere = self.cluster is not None and self.cluster.places()
         if not elsewhere:
             self.request_log.fail_all(error)
@@ -292,18 +248,6 @@ class Supervisor:
             self.request_log.closed = None
             self._change("ready")
         self._engine_changed()
-
-    async def _stop_engine(self) -> None:
-        """Asks the engine to exit, and sees that it does."""
-        self._stopping = True
-        if (engine := self._engine) is None:
-            return
-        try:
-            async with asyncio.timeout(STOP_S if self.send(Stop()) else 0.0):
-                await engine.process.wait()
-        except TimeoutError:
-            log.warning("engine killed: it did not stop in time")
-            await engine.kill()
 
     def send(self, message: ToEngine) -> bool:
         """Hands a message to the engine; false where none takes requests."""
@@ -348,9 +292,6 @@ class Supervisor:
             self.send(message)
         elif self.cluster is not None:
             self.cluster.cancel(place, message)
-
-    def _said_fatal(self) -> bool:
-        return self._engine is not None and self._engine.failed is not None and self._engine.failed.fatal
 
     def _change(self, state: State) -> None:
         self._state = state

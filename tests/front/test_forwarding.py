@@ -27,7 +27,7 @@ from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import PeerUnavailable, WireError
 from edgemoe.front import hosted_requests as guests_module
-from edgemoe.front import supervisor as supervisor_module
+from edgemoe.front import restart_backoff
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed
@@ -127,7 +127,7 @@ async def test_a_box_whose_own_engine_is_away_has_others_run_its_requests(
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
         await until(lambda: len(cluster_of(b).hosted_requests) == 2, 30)
-        monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 60.0)
+        monkeypatch.setattr(restart_backoff, "FIRST_DELAY_S", 60.0)
         os.kill(engine_pid(a), signal.SIGKILL)
         assert await streams == expected
         assert a.supervisor is not None

@@ -19,9 +19,8 @@ from support.waiting import until
 from edgemoe.cluster.rpc.engine_messages import Emissions, Failed, Stats
 from edgemoe.cluster.rpc.ipc import EngineEnd
 from edgemoe.errors import EngineUnavailable, ServiceError
-from edgemoe.front import connections
+from edgemoe.front import connections, restart_backoff
 from edgemoe.front import engine_handle as engine_module
-from edgemoe.front import supervisor as supervisor_module
 from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
@@ -32,8 +31,8 @@ from edgemoe.types.request import Emission
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Back-offs for people in a hurry."""
-    monkeypatch.setattr(supervisor_module, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(supervisor_module, "LONGEST_DELAY_S", 0.05)
+    monkeypatch.setattr(restart_backoff, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(restart_backoff, "LONGEST_DELAY_S", 0.05)
 
 
 def supervisor_of(front: Front) -> Supervisor:
