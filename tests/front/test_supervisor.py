@@ -153,7 +153,9 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
         fresh = await client.post("/v1/completions", json={"prompt": "SAY{a}END"})  # by then they have been read
         assert fresh.status_code == 200
         assert not waiting.done()
-        assert supervisor_of(front)._said_fatal() is False
+        engine = supervisor_of(front)._engine
+        assert engine is not None
+        assert not engine.is_fatal
         waiting.cancel()
 
 
