@@ -13,7 +13,7 @@ from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.protocol import Language, Message, Versions
-from edgemoe.cluster.rpc.transport import Answer, Failure, Question, Transport
+from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Failure, Question, Transport
 
 
 class Echo(Message, frozen=True, tag="Echo"):
@@ -43,12 +43,12 @@ class Box:
         serve: Any = echo,
         language: Any = LANGUAGE,
         speaks: Versions | None = None,
-        **channel: Any,
+        **settings: Any,
     ) -> None:
         self.node, self.key = node, key
         self.allowed = AllowList({name: (s.public.decode(),) for name, s in allowed.items()})
         self.transport = Transport(node, f"boot-of-{node}", key, self.allowed, speaks)
-        self.channel: Channel[Any] = Channel(self.transport, "test", language, serve, **channel)
+        self.channel: Channel[Any] = Channel(self.transport, "test", language, serve, ChannelSettings(**settings))
         self.port = self.channel.bind("127.0.0.1")
 
     @property

@@ -66,8 +66,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class Channel:
     """What a control plane uses of a channel."""
 
-    def __init__(self, transport: Transport, _name: str, _language: Any, serve: Any, heartbeat_s: float = 0.0) -> None:
-        self.rejected = self.failed = 0
+    def __init__(self, transport: Transport, _name: str, _language: Any, serve: Any, _settings: Any) -> None:
         self.on_up = self.on_down = lambda _node: None
         self.on_foreign = lambda _node, _why: None
         self.transport, self.serve = transport, serve

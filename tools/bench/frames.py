@@ -69,7 +69,11 @@ async def _serve(keys: dict[str, str]) -> None:
 
     def listen() -> None:
         for _ in sys.stdin:
-            seen = {**taken, "rejected": sum(channel.rejected for channel in channels.values()), "rss_mb": _rss_mb()}
+            seen = {
+                **taken,
+                "rejected": sum(channel.mishaps.rejected for channel in channels.values()),
+                "rss_mb": _rss_mb(),
+            }
             print(json.dumps(seen), flush=True)
         loop.call_soon_threadsafe(told.set)
 

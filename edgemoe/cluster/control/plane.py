@@ -45,7 +45,7 @@ from edgemoe.cluster.rpc.control_messages import (
 )
 from edgemoe.cluster.rpc.keys import Peer, Secret, check_peer
 from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.cluster.rpc.transport import Answer, Question, Transport
+from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, CoordError, EpochLeap, PeerError, PeerRefused, StaleEpoch
 from edgemoe.types.placement import PlacementPlan
@@ -95,7 +95,7 @@ class ControlPlane:
         self._lapsed: frozenset[str] = frozenset()
         self._transport = Transport(self.node, boot, secret, AllowList({}))
         self.channel: Channel[ControlMessage] = Channel(
-            self._transport, "control", CONTROL, self._serve, heartbeat_s=0.5
+            self._transport, "control", CONTROL, self._serve, ChannelSettings(heartbeat_s=0.5)
         )
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._leader: Leader | None = None

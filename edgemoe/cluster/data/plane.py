@@ -17,7 +17,7 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.cluster.rpc.transport import Answer, Question, Transport
+from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.errors import PeerRefused
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,16 @@ class DataPlane:
         """`host` computes for peers, `shelf` hands out experts; `store` fetches over this plane's bulk channel."""
         self._transport = Transport(node, boot, secret, AllowList({}))
         self._calls_channel: Channel[CallMessage] = Channel(
-            self._transport, "calls", CALLS, self._serve, longest_s=timeout_s, message_bytes=CALL_BYTES
+            self._transport, "calls", CALLS, self._serve, ChannelSettings(longest_s=timeout_s, message_bytes=CALL_BYTES)
         )
         self.server = ExpertServer(model, host)
         self.bulk = ExpertFetchServer(shelf, model.layers, model.experts, model.expert_bytes)
         self._bulk_channel: Channel[BulkMessage] = Channel(
-            self._transport, "bulk", BULK, self.bulk.serve, credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s
+            self._transport,
+            "bulk",
+            BULK,
+            self.bulk.serve,
+            ChannelSettings(credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s),
         )
         self.calls = ExpertClient(self._calls_channel, model, holdings, timeout_s)
         store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)

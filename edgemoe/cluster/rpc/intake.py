@@ -9,6 +9,7 @@ way, beyond what was read of it, is cut.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -60,6 +61,12 @@ class Intake:
             known.read = min(brought, known.read + sum(len(frame) + FRAME_BYTES for frame in frames))
         else:
             known.read = brought  # heartbeats too, which come out nowhere
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
         """Cuts the connections that have brought too much."""

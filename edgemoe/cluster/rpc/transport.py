@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Generic, TypeVar
 
+import zmq
 import zmq.asyncio
 from msgspec import Meta
 
 from edgemoe.cluster.rpc import protocol
 from edgemoe.cluster.rpc.auth import AllowList, Authenticator
-from edgemoe.cluster.rpc.envelope import Envelope
+from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Envelope
 from edgemoe.cluster.rpc.keys import Secret
 from edgemoe.cluster.rpc.protocol import Message, Versions
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerOutdated, PeerRefused, UnknownMessage
 from edgemoe.types.bounds import Word
 
 M = TypeVar("M")
-
-
+HWM_MESSAGES = 256  # to be sent to one peer
+DEAF_MS = 3000  # without an acknowledgement of what was sent, after which a connection is taken for broken
 FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 
 
@@ -87,6 +88,16 @@ class Credits:
             self._changed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelSettings:
+    """How much passes over a channel, and how long it waits."""
+
+    credits_bytes: int = 32 << 20  # under way to one peer
+    heartbeat_s: float = 0.0  # none
+    longest_s: float = 60.0  # that a question may wait here, however long its asker would
+    message_bytes: int = 32 << 20  # of one message; no peer has more than twice as much under way
+
+
 class Transport:
     """What the channels of one process share: ZeroMQ's context, our keys, who may speak, our name and incarnation."""
 
@@ -101,6 +112,22 @@ class Transport:
     async def run(self) -> None:
         """Answers who may connect, until cancelled. Without it no peer gets in."""
         await self.authenticator.run()
+
+    def socket(self, kind: int, settings: ChannelSettings) -> zmq.asyncio.Socket:
+        """One of ours, with our keys. Raises zmq.ZMQError where there are none left."""
+        socket = self.context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, HWM_MESSAGES)
+        socket.set(zmq.RCVHWM, 0)  # see intake, which bounds it
+        socket.set(zmq.MAXMSGSIZE, min(settings.message_bytes, MAX_TENSOR_BYTES) + 1)
+        socket.set(zmq.HANDSHAKE_IVL, 3000)
+        socket.set(zmq.TCP_MAXRT, DEAF_MS)
+        socket.set(zmq.CURVE_SECRETKEY, self.secret.secret)
+        socket.set(zmq.CURVE_PUBLICKEY, self.secret.public)
+        if settings.heartbeat_s:
+            socket.set(zmq.HEARTBEAT_IVL, int(settings.heartbeat_s * 1000))
+            socket.set(zmq.HEARTBEAT_TIMEOUT, int(settings.heartbeat_s * 3000))
+        return socket
 
     def close(self) -> None:
         """After every channel is closed."""

@@ -50,7 +50,7 @@ async def test_tensors_come_back_as_they_were_sent() -> None:
         answers = await asyncio.gather(*(a.channel.ask("b", Echo(str(n)), tensors, timeout_s=10) for n in range(20)))
     assert [x.message.text for x in answers] == [str(n) for n in range(20)]
     assert all([bytes(t) for t in x.tensors] == tensors for x in answers)
-    assert a.channel.rejected == b.channel.rejected == 0
+    assert a.channel.mishaps.rejected == b.channel.mishaps.rejected == 0
 
 
 async def test_an_unlisted_key_never_gets_a_frame_through() -> None:
@@ -90,7 +90,7 @@ async def test_a_listed_key_cannot_speak_under_another_name() -> None:
         await connected(liar, b)
         with pytest.raises(PeerUnavailable):
             await liar.channel.ask("b", Echo("I am c"), timeout_s=0.5)
-        assert b.channel.rejected == 1
+        assert b.channel.mishaps.rejected == 1
 
 
 async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
@@ -101,7 +101,7 @@ async def test_a_revoked_key_is_refused_on_the_connection_that_stands() -> None:
         b.allowed.revoke("a")
         with pytest.raises(PeerUnavailable):
             await a.channel.ask("b", Echo("after"), timeout_s=0.5)
-        assert b.channel.rejected == 1
+        assert b.channel.mishaps.rejected == 1
 
 
 class Wire:
@@ -194,7 +194,7 @@ async def test_a_key_that_was_replaced_is_refused_on_the_connection_that_stands(
         b.allowed.allow("a", secret().public.decode())
         with pytest.raises(PeerUnavailable):
             await a.channel.ask("b", Echo("after"), timeout_s=0.5)
-        assert b.channel.rejected == 1
+        assert b.channel.mishaps.rejected == 1
 
 
 @pytest.mark.parametrize("other_first", [False, True])
@@ -318,8 +318,8 @@ async def test_mutated_frames_are_counted_and_nothing_more() -> None:
             raw.send_multipart([bytes(f) for f in frames])
             sent += 1
             if sent % 200 == 0:
-                await until(lambda sent=sent: b.channel.rejected == sent)
-        assert b.channel.rejected == sent
+                await until(lambda sent=sent: b.channel.mishaps.rejected == sent)
+        assert b.channel.mishaps.rejected == sent
         assert (await a.channel.ask("b", Echo("still here"), timeout_s=5)).message.text == "still here"
 
 
@@ -348,7 +348,7 @@ async def test_another_version_is_refused_with_a_message_on_both_sides(caplog: p
         head = bytearray(seal(Echo("x"))[0])
         head[len(MAGIC)] = FRAMING + 1
         await a.channel._links["b"].socket.send_multipart([bytes(head)])
-        await until(lambda: bool(a.channel.rejected and b.channel.rejected))
+        await until(lambda: bool(a.channel.mishaps.rejected and b.channel.mishaps.rejected))
         told = [str(vars(record)["why"]) for record in caplog.records if record.message == "message dropped"]
         assert len(told) == 2
         assert all(f"framing {FRAMING + 1}" in why for why in told)
@@ -418,8 +418,8 @@ async def test_whatever_goes_wrong_with_a_question_is_that_questions_failure(
             await a.channel.ask("b", Echo("poison"), timeout_s=5)
         assert len(str(refused.value)) < FAILURE_CHARS + 20
         assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
-    assert b.channel.failed == (wrong is not WireError)
-    assert caplog.text.count("a message failed here") == b.channel.failed
+    assert b.channel.mishaps.failed == (wrong is not WireError)
+    assert caplog.text.count("a message failed here") == b.channel.mishaps.failed
 
 
 @pytest.mark.parametrize("answer", ["x" * (MAX_ENVELOPE_BYTES + 1), "x" * (20 << 20)])

@@ -55,8 +55,8 @@ async def test_nobody_takes_over_a_connection_by_guessing_its_name() -> None:
             async with raw(zmq.DEALER, c_key, IDENTITY=guess, CURVE_SERVERKEY=b_key.public) as thief:
                 thief.connect(f"tcp://127.0.0.1:{b.port}")
                 await thief.send_multipart(seal(Echo("I am a"), id=1, remaining_ms=1000))
-                rejected = b.channel.rejected
-                await until(lambda before=rejected: b.channel.rejected > before)  # type: ignore[misc]
+                rejected = b.channel.mishaps.rejected
+                await until(lambda before=rejected: b.channel.mishaps.rejected > before)  # type: ignore[misc]
                 assert (await a.channel.ask("b", Echo("after"), timeout_s=5)).message.text == "after"
 
 
@@ -94,7 +94,7 @@ async def test_an_answer_to_nothing_is_served_to_nobody(frames: list[bytes]) -> 
         while unseal(await socket.recv_multipart()).id != 6:
             pass
     assert served == [Echo("a real one")]
-    assert b.channel.rejected == 1
+    assert b.channel.mishaps.rejected == 1
 
 
 async def test_a_question_larger_than_all_credits_goes_alone() -> None:

@@ -68,7 +68,7 @@ async def test_a_message_of_the_next_release_is_not_sent_to_one_who_lacks_it() -
             await a.channel.ask("b", Wave(), timeout_s=5)
         assert not a.channel.tell("b", Wave())
         await a.channel.ask("b", NextEcho("x"), timeout_s=5)
-        assert b.channel.rejected == 0
+        assert b.channel.mishaps.rejected == 0
 
 
 async def test_two_of_the_next_release_use_what_it_has_once_they_have_heard_each_other() -> None:
@@ -84,7 +84,7 @@ async def test_a_message_that_is_not_known_is_answered_with_a_typed_refusal_and_
     a, b = boxes()
     async with running(a, b):
         await connected(a, b)
-        a.channel._speaks["b"] = NEXT  # a takes b for one of its own release
+        a.channel._codec._speaks["b"] = NEXT  # a takes b for one of its own release
         with pytest.raises(PeerOutdated, match="'Wave' is no message"):
             await a.channel.ask("b", Wave(), timeout_s=5)
         a.channel.tell("b", Wave())

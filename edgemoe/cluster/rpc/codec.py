@@ -1,0 +1,61 @@
+"""What is said on a channel, as frames: made for a peer in a version that it speaks, and checked as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from edgemoe.cluster.rpc.envelope import Buffer, Envelope, seal, unseal
+from edgemoe.cluster.rpc.protocol import Language, Versions, check_known
+from edgemoe.cluster.rpc.transport import Failure, Transport
+from edgemoe.errors import WireError, WireVersionError
+
+M = TypeVar("M")
+
+
+class Codec(Generic[M]):
+    """The one place where messages for peers are made, and where what they say is opened."""
+
+    def __init__(self, transport: Transport, channel: str, language: Language[M], message_bytes: int) -> None:
+        self.channel = channel
+        self._transport, self._language = transport, language
+        self._message_bytes = message_bytes
+        self._speaks: dict[str, Versions] = {}  # as each peer said last
+
+    def version(self, node: str) -> int:
+        """The highest version of the protocol that both speak; the lowest of ours while the peer has not said."""
+        theirs = self._speaks.get(node)
+        return self._transport.speaks.common(theirs) if theirs is not None else self._transport.speaks.lowest
+
+    def forget(self, node: str) -> None:
+        """It may come back as another release."""
+        self._speaks.pop(node, None)
+
+    def seal(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer], **fields: Any) -> list[Buffer]:
+        """Raises WireError, PeerOutdated."""
+        check_known(body, self.version(node), node)
+        frames = seal(body, tensors, speaks=self._transport.speaks, **fields)
+        if (size := sum(memoryview(frame).nbytes for frame in frames)) > self._message_bytes:
+            raise WireError(f"a message of {size} bytes; {self._message_bytes} pass over {self.channel}")
+        return frames
+
+    def seal_failure(self, error: Exception, id: int = 0) -> list[Buffer]:
+        """For whoever asked, known or not: every version has it."""
+        return seal(Failure.of(error), id=id, answer=True, speaks=self._transport.speaks)
+
+    def open(self, node: str, frames: Sequence[memoryview]) -> Envelope:
+        """The checked envelope of one who speaks a version that we speak. Raises WireError, WireVersionError."""
+        envelope = unseal(frames)
+        if not self._transport.speaks.common(envelope.speaks):
+            raise WireVersionError(
+                f"{node} speaks versions {envelope.speaks} of the protocol, "
+                f"{self._transport.node} {self._transport.speaks}: run neighbouring releases"
+            )
+        self._speaks[node] = envelope.speaks
+        return envelope
+
+    def read(self, envelope: Envelope) -> M:
+        """What is in it. Raises WireError."""
+        return self._language.read(envelope.body)

@@ -1,0 +1,31 @@
+"""Messages that went wrong on a channel: counted, and told without filling the log."""
+
+from __future__ import annotations
+
+import logging
+
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.errors import WireError
+
+log = logging.getLogger(__name__)
+
+
+class Mishaps:
+    """Each costs the message alone."""
+
+    def __init__(self, channel: str) -> None:
+        self.rejected = 0  # messages that could not be read or came from nobody
+        self.failed = 0  # messages whose serving went wrong here, for no reason that we know of
+        self._channel = channel
+        self._say = SparingLog(log)
+
+    def reject(self, peer: str, error: WireError) -> None:
+        self.rejected += 1
+        self._say(logging.WARNING, "message dropped", peer, channel=self._channel, why=str(error))
+
+    def fail(self, peer: str) -> None:
+        """Notes what is being handled: an error that nobody expected."""
+        self.failed += 1
+        self._say(
+            logging.ERROR, "a message failed here", peer, channel=self._channel, failed=self.failed, exc_info=True
+        )

@@ -1,0 +1,263 @@
+"""The asking end of a channel: a DEALER to each peer, kept up, and the answers that come on it.
+
+A lost connection fails everything that was asked on it at once, and is made anew in a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from edgemoe.cluster.rpc import intake
+from edgemoe.cluster.rpc.codec import Codec
+from edgemoe.cluster.rpc.intake import Intake
+from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.mishaps import Mishaps
+from edgemoe.cluster.rpc.sockets import until_closed, waiting
+from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Credits, Failure, Transport
+from edgemoe.errors import EdgemoeError, PeerUnavailable, WireError
+
+log = logging.getLogger(__name__)
+M = TypeVar("M")
+RECONNECT_MS = 250
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the peer does not let our key in
+NOT_MET = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # as where it has another key
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED | NOT_MET | intake.EVENTS
+
+
+class PeerLink(Generic[M]):
+    """Our DEALER to one peer, by the peer's first key, and what was asked on it."""
+
+    def __init__(self, peer: Peer, socket: zmq.asyncio.Socket, credits_bytes: int) -> None:
+        self.peer = peer
+        self.node, self.address = peer.node, f"tcp://{peer.address}"
+        self.socket = socket
+        self.monitor = socket.get_monitor_socket(EVENTS)
+        self.credits = Credits(credits_bytes)
+        self.pending: dict[int, asyncio.Future[Answer[M]]] = {}
+        self.up = False
+        self.fd = -1  # of the connection
+        self.apart = False  # left, and not connected again yet
+        self.refusals = 0
+        self.turning = False  # to the peer's other key, in a moment
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def fail(self, error: EdgemoeError) -> None:
+        """Ends all that was asked."""
+        pending, self.pending = self.pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Frees the socket."""
+        for task in self.tasks:
+            task.cancel()
+        self.fail(PeerUnavailable("the connection was closed"))
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+class PeerLinks(Generic[M]):
+    """The links of one channel, by node. `on_up` and `on_down` are told which peers are met and lost."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        codec: Codec[M],
+        settings: ChannelSettings,
+        intake: Intake,
+        mishaps: Mishaps,
+        on_up: Callable[[str], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self._transport, self._codec, self._settings = transport, codec, settings
+        self._intake, self._mishaps = intake, mishaps
+        self._on_up, self._on_down = on_up, on_down
+        self._say = SparingLog(log)
+        self._links: dict[str, PeerLink[M]] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __getitem__(self, node: str) -> PeerLink[M]:
+        """Raises PeerUnavailable where there is none that is up."""
+        link = self._links.get(node)
+        if link is None or not link.up:
+            raise PeerUnavailable(f"{node} is not connected on {self._codec.channel}")
+        return link
+
+    def is_up(self, node: str) -> bool:
+        return node in self._links and self._links[node].up
+
+    def waiting(self) -> int:
+        """Questions of ours without an answer yet."""
+        return sum(len(link.pending) for link in self._links.values())
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """From now on `group` reads what comes on them."""
+        self._group = group
+        for link in self._links.values():
+            self._start(link, group)
+
+    def close(self) -> None:
+        """Closes every socket."""
+        self._group = None
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    def connect(self, peer: Peer) -> None:
+        """Connects to `peer` and keeps reconnecting, by whichever of its keys it has.
+
+        Replaces an earlier connection to that node, but for one to the same address by a key that still stands for it.
+        """
+        if (old := self._links.get(peer.node)) and old.peer.address == peer.address and old.peer.key in peer.keys:
+            old.peer = peer if old.peer.key == peer.key else peer.turned()
+            return
+        self.disconnect(peer.node)
+        try:
+            link = self._links[peer.node] = self._dial(peer)
+        except zmq.ZMQError as error:  # one that cannot be reached keeps nobody else out
+            self._say(logging.ERROR, "a box cannot be reached", peer.node, address=peer.address, why=str(error))
+            return
+        if self._group is not None:
+            self._start(link, self._group)
+
+    def _dial(self, peer: Peer) -> PeerLink[M]:
+        """Raises zmq.ZMQError for a key or address that is no good, and where there are no sockets left."""
+        socket = self._transport.socket(zmq.DEALER, self._settings)
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)  # each time, however often it has failed
+        socket.set(zmq.CONNECT_TIMEOUT, 1000)  # a lost SYN is sent again after a second, not after 1, 3, 7, 15
+        link: PeerLink[M] | None = None
+        try:
+            for key in reversed(peer.keys):  # whether they are keys; the first one holds
+                socket.set(zmq.CURVE_SERVERKEY, key.encode())
+            link = PeerLink[M](peer, socket, self._settings.credits_bytes)
+            self._connect(link)
+        except zmq.ZMQError:
+            socket.close(linger=0) if link is None else link.close()
+            raise
+        return link
+
+    def _connect(self, link: PeerLink[M]) -> None:
+        """Each connection has a name of its own: a box may be back before its peer has noticed that it was gone.
+
+        No peer lets one take over the name of another that stands: what arrives on the old one would not be read, and
+        ZeroMQ ends the process where such a connection breaks.
+        """
+        link.apart = False
+        link.socket.set(zmq.IDENTITY, f"{self._transport.node}:{self._transport.boot}:{secrets.token_hex(8)}".encode())
+        link.socket.connect(link.address)
+
+    def disconnect(self, node: str) -> None:
+        """Leaves that peer; what was asked of it fails."""
+        self._codec.forget(node)
+        if link := self._links.pop(node, None):
+            was_up = link.up
+            link.close()
+            if was_up:
+                self._on_down(node)
+
+    def give_up(self, node: str, why: str) -> None:
+        """Fails what was asked of that peer; the connection stays."""
+        if link := self._links.get(node):
+            link.fail(PeerUnavailable(why))
+
+    def _start(self, link: PeerLink[M], group: asyncio.TaskGroup) -> None:
+        for work in (self._read_answers(link), self._read_events(link)):
+            link.tasks.append(group.create_task(until_closed(work)))
+
+    async def _read_events(self, link: PeerLink[M]) -> None:
+        while True:
+            said = parse_monitor_message(await link.monitor.recv_multipart())
+            event, fd = said["event"], said["value"]
+            self._intake.note(event, fd)
+            try:
+                if event == zmq.EVENT_CONNECTED:
+                    link.fd = fd
+                else:
+                    self._note(link, event)
+            except Exception:  # of whoever wanted to know
+                self._mishaps.fail(link.node)
+
+    def _note(self, link: PeerLink[M], event: int) -> None:
+        if link.apart:
+            return  # of a connection that was left meanwhile
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            link.up = True
+            self._on_up(link.node)
+        elif event & NOT_MET:
+            if link.peer.new_key and not link.turning:
+                link.turning = True
+                asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._turn, link)
+        elif event == REFUSED:
+            link.refusals += 1
+            if link.refusals == 2:  # one who has just come may not have heard of us yet
+                self._say(
+                    logging.WARNING, "a peer refuses our key; list it there", link.node, channel=self._codec.channel
+                )
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._leave(link)
+
+    def _leave(self, link: PeerLink[M]) -> None:
+        """Comes back in a moment, under another name; ZeroMQ would do so under the same, and not where it was refused.
+
+        What refused our key may have learnt of it then.
+        """
+        link.apart = True
+        with contextlib.suppress(zmq.ZMQError):
+            link.socket.disconnect(link.address)
+        asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._connect_again, link)
+        if link.up:
+            link.up = False
+            self._codec.forget(link.node)
+            link.fail(PeerUnavailable(f"the connection to {link.node} broke ({self._codec.channel})"))
+            self._on_down(link.node)
+
+    def _turn(self, link: PeerLink[M]) -> None:
+        """Tries the peer by its other key, on another socket: on the old one ZeroMQ goes on with the first."""
+        link.turning = False
+        if self._links.get(link.node) is link and not link.up:
+            self.disconnect(link.node)
+            self.connect(link.peer.turned())
+
+    def _connect_again(self, link: PeerLink[M]) -> None:
+        if self._links.get(link.node) is link:
+            self._connect(link)
+
+    async def _read_answers(self, link: PeerLink[M]) -> None:
+        while True:
+            frames = await link.socket.recv_multipart(copy=False)
+            self._intake.delivered(link.fd, frames, waiting(link.socket))
+            try:
+                self._take_answer(link, [frame.buffer for frame in frames])
+            except WireError as error:
+                self._mishaps.reject(link.node, error)
+            except Exception:  # one answer, whatever is wrong with it, costs that answer alone
+                self._mishaps.fail(link.node)
+
+    def _take_answer(self, link: PeerLink[M], frames: Sequence[memoryview]) -> None:
+        envelope = self._codec.open(link.node, frames)
+        message: Any = self._codec.read(envelope)
+        if isinstance(message, Failure) and not envelope.id:
+            raise WireError(f"{link.node} could not read it: {message.message}")
+        future = link.pending.pop(envelope.id, None) if envelope.answer else None
+        if future is None or future.done():
+            return
+        if isinstance(message, Failure):
+            future.set_exception(message.error(link.node))
+        else:
+            future.set_result(Answer(message, frames[1:]))

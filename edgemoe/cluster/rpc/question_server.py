@@ -1,0 +1,153 @@
+"""The answering end of a channel: a ROUTER on which every peer asks.
+
+The allow-list names who speaks, by the key of the connection. So many questions of one peer are served at once, and so
+many bytes in them; beyond that they are sent away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from edgemoe.cluster.rpc.codec import Codec
+from edgemoe.cluster.rpc.envelope import Buffer, Envelope
+from edgemoe.cluster.rpc.intake import EVENTS, Intake
+from edgemoe.cluster.rpc.mishaps import Mishaps
+from edgemoe.cluster.rpc.sockets import fd_of, hand, key_of, until_closed, waiting, who
+from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Failure, Question, Transport
+from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, WireError, WireVersionError
+
+log = logging.getLogger(__name__)
+M = TypeVar("M")
+SERVED_AT_ONCE = 64  # questions of one peer; beyond it they are sent away
+BURST = 16  # messages read in one go
+
+
+class QuestionServer(Generic[M]):
+    """`serve` answers a question; what goes wrong there, or with the message, whoever asked is told as a Failure."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        codec: Codec[M],
+        settings: ChannelSettings,
+        intake: Intake,
+        mishaps: Mishaps,
+        serve: Callable[[Question[M]], Awaitable[Answer[M] | None]],
+        on_foreign: Callable[[str, str], None],
+    ) -> None:
+        """`on_foreign` is told who speaks another version."""
+        self._transport, self._codec, self._settings = transport, codec, settings
+        self._intake, self._mishaps = intake, mishaps
+        self._serve, self._on_foreign = serve, on_foreign
+        self._serving: Counter[str] = Counter()  # questions of each peer
+        self._held_bytes: Counter[str] = Counter()  # in them
+        self._router = transport.socket(zmq.ROUTER, settings)
+        self._router.set(zmq.ROUTER_MANDATORY, 1)
+        self._router.set(zmq.CURVE_SERVER, 1)
+        self._monitor = self._router.get_monitor_socket(EVENTS)
+
+    def bind(self, host: str, port: int = 0) -> int:
+        """Listens; returns the port. Raises PeerRefused where the address cannot be had."""
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        try:
+            self._router.bind(f"{address}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise PeerRefused(f"cannot listen on {host}:{port} for {self._codec.channel}: {error}") from error
+        return int(bytes(self._router.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").rsplit(b":", 1)[1])
+
+    async def run(self, group: asyncio.TaskGroup) -> None:
+        """Reads questions until cancelled; `group` serves them."""
+        group.create_task(until_closed(self._watch_connections()))
+        for count in itertools.count(1):
+            if count % BURST == 0:  # reading what is there already does not let others run
+                await asyncio.sleep(0)
+            first, *frames = await self._router.recv_multipart(copy=False)
+            identity = bytes(first.buffer)
+            self._intake.delivered(fd_of(first if not frames else frames[0]), frames, waiting(self._router))
+            try:
+                self._take_question(identity, frames, group)
+            except WireError as error:
+                self._mishaps.reject(who(identity)[0], error)
+            except Exception:  # one message, whatever is wrong with it, costs that message alone
+                self._mishaps.fail(who(identity)[0])
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
+        self._router.close(linger=0)
+
+    async def _watch_connections(self) -> None:
+        while True:
+            said = parse_monitor_message(await self._monitor.recv_multipart())
+            self._intake.note(said["event"], said["value"])
+
+    def _take_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
+        peer, boot = who(identity)
+        if not frames or self._transport.allowed.name_of(key_of(frames[0])) != peer:
+            raise WireError("the name does not belong to the key, or the key was revoked")
+        parts = [frame.buffer for frame in frames]
+        try:
+            envelope = self._codec.open(peer, parts)
+        except WireVersionError as error:
+            self._on_foreign(peer, str(error))
+            self._send_back(identity, self._codec.seal_failure(error))
+            raise  # what was sent back may be unreadable there, too, and is told there by its version
+        try:
+            message = self._codec.read(envelope)
+            if envelope.answer or isinstance(message, Failure):
+                raise WireError("an answer to nothing")
+        except WireError as error:
+            if not envelope.answer:
+                self._fail(identity, envelope, error)
+            raise
+        size = sum(part.nbytes for part in parts)
+        held = self._held_bytes[peer]
+        if self._serving[peer] >= SERVED_AT_ONCE or (held and held + size > 2 * self._settings.credits_bytes):
+            self._fail(identity, envelope, PeerBusy("too many questions at once"))
+            return
+        wait_s = min(envelope.remaining_ms / 1000, self._settings.longest_s)
+        deadline = asyncio.get_running_loop().time() + wait_s
+        self._serving[peer] += 1
+        self._held_bytes[peer] += size
+        group.create_task(self._answer(identity, Question(peer, boot, envelope, message, parts[1:], deadline), size))
+
+    async def _answer(self, identity: bytes, question: Question[M], size: int) -> None:
+        asked, peer = question.envelope, question.peer
+        try:
+            answer = await self._serve(question)
+            if answer is not None and asked.id:
+                assert isinstance(answer.message, msgspec.Struct)
+                self._send_back(
+                    identity, self._codec.seal(peer, answer.message, answer.tensors, id=asked.id, answer=True)
+                )
+        except EdgemoeError as error:
+            self._fail(identity, asked, error)
+        except Exception as error:  # whatever it is, it is this question's failure
+            self._mishaps.fail(peer)
+            self._fail(identity, asked, error)
+        finally:
+            self._serving[peer] -= 1
+            self._held_bytes[peer] -= size
+            if not self._serving[peer]:
+                del self._serving[peer], self._held_bytes[peer]
+
+    def _fail(self, identity: bytes, asked: Envelope, error: Exception) -> None:
+        """Tells whoever asked; what was only told is answered where it could not be read, as a failure of nothing."""
+        if asked.id or isinstance(error, WireError):
+            self._send_back(identity, self._codec.seal_failure(error, asked.id))
+
+    def _send_back(self, identity: bytes, frames: Sequence[Buffer]) -> None:
+        try:
+            hand(self._router, [identity, *frames])
+        except zmq.ZMQError as error:
+            log.debug("an answer could not be sent", extra={"channel": self._codec.channel, "why": str(error)})

@@ -1,0 +1,52 @@
+"""The plain work with ZeroMQ's sockets: who a frame is from, handing over a message, reading until the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+
+import zmq
+import zmq.asyncio
+
+from edgemoe.cluster.rpc.envelope import MAX_FRAMES, Buffer
+
+
+def who(identity: bytes) -> tuple[str, str]:
+    """The node and the incarnation that a connection claims to be."""
+    node, boot, *_ = [*identity.decode("ascii", "replace").split(":"), ""]
+    return node, boot
+
+
+def key_of(frame: zmq.Frame) -> bytes:
+    """The public key of the connection that a frame came by, as the authenticator noted it."""
+    return str(frame.get("User-Id")).encode()
+
+
+def fd_of(frame: zmq.Frame) -> int:
+    """The connection that a frame came by."""
+    return int(frame.get(zmq.SRCFD))
+
+
+def waiting(socket: zmq.asyncio.Socket) -> bool:
+    """Whether a message is there to be read."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def hand(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> None:
+    """Hands a message to ZeroMQ now. Raises zmq.ZMQError (Again: no connection, or its queue is full)."""
+    assert len(frames) <= MAX_FRAMES + 2
+    sent = socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
+    assert isinstance(sent, asyncio.Future)
+    assert sent.done()
+    sent.result()
+
+
+async def until_closed(work: Awaitable[None]) -> None:
+    """A reader ends when its socket is closed under it."""
+    try:
+        await work
+    except (zmq.ContextTerminated, asyncio.CancelledError):
+        raise
+    except zmq.ZMQError as error:
+        if error.errno != zmq.ENOTSOCK:
+            raise
