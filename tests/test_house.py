@@ -12,14 +12,11 @@ FILES = sorted(path for folder in ("edgemoe", "scoutgate") for path in (ROOT / f
 FILE_LINES, FUNCTION_LINES, FOLDER_FILES = 300, 60, 16
 TOO_LONG = {  # of those, what still is: this list only gets shorter
     "edgemoe/cluster/control/plane.py",
-    "edgemoe/cluster/rpc/channel.py",
     "edgemoe/engine/loop.py",
     "edgemoe/experts/compute/moe.py",
     "edgemoe/experts/predict/controller.py",
     "edgemoe/experts/predict/scoutgate_forecaster.py",
     "edgemoe/experts/tiers/residency.py",
-    "edgemoe/front/cluster.py",
-    "edgemoe/front/supervisor.py",
     "edgemoe/kernels/cpu/decode_attention.py::make_attention",
     "edgemoe/kernels/cpu/decode_layer.py::make_layer",
     "edgemoe/kernels/cpu/experts_decode.py::make_experts",
