@@ -56,6 +56,28 @@ def test_no_file_function_or_folder_is_too_long() -> None:
     assert set(too_long()) == TOO_LONG
 
 
+MOST_PARTS = 7  # that a constructor takes, self left out; what goes together is a dataclass
+TOO_MANY_PARTS = {"edgemoe/cluster/data/plane.py::DataPlane", "edgemoe/cluster/rpc/channel.py::Channel"}  # to get fewer
+
+
+def constructors(file: Path) -> Iterator[tuple[str, int]]:
+    """Class and how many parameters its constructor has."""
+    for node in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)):
+        for made in node.body:
+            if isinstance(made, ast.FunctionDef) and made.name == "__init__":
+                yield node.name, len(made.args.posonlyargs + made.args.args + made.args.kwonlyargs) - 1
+
+
+def test_what_a_constructor_takes_goes_together() -> None:
+    many = {
+        f"{file.relative_to(ROOT)}::{name}"
+        for file in FILES
+        for name, parts in constructors(file)
+        if parts > MOST_PARTS
+    }
+    assert many == TOO_MANY_PARTS
+
+
 def test_a_public_class_has_a_name_of_its_own() -> None:
     places = defaultdict[str, list[str]](list)
     for file in FILES:

@@ -38,7 +38,7 @@ LAYERS: dict[str, set[str]] = {
     "experts.predict": NOUNS | {"experts.tiers", "policy", "telemetry", "config.sizes"},
     "experts.compute": NOUNS
     | {"experts.tiers", "experts.transfer", "experts.predict", "kernels", "policy", "store", "telemetry"},
-    "experts": NOUNS | {"kernels", "telemetry"},
+    "experts": NOUNS | {"config.budgets", "kernels", "telemetry"},
     "engine": NOUNS | {"config.sizes", "experts", "families", "model", "policy", "telemetry"},
     "cluster": set(),
     "cluster.rpc": {"types", "errors"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
 import torch
 
@@ -15,15 +15,22 @@ from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import figures
-from edgemoe.engine.runner import Runner, StepDecoder, StepExperts
+from edgemoe.engine.runner import LoadedModel, Runner, Watchers
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.validate import RequestLimits
-from edgemoe.families.spec import ModelSpec
-from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 
-if TYPE_CHECKING:
-    from edgemoe.engine.grammar import Grammars
+NOBODY = Watchers()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBudget:
+    """What an engine may use and wait."""
+
+    kv_blocks: int
+    context_tokens: int  # of one request, where the blocks hold as many
+    parking_bytes: int = 0  # for keys and values of paused requests
+    missing_expert_timeout_s: float = 0.0  # how long a request waits for a box that brings an expert that it lacks
 
 
 class Engine:
@@ -34,37 +41,28 @@ class Engine:
 
     def __init__(
         self,
-        decoder: StepDecoder,
-        kv: Any,
-        experts: StepExperts,
-        spec: ModelSpec,
+        model: LoadedModel,
         settings: EngineSettings,
+        budget: EngineBudget,
         emit: Emit,
         *,
-        kv_blocks: int,
-        context_tokens: int,
-        device: torch.device,
-        parking_bytes: int = 0,
-        grammars: Grammars | None = None,
-        observe: Callable[[StepRouting], None] | None = None,
-        expect: Callable[[StepMeta], None] | None = None,
+        watchers: Watchers = NOBODY,
         clock: Callable[[], float] = time.monotonic,
-        missing_expert_timeout_s: float = 0.0,
     ) -> None:
-        """Composes an engine over a KV cache `kv` of `kv_blocks` blocks.
-
-        `expect` is called before each step, `observe` after it with what the gates chose.
-        A request whose expert is missing is retried for `missing_expert_timeout_s`, then it ends with an error.
-        """
-        self.blocks = BlockManager(kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
-        self.bounds = RequestLimits(min(context_tokens, kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None)
+        spec, grammars = model.spec, model.grammars
+        self.blocks = BlockManager(budget.kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
+        self.bounds = RequestLimits(
+            min(budget.context_tokens, budget.kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None
+        )
         chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
         kv_swap = None
         if settings.preemption == "park":
-            kv_swap = KVSwap(kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, parking_bytes)
+            kv_swap = KVSwap(model.kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, budget.parking_bytes)
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
-        self.runner = Runner(decoder, kv, experts, self.blocks, chunk_budget, device, observe, expect=expect)
-        self.loop = StepLoop(self.scheduler, self.runner, self.bounds, emit, grammars, clock, missing_expert_timeout_s)
+        self.runner = Runner(model, self.blocks, chunk_budget, watchers)
+        self.loop = StepLoop(
+            self.scheduler, self.runner, self.bounds, emit, grammars, clock, budget.missing_expert_timeout_s
+        )
         self._grammars = grammars
 
     def start(self, threads: int, ended: Callable[[BaseException | None], None]) -> threading.Thread:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,8 +16,12 @@ from edgemoe.engine.batch import describe, make_batch, token_blocks
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.scheduler import Work
+from edgemoe.families.spec import ModelSpec
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import Batch, Experts
+
+if TYPE_CHECKING:
+    from edgemoe.engine.grammar import Grammars
 
 KINDS, PHASES = ("steps", "seconds", "experts", "tokens"), ("prefill", "decode")
 
@@ -38,6 +43,26 @@ class StepExperts(Experts, Protocol):
         """Returns what the step's gates chose."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What an engine computes with."""
+
+    spec: ModelSpec
+    decoder: StepDecoder
+    experts: StepExperts
+    kv: Any  # of as many blocks as the engine's budget has
+    device: torch.device
+    grammars: Grammars | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """Who is told of steps, on the compute thread."""
+
+    observe: Callable[[StepRouting], None] | None = None  # what the gates chose
+    expect: Callable[[StepMeta], None] | None = None  # each step before it runs
+
+
 class Computed(NamedTuple):
     """The result of a step's forward pass, which changes nothing until it is committed."""
 
@@ -53,23 +78,17 @@ class Runner:
 
     def __init__(
         self,
-        decoder: StepDecoder,
-        kv: Any,
-        experts: StepExperts,
+        model: LoadedModel,
         blocks: BlockManager,
         chunk_budget: ChunkBudget,
-        device: torch.device,
-        observe: Callable[[StepRouting], None] | None = None,
+        watchers: Watchers,
         clock: Callable[[], float] = time.perf_counter,
-        expect: Callable[[StepMeta], None] | None = None,
     ) -> None:
-        """Calls `expect` before each step and `observe` after it with what the gates chose, on the compute thread."""
         # by phase ("prefill" where a prompt is in the step): steps, seconds, experts touched in all layers, and tokens
         self.totals: dict[tuple[str, str], float] = dict.fromkeys(product(KINDS, PHASES), 0.0)
         self.started_s: float | None = None  # of the step, or the attempt at it, that the compute thread is in
-        self._decoder, self._kv, self._experts = decoder, kv, experts
-        self._blocks, self._chunk_budget, self._device = blocks, chunk_budget, device
-        self._observe, self._expect, self._clock = observe, expect, clock
+        self._model, self._watchers = model, watchers
+        self._blocks, self._chunk_budget, self._clock = blocks, chunk_budget, clock
 
     def step_age_s(self) -> float:
         """Returns the seconds that the current attempt at a step has taken; 0 between steps. From any thread."""
@@ -89,13 +108,13 @@ class Runner:
     def compute(self, works: Sequence[Work]) -> Computed:
         """Runs the works' forward pass and changes nothing. Raises MissingExpert, CorruptExpert."""
         meta = describe(works)
-        batch = make_batch(works, meta, self._device)
+        batch = make_batch(works, meta, self._model.device)
         started_s = self.started_s = self._clock()
-        self._experts.begin_step(meta)
-        if self._expect is not None:
-            self._expect(meta)
-        logits = self._decoder.forward(batch, self._kv, self._experts)
-        return Computed(works, meta, logits, self._experts.end_step(), self._clock() - started_s)
+        self._model.experts.begin_step(meta)
+        if self._watchers.expect is not None:
+            self._watchers.expect(meta)
+        logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)
+        return Computed(works, meta, logits, self._model.experts.end_step(), self._clock() - started_s)
 
     def commit(self, step: Computed) -> None:
         """Counts the step's tokens as computed, adds to the totals, and hands the gates' choices to `observe`."""
@@ -113,8 +132,8 @@ class Runner:
         self.totals["experts", phase] += _active(routing)
         self.totals["tokens", "prefill"] += prompt_tokens
         self.totals["tokens", "decode"] += decoding
-        if self._observe is not None:
-            self._observe(routing)
+        if self._watchers.observe is not None:
+            self._watchers.observe(routing)
 
 
 def _active(routing: StepRouting) -> int:

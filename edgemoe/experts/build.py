@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import ConfigError
 from edgemoe.experts.compute.cost_model import CostModel
 from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import Compute, HostCompute
-from edgemoe.experts.compute.moe import TieredExperts
+from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
 from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
@@ -27,20 +29,14 @@ from edgemoe.types.experts import ExpertId, LivePolicy, Move, Store, Tier
 from edgemoe.types.peers import ExpertPeers
 
 
-class DeviceBytes(Protocol):
-    """One device and what of it is the experts'."""
+@dataclass(frozen=True, slots=True)
+class TierMemory:
+    """What memory the tiers may use."""
 
-    @property
-    def kind(self) -> str:
-        """cpu | emulated | cuda:N"""
-
-    @property
-    def expert_bytes(self) -> int:
-        """The slab; not used for the cpu, which computes from RAM."""
-
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Speed of an emulated device's link."""
+    ram_bytes: int
+    devices: Sequence[DeviceBudget] = ()
+    containment: bool = True  # what is in VRAM is in RAM too
+    lock_ram: bool = False  # keep it out of reach of swap
 
 
 class Device(NamedTuple):
@@ -62,31 +58,25 @@ class ExpertTiers:
         self,
         shape: ExpertShape,
         store: Store,
-        ram_bytes: int,
-        devices: Sequence[DeviceBytes],
+        memory: TierMemory,
         policies: Mapping[Tier, LivePolicy],
         kernels: Kernels | None,
         *,
-        containment: bool = True,
-        prefetch: bool = True,
-        keep_hints: bool = False,
-        lock_ram: bool = False,
-        deadline_s: float = 60.0,
+        fetching: Fetching = AS_USUAL,
         on_disk: BoolArray | None = None,
-        cpu_helps: bool = True,
     ) -> None:
         """`policies` for VRAM and RAM may be one object; `kernels` serve what the CPU computes.
 
-        `on_disk` [L, E] marks what the store can read without help, where that is not everything. `cpu_helps`: computes
-        from RAM what devices lack, where that is sooner. Raises CapacityError for a budget that holds no expert.
+        `on_disk` [L, E] marks what the store can read without help, where that is not everything. Raises
+        CapacityError for a budget that holds no expert.
         """
-        ram = HostSlab(shape.slots(ram_bytes, "RAM for experts"), shape.stride_bytes, lock=lock_ram)
+        ram = HostSlab(shape.slots(memory.ram_bytes, "RAM for experts"), shape.stride_bytes, lock=memory.lock_ram)
         self.shape, self.ram, self.ram_bytes = shape, ram, ram.size_bytes
         self.on_disk = np.ones((shape.layers, shape.experts), np.bool_) if on_disk is None else on_disk
         math = ExpertMath(kernels)
         math.calibrate(shape.hidden, shape.width, shape.bf16)
         self._math = math
-        self.devices = [_open(device, shape, ram, math) for device in devices if device.kind != "cpu"]
+        self.devices = [_open(device, shape, ram, math) for device in memory.devices if device.kind != "cpu"]
         pools = [
             SlotPool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM])
             for device in self.devices
@@ -94,7 +84,7 @@ class ExpertTiers:
         ram_pool = SlotPool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
         host = HostCompute(_matrices(ram, shape), math)
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
-        self.residency = Residency(ram_pool, pools, containment=containment)
+        self.residency = Residency(ram_pool, pools, containment=memory.containment)
         self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
         self.experts = TieredExperts(
             shape,
@@ -102,11 +92,11 @@ class ExpertTiers:
             self.loader,
             computes,
             CpuExperts(
-                self.residency, host, CostModel(self.residency, self.loader, shape.stride_bytes, cpu_helps=cpu_helps)
+                self.residency,
+                host,
+                CostModel(self.residency, self.loader, shape.stride_bytes, cpu_helps=fetching.cpu_helps),
             ),
-            prefetch=prefetch,
-            keep_hints=keep_hints,
-            deadline_s=deadline_s,
+            fetching,
         )
 
     def join(self, peers: ExpertPeers) -> None:
@@ -123,9 +113,8 @@ class ExpertTiers:
         cpu_experts = self.experts.cpu_experts.twin(
             math, CostModel(self.residency, self.loader, self.shape.stride_bytes)
         )
-        return TieredExperts(
-            self.shape, self.residency, self.loader, computes, cpu_experts, prefetch=False, deadline_s=deadline_s
-        )
+        fetching = Fetching(prefetch=False, deadline_s=deadline_s)
+        return TieredExperts(self.shape, self.residency, self.loader, computes, cpu_experts, fetching)
 
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""
@@ -151,7 +140,7 @@ class ExpertTiers:
             yield Move(expert, Tier.NVME, target, 0.0)
 
 
-def _open(device: DeviceBytes, shape: ExpertShape, ram: HostSlab, math: ExpertMath) -> Device:
+def _open(device: DeviceBudget, shape: ExpertShape, ram: HostSlab, math: ExpertMath) -> Device:
     slots = shape.slots(device.expert_bytes, f"experts on {device.kind}")
     if device.kind == "emulated":
         slab = HostSlab(slots, shape.stride_bytes)

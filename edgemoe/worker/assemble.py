@@ -17,11 +17,13 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.config.budgets import Budgets, ModelNeeds, resolve_budgets
 from edgemoe.config.settings import Settings
-from edgemoe.engine.engine import Engine
+from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
+from edgemoe.engine.runner import LoadedModel, Watchers
 from edgemoe.errors import CapacityError, ConfigError
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
@@ -208,12 +210,10 @@ def _tiers(
     tiers = ExpertTiers(
         shape,
         store if sharing is None else sharing.store,
-        budgets.ram_bytes,
-        budgets.devices,
+        TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
-        containment=budgets.containment,
-        prefetch=settings.cache.prefetch,
+        fetching=Fetching(prefetch=settings.cache.prefetch),
         on_disk=None if sharing is None else sharing.shelf.on_disk(spec.layers, spec.experts),
     )
     if sharing is not None:
@@ -287,21 +287,14 @@ def _engine(
     kv_blocks = (budgets.kv_bytes - (0 if on_gpu else parking_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
+    cache = KVCache(spec, kv_blocks, decoder.device)
+    patience_s = PATIENCE_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
-        decoder,
-        KVCache(spec, kv_blocks, decoder.device),
-        tiers.experts,
-        spec,
+        LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
         settings.engine,
+        EngineBudget(kv_blocks, budgets.context_tokens, parking_bytes, patience_s),
         emit,
-        kv_blocks=kv_blocks,
-        context_tokens=budgets.context_tokens,
-        device=decoder.device,
-        parking_bytes=parking_bytes,
-        grammars=grammars,
-        observe=_to_all(observers),
-        expect=_to_all(expecting),
-        missing_expert_timeout_s=PATIENCE_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0,
+        watchers=Watchers(_to_all(observers), _to_all(expecting)),
     )
 
 

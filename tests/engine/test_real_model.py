@@ -19,7 +19,7 @@ from support.kept import KERNELS
 from support.waiting import wait_until
 
 from edgemoe.config.budgets import DeviceBudget
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.tiers.residency import PrefetchPriority
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
@@ -87,8 +87,10 @@ def model(
         tiers = ExpertTiers(
             shape,
             store,
-            ram * shape.stride_bytes,
-            [DeviceBudget("emulated", slots * shape.stride_bytes, link_bytes_per_s) for slots in devices],
+            TierMemory(
+                ram * shape.stride_bytes,
+                [DeviceBudget("emulated", slots * shape.stride_bytes, link_bytes_per_s) for slots in devices],
+            ),
             {Tier.RAM: policy, Tier.VRAM: policy},
             kernels,
         )

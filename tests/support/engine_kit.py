@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from edgemoe.config.settings import EngineSettings
-from edgemoe.engine.engine import Engine
+from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
+from edgemoe.engine.runner import LoadedModel
 from edgemoe.errors import MissingExpert
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.types.request import Emission, Request, Sampling
@@ -177,19 +178,11 @@ class Drive:
         self.model = model = model or plain_model()
         chosen = {"mixed_step_s": 0.0, "step_tokens": 48, "max_sequences": 8, **settings}
         self.engine = Engine(
-            model.decoder,
-            model.cache(blocks),
-            model.experts,
-            model.spec,
+            LoadedModel(model.spec, model.decoder, model.experts, model.cache(blocks), torch.device("cpu"), grammars),
             EngineSettings(**chosen),
+            EngineBudget(blocks, model.spec.context_tokens, 1 << 20, missing_expert_timeout_s),
             self.emitted.extend,
-            kv_blocks=blocks,
-            context_tokens=model.spec.context_tokens,
-            device=torch.device("cpu"),
-            parking_bytes=1 << 20,
-            grammars=grammars,
             clock=lambda: self.now_s,
-            missing_expert_timeout_s=missing_expert_timeout_s,
         )
 
     def submit(

@@ -7,13 +7,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import CorruptExpert
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
@@ -24,10 +26,8 @@ torch.set_num_threads(1)  # the matrices are tiny
 SMALL = ExpertShape(layers=3, experts=8, top_k=2, hidden=32, width=24, bf16=False)
 
 
-class Emulated(NamedTuple):
-    expert_bytes: int
-    link_bytes_per_s: float = 1e12
-    kind: str = "emulated"
+def emulated(expert_bytes: int, link_bytes_per_s: float = 1e12) -> DeviceBudget:
+    return DeviceBudget("emulated", expert_bytes, link_bytes_per_s)
 
 
 class Weights:
@@ -113,18 +113,19 @@ def small_tiers(
     kernels: Kernels | None = None,
     shape: ExpertShape = SMALL,
     link_bytes_per_s: float = 1e12,
-    **options: object,
+    containment: bool = True,
+    **fetching: Any,
 ) -> ExpertTiers:
     """Tiers with so many slots in RAM and in each emulated device."""
     policy = LRU(shape.layers, shape.experts)
+    devices = [emulated(slots * shape.stride_bytes, link_bytes_per_s) for slots in device_slots]
     return ExpertTiers(
         shape,
         store,
-        ram_slots * shape.stride_bytes,
-        [Emulated(slots * shape.stride_bytes, link_bytes_per_s) for slots in device_slots],
+        TierMemory(ram_slots * shape.stride_bytes, devices, containment=containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
-        **options,  # type: ignore[arg-type]
+        fetching=Fetching(**fetching),
     )
 
 

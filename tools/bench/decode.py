@@ -32,7 +32,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from edgemoe.experts.build import ExpertTiers  # noqa: E402
+from edgemoe.experts.build import ExpertTiers, TierMemory  # noqa: E402
+from edgemoe.experts.compute.moe import Fetching  # noqa: E402
 from edgemoe.experts.tiers.slab import ExpertShape  # noqa: E402
 from edgemoe.families.config import spec_from_config  # noqa: E402
 from edgemoe.families.spec import ModelSpec, dense_shapes  # noqa: E402
@@ -98,11 +99,10 @@ class Ours:
         self.tiers = ExpertTiers(
             shape,
             RandomStore(spec),
-            everything,
-            [],
+            TierMemory(everything),
             {Tier.RAM: policy, Tier.VRAM: policy},
             self.kernels,
-            prefetch=False,
+            fetching=Fetching(prefetch=False),
         )
         self._fill()
 

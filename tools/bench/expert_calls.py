@@ -35,7 +35,7 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.transport import Answer, Failure, Question
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.slab import ExpertShape
@@ -106,7 +106,7 @@ class Box:
         policies = {Tier.RAM: policy, Tier.VRAM: policy}
         here = np.arange(EXPERTS)[None] < experts
         slots = max(experts, shape.top_k) * shape.stride_bytes
-        self.tiers = ExpertTiers(shape, store, slots, [], policies, kernels, on_disk=here)
+        self.tiers = ExpertTiers(shape, store, TierMemory(slots), policies, kernels, on_disk=here)
         model = Model("m", 1, EXPERTS, shape.hidden * shape.item_bytes, shape.expert_bytes)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.ram.where >= 0, self.tiers.on_disk)  # noqa: E731

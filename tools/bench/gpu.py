@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.config.budgets import DeviceBudget
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
@@ -37,12 +38,6 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 CONTEXT = 256  # tokens in the cache before a decode step is timed
 BATCHES = (1, 8, 64, 512)
-
-
-class Budget(NamedTuple):
-    kind: str
-    expert_bytes: int
-    link_bytes_per_s: float
 
 
 class BlankStore:
@@ -90,9 +85,9 @@ class Bench:
         """Everything in RAM, and a share of it on the device."""
         shape, policy = self.shape, LRU(self.shape.layers, self.shape.experts)
         everything = shape.layers * shape.experts * shape.stride_bytes
-        budget = Budget(self.kind, int(share * everything), 8e9)
+        memory = TierMemory(everything, [DeviceBudget(self.kind, int(share * everything), 8e9)])
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
-        tiers = ExpertTiers(shape, BlankStore(shape), everything, [budget], policies, None, prefetch=prefetch)
+        tiers = ExpertTiers(shape, BlankStore(shape), memory, policies, None, fetching=Fetching(prefetch=prefetch))
         loop = asyncio.new_event_loop()
         task = loop.create_task(tiers.run())
         thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))

@@ -38,7 +38,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from edgemoe import demo
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.config.budgets import DeviceBudget
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
 from edgemoe.experts.tiers.slab import ExpertShape
@@ -95,12 +97,6 @@ PAIRS = (
     ("learned + prefetch", "learned"),
     ("learned", "lru"),
 )
-
-
-class Emulated(NamedTuple):
-    expert_bytes: int
-    link_bytes_per_s: float
-    kind: str = "emulated"
 
 
 class Model(NamedTuple):
@@ -172,10 +168,15 @@ class Runner:
         policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
         self.policy = policy
         total = spec.layers * spec.experts * shape.stride_bytes
-        device = Emulated(int(total * args.share), link * shape.stride_bytes / args.expert_bytes)
+        device = DeviceBudget("emulated", int(total * args.share), link * shape.stride_bytes / args.expert_bytes)
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
         self.tiers = ExpertTiers(
-            shape, model.store, total, [device], policies, model.kernels, prefetch=contender.prefetch, cpu_helps=False
+            shape,
+            model.store,
+            TierMemory(total, [device]),
+            policies,
+            model.kernels,
+            fetching=Fetching(prefetch=contender.prefetch, cpu_helps=False),
         )
         if not contender.gate:
             self.tiers.experts.lookahead = 0

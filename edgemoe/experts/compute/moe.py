@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 
 import numpy as np
@@ -31,6 +32,19 @@ CERTAIN = (1.0, ALWAYS)  # chance and worth
 SCAN_CALLS = 2  # expert calls per expert of a layer, from which on nearly all of its experts are needed
 
 
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """How experts that are missing are had."""
+
+    prefetch: bool = True
+    keep_hints: bool = False  # put hints into the observations
+    deadline_s: float = 60.0  # until an expert is given up
+    cpu_helps: bool = True  # computes from RAM what devices lack, where that is sooner
+
+
+AS_USUAL = Fetching()
+
+
 class TieredExperts:
     """Implements `types.Experts` on residency, mover and the devices' arithmetic. Compute thread only.
 
@@ -45,20 +59,17 @@ class TieredExperts:
         loader: ExpertLoader,
         computes: Sequence[Compute],
         cpu_experts: CpuExperts,
-        *,
-        prefetch: bool = True,
-        keep_hints: bool = False,
-        deadline_s: float = 60.0,
+        fetching: Fetching = AS_USUAL,
     ) -> None:
-        """`computes` in the order of the residency's devices; `keep_hints` puts hints into the observations."""
+        """`computes` in the order of the residency's devices."""
         self.shape, self.residency, self.loader = shape, residency, loader
-        self.lookahead = int(prefetch or keep_hints)
+        self.lookahead = int(fetching.prefetch or fetching.keep_hints)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
-        self._gap = loader.gap if prefetch else IdleWindow(shape.layers)
+        self._gap = loader.gap if fetching.prefetch else IdleWindow(shape.layers)
         self._ahead = GateLookAhead(shape.layers, shape.top_k)
         self._policy = residency.tops[0].policy
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
-        self._prefetch, self._keep_hints, self._deadline_s = prefetch, keep_hints, deadline_s
+        self._fetching = fetching
         self._step: Observations | None = None
         self._next_layer = 0  # the one whose experts are computed next
         self._wished: dict[PrefetchPriority, int] = {}  # horizons with wishes, and for which layer
@@ -122,9 +133,9 @@ class TieredExperts:
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         """What `layer` will likely need, [T, E]: fetched while the layers before it compute."""
         scores: FloatArray = probs.numpy(force=True)
-        if self._keep_hints and self._step is not None:
+        if self._fetching.keep_hints and self._step is not None:
             self._step.hint(layer, layer - self._next_layer, scores)
-        if self._prefetch and len(scores) * self.shape.top_k < SCAN_CALLS * self.shape.experts:
+        if self._fetching.prefetch and len(scores) * self.shape.top_k < SCAN_CALLS * self.shape.experts:
             self._ahead.hear(layer, scores)
             self._wish_likely(layer, scores)
 
@@ -177,7 +188,7 @@ class TieredExperts:
                 if (part := self._part(device, layer, group, prefill_only))
             ]
             layer_step = LayerStep(
-                self.residency, self.loader, layer, parts, self._deadline_s, lambda: self._begin_gap(layer)
+                self.residency, self.loader, layer, parts, self._fetching.deadline_s, lambda: self._begin_gap(layer)
             )
             units = float(work_units(group.offsets).sum())
             self._run(
@@ -241,7 +252,7 @@ class TieredExperts:
     def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
         """While a scan's last experts of a layer are computed, those of the next one come in."""
         whole = prefill_only is not None and calls >= SCAN_CALLS * self.shape.experts
-        if whole and self._prefetch and layer + 1 < self.shape.layers:
+        if whole and self._fetching.prefetch and layer + 1 < self.shape.layers:
             self._request_prefetch(layer + 1, np.arange(self.shape.experts), PrefetchPriority.SCAN)
 
     def _wish_likely(self, layer: int, probs: FloatArray) -> None:

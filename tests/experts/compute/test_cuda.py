@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,13 @@ from support.fake_gpu import FakeGpu, FakeSlab, FakeStream
 from support.tiers_kit import SMALL, FileStore, Weights, running
 from support.waiting import wait_until
 
+from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import CapacityError
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order, open_cuda
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.gpu_calls import blocks_of
+from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
 from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
@@ -112,20 +115,12 @@ class Desk:
         raise AssertionError
 
 
-class Budget:
-    kind = "cuda:0"
-    link_bytes_per_s = 0.0
-
-    def __init__(self, expert_bytes: int) -> None:
-        self.expert_bytes = expert_bytes
-
-
-def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **options: object) -> ExpertTiers:
+def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **fetching: Any) -> ExpertTiers:
     shape, policy = store.shape, LRU(store.shape.layers, store.shape.experts)
     stride = shape.stride_bytes
-    budgets = [Budget(slots * stride)]
+    memory = TierMemory(ram_slots * stride, [DeviceBudget("cuda:0", slots * stride)])
     policies = {Tier.VRAM: policy, Tier.RAM: policy}
-    return ExpertTiers(shape, store, ram_slots * stride, budgets, policies, None, **options)  # type: ignore[arg-type]
+    return ExpertTiers(shape, store, memory, policies, None, fetching=Fetching(**fetching))
 
 
 @gpu

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.tiers_kit import Emulated, FileStore, Weights, running
+from support.tiers_kit import FileStore, Weights, running
 from support.waiting import wait_until
 
-from edgemoe.experts.build import ExpertTiers
+from edgemoe.config.budgets import DeviceBudget
+from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
@@ -53,9 +54,9 @@ def dense(directory: Path, spec: ModelSpec) -> Path:
 @contextlib.contextmanager
 def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[ExpertTiers]:
     policy, stride = LRU(SHAPE.layers, SHAPE.experts), SHAPE.stride_bytes
-    budgets = [Emulated(slots * stride, 1e12 if kind == "emulated" else 0.0, kind)]
+    devices = [DeviceBudget(kind, slots * stride, 1e12 if kind == "emulated" else 0.0)]
     store, policies = FileStore(Weights(SHAPE)), {Tier.VRAM: policy, Tier.RAM: policy}
-    with running(ExpertTiers(SHAPE, store, ram_slots * stride, budgets, policies, None)) as made:
+    with running(ExpertTiers(SHAPE, store, TierMemory(ram_slots * stride, devices), policies, None)) as made:
         yield made
         wait_until(lambda: all(link.idle() for link in made.loader.links))
 
