@@ -1,4 +1,4 @@
-"""The `edgemoe` command. Only what a command needs is imported, so that `--help` is instant."""
+"""The `edgemoe` command. Imports only what the command needs, so that `--help` is fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of a cluster for `edgemoe status --cluster`: boxes, leader, plan, links, calls."""
+"""Renders a cluster for `edgemoe status --cluster`: boxes, leader, plan, links, calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ COLOURS = {"here": "green", "leaving": "yellow", "gone": "red", "refused": "red"
 
 
 def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> RenderableType:
-    """One moment of the cluster; rates are those between two looks at the figures. Raises ServiceError without one."""
+    """Returns the tables of a cluster; rates are between the figures `before` and `after`, `seconds` apart.
+
+    Raises ServiceError where the daemon is in no cluster.
+    """
     if (cluster := health.get("cluster")) is None:
         raise ServiceError("this daemon is a box on its own: cluster.node is not set")
     links = _links_table(cluster, before, after, seconds)
@@ -53,7 +56,7 @@ def _boxes_table(cluster: Json) -> Table:
 
 
 def _links_table(cluster: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:
-    """What this box has to do with each of the others."""
+    """Returns a table of this box's links and calls to each other box."""
     table = _columns("Link to", "Round trip", "Speed", "Calls/s", "Each")
     for member in cluster["members"]:
         node = member["node"]
@@ -72,7 +75,7 @@ def _links_table(cluster: Json, before: Mapping[str, float], after: Mapping[str,
 
 
 def _columns(first: str, *others: str) -> Table:
-    """Headings in one line on any terminal of 80 columns; a long name is folded."""
+    """Returns a table whose headings fit into 80 columns; long names are folded."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column(first, overflow="fold")
     for column in others:

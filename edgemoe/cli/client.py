@@ -1,4 +1,4 @@
-"""The daemon as a client sees it: HTTP over the Unix socket, errors as our own."""
+"""Talks to a daemon by HTTP over its Unix socket, and turns errors into EdgemoeErrors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONNECT_TIMEOUT_S, _SILENCE_TIMEOUT_S = 5.0, 900.0
 
 
 def socket_of(args: argparse.Namespace) -> Path:
-    """The socket to talk to: --socket, else the settings', else the service's where only that one is there."""
+    """Returns the socket to use: --socket, else the settings', else the service's where only that one exists."""
     if args.socket:
         return Path(args.socket)
     mine = Path(load(Path(args.config) if args.config else None, args.set).settings.api.socket)
@@ -30,7 +30,7 @@ def socket_of(args: argparse.Namespace) -> Path:
 
 
 class Client:
-    """One connection pool to a daemon. Errors are EdgemoeErrors that say what to do."""
+    """Sends requests to a daemon. Raises EdgemoeErrors that say what to do."""
 
     def __init__(self, path: Path) -> None:
         self._socket = path
@@ -49,7 +49,10 @@ class Client:
         self._http.close()
 
     def text(self, path: str, *, accept_unavailable: bool = False) -> str:
-        """The body of a GET; `accept_unavailable` takes a 503, as /health answers while loading, for an answer."""
+        """Returns the body of a GET.
+
+        With `accept_unavailable` a 503 is no error: /health answers so while the model is loading.
+        """
         self._knock()
         try:
             response = self._http.get(path)
@@ -60,7 +63,7 @@ class Client:
         return response.text
 
     def is_ready(self) -> bool:
-        """Whether the daemon is there and takes requests."""
+        """Returns whether the daemon answers and takes requests."""
         try:
             self._knock()
             return self._http.get("/health").is_success
@@ -68,7 +71,7 @@ class Client:
             return False
 
     def post(self, path: str) -> Json:
-        """The answer to an empty POST."""
+        """Returns the answer to an empty POST."""
         self._knock()
         try:
             response = self._http.post(path)
@@ -80,7 +83,7 @@ class Client:
         return answer
 
     def stream(self, path: str, body: Json) -> Iterator[Json]:
-        """The events of a streaming POST. Leaving the iterator closes the connection, which cancels the request."""
+        """Yields the events of a streaming POST. Closing the iterator cancels the request."""
         self._knock()
         try:
             with self._http.stream("POST", path, json=body | {"stream": True}) as response:
@@ -94,7 +97,7 @@ class Client:
             raise self._broken_off(error) from error
 
     def _knock(self) -> None:
-        """Raises ServiceError, saying what to do, where nobody answers or we may not ask."""
+        """Raises ServiceError, which says what to do, where no daemon answers or access is denied."""
         with socket.socket(socket.AF_UNIX) as knocking:
             knocking.settimeout(_CONNECT_TIMEOUT_S)
             try:
@@ -127,7 +130,10 @@ def _refusal(response: httpx.Response) -> EdgemoeError:
 
 
 def _way_in(path: Path) -> str:
-    """What to do about a socket that one may not use. Joining root's group, or somebody's own, is no advice."""
+    """Returns what to do about a socket that the user may not use.
+
+    Does not suggest to join root's group or another user's private group.
+    """
     try:
         found, owner, group = path.stat(), path.owner(), path.group()
         private = path != SERVICE_SOCKET and found.st_gid == pwd.getpwuid(found.st_uid).pw_gid

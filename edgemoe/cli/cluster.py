@@ -1,4 +1,4 @@
-"""`edgemoe keygen` and `edgemoe witness`: what a cluster needs besides boxes that serve."""
+"""Runs `edgemoe keygen` and `edgemoe witness`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from edgemoe.errors import ConfigError
 from edgemoe.guard import refuse_pickle
 from edgemoe.telemetry.log import configure, goes_to_journal
 
-UNSAID = {"node": "NODE", "address": "HOST:PORT"}
+PLACEHOLDERS = {"node": "NODE", "address": "HOST:PORT"}
 
 
 def keygen(args: argparse.Namespace) -> int:
-    """Writes a secret key (0600) and prints the entry for the others' list of peers."""
+    """Writes a secret key (0600) and prints the entry for the other boxes' lists of peers."""
     path = Path(args.file)
-    node, address = args.node or UNSAID["node"], args.address or UNSAID["address"]
+    node, address = args.node or PLACEHOLDERS["node"], args.address or PLACEHOLDERS["address"]
     check_peer(Peer(args.node or "node", args.address or "host:1", "." * 40), path)
     secret = generate(path)
     key = secret.public.decode()
@@ -29,7 +29,7 @@ def keygen(args: argparse.Namespace) -> int:
 
 
 def witness(args: argparse.Namespace) -> int:
-    """Votes in the boxes' agreement until a signal ends it."""
+    """Votes in the cluster's elections until a signal ends it."""
     from edgemoe.front.witness import witness as vote
 
     settings = load(Path(args.config) if args.config else None, args.set).settings

@@ -1,4 +1,4 @@
-"""`edgemoe models`: the packed stores on this box."""
+"""Runs `edgemoe models`: lists, verifies or removes the packed stores on this box."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where commands print tables and pictures."""
+"""Makes the console that commands print tables to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 from rich.console import Console
 
-UNCUT = 10_000  # columns: what reads a pipe or a file needs names whole
+UNCUT = 10_000  # columns, so that names are not cut in pipes and files
 
 
 def console() -> Console:
-    """As wide as the terminal; as wide as what is printed where standard output is none (COLUMNS says otherwise)."""
+    """Returns a console as wide as the terminal or as COLUMNS says, and without limit in pipes and files."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else UNCUT)

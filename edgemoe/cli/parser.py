@@ -1,4 +1,4 @@
-"""Every command, its options and the help that teaches them. Imports nothing but argparse."""
+"""Defines every command, its options and its help. Imports nothing but argparse."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ Example:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser; each command's namespace carries `handler`, the "module:function" that runs it."""
+    """Returns the parser. Each command's namespace has `handler`, the "module:function" that runs it."""
     parser = argparse.ArgumentParser(prog="edgemoe", description=_OVERVIEW, formatter_class=_Raw)
     parser.add_argument("--version", action="version", version=f"edgemoe {edgemoe.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -1,4 +1,4 @@
-"""`edgemoe serve` and `edgemoe pack`."""
+"""Runs `edgemoe serve` and `edgemoe pack`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOG_EVERY_S = 5.0
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Packs the model if need be, then runs the daemon until a signal ends it."""
+    """Packs the model where it is not packed yet, then runs the daemon until a signal ends it."""
     from edgemoe.front import main as daemon
     from edgemoe.store.catalog import store_of
 
@@ -37,7 +37,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def pack(args: argparse.Namespace) -> int:
-    """Packs one checkpoint and says where the store is."""
+    """Packs one checkpoint and prints the path of the store."""
     from edgemoe.store.packer import pack as write_store
 
     configure(_loaded(args).settings.log)
@@ -62,7 +62,7 @@ def _loaded(args: argparse.Namespace) -> Loaded:
 
 
 def _progress(what: str) -> AbstractContextManager[Progress]:
-    """A bar with rate and time left on a terminal, else a line of log every few seconds."""
+    """Returns a progress bar on a terminal, else a progress that logs a line every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console
 
@@ -73,12 +73,12 @@ def _progress(what: str) -> AbstractContextManager[Progress]:
 
 
 def _logged(what: str) -> Progress:
-    said_s = time.monotonic()
+    logged_s = time.monotonic()
 
     def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal said_s
-        if time.monotonic() - said_s > LOG_EVERY_S or done_bytes == total_bytes:
-            said_s = time.monotonic()
+        nonlocal logged_s
+        if time.monotonic() - logged_s > LOG_EVERY_S or done_bytes == total_bytes:
+            logged_s = time.monotonic()
             percent = 100 * done_bytes // max(1, total_bytes)
             log.info(what, extra={"percent": percent, "done_bytes": done_bytes, "total_bytes": total_bytes})
 

@@ -1,4 +1,4 @@
-"""`edgemoe service`: the command around edgemoe/cli/systemd_units.py."""
+"""Runs `edgemoe service`, by edgemoe/cli/systemd_units.py."""
 
 from __future__ import annotations
 

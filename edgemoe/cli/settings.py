@@ -1,4 +1,4 @@
-"""`edgemoe config`: every setting in force, as TOML, with where it comes from."""
+"""Runs `edgemoe config`: prints every setting in force, as TOML, with its origin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgemoe.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings, or one; with --example the commented file that ships. Raises ConfigError."""
+    """Prints the settings, or one of them, or with --example the commented example file. Raises ConfigError."""
     if args.example:
         print((templates() / "edgemoe.toml").read_text(encoding="utf-8"), end="")
         return 0
@@ -40,7 +40,7 @@ def _one(values: Mapping[str, Any], key: str) -> str:
 
 
 def as_toml(values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Lines of a file of settings that means the same, each with its origin as a comment."""
+    """Yields the lines of an equivalent settings file, with each value's origin as a comment."""
     section = ""
     width = max((len(_assignment(key, value)) for key, value in values.items()), default=0)
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""`edgemoe status`: the running daemon at a glance, from its /health and /metrics."""
+"""Runs `edgemoe status`: shows the running daemon by its /health and /metrics."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
 
 WATCH_S = 2.0
-RATES_S = 1.0  # between two looks at counters
+RATES_S = 1.0  # between two readings of counters
 TIERS = ("vram", "ram", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
 class StatusSnapshot:
-    """What the daemon says of itself at one moment."""
+    """The daemon's /health and /metrics at one moment."""
 
     socket: str
     health: Json
@@ -36,7 +36,7 @@ class StatusSnapshot:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the status once, or until Ctrl-C. The exit code is 0 only if the daemon is ready."""
+    """Prints the status once, or until Ctrl-C. Returns 0 only if the daemon is ready."""
     socket = socket_of(args)
     with Client(socket) as client:
         picture = _cluster if args.cluster else _daemon
@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def take(client: Client, socket: Path) -> StatusSnapshot:
-    """Asks the daemon."""
+    """Reads the daemon's /health and /metrics."""
     health = json.loads(client.text("/health", accept_unavailable=True))
     return StatusSnapshot(str(socket), health, metrics.parse(client.text("/metrics")))
 
 
 def render(snapshot: StatusSnapshot) -> RenderableType:
-    """The picture of one moment."""
+    """Returns the tables that show a snapshot."""
     return Group(_heading(snapshot), tier_table(snapshot.figures), _request_table(snapshot.figures))
 
 
@@ -73,7 +73,7 @@ def _cluster(client: Client, socket: Path) -> RenderableType:
 
 
 def _watch(client: Client, socket: Path, picture: Callable[[Client, Path], RenderableType]) -> None:
-    """Redraws the picture on a terminal; elsewhere prints one after the other."""
+    """Redraws the status on a terminal; elsewhere prints one after the other."""
     out = console()
     if not out.is_terminal:
         while True:
@@ -106,7 +106,7 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
 
 
 def tier_table(figures: Mapping[str, float]) -> Table:
-    """A row for each tier: what it holds, which share of the expert calls it served, what came into it."""
+    """Returns a table with a row per tier: what it holds, its share of expert calls, bytes copied into it, stalls."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("Tier", "Experts", "Arena", "Calls served", "Share", "Bytes in", "Stalls"):
         table.add_column(column, justify="left" if column == "Tier" else "right")

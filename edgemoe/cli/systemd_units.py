@@ -1,7 +1,7 @@
-"""`edgemoe service`: puts the unit files in place from the installed package, takes them away, says how they stand.
+"""Installs the unit files of the package, removes them, and reports their state.
 
-Everything is a list of (path, text) worked out first and written after, so that --dry-run and --root DIR show and
-test exactly what an installation does. A settings file that is already there is never touched.
+An installation is first planned as a list of (path, text), then written, so that --dry-run and --root DIR show and test
+exactly what it does. An existing settings file is never changed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from edgemoe.errors import ServiceError
 
 SOCKET = Path("/run/edgemoe/edgemoe.sock")
 UNITS = ("edgemoe.service", "edgemoe.socket")
-LEARNING = ("edgemoe-scoutgate.service", "edgemoe-scoutgate.timer")  # in place for who enables the timer
+LEARNING = ("edgemoe-scoutgate.service", "edgemoe-scoutgate.timer")  # installed, but the timer is not enabled
 _SYSTEM = Path("/etc/systemd/system")
 _HIDDEN_BY_UNIT = ("/home", "/root", "/run/user")  # ProtectHome=tmpfs
-_PRIVATE_TO_UNIT = ("/tmp", "/var/tmp")  # PrivateTmp; and what lies there is removed some day
+_PRIVATE_TO_UNIT = ("/tmp", "/var/tmp")  # PrivateTmp; files there are also removed in time
 _COMMAND_TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the installation is asked for. `root` is where "/" is taken to be; commands run only for the real one."""
+    """Options of an installation. Files are written under `root`; commands run only where that is "/"."""
 
     root: Path = Path("/")
     model: str = ""  # directory of a store or a checkpoint; "" leaves it to the settings
@@ -39,7 +39,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file to put in place; `keep` leaves one that is already there alone, on uninstall too."""
+    """A file to install; `keep` leaves an existing one unchanged, on uninstall too."""
 
     path: Path
     text: str
@@ -47,13 +47,13 @@ class File:
 
 
 def templates() -> Path:
-    """The folder of unit files: in the wheel beside this file, in a checkout beside the package."""
+    """Returns the folder of unit files: inside the package in a wheel, beside it in a checkout."""
     found = Path(__file__).parents[1] / "systemd"
     return found if found.is_dir() else Path(__file__).parents[2] / "systemd"
 
 
 def planned_files(options: Options) -> list[File]:
-    """Every file of an installation, paths without `root`. Raises ServiceError for options that cannot work."""
+    """Returns every file of an installation, paths without `root`. Raises ServiceError for invalid options."""
     model = _existing(options.model, "--model") if options.model else None
     folder = templates()
     refresh = [sys.executable, "-m", "scoutgate.refresh", "--config", str(options.config), "--max-minutes", "30"]
@@ -78,7 +78,7 @@ def planned_files(options: Options) -> list[File]:
 
 
 def install(options: Options) -> list[str]:
-    """Puts everything in place and starts it; returns what was done, a line each. Raises ServiceError."""
+    """Installs all files and starts the service. Returns a line for each thing done. Raises ServiceError."""
     done = [_place(file, options) for file in planned_files(options)]
     commands = [["systemd-sysusers"], ["systemd-tmpfiles", "--create", "edgemoe.conf"], ["systemctl", "daemon-reload"]]
     commands.append(["systemctl", "enable", *UNITS])
@@ -88,7 +88,7 @@ def install(options: Options) -> list[str]:
 
 
 def uninstall(options: Options) -> list[str]:
-    """Stops the service and removes its files; settings and packed stores stay. Returns what was done."""
+    """Stops the service and removes its files; settings and packed stores stay. Returns a line for each thing done."""
     done = _run_all([["systemctl", "disable", "--now", *UNITS, LEARNING[1]]], options, tolerant=True)
     for path in _ours(options.root):
         done.append(f"remove {path}")
@@ -100,7 +100,7 @@ def uninstall(options: Options) -> list[str]:
 
 
 def status(root: Path = Path("/")) -> list[tuple[str, str]]:
-    """(thing, how it stands) for each file and unit."""
+    """Returns (name, state) of each file and unit."""
     rows = [(str(path), "installed" if path in _ours(root) else "missing") for path in _paths(root)]
     if root == Path("/") and shutil.which("systemctl"):
         for unit in UNITS:
@@ -147,7 +147,7 @@ def _read(path: Path) -> str:
 
 
 def _with(text: str, key: str, value: str) -> str:
-    """`text` with the one line `key=...` set to `value`."""
+    """Returns `text` with its only line `key=...` set to `value`."""
     replaced, count = re.subn(rf"(?m)^{key}=.*$", lambda _: f"{key}={value}", text)
     assert count == 1, key
     return replaced
@@ -160,12 +160,12 @@ def _command(options: Options, model: Path | None) -> str:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """A command for ExecStart, where variables are expanded."""
+    """Returns a command for ExecStart, with "$" escaped."""
     return " ".join(_escaped(word.replace("$", "$$")) for word in words)
 
 
 def _escaped(word: str | Path) -> str:
-    """A word of a unit file, where "%" is special and quotes are C's."""
+    """Returns a word escaped for a unit file, where "%" is special and quoting is as in C."""
     word = str(word).replace("%", "%%")
     if re.fullmatch(r"[\w@%+=:,./$-]+", word):
         return word
@@ -173,7 +173,7 @@ def _escaped(word: str | Path) -> str:
 
 
 def _program() -> Path:
-    """The `edgemoe` command of this very installation."""
+    """Returns the `edgemoe` command of this installation. Raises ServiceError where there is none."""
     beside = Path(sys.executable).with_name("edgemoe")
     found = beside if beside.is_file() else Path(shutil.which("edgemoe") or "")
     if not found.is_file():
@@ -189,10 +189,10 @@ def _existing(path: str, option: str) -> Path:
 
 
 def _binds(options: Options, model: Path | None) -> list[Path]:
-    """What the service reads and ProtectHome hides: Python, this package, the settings, the model.
+    """Returns the paths that the service reads but ProtectHome hides: Python, this package, settings, model.
 
-    A model in Hugging Face's cache is links into a directory of blobs, which is needed too. Raises ServiceError for
-    what lies among temporary files.
+    A model in Hugging Face's cache consists of links into a directory of blobs, which is included. Raises ServiceError
+    for paths in temporary directories.
     """
     needed = dict.fromkeys(_installation(), "this installation of edgemoe") | {options.config: "--config"}
     if model:

@@ -1,4 +1,4 @@
-"""`edgemoe generate` and `edgemoe chat`: text in, streamed text out, over the daemon's socket."""
+"""Runs `edgemoe generate` and `edgemoe chat`, which stream text from the daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """One answer, or a conversation until an empty line."""
+    """Prints one answer, or holds a conversation until an empty line."""
     messages = [{"role": "system", "content": args.system}] if args.system else []
     with Client(socket_of(args)) as client:
         if args.message is not None:
@@ -61,7 +61,7 @@ def _choices(events: Iterator[Json]) -> Iterator[Json]:
 
 
 def _show(pieces: Iterator[str]) -> str:
-    """Prints the pieces as they come; returns them whole. No model steers the terminal: it gets no control codes."""
+    """Prints the pieces as they arrive and returns the whole text. A terminal gets no control codes."""
     whole, to_terminal = [], sys.stdout.isatty()
     for piece in pieces:
         whole.append(piece)

@@ -1,8 +1,8 @@
-"""Memory, decided once: from settings, the machine and the model's sizes to bytes for every arena.
+"""Decides memory budgets once at start: from settings, machine and model sizes to the bytes of every slab.
 
-Host RAM holds the RAM arena, the slabs of emulated devices and, where no GPU computes, dense weights and KV.
-A GPU holds its expert slab; the first one also dense weights and KV. Headroom stays free on both. A budget that
-is stated is kept or refused, never bent; one that is left at 0 takes what is free.
+Host RAM holds the RAM slab, the slabs of emulated devices and, where no GPU computes, dense weights and KV. A GPU holds
+its expert slab; the first GPU also holds dense weights and KV. Headroom stays free on both. A stated budget is used as
+it is or refused, never changed; a budget of 0 takes what is free.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ KV_SHARE = 0.25  # the default KV budget takes at most this part of what dense w
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """The sizes that decide the budgets."""
+    """The model's sizes, on which the budgets depend."""
 
-    dense_bytes: int  # all weights but the experts'
+    dense_bytes: int  # all weights except the experts
     kv_bytes_per_token: int
     expert_bytes: int  # one expert
     experts: int  # of all layers together
@@ -34,18 +34,18 @@ class ModelNeeds:
 
     @property
     def stride_bytes(self) -> int:
-        """One slot: an expert, rounded up to whole pages."""
+        """Returns the size of one slot: an expert, rounded up to whole pages."""
         return -(-self.expert_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def all_bytes(self) -> int:
-        """Every expert resident."""
+        """Returns the size of a slab that holds every expert."""
         return self.experts * self.stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """One device and its expert slab; `expert_bytes` is 0 for the cpu, whose slab is the RAM arena."""
+    """One device and its expert slab; `expert_bytes` is 0 for the cpu, which uses the RAM slab."""
 
     kind: str  # cpu | emulated | cuda:N
     expert_bytes: int
@@ -54,26 +54,26 @@ class DeviceBudget:
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Bytes of every arena, and the threads and context that follow from the machine."""
+    """Bytes of every slab, and the threads and context that follow from the machine."""
 
     dense_bytes: int
     kv_bytes: int
-    ram_bytes: int  # expert arena in host RAM
+    ram_bytes: int  # expert slab in host RAM
     devices: tuple[DeviceBudget, ...]
     threads: int
-    context_tokens: int  # longest sequence: the model's or the setting's, where KV can hold it
+    context_tokens: int  # longest sequence: the model's or the setting's limit, at most what KV holds
     containment: bool  # what is in VRAM is in RAM too
     stride_bytes: int
     all_bytes: int
 
     @property
     def all_fit(self) -> bool:
-        """Whether the fastest tier holds every expert, so that none ever has to go."""
+        """Returns whether the fastest tier holds every expert, so that none is ever evicted."""
         slabs = [device.expert_bytes for device in self.devices if device.kind != "cpu"] or [self.ram_bytes]
         return sum(size_bytes // self.stride_bytes for size_bytes in slabs) * self.stride_bytes >= self.all_bytes
 
     def lines(self) -> list[str]:
-        """What to print at start, a line each."""
+        """Returns the lines to print at start."""
         rows = [f"dense weights {format_size(self.dense_bytes)}, KV {format_size(self.kv_bytes)}"]
         rows.append(self._row("RAM experts", self.ram_bytes))
         for device in self.devices:
@@ -89,7 +89,7 @@ class Budgets:
 
 
 def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> Budgets:
-    """Every budget in bytes. Raises CapacityError naming the bytes that are missing and the setting to change."""
+    """Returns every budget in bytes. Raises CapacityError, which names the missing bytes and the setting to change."""
     devices = _devices(settings, machine)
     on_gpu = devices[0].kind.startswith("cuda:")
     emulated_bytes = sum(_slab(device, needs) for device in devices if device.kind == "emulated")
@@ -123,7 +123,7 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
 
 
 def _devices(settings: Settings, machine: Machine) -> Sequence[DeviceSettings]:
-    """The devices with "auto" decided: the first GPU, else the cpu."""
+    """Returns the devices; "auto" becomes the first GPU, else the cpu."""
     first = settings.device[0]
     if first.kind != "auto":
         return settings.device
@@ -159,7 +159,7 @@ def _slab(device: DeviceSettings, needs: ModelNeeds) -> int:
 
 
 def _arena(stated: int, free: int, needs: ModelNeeds, what: str, setting: str) -> int:
-    """Whole slots: as many as stated, else as many as are free, and never more than there are experts."""
+    """Returns the bytes of whole slots: as stated, else as free, at most all experts. Raises CapacityError."""
     size_bytes = min(stated or free, needs.all_bytes)
     _demand(size_bytes, needs.min_slots * needs.stride_bytes, what, setting)
     if stated:
@@ -171,15 +171,15 @@ def _device_budget(index: int, device: DeviceSettings, free: int, needs: ModelNe
     if device.kind == "cpu":
         return DeviceBudget("cpu", 0)
     if device.kind == "emulated":
-        free = device.expert_bytes  # already taken from the host's
+        free = device.expert_bytes  # already subtracted from host RAM
     slab = _arena(device.expert_bytes, free, needs, f"experts on {device.kind}", f"device.{index}.expert_bytes")
     return DeviceBudget(device.kind, slab, device.link_bytes_per_s)
 
 
 def _containment(settings: Settings, ram_bytes: int, slabs: Sequence[DeviceBudget], needs: ModelNeeds) -> bool:
-    """Whether RAM holds VRAM's experts too: it needs room for all of them and one to come.
+    """Returns whether RAM holds VRAM's experts too, for which it needs room for all of them and one more.
 
-    Where no budget is stated and RAM is the smaller one, containment is given up; stated budgets are refused.
+    Where RAM is too small, containment is turned off if no budget is stated; stated budgets raise CapacityError.
     """
     slabs_bytes = sum(slab.expert_bytes for slab in slabs)
     if not settings.cache.containment or not slabs_bytes:

@@ -1,8 +1,8 @@
-"""From TOML files and `--set section.key=value` to Settings, keeping for every value where it came from.
+"""Loads Settings from TOML files and `--set section.key=value`, and keeps the origin of every value.
 
 Later sources win: defaults, /etc/edgemoe/edgemoe.toml, $XDG_CONFIG_HOME/edgemoe/edgemoe.toml, --set; `--config FILE`
-stands in for both files. Every source is flattened to "section.key" -> value first, so that an error can name
-the one setting, its line and its nearest known neighbour.
+replaces both files. Every source is first flattened to "section.key" -> value, so that an error can name the setting,
+its line and the most similar known name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from edgemoe.errors import ConfigError
 
 FILE_NAME = "edgemoe.toml"
 MAX_FILE_BYTES = 1 << 20
-NOT_TOML = (ValueError, RecursionError)  # what tomllib raises: for an endless number and endless nesting too
+NOT_TOML = (ValueError, RecursionError)  # what tomllib raises, also for overlong numbers and deep nesting
 SHOWN_CHARS = 120  # of a key or a value in an error
 FORMER_VALUES = {"cache.policy": FORMER_POLICIES}  # still taken
 
@@ -57,7 +57,10 @@ def load(
     env: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Loaded:
-    """The effective settings. `config` is the only file read if given; `options` win over all. Raises ConfigError."""
+    """Returns the effective settings. Raises ConfigError.
+
+    If `config` is given, no other file is read. `options` win over all other sources.
+    """
     files = (config,) if config else tuple(path for path in search_path(env, root) if path.is_file())
     stated: dict[str, Value] = {}
     for file in files:
@@ -75,7 +78,7 @@ def load(
 
 
 def flatten(settings: Settings) -> dict[str, Any]:
-    """ "section.key" -> value, in the order of the structs; devices are "device.0.kind" and so on."""
+    """Returns values by "section.key" in the order of the structs; devices are "device.0.kind" and so on."""
     flat: dict[str, Any] = {}
     for name in settings.__struct_fields__:
         section = getattr(settings, name)
@@ -87,13 +90,13 @@ def flatten(settings: Settings) -> dict[str, Any]:
 
 
 def search_path(env: Mapping[str, str], root: Path = Path("/")) -> tuple[Path, ...]:
-    """Where settings are looked for when no file is named; the later one wins."""
+    """Returns the files to read when none is named; the later one wins."""
     user = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME", "/")) / ".config")
     return root / "etc/edgemoe" / FILE_NAME, user / "edgemoe" / FILE_NAME
 
 
 def fill_paths(settings: Settings, env: Mapping[str, str]) -> Settings:
-    """`settings` with the paths that depend on the environment, which nothing downstream reads, made explicit."""
+    """Returns `settings` with empty paths filled in from the environment, which no other module reads."""
     socket = Path(settings.api.socket or default_socket(env)).absolute()
     state = env.get("STATE_DIRECTORY", "").partition(":")[0] or _cache(env)
     stores = Path(settings.model.store_dir or Path(state) / "stores").absolute()
@@ -107,12 +110,12 @@ def fill_paths(settings: Settings, env: Mapping[str, str]) -> Settings:
 
 
 def beside(socket: Path) -> Path:
-    """The runtime directory of a daemon that listens at `socket`, where the settings name none."""
+    """Returns the default runtime directory of a daemon that listens at `socket`."""
     return socket.with_suffix(".run")
 
 
 def default_socket(env: Mapping[str, str]) -> Path:
-    """The service's socket under systemd and for root, else one in the user's runtime directory."""
+    """Returns the service's socket under systemd and for root, else one in the user's runtime directory."""
     service = env.get("RUNTIME_DIRECTORY", "").partition(":")[0]
     if service or (os.geteuid() == 0 and not env.get("XDG_RUNTIME_DIR")):
         return Path(service or "/run/edgemoe") / "edgemoe.sock"
@@ -167,7 +170,7 @@ def _flat_tables(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _key_lines(text: str) -> Iterator[tuple[str, int]]:
-    """Where each "section.key" stands; keys written in unusual ways (dotted, inline) are left out."""
+    """Yields each "section.key" with its line number; omits dotted and inline keys."""
     section, devices = "", -1
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*(\[\[?)\s*([\w.]+)\s*\]", line):
@@ -198,7 +201,7 @@ def _set_values(sets: Iterable[str]) -> Iterator[tuple[str, Value]]:
 
 
 def _checked(values: Iterable[tuple[str, Value]]) -> dict[str, Value]:
-    """Each value converted to its field's type. Raises ConfigError naming the origin, the key and the remedy."""
+    """Returns values converted to their fields' types. Raises ConfigError, which names origin, key and remedy."""
     today = ((key, _with_todays_name(key, value)) for key, value in values)
     return {key: Value(_convert(key, value), value.origin, value.former) for key, value in today}
 
@@ -226,7 +229,7 @@ def _convert(key: str, stated: Value) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """As much of a value as an error should quote."""
+    """Returns a value's text, cut to what an error should quote."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number with more digits than Python writes
@@ -244,7 +247,7 @@ def _sections() -> dict[str, type[msgspec.Struct]]:
 
 
 def _type_of(key: str) -> Any:
-    """The type of "section.key" or "device.N.key"; None where there is no such setting."""
+    """Returns the type of "section.key" or "device.N.key"; None where there is no such setting."""
     section, _, name = key.partition(".")
     if section == "device":
         index, _, name = name.partition(".")
@@ -260,7 +263,7 @@ def _holds_text(key: str) -> bool:
 
 
 def nearest(key: str) -> str:
-    """The end of a sentence about an unknown key: which one may be meant."""
+    """Returns the end of an error message about an unknown key, which suggests a known one."""
     known = [
         f"{section}.{field.name}" for section, struct in _sections().items() for field in msgspec.structs.fields(struct)
     ]

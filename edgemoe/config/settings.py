@@ -1,8 +1,8 @@
-"""The settings of a daemon, one frozen struct per section of the TOML file. Imports nothing of ours but errors.
+"""Defines the settings of a daemon, one frozen struct per section of the TOML file.
 
 Sizes are bytes and may be written "12GiB" or "1.5 GB" in TOML; rates are bytes per second ("8GB/s").
-0 and "" mean "decide from what the machine has" where a field says so. `config_load` reads files, and fills
-in the paths that depend on the environment.
+0 and "" mean "decide from what the machine has" where a field says so. `config.loading` reads files, and
+fills in the paths that depend on the environment.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Settings(Section, frozen=True, kw_only=True):
 
 
 def check(settings: Settings) -> Settings:
-    """The same settings, or ConfigError naming the first combination that cannot work and its remedy."""
+    """Returns the same settings. Raises ConfigError for the first combination that cannot work, with its remedy."""
     kinds = [device.kind for device in settings.device]
     for index, device in enumerate(settings.device):
         _check_device(f"device.{index}", device, kinds)

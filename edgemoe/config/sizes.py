@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them, and as we print them."""
+"""Parses and formats sizes in bytes and rates in bytes per second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "12GiB", "1.5 GB" or "4096". Raises ConfigError."""
+    """Returns the bytes of "12GiB", "1.5 GB" or "4096". Raises ConfigError."""
     value = _parse(text)
     if value is None or "bit" in text:
         raise ConfigError(f'{text!r} is not a size; write bytes, or a unit as in "12GiB" or "1.5 GB"')
@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second of "8GB/s" or "25Gbit/s", or of a plain number. Raises ConfigError."""
+    """Returns the bytes per second of "8GB/s" or "25Gbit/s", or of a plain number. Raises ConfigError."""
     value = _parse(text.strip().removesuffix("/s"))
     if value is None:
         raise ConfigError(f'{text!r} is not a rate; write bytes per second, or a unit as in "8GB/s" or "25Gbit/s"')
@@ -41,7 +41,7 @@ def _parse(text: str) -> float | None:
 
 
 def format_size(size_bytes: float) -> str:
-    """Four significant places at most: "812 B", "1.5 GiB", "640 MiB"."""
+    """Returns a size with a binary unit: "812 B", "1.5 GiB", "640 MiB"."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":
@@ -51,7 +51,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_s: float) -> str:
-    """In powers of 1000, as links and disks are sold: "8.0 GB/s"."""
+    """Returns a rate with a decimal unit: "8.0 GB/s"."""
     value = float(bytes_per_s)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(value) < 1000 or unit == "TB":

@@ -21,18 +21,18 @@ ENDPOINT = "inproc://zeromq.zap.01"
 
 
 class AllowList:
-    """Public key -> node name. May change while connections stand."""
+    """Maps public keys to node names. May change while connections are open."""
 
     def __init__(self, keys: Mapping[str, tuple[str, ...]]) -> None:
-        """`keys` maps node names to Z85 public keys; any of a node's stands for it."""
+        """Allows `keys`: node names with their Z85 public keys, each of which is valid."""
         self.replace(keys)
 
     def replace(self, keys: Mapping[str, tuple[str, ...]]) -> None:
-        """From now on these, and no others."""
+        """Allows these keys from now on, and no others."""
         self._names = {key.encode(): name for name, its in keys.items() for key in its}
 
     def allow(self, node: str, *keys: str) -> None:
-        """From now on these stand for that node, and no others."""
+        """Allows these keys for that node from now on, and no others of it."""
         self.revoke(node)
         self._names |= {key.encode(): node for key in keys}
 
@@ -40,12 +40,15 @@ class AllowList:
         self._names = {key: name for key, name in self._names.items() if name != node}
 
     def name_of(self, key: bytes) -> str | None:
-        """The node that this Z85 key belongs to."""
+        """Returns the node that this Z85 key belongs to; None where it is not allowed."""
         return self._names.get(key)
 
 
 class Authenticator:
-    """Answers ZeroMQ's questions for one context. `run` until cancelled; bind no server socket before it is made."""
+    """Answers ZeroMQ's authentication requests of one context, while `run` runs.
+
+    Must be made before any server socket is bound.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, allowed: AllowList) -> None:
         self._allowed = allowed
@@ -64,7 +67,7 @@ class Authenticator:
         self._socket.close(linger=0)
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
-        """version, request id, status, text, user id, metadata."""
+        """Returns the reply: version, request id, status, text, user id, metadata."""
         request_id = question[1] if len(question) > 1 else b""
         if len(question) == 7 and question[0] == b"1.0" and question[5] == b"CURVE" and len(question[6]) == 32:
             key = z85.encode(question[6])

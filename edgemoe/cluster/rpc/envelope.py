@@ -1,11 +1,11 @@
-"""What two boxes say to each other, as frames: an envelope, then raw tensors.
+"""Encodes messages between boxes as frames: an envelope, then raw tensors.
 
     frame 0 = magic (4) | framing (1) | xxh3-64 of the rest (8) | msgpack of Envelope
     frame n = raw bytes; their lengths and xxh3-64 sums stand in the envelope
 
-Everything is checked before it is looked at: magic, framing, sums, lengths, number of frames, then the body's tag and
-every field. What does not fit raises WireError, or WireVersionError for another framing. Which versions of the protocol
-the sender speaks stands in the envelope.
+Everything is checked before use: magic, framing, sums, lengths, number of frames, then the body's tag and every field.
+An invalid message raises WireError, or WireVersionError for another framing. The envelope says which versions of the
+protocol the sender speaks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """`id` 0 wants no answer. `remaining_ms` is how long the sender still waits; clocks are never compared.
+    """The head of a message. `id` 0 asks for no answer. `remaining_ms` is how long the sender still waits.
 
-    Its fields are known by their places: what a later version adds stands at the end and has a default.
+    Times are remaining times, so that clocks are never compared. Fields are identified by position: a later version
+    may only add fields at the end, with defaults.
     """
 
     id: Count
@@ -62,7 +63,7 @@ def seal(
     speaks: Versions | None = None,
     remaining_ms: float = 0.0,
 ) -> list[Buffer]:
-    """The frames that carry `body` and `tensors`. Raises WireError where they are too many or too large."""
+    """Returns the frames that carry `body` and `tensors`. Raises WireError where they are too many or too large."""
     sizes = tuple(memoryview(t).nbytes for t in tensors)
     if len(sizes) > MAX_FRAMES or any(size > MAX_TENSOR_BYTES for size in sizes):
         raise WireError(f"{len(sizes)} tensors of up to {max(sizes)} bytes: too many or too large for one message")
@@ -75,7 +76,7 @@ def seal(
 
 
 def unseal(frames: Sequence[Buffer]) -> Envelope:
-    """The checked envelope of a message; its tensors are `frames[1:]`. Raises WireError, WireVersionError."""
+    """Returns the checked envelope of a message, whose tensors are `frames[1:]`. Raises WireError, WireVersionError."""
     if not frames or not _HEAD.size < (size := memoryview(frames[0]).nbytes) <= MAX_ENVELOPE_BYTES + _HEAD.size:
         raise WireError("a message without an envelope")
     magic, framing, checksum = _HEAD.unpack_from(frames[0])

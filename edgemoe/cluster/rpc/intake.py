@@ -1,10 +1,10 @@
-"""Bounds what a connection brings and nobody has read yet: whole messages that wait, and one that has no end.
+"""Bounds the received bytes that are not read yet, per connection: waiting messages, and messages without an end.
 
-ZeroMQ bounds the bytes of a frame, but collects the frames of a message without an end. The messages that wait it could
-bound, but must not: a connection that it holds back for them, and that then breaks, ends the process (libzmq 4.3.5
-asserts `!_io_error`, where it next sends a heartbeat or answers one). So no socket has a mark at which it stops taking
-in. The kernel is asked how many bytes each connection has brought; one that has brought more than a peer may have under
-way, beyond what was read of it, is cut.
+ZeroMQ bounds the bytes of a frame, but not the frames of a message. It could bound the waiting messages, but that mark
+must not be used: where a connection breaks while it is held back, libzmq 4.3.5 ends the process (it asserts
+`!_io_error` when it next sends or answers a heartbeat). So sockets have no high-water mark for receiving. Instead the
+kernel says how many bytes each connection has received, and a connection whose unread bytes exceed what a peer may have
+under way is closed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ import zmq
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.05  # between looks at all connections: what arrives meanwhile comes on top
+LOOK_S = 0.05  # between checks of all connections, during which the bound may be exceeded
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-FRAME_BYTES = 35  # that pass for a frame besides its own, at least
-_BYTES_RECEIVED = 128  # where tcpi_bytes_received lies in struct tcp_info (Linux 4.1)
+FRAME_BYTES = 35  # of overhead per frame, at least
+_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info (Linux 4.1)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)
 class _Connection:
     inode: int
-    read: int = 0  # bytes of what it has brought
+    read: int = 0  # bytes of what it has received
 
 
 class Intake:
-    """The connections of one channel, by file descriptor. They belong to ZeroMQ: here they are looked at, and cut."""
+    """Watches the connections of one channel by file descriptor, and shuts down those over the limit.
+
+    The descriptors belong to ZeroMQ.
+    """
 
     def __init__(self, channel: str, limit_bytes: int) -> None:
         self.cut = 0
@@ -46,21 +49,21 @@ class Intake:
         self._known: dict[int, _Connection] = {}
 
     def note(self, event: int, fd: int) -> None:
-        """What ZeroMQ says of a connection."""
+        """Takes a connection event from ZeroMQ's monitor."""
         if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
             self._known[fd] = _Connection(_inode(fd))
         elif event & EVENTS:
             self._known.pop(fd, None)
 
     def delivered(self, fd: int, frames: Sequence[zmq.Frame], waiting: bool) -> None:
-        """A whole message has come out of it. `waiting` says whether others may be, which it has brought before."""
+        """Counts a message that was read. `waiting` says whether other received messages may still be unread."""
         if (known := self._known.get(fd)) is None:
             return
-        brought = _received(fd)
+        received = _received(fd)
         if waiting:
-            known.read = min(brought, known.read + sum(len(frame) + FRAME_BYTES for frame in frames))
+            known.read = min(received, known.read + sum(len(frame) + FRAME_BYTES for frame in frames))
         else:
-            known.read = brought  # heartbeats too, which come out nowhere
+            known.read = received  # heartbeats too, which are never delivered
 
     async def run(self) -> None:
         """Looks until cancelled."""
@@ -69,7 +72,7 @@ class Intake:
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Cuts the connections that have brought too much."""
+        """Shuts down the connections that have too many unread bytes."""
         for fd, known in list(self._known.items()):
             unread = _received(fd) - known.read
             if unread <= self._limit_bytes:
@@ -83,7 +86,7 @@ class Intake:
 
 
 def _received(fd: int) -> int:
-    """Bytes that the connection has brought; 0 where it is none any more."""
+    """Returns the bytes that the connection has received; 0 where it is closed."""
     size = ctypes.c_uint32(_BYTES_RECEIVED + 8)
     info = ctypes.create_string_buffer(size.value)
     if _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size)) or size.value < len(info):

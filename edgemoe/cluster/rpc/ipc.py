@@ -1,9 +1,9 @@
-"""The two ends of the link between a front and its engine: ZeroMQ over a Unix socket in a 0700 directory.
+"""Connects a front and its engine: ZeroMQ over a Unix socket in a 0700 directory.
 
 The front binds a ROUTER, the engine connects a DEALER whose identity is its boot id, so that the front knows
 which incarnation speaks. Each end belongs to one event loop; only `EngineEnd.post` may be called from elsewhere.
-A frame that cannot be read costs itself alone: it is counted, and answered with Refused; where a Submit is what the
-engine cannot read, its request ends with an error.
+A frame that cannot be read is counted and answered with Refused, and affects no other. If the engine cannot read a
+Submit, its request ends with an error.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ log = logging.getLogger(__name__)
 
 HWM_MESSAGES = 4096  # queued by ZeroMQ in one direction
 BACKLOG_MESSAGES = 4096  # waiting in EngineEnd before the front is taken to be stuck
-WHY_CHARS = 1024  # of what is said of an unreadable message
+WHY_CHARS = 1024  # of the reason sent for an unreadable message
 RETRY_S = 0.01  # between tries to hand ZeroMQ a message while its queue is full
 
 
 class FrontEnd:
-    """The front's end: `send` to an engine by boot id, `messages` from all of them."""
+    """Sends to engines by boot id, and yields the messages of all of them."""
 
     def __init__(self, directory: Path, speaks: Versions = SPOKEN) -> None:
         self.address = f"ipc://{private_directory(directory) / 'engine.ipc'}"
         self.undecodable = 0  # frames dropped
         self._speaks = speaks
-        self._engine = ("", speaks)  # the engine that was heard last, and which versions it speaks
+        self._engine = ("", speaks)  # the engine of the last frame, and its versions
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)  # an unknown engine is an error, not silence
@@ -80,7 +80,7 @@ class FrontEnd:
             raise WireError(f"engine {boot_id} has left {HWM_MESSAGES} messages unread: it is stuck")
 
     async def messages(self) -> AsyncIterator[tuple[str, FromEngine]]:
-        """(boot id, message), for as long as the end is open."""
+        """Yields (boot id, message) while the end is open."""
         while not self._socket.closed:
             identity, *frames = await self._socket.recv_multipart()
             try:
@@ -106,10 +106,10 @@ class FrontEnd:
 
 
 class EngineEnd:
-    """The engine's end, made in its event loop; `post` may be called from the compute thread."""
+    """Posts to the front and yields its messages. Made in the engine's event loop; any thread may `post`."""
 
     def __init__(self, address: str, boot_id: str, front: Versions = SPOKEN, speaks: Versions = SPOKEN) -> None:
-        """`front` are the versions that the front speaks, which the Boot says, and `speaks` ours."""
+        """Connects to the front at `address`. `front` are the versions that the front speaks, `speaks` ours."""
         self.unreadable = 0  # frames refused
         self._speaks, self._common = speaks, speaks.common(front)
         self._context = zmq.asyncio.Context()
@@ -121,7 +121,7 @@ class EngineEnd:
         self._retry: asyncio.TimerHandle | None = None
 
     def post(self, message: FromEngine) -> None:
-        """Queues `message`, in order, from any thread; one that the front does not know is left out.
+        """Queues `message` in order, from any thread; drops a message that the front does not know.
 
         Raises WireError when the front no longer reads.
         """
@@ -136,7 +136,7 @@ class EngineEnd:
         self._loop.call_soon_threadsafe(self._flush)
 
     async def messages(self) -> AsyncIterator[ToEngine]:
-        """What the front sends; what cannot be read is refused."""
+        """Yields what the front sends, and refuses what cannot be read."""
         while not self._socket.closed:
             frame = b"".join(await self._socket.recv_multipart())
             try:
@@ -154,7 +154,7 @@ class EngineEnd:
         self.post(refused if ended is None else Emissions(items=[ended]))
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Sends what was posted, for `timeout_s` at most, and frees the socket."""
+        """Sends what was posted, waiting at most `timeout_s`, and frees the socket."""
         for _ in range(int(timeout_s / RETRY_S)):
             self._flush()
             if not self._backlog:
@@ -178,7 +178,7 @@ class _Named(msgspec.Struct):
 
 
 class _Submitted(msgspec.Struct):
-    """What is read of a Submit that cannot be read: what its end needs, within the bounds of an Emission."""
+    """The fields of an unreadable Submit that its error emission needs."""
 
     request: _Named
     attempt: Attempt = 1
@@ -187,7 +187,7 @@ class _Submitted(msgspec.Struct):
 
 
 def refusal(frame: bytes, error: Exception) -> Refused:
-    """What to say of a frame that cannot be read."""
+    """Returns the answer to a frame that cannot be read."""
     try:
         tag = tag_of(body_of(frame))
     except WireError:
@@ -196,17 +196,17 @@ def refusal(frame: bytes, error: Exception) -> Refused:
 
 
 def end_of_unreadable(frame: bytes, why: str) -> Emission | None:
-    """The end of the request that an unreadable Submit is about; None where none can be made out."""
+    """Returns the emission that ends an unreadable Submit's request; None where the request is not recognised."""
     try:
-        said = msgspec.msgpack.decode(body_of(frame), type=_Submitted)
+        submit = msgspec.msgpack.decode(body_of(frame), type=_Submitted)
     except (WireError, *UNREADABLE):
         return None
-    if said.type != "Submit":
+    if submit.type != "Submit":
         return None
     return Emission(
-        request=said.request.id,
-        attempt=said.attempt,
-        index=len(said.emitted),
+        request=submit.request.id,
+        attempt=submit.attempt,
+        index=len(submit.emitted),
         finish="error",
         error=f"the engine cannot read this request: {why}",
         error_code="invalid_request",
@@ -219,7 +219,7 @@ def _log_refusal(whose: str, refused: Refused, count: int) -> None:
 
 
 def _sent(attempt: Awaitable[object]) -> bool:
-    """Whether a DONTWAIT send, which is over when it returns, went through. Raises zmq.ZMQError otherwise."""
+    """Returns whether a DONTWAIT send succeeded; False where the queue is full. Raises zmq.ZMQError otherwise."""
     assert isinstance(attempt, asyncio.Future)
     assert attempt.done()
     try:
@@ -230,7 +230,7 @@ def _sent(attempt: Awaitable[object]) -> bool:
 
 
 def private_directory(path: Path) -> Path:
-    """Makes `path` a directory that only this user can enter. Raises ServiceError if it cannot be made so."""
+    """Makes `path` a directory that only this user can enter. Raises ServiceError where that fails."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.lstat()

@@ -1,13 +1,13 @@
-"""CURVE keys: each box has a secret key; the list of peers names every box's public key and address.
+"""Reads and writes CURVE keys: a box's secret key, and the list of peers with their public keys and addresses.
 
-A secret key lies in a file that only its owner can read, or comes as a systemd credential. The list of peers is TOML:
+A secret key is in a file that only its owner can read, or comes as a systemd credential. The list of peers is TOML:
 
     [[peer]]
     node = "kitchen"
     address = "192.0.2.7:7540"
     key = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 
-While a box's key is replaced, its entry has the next one beside it, as `new_key`.
+While a box's key is being replaced, its entry has the next key as `new_key`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Secret(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A box that may connect, and where it is reached. Ports of further channels are told on the control channel.
+    """A box that may connect, and where it is reached. Ports of other channels are announced on the control channel.
 
     `voter` says whether it has a vote in the embedded agreement; the voters must be the same in every box's list.
-    One without a vote may be listed on a single box: the others take it from there, and its address, if that is "",
-    from itself. While its key is replaced both stand for it, `key` and `new_key`.
+    A box without a vote may be listed on one box only: the others learn it from there, and its address, if that is "",
+    from itself. While its key is being replaced, both `key` and `new_key` are valid.
     """
 
     node: Text
@@ -56,20 +56,20 @@ class Peer(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The one or two that stand for it."""
+        """Returns its one or two valid keys."""
         return (self.key, self.new_key) if self.new_key else (self.key,)
 
     def turned(self) -> Peer:
-        """The same box, its other key first."""
+        """Returns the same box with its other key first."""
         return msgspec.structs.replace(self, key=self.new_key, new_key=self.key) if self.new_key else self
 
 
 class _Entry(Peer, frozen=True, forbid_unknown_fields=True):
-    """A peer as the owner writes it down, where a word that is not known is a slip."""
+    """A peer in the list's file, where an unknown field is an error."""
 
 
 def generate(path: Path) -> Secret:
-    """Writes a new secret key to `path` (0600). Raises ConfigError rather than replace a key."""
+    """Writes a new secret key to `path` (0600) and returns it. Raises ConfigError where the file exists."""
     public, secret = zmq.curve_keypair()
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -98,7 +98,7 @@ def load_secret(path: Path) -> Secret:
 
 
 def load_peers(path: Path) -> dict[str, Peer]:
-    """The peers listed in a TOML file, by node name. Raises ConfigError."""
+    """Returns the peers listed in a TOML file by node name. Raises ConfigError."""
     try:
         entries = msgspec.convert(tomllib.loads(path.read_text()).get("peer", []), list[_Entry])
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
@@ -116,19 +116,19 @@ def load_peers(path: Path) -> dict[str, Peer]:
 
 
 def check_peer(peer: Peer, where: Path | str) -> None:
-    """Raises ConfigError for a name, address or keys that cannot be one."""
+    """Raises ConfigError for an invalid name, address or key."""
     host, _, port = peer.address.rpartition(":")
     if not NODE_NAME.fullmatch(peer.node):
         raise ConfigError(f"{where}: node name {peer.node!r}: use lower-case letters, digits and dashes, at most 63")
-    said_later = not peer.address and not peer.voter
-    if not said_later and not (HOST.fullmatch(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
+    announced = not peer.address and not peer.voter
+    if not announced and not (HOST.fullmatch(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536):
         raise ConfigError(f"{where}: address {peer.address!r} of {peer.node}: write HOST:PORT, or [HOST]:PORT for IPv6")
     if not all(_is_key(key) for key in peer.keys):
         raise ConfigError(f"{where}: the key of {peer.node} is no public key; edgemoe keygen prints it")
 
 
 def _is_key(text: str) -> bool:
-    """Whether it is 32 bytes in Z85."""
+    """Returns whether `text` is 32 bytes in Z85."""
     try:
         return len(text) == 40 and len(z85.decode(text)) == 32
     except (KeyError, ValueError, struct.error):
@@ -136,6 +136,6 @@ def _is_key(text: str) -> bool:
 
 
 def _is_credential(path: Path) -> bool:
-    """systemd hands credentials over in a directory of their own that only the service can enter."""
+    """Returns whether `path` is a systemd credential, whose directory only the service can enter."""
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     return directory is not None and path.parent == Path(directory)

@@ -1,9 +1,9 @@
-"""Versions of the protocol, and languages: the messages of one way of talking, and how they are read.
+"""Protocol versions, and languages: the messages of one channel, and how they are decoded.
 
-One number covers all that boxes and processes say to each other. Everything that travels says which versions its
-sender speaks. The next version may add
-    a message   with `since` = that version: it is sent to nobody who speaks none so high
-    a field     optional, with a default: who does not know it ignores it
+One version number covers all messages between boxes and processes. Every message says which versions its sender
+speaks. The next version may add
+    a message   with `since` = that version: it is not sent to peers of lower versions
+    a field     optional, with a default: receivers that do not know it ignore it
 Tags and the names of fields are the protocol's, whatever class and attribute are called: a class keeps its `tag`, an
 attribute that is renamed keeps its name outside by `msgspec.field(name=...)`. They are held by
 tests/support/protocol.json.
@@ -24,13 +24,13 @@ UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class Versions(NamedTuple):
-    """The versions of the protocol that somebody speaks, both ends included."""
+    """A range of protocol versions, both ends included."""
 
     lowest: Version
     highest: Version
 
     def common(self, theirs: Versions) -> int:
-        """The highest that both speak; 0 where there is none."""
+        """Returns the highest version that both speak; 0 where there is none."""
         highest = min(self.highest, theirs.highest)
         return highest if highest >= max(self.lowest, theirs.lowest) else 0
 
@@ -42,7 +42,7 @@ SPOKEN = Versions(1, 1)
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", omit_defaults=True):
-    """Base of all messages; each has a `tag` of its own."""
+    """Base of all messages; each has its own `tag`."""
 
     since: ClassVar[int] = 1  # the first version of the protocol that has it
 
@@ -52,14 +52,14 @@ class _Tagged(msgspec.Struct):
 
 
 class Language(Generic[M]):
-    """The messages of one channel, or of one direction of the link between front and engine."""
+    """Decodes the messages of one channel, or of one direction between front and engine."""
 
     def __init__(self, *messages: type[Any]) -> None:
         self.messages = {str(message.__struct_config__.tag): message for message in messages}
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(Union[messages])  # noqa: UP007
 
     def read(self, body: bytes | memoryview | msgspec.Raw) -> M:
-        """A checked message. Raises UnknownMessage for a tag that is not of this language, else WireError."""
+        """Returns a checked message. Raises UnknownMessage for a tag of no message here, else WireError."""
         try:
             return self._decoder.decode(body)
         except UNREADABLE as error:
@@ -70,7 +70,7 @@ class Language(Generic[M]):
 
 
 def tag_of(body: bytes | memoryview | msgspec.Raw) -> str:
-    """What a message calls itself; "" where it does not say."""
+    """Returns a message's tag; "" where it cannot be read."""
     try:
         return msgspec.msgpack.decode(body, type=_Tagged).type
     except UNREADABLE:
@@ -78,6 +78,6 @@ def tag_of(body: bytes | memoryview | msgspec.Raw) -> str:
 
 
 def check_known(message: msgspec.Struct, spoken: int, whom: str) -> None:
-    """Raises PeerOutdated for a message that version `spoken` of the protocol has not got."""
+    """Raises PeerOutdated for a message that version `spoken` of the protocol does not have."""
     if message.since > spoken:  # type: ignore[attr-defined]
         raise PeerOutdated(f"{whom} runs an earlier release, which does not know {type(message).__struct_config__.tag}")

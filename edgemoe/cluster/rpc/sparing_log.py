@@ -1,4 +1,4 @@
-"""Logs what a peer can cause as often as it likes, without letting it fill the log."""
+"""Limits log lines that a peer can cause at will, so that it cannot fill the log."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import logging
 import time
 from collections.abc import Callable
 
-MAX_KINDS = 256  # told apart; beyond it a line's peers count as one
+MAX_KINDS = 256  # (line, peer) pairs counted separately; beyond it a line's peers are counted together
 EVERY_S = 60.0
 
 
 class SparingLog:
-    """Of each line and peer the 1st, 2nd, 4th, 8th, ... time, and any that comes a minute after the last one logged."""
+    """Logs each line, by peer, the 1st, 2nd, 4th, 8th, ... time, and EVERY_S after the last logged one."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._clock = log, clock
         self._seen: dict[tuple[str, str], tuple[int, float]] = {}  # how often, and when it was last logged
 
     def __call__(self, level: int, line: str, peer: str = "", **fields: object) -> None:
-        """Logs `line` if it is its turn, with how often it came; `exc_info=True` adds what is being handled."""
+        """Logs `line` if it is due, with its count; `exc_info=True` adds the exception being handled."""
         key = (line, peer) if (line, peer) in self._seen or len(self._seen) < MAX_KINDS else (line, "")
         times, logged_s = self._seen.get(key, (0, float("-inf")))
         times, now_s = times + 1, self._clock()

@@ -1,4 +1,4 @@
-"""What the channels of one process share, and what passes over them: questions, answers, credits."""
+"""Types that all channels of a process share: questions, answers, failures, credits, the ZeroMQ context."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 class Failure(Message, frozen=True, tag="Failure"):
     """The answer to a question that was not served. Part of every channel's language.
 
-    `kind` is "busy"; "unknown" for a message that the release does not have; "failed" where serving it went wrong; or
-    "refused", as which any other is taken.
+    `kind` is "busy", "unknown" for a message that this release does not have, "failed" where serving raised an
+    unexpected error, or "refused". Any other kind counts as "refused".
     """
 
     kind: Word
@@ -37,21 +37,21 @@ class Failure(Message, frozen=True, tag="Failure"):
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What to tell whoever asked."""
+        """Returns the answer to a question whose serving raised `error`."""
         text = str(error) if isinstance(error, EdgemoeError) else f"it went wrong: {error!r}"
         kinds = ((PeerBusy, "busy"), (UnknownMessage, "unknown"), (EdgemoeError, "refused"), (Exception, "failed"))
         text = text[:FAILURE_CHARS].encode("utf-8", "replace").decode()  # a file's name may hold what no text can
         return cls(next(kind for of, kind in kinds if isinstance(error, of)), text)
 
     def error(self, node: str) -> PeerError:
-        """What it is to whoever asked `node`."""
+        """Returns the error to raise where `node` was asked."""
         kind = {"busy": PeerBusy, "unknown": PeerOutdated}.get(self.kind, PeerRefused)
         return kind(f"{node}: {self.message}")
 
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[M]):
-    """What a peer asked (or, with envelope.id 0, told) us."""
+    """A message from a peer, which expects an answer unless envelope.id is 0."""
 
     peer: str
     boot: str
@@ -68,7 +68,7 @@ class Answer(Generic[M]):
 
 
 class Credits:
-    """Bytes under way to one peer. A question larger than all credits goes alone."""
+    """Limits the bytes under way to one peer. A question larger than the limit takes all credits."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = self._free = limit_bytes
@@ -99,7 +99,7 @@ class ChannelSettings:
 
 
 class Transport:
-    """What the channels of one process share: ZeroMQ's context, our keys, who may speak, our name and incarnation."""
+    """Owns what the channels of one process share: ZeroMQ context, keys, allow-list, node name, incarnation."""
 
     def __init__(
         self, node: str, boot: str, secret: Secret, allowed: AllowList, speaks: Versions | None = None
@@ -110,7 +110,7 @@ class Transport:
         self.authenticator = Authenticator(self.context, allowed)
 
     async def run(self) -> None:
-        """Answers who may connect, until cancelled. Without it no peer gets in."""
+        """Authenticates connections until cancelled. Without it no peer can connect."""
         await self.authenticator.run()
 
     def socket(self, kind: int, settings: ChannelSettings) -> zmq.asyncio.Socket:
@@ -130,6 +130,6 @@ class Transport:
         return socket
 
     def close(self) -> None:
-        """After every channel is closed."""
+        """Frees the context. Must be called after every channel is closed."""
         self.authenticator.close()
         self.context.term()
