@@ -1,8 +1,8 @@
-"""Who may connect: ZeroMQ's authentication protocol [ZAP], answered from an allow-list of CURVE public keys.
+"""Authenticates connections by ZeroMQ's protocol [ZAP] and an allow-list of CURVE public keys.
 
-The key becomes the connection's User-Id, which ZeroMQ attaches to every frame that arrives on it. Whose it is, is
-looked up frame by frame: nobody can speak under another's name, and a key that was taken back or replaced is refused
-at once on connections that stand.
+The key becomes the connection's User-Id, which ZeroMQ attaches to every frame that arrives on it. The key's owner is
+looked up for each frame. So no peer can use another's name, and a key that was revoked or replaced is refused at once,
+on open connections too.
 """
 
 from __future__ import annotations
