@@ -1,8 +1,8 @@
-"""One conversation of a box with its peers: a ROUTER that answers, and one DEALER per peer that asks.
+"""Exchanges questions and answers with peers: a ROUTER that answers, and one DEALER per peer that asks.
 
-A box holds three channels (control, expert calls, bulk), so that megabytes on one never delay a heartbeat on another.
-CURVE authenticates both ends, the allow-list names who speaks, an envelope frames every message. What is asked of a
-peer is bounded in bytes under way (credits) and in time; a lost connection fails everything asked on it at once.
+A box has three channels (control, expert calls, bulk), so that megabytes on one do not delay a heartbeat on another.
+CURVE authenticates both ends, the allow-list maps keys to names, and an envelope frames every message. Questions to a
+peer are bounded in bytes under way (credits) and in time. A lost connection fails all questions on it at once.
 A channel belongs to one event loop.
 """
 
@@ -29,14 +29,14 @@ from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Tra
 from edgemoe.errors import PeerRefused, PeerUnavailable, WireError
 
 M = TypeVar("M")
-ASKED_AT_ONCE = 48  # at most, of one peer: others wait for credits
+ASKED_AT_ONCE = 48  # questions to one peer; further ones wait for credits
 
 
 class Channel(Generic[M]):
-    """See the module. `language` has Failure among its messages; `serve` answers questions.
+    """Asks peers, and answers their questions by `serve`. `language` must contain Failure.
 
-    Whatever is wrong with one message, or goes wrong where it is served, costs that message alone: whoever asked gets
-    a Failure, and it is counted.
+    An invalid message, or an error while serving one, affects that message alone: it is counted, and the asker gets a
+    Failure.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Channel(Generic[M]):
         *,
         timeout_s: float,
     ) -> Answer[M]:
-        """The peer's answer. Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`.
+        """Returns the peer's answer. Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`.
 
-        PeerRefused also for a message that is too large to be sent, PeerOutdated for one that the peer does not know.
+        Raises PeerRefused also for a message that is too large, and PeerOutdated for one that the peer does not know.
         """
         link = self._links[node]
         size = max(sum(memoryview(t).nbytes for t in tensors), self._settings.credits_bytes // ASKED_AT_ONCE + 1)
@@ -151,7 +151,7 @@ class Channel(Generic[M]):
                 await link.credits.give(taken)
 
     def tell(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer] = ()) -> bool:
-        """Sends without wanting an answer; False where it could not be handed over, or would not be understood."""
+        """Sends a message that needs no answer. Returns False where it cannot be sent, or the peer does not know it."""
         try:
             hand(self._links[node].socket, self._codec.seal(node, body, tensors))
         except (zmq.ZMQError, WireError, PeerRefused, PeerUnavailable):

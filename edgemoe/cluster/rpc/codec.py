@@ -22,7 +22,7 @@ class Codec(Generic[M]):
         self.channel = channel
         self._transport, self._language = transport, language
         self._message_bytes = message_bytes
-        self._speaks: dict[str, Versions] = {}  # as each peer said last
+        self._speaks: dict[str, Versions] = {}  # by each peer's last message
 
     def version(self, node: str) -> int:
         """The highest version of the protocol that both speak; the lowest of ours while the peer has not said."""
@@ -46,7 +46,7 @@ class Codec(Generic[M]):
         return seal(Failure.of(error), id=id, answer=True, speaks=self._transport.speaks)
 
     def open(self, node: str, frames: Sequence[memoryview]) -> Envelope:
-        """The checked envelope of one who speaks a version that we speak. Raises WireError, WireVersionError."""
+        """Returns the checked envelope of a message. Raises WireError, or WireVersionError without a common version."""
         envelope = unseal(frames)
         if not self._transport.speaks.common(envelope.speaks):
             raise WireVersionError(

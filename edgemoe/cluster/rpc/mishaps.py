@@ -14,8 +14,8 @@ class Mishaps:
     """Each costs the message alone."""
 
     def __init__(self, channel: str) -> None:
-        self.rejected = 0  # messages that could not be read or came from nobody
-        self.failed = 0  # messages whose serving went wrong here, for no reason that we know of
+        self.rejected = 0  # messages that could not be read or came from an unknown sender
+        self.failed = 0  # messages whose handling raised an unexpected error
         self._channel = channel
         self._say = SparingLog(log)
 
@@ -24,7 +24,7 @@ class Mishaps:
         self._say(logging.WARNING, "message dropped", peer, channel=self._channel, why=str(error))
 
     def fail(self, peer: str) -> None:
-        """Notes what is being handled: an error that nobody expected."""
+        """Counts and logs the unexpected exception that is being handled."""
         self.failed += 1
         self._say(
             logging.ERROR, "a message failed here", peer, channel=self._channel, failed=self.failed, exc_info=True

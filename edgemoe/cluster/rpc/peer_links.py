@@ -29,13 +29,13 @@ from edgemoe.errors import EdgemoeError, PeerUnavailable, WireError
 log = logging.getLogger(__name__)
 M = TypeVar("M")
 RECONNECT_MS = 250
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the peer does not let our key in
-NOT_MET = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # as where it has another key
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the peer refuses our key
+NOT_MET = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL  # e.g. the peer has another key
 EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED | NOT_MET | intake.EVENTS
 
 
 class PeerLink(Generic[M]):
-    """Our DEALER to one peer, by the peer's first key, and what was asked on it."""
+    """Owns the DEALER to one peer, which expects the peer's first key, and its pending questions."""
 
     def __init__(self, peer: Peer, socket: zmq.asyncio.Socket, credits_bytes: int) -> None:
         self.peer = peer
@@ -52,14 +52,14 @@ class PeerLink(Generic[M]):
         self.tasks: list[asyncio.Task[None]] = []
 
     def fail(self, error: EdgemoeError) -> None:
-        """Ends all that was asked."""
+        """Fails all pending questions with `error`."""
         pending, self.pending = self.pending, {}
         for future in pending.values():
             if not future.done():
                 future.set_exception(error)
 
     def close(self) -> None:
-        """Frees the socket."""
+        """Fails pending questions and frees the socket."""
         for task in self.tasks:
             task.cancel()
         self.fail(PeerUnavailable("the connection was closed"))
@@ -119,9 +119,9 @@ class PeerLinks(Generic[M]):
         self._links.clear()
 
     def connect(self, peer: Peer) -> None:
-        """Connects to `peer` and keeps reconnecting, by whichever of its keys it has.
+        """Connects to `peer` by whichever of its keys it has, and reconnects when the connection breaks.
 
-        Replaces an earlier connection to that node, but for one to the same address by a key that still stands for it.
+        Replaces an earlier connection to that node, unless that has the same address and a key that is still valid.
         """
         if (old := self._links.get(peer.node)) and old.peer.address == peer.address and old.peer.key in peer.keys:
             old.peer = peer if old.peer.key == peer.key else peer.turned()
@@ -129,21 +129,21 @@ class PeerLinks(Generic[M]):
         self.disconnect(peer.node)
         try:
             link = self._links[peer.node] = self._dial(peer)
-        except zmq.ZMQError as error:  # one that cannot be reached keeps nobody else out
+        except zmq.ZMQError as error:  # one bad peer must not keep others out
             self._say(logging.ERROR, "a box cannot be reached", peer.node, address=peer.address, why=str(error))
             return
         if self._group is not None:
             self._start(link, self._group)
 
     def _dial(self, peer: Peer) -> PeerLink[M]:
-        """Raises zmq.ZMQError for a key or address that is no good, and where there are no sockets left."""
+        """Returns a link to `peer`. Raises zmq.ZMQError for an invalid key or address, and where no socket is left."""
         socket = self._transport.socket(zmq.DEALER, self._settings)
         socket.set(zmq.IMMEDIATE, 1)
         socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)  # each time, however often it has failed
         socket.set(zmq.CONNECT_TIMEOUT, 1000)  # a lost SYN is sent again after a second, not after 1, 3, 7, 15
         link: PeerLink[M] | None = None
         try:
-            for key in reversed(peer.keys):  # whether they are keys; the first one holds
+            for key in reversed(peer.keys):  # checks all; the first one, set last, is used
                 socket.set(zmq.CURVE_SERVERKEY, key.encode())
             link = PeerLink[M](peer, socket, self._settings.credits_bytes)
             self._connect(link)
@@ -153,9 +153,9 @@ class PeerLinks(Generic[M]):
         return link
 
     def _connect(self, link: PeerLink[M]) -> None:
-        """Each connection has a name of its own: a box may be back before its peer has noticed that it was gone.
+        """Connects under a new random identity, because the peer may not have noticed yet that the old one is gone.
 
-        No peer lets one take over the name of another that stands: what arrives on the old one would not be read, and
+        ROUTER sockets do not hand an identity over to a new connection: messages of the old one would not be read, and
         ZeroMQ ends the process where such a connection breaks.
         """
         link.apart = False
@@ -190,12 +190,12 @@ class PeerLinks(Generic[M]):
                     link.fd = fd
                 else:
                     self._note(link, event)
-            except Exception:  # of whoever wanted to know
+            except Exception:  # of a callback
                 self._mishaps.fail(link.node)
 
     def _note(self, link: PeerLink[M], event: int) -> None:
         if link.apart:
-            return  # of a connection that was left meanwhile
+            return  # an event of a connection that was left meanwhile
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             link.up = True
             self._on_up(link.node)
@@ -205,7 +205,7 @@ class PeerLinks(Generic[M]):
                 asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._turn, link)
         elif event == REFUSED:
             link.refusals += 1
-            if link.refusals == 2:  # one who has just come may not have heard of us yet
+            if link.refusals == 2:  # a peer that has just started may not know us yet
                 self._say(
                     logging.WARNING, "a peer refuses our key; list it there", link.node, channel=self._codec.channel
                 )
@@ -213,9 +213,10 @@ class PeerLinks(Generic[M]):
             self._leave(link)
 
     def _leave(self, link: PeerLink[M]) -> None:
-        """Comes back in a moment, under another name; ZeroMQ would do so under the same, and not where it was refused.
+        """Disconnects, and reconnects a moment later under another identity.
 
-        What refused our key may have learnt of it then.
+        ZeroMQ by itself would keep the identity, and would not retry where the peer refused our key. The peer may have
+        learned the key by then.
         """
         link.apart = True
         with contextlib.suppress(zmq.ZMQError):
@@ -228,7 +229,7 @@ class PeerLinks(Generic[M]):
             self._on_down(link.node)
 
     def _turn(self, link: PeerLink[M]) -> None:
-        """Tries the peer by its other key, on another socket: on the old one ZeroMQ goes on with the first."""
+        """Tries the peer's other key on a new socket; the old socket would go on using the first key."""
         link.turning = False
         if self._links.get(link.node) is link and not link.up:
             self.disconnect(link.node)
@@ -246,7 +247,7 @@ class PeerLinks(Generic[M]):
                 self._take_answer(link, [frame.buffer for frame in frames])
             except WireError as error:
                 self._mishaps.reject(link.node, error)
-            except Exception:  # one answer, whatever is wrong with it, costs that answer alone
+            except Exception:  # a bad answer affects that answer alone
                 self._mishaps.fail(link.node)
 
     def _take_answer(self, link: PeerLink[M], frames: Sequence[memoryview]) -> None:

@@ -27,8 +27,8 @@ from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, WireError, WireV
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")
-SERVED_AT_ONCE = 64  # questions of one peer; beyond it they are sent away
-BURST = 16  # messages read in one go
+SERVED_AT_ONCE = 64  # questions of one peer; further ones are refused as busy
+BURST = 16  # messages read before other tasks run
 
 
 class QuestionServer(Generic[M]):
@@ -49,7 +49,7 @@ class QuestionServer(Generic[M]):
         self._intake, self._mishaps = intake, mishaps
         self._serve, self._on_foreign = serve, on_foreign
         self._serving: Counter[str] = Counter()  # questions of each peer
-        self._held_bytes: Counter[str] = Counter()  # in them
+        self._held_bytes: Counter[str] = Counter()  # of these questions
         self._router = transport.socket(zmq.ROUTER, settings)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.set(zmq.CURVE_SERVER, 1)
@@ -68,7 +68,7 @@ class QuestionServer(Generic[M]):
         """Reads questions until cancelled; `group` serves them."""
         group.create_task(until_closed(self._watch_connections()))
         for count in itertools.count(1):
-            if count % BURST == 0:  # reading what is there already does not let others run
+            if count % BURST == 0:  # reading waiting messages does not yield to other tasks
                 await asyncio.sleep(0)
             first, *frames = await self._router.recv_multipart(copy=False)
             identity = bytes(first.buffer)
@@ -77,7 +77,7 @@ class QuestionServer(Generic[M]):
                 self._take_question(identity, frames, group)
             except WireError as error:
                 self._mishaps.reject(who(identity)[0], error)
-            except Exception:  # one message, whatever is wrong with it, costs that message alone
+            except Exception:  # a bad message affects that message alone
                 self._mishaps.fail(who(identity)[0])
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class QuestionServer(Generic[M]):
         except WireVersionError as error:
             self._on_foreign(peer, str(error))
             self._send_back(identity, self._codec.seal_failure(error))
-            raise  # what was sent back may be unreadable there, too, and is told there by its version
+            raise  # the peer may be unable to read the answer too, but it sees its version
         try:
             message = self._codec.read(envelope)
             if envelope.answer or isinstance(message, Failure):
@@ -132,7 +132,7 @@ class QuestionServer(Generic[M]):
                 )
         except EdgemoeError as error:
             self._fail(identity, asked, error)
-        except Exception as error:  # whatever it is, it is this question's failure
+        except Exception as error:  # affects this question alone
             self._mishaps.fail(peer)
             self._fail(identity, asked, error)
         finally:
@@ -142,7 +142,7 @@ class QuestionServer(Generic[M]):
                 del self._serving[peer], self._held_bytes[peer]
 
     def _fail(self, identity: bytes, asked: Envelope, error: Exception) -> None:
-        """Tells whoever asked; what was only told is answered where it could not be read, as a failure of nothing."""
+        """Answers with a Failure. A message without id is answered only where it could not be read, with id 0."""
         if asked.id or isinstance(error, WireError):
             self._send_back(identity, self._codec.seal_failure(error, asked.id))
 

@@ -12,28 +12,28 @@ from edgemoe.cluster.rpc.envelope import MAX_FRAMES, Buffer
 
 
 def who(identity: bytes) -> tuple[str, str]:
-    """The node and the incarnation that a connection claims to be."""
+    """Returns the node and the incarnation that a connection's identity claims."""
     node, boot, *_ = [*identity.decode("ascii", "replace").split(":"), ""]
     return node, boot
 
 
 def key_of(frame: zmq.Frame) -> bytes:
-    """The public key of the connection that a frame came by, as the authenticator noted it."""
+    """Returns the authenticated public key of the connection that a frame came by."""
     return str(frame.get("User-Id")).encode()
 
 
 def fd_of(frame: zmq.Frame) -> int:
-    """The connection that a frame came by."""
+    """Returns the file descriptor of the connection that a frame came by."""
     return int(frame.get(zmq.SRCFD))
 
 
 def waiting(socket: zmq.asyncio.Socket) -> bool:
-    """Whether a message is there to be read."""
+    """Returns whether a message can be read without waiting."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def hand(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> None:
-    """Hands a message to ZeroMQ now. Raises zmq.ZMQError (Again: no connection, or its queue is full)."""
+    """Hands a message to ZeroMQ without waiting. Raises zmq.ZMQError (Again: not connected, or the queue is full)."""
     assert len(frames) <= MAX_FRAMES + 2
     sent = socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
     assert isinstance(sent, asyncio.Future)
@@ -42,7 +42,7 @@ def hand(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> None:
 
 
 async def until_closed(work: Awaitable[None]) -> None:
-    """A reader ends when its socket is closed under it."""
+    """Runs a reader until its socket is closed, without raising the error that this causes."""
     try:
         await work
     except (zmq.ContextTerminated, asyncio.CancelledError):

@@ -21,7 +21,7 @@ from edgemoe.types.bounds import Word
 
 M = TypeVar("M")
 HWM_MESSAGES = 256  # to be sent to one peer
-DEAF_MS = 3000  # without an acknowledgement of what was sent, after which a connection is taken for broken
+DEAF_MS = 3000  # without a TCP acknowledgement, after which a connection counts as broken
 FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 
 
@@ -94,7 +94,7 @@ class ChannelSettings:
 
     credits_bytes: int = 32 << 20  # under way to one peer
     heartbeat_s: float = 0.0  # none
-    longest_s: float = 60.0  # that a question may wait here, however long its asker would
+    longest_s: float = 60.0  # longest that a question may wait here, whatever its own deadline
     message_bytes: int = 32 << 20  # of one message; no peer has more than twice as much under way
 
 
