@@ -25,7 +25,7 @@ import numpy.typing as npt
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate_model import NO_TOKEN
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recorder import SUFFIX, read_recording
+from edgemoe.telemetry.recording import SUFFIX, read_recording
 from edgemoe.types.routing import StepRouting
 from scoutgate.data import Meta, Routes, write
 

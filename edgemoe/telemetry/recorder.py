@@ -1,8 +1,7 @@
 """Records what the gates chose at each step, in compressed files that are bounded and rotated.
 
-A file is MAGIC, then blocks: four bytes of length (little-endian) and a zlib stream of that length, which holds a
-MessagePack array. The first block of a file is a `Header`, each other one is a `RoutingBlock`. Recordings hold
-what users wrote: files are 0600, the oldest are deleted first, and recording is off unless it is configured.
+Recordings hold what users wrote: files are 0600, the oldest are deleted first, and recording is off unless it is
+configured.
 """
 
 from __future__ import annotations
@@ -10,54 +9,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import struct
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
 
 from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import StoreError
+from edgemoe.telemetry.recording import LENGTH, MAGIC, SUFFIX, Header, RoutingBlock
 from edgemoe.types.routing import StepRouting
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"EDGEMOE\x02"
-SUFFIX = ".routes"
 BLOCK_STEPS = 1024  # steps per block; waking the writer costs the compute thread half a millisecond
 BLOCK_BYTES = 8 << 20  # of one block, if that is reached first
 WAITING_BYTES = 64 << 20  # that may wait for the writer; beyond it steps are dropped and counted
-MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
 FLUSH_S = 5.0  # longest that a step waits for its block to fill
-_LENGTH = struct.Struct("<I")
-T = TypeVar("T")
-
-
-class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The model that a file's steps were recorded from."""
-
-    digest: str  # of the model
-    layers: int
-    experts: int
-    top_k: int
-
-
-class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Several steps' `StepRouting`, with S sequences and T tokens in all; arrays are little-endian bytes."""
-
-    requests: tuple[tuple[str, ...], ...]  # of each step
-    query_lens: bytes  # [S] int32
-    decode: bytes  # [S] bool
-    tokens: bytes  # [T] int32
-    positions: bytes  # [T] int32
-    ids: bytes  # [L, T, k] int16
-    weights: bytes  # [L, T, k] float16
 
 
 class Filling:
@@ -197,7 +169,7 @@ class Recorder:
         if self._file.tell() + len(block) > self._settings.file_bytes and self._file.tell() > len(MAGIC) + 512:
             self._file.close()
             self._open()
-        self._file.write(_LENGTH.pack(len(block)) + block)
+        self._file.write(LENGTH.pack(len(block)) + block)
         self._file.flush()
 
     def _open(self) -> None:
@@ -207,7 +179,7 @@ class Recorder:
         descriptor = os.open(self._directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb")
         block = zlib.compress(self._encode(self._header), 1)
-        self._file.write(MAGIC + _LENGTH.pack(len(block)) + block)
+        self._file.write(MAGIC + LENGTH.pack(len(block)) + block)
         self._file.flush()
 
     def _make_room(self, more_bytes: int) -> None:
@@ -219,87 +191,3 @@ class Recorder:
             with contextlib.suppress(FileNotFoundError):
                 files[0].unlink()
             del files[0], sizes[0]
-
-
-def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
-    """Returns a recording's header and its steps in order. Raises StoreError.
-
-    A file that a crash cut short ends with its last complete block.
-    """
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise StoreError(f"{path} is no recording of routing, or of a later version")
-        header = _decode(path, _block(path, file), Header)
-    if min(header.layers, header.experts, header.top_k) < 1 or header.top_k > header.experts:
-        raise StoreError(f"{path} is damaged: {header}")
-    return header, _steps(path, header)
-
-
-def _steps(path: Path, header: Header) -> Iterator[StepRouting]:
-    with path.open("rb") as file:
-        file.seek(len(MAGIC))
-        _block(path, file)
-        while block := _block(path, file):
-            yield from _unpack(path, header, _decode(path, block, RoutingBlock))
-
-
-def _block(path: Path, file: BinaryIO) -> bytes:
-    """Returns the next block, decompressed; empty at the end, or where the last one is incomplete."""
-    prefix = file.read(_LENGTH.size)
-    if len(prefix) < _LENGTH.size:
-        return b""
-    length = _LENGTH.unpack(prefix)[0]
-    data = file.read(length)
-    if len(data) < length:
-        return b""
-    try:
-        stream = zlib.decompressobj()
-        whole = stream.decompress(data, MAX_BLOCK)
-    except zlib.error as error:
-        raise StoreError(f"{path} is damaged: {error}") from error
-    if not stream.eof:
-        raise StoreError(f"{path} is damaged: a block is larger than {MAX_BLOCK} bytes, or cut short")
-    return whole
-
-
-def _decode(path: Path, data: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
-        raise StoreError(f"{path} is damaged: {error}") from error
-
-
-def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRouting]:
-    """Yields a block's steps. Raises StoreError."""
-    try:
-        query_lens = np.frombuffer(block.query_lens, "<i4").astype(np.int64)
-        decode = np.frombuffer(block.decode, np.bool_)
-        tokens = np.frombuffer(block.tokens, "<i4").astype(np.int64)
-        positions = np.frombuffer(block.positions, "<i4").astype(np.int64)
-        shape = (header.layers, len(tokens), header.top_k)
-        ids = np.frombuffer(block.ids, "<i2").astype(np.int16).reshape(shape)
-        weights = np.frombuffer(block.weights, "<f2").astype(np.float32).reshape(shape)
-    except ValueError as error:
-        raise StoreError(f"{path} is damaged: {error}") from error
-    sizes = sum(map(len, block.requests)), len(query_lens), len(decode)
-    inside = not ids.size or (ids.min() >= 0 and ids.max() < header.experts)
-    lens_fit = not query_lens.size or (query_lens.min() >= 0 and query_lens.sum() == len(tokens))
-    if len(set(sizes)) > 1 or not lens_fit or len(positions) != len(tokens) or not inside:
-        raise StoreError(f"{path} is damaged: the parts of a block do not fit together")
-    row = token = 0
-    for requests in block.requests:
-        rows = slice(row, row + len(requests))
-        at = slice(token, token + int(query_lens[rows].sum()))
-        yield StepRouting(
-            requests=requests,
-            query_lens=query_lens[rows],
-            decode=decode[rows],
-            tokens=tokens[at],
-            positions=positions[at],
-            ids=ids[:, at],
-            weights=weights[:, at],
-            hints={},
-            step_s=0.0,
-            stall_s=0.0,
-        )
-        row, token = rows.stop, at.stop

@@ -40,7 +40,8 @@ from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copies, verify_dense
 from edgemoe.telemetry import probes
-from edgemoe.telemetry.recorder import Header, Recorder
+from edgemoe.telemetry.recorder import Recorder
+from edgemoe.telemetry.recording import Header
 from edgemoe.types.experts import LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo

@@ -20,7 +20,7 @@ from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.protocol import SPOKEN, Language
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recorder import Header, RoutingBlock
+from edgemoe.telemetry.recording import Header, RoutingBlock
 from edgemoe.types.placement import PlacementPlan
 
 GOLDEN = Path(__file__).with_name("protocol.json")

@@ -16,7 +16,8 @@ from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
-from edgemoe.telemetry.recorder import BLOCK_STEPS, MAGIC, Header, Recorder, read_recording
+from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
+from edgemoe.telemetry.recording import MAGIC, Header, read_recording
 from edgemoe.types.routing import StepRouting
 
 HEADER = Header("digest", 3, 16, 2)

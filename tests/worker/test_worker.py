@@ -44,7 +44,7 @@ from edgemoe.config.settings import (
     Settings,
 )
 from edgemoe.store.packer import pack
-from edgemoe.telemetry.recorder import read_recording
+from edgemoe.telemetry.recording import read_recording
 from edgemoe.types.request import Emission, Request, Sampling
 
 M = TypeVar("M", bound=FromEngine)

@@ -1,7 +1,7 @@
 """Time to next use of every expert, learned from nothing while serving.
 
 `scores` ranks all experts by decay^time to their next need, time in steps and parts of a step: a layer that is still
-to run in this step comes sooner than one that has run (the source's W, with its gamma measured in steps). Bounded
+to run in this step comes sooner than one that has run (W of [Two-Tier, 4.1], with its gamma measured in steps). Bounded
 memory; the state survives restarts.
 """
 
