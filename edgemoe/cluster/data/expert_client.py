@@ -1,4 +1,4 @@
-"""Asking peers to compute experts: implements `types.Peers` over the calls channel.
+"""Asks peers to compute experts: implements `ExpertPeers` over the calls channel.
 
 The compute thread reads snapshots and posts calls; everything else happens on the engine's event loop. One hop leads
 from the compute thread to the loop, and one queue leads back.
@@ -32,7 +32,7 @@ Holdings = Callable[[], tuple[BoolArray, BoolArray]]  # experts [L, E] in memory
 
 
 class ExpertClient:
-    """The peers of this engine. `add` and `remove` them on the loop; `offers`, `fetch_s`, `call` from anywhere."""
+    """Calls the peers of this engine. `add` and `remove` run on the loop; `offers`, `fetch_s`, `call` on any thread."""
 
     def __init__(self, channel: Channel[CallMessage], model: Model, holdings: Holdings, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -47,7 +47,7 @@ class ExpertClient:
     # --- the compute thread's side --------------------------------------------------------------------------
 
     def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
-        """What the peers that can be reached would take for some experts [n] of a layer."""
+        """Returns the offers of all reachable peers for experts [n] of a layer."""
         now_s, model = time.monotonic(), self._model
         found = (
             peer.offer(layer, experts, model.row_bytes, model.expert_bytes, now_s)
@@ -57,7 +57,7 @@ class ExpertClient:
         return [offer for offer in found if offer is not None]
 
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
-        """Seconds to bring each expert's bytes [n] here from a peer, some left out; inf where none has it."""
+        """Returns seconds to fetch each expert [n] from a peer that is not in `without`; inf where none has it."""
         best = np.full(len(experts), np.inf, np.float32)
         for peer in self.peers.values():
             if peer.reachable and peer.node not in without:
@@ -66,7 +66,7 @@ class ExpertClient:
         return best
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
-        """Asks a peer; puts the call into `answers` when it has a result or an error."""
+        """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""
         call = RemoteCall(node, work, time.monotonic())
         self._loop.call_soon_threadsafe(self._begin, call, answers)
         return call
@@ -74,7 +74,7 @@ class ExpertClient:
     # --- the loop's side ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Says hello to every peer once in a while, until cancelled; calls under way then fail."""
+        """Sends a hello to every peer each HELLO_S, until cancelled; pending calls then fail."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for count in itertools.count():
@@ -86,14 +86,14 @@ class ExpertClient:
             self._group = None
 
     def add(self, node: str, boot: str) -> None:
-        """A peer that may now be connected."""
+        """Adds a peer that may now be connected."""
         self.peers = {**self.peers, node: PeerEstimate(node, boot, self._model.layers, self._model.experts)}
 
     def remove(self, node: str) -> None:
         self.peers = {name: peer for name, peer in self.peers.items() if name != node}
 
     def heed(self, node: str, heard: bool) -> None:
-        """Whether the peer's box is heard: while it is not, nothing is asked, and what was asked is not waited for."""
+        """Sets whether the peer's box is heard. While it is not, pending calls fail and no new ones are made."""
         peer = self.peers.get(node)
         if peer is None or peer.heard == heard:
             return
@@ -104,7 +104,7 @@ class ExpertClient:
             self._channel.give_up(node, f"{node} is not heard")
 
     def learn(self, node: str, hello: Hello) -> Hello:
-        """What a peer says of itself; our own hello. Raises PeerRefused for another model."""
+        """Takes a peer's hello and returns ours. Raises PeerRefused for another model."""
         ram, disk = self._model.read_hello(node, hello)
         if (peer := self.peers.get(node)) is not None:
             peer.ram, peer.disk = ram, disk
@@ -120,7 +120,7 @@ class ExpertClient:
             peer.ready = peer.silent = False
 
     async def _greet(self, peer: PeerEstimate, *, probe: bool) -> None:
-        """One hello, there and back."""
+        """Exchanges one hello, and measures the round trip or, with `probe`, the rate."""
         began_s = time.monotonic()
         payload = [bytes(PROBE_BYTES)] if probe else []
         try:
@@ -159,7 +159,7 @@ class ExpertClient:
             if peer is None:
                 raise PeerUnavailable(f"{call.node} is no member any more")
             peer.under_way[number] = call
-            absent = peer.absent(call.work)  # now: what it reads for the call, it has in memory then
+            absent = peer.absent(call.work)  # counted now: afterwards they are in its memory
             body, tensors = self._model.call(call.work)
             answer = await self._channel.ask(call.node, body, tensors, timeout_s=self.timeout_s)
             sizes = [tensor.nbytes for tensor in answer.tensors]
@@ -173,7 +173,7 @@ class ExpertClient:
         except asyncio.CancelledError:
             call.error = PeerUnavailable("the engine is stopping")
             raise
-        except Exception as error:  # whatever it is, the compute thread may not be left waiting
+        except Exception as error:  # the compute thread must get an answer in any case
             self._say(logging.ERROR, "an expert call went wrong", call.node, exc_info=True)
             call.error = PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
         finally:
@@ -193,7 +193,7 @@ class ExpertClient:
         peer.busy_s += took_s
         if before_s <= call.asked_s:
             peer.measure_way(2 * size, way_s)
-        else:  # it waited for others, on the way and there
+        else:  # it waited for earlier calls, on the link and at the peer
             served_s = min(served_s, now_s - before_s)
             if size > SMALL_BYTES:
                 peer.measure_flow(size, min(way_s / 2, now_s - before_s))

@@ -1,6 +1,6 @@
-"""Experts as bytes, from box to box: in chunks of at most a megabyte, each expert verified as a whole.
+"""Transfers experts as bytes between boxes, in chunks of at most a megabyte, and verifies each whole expert.
 
-`PeerStore` is the store of a box among others: what its own disk lacks, or has damaged, comes from a peer.
+`PeerStore` is the store of a box in a cluster: experts that its disk does not have, or has damaged, come from a peer.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from edgemoe.types.experts import Store
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts under way
-LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch that takes so many times what was expected is tried elsewhere
-LEAST_BYTES_PER_S = 5e6  # of a fetch; whoever is slower without having been measured so is given up in the end, too
+LATE_FACTOR, LATE_S = 4.0, 0.25  # a fetch is late after so many times its expected time; then another peer is tried
+LEAST_BYTES_PER_S = 5e6  # of a fetch; a slower one fails in the end, unless the peer was measured to be slow
 
 Checksum = Callable[[memoryview], str]
 
 
 class ExpertSource(Protocol):
-    """Experts of this box, to be handed out. Called on the event loop."""
+    """Provides this box's experts to peers. Called on the event loop."""
 
     def checksum(self, layer: int, expert: int) -> str | None:
-        """What the expert must hash to; None where nobody said so yet."""
+        """Returns the expert's checksum; None where it is not known yet."""
 
     def learn(self, layer: int, expert: int, checksum: str) -> None:
-        """An expert with this checksum arrived from a peer."""
+        """Notes the checksum of an expert that arrived from a peer."""
 
     def has(self, layer: int, expert: int) -> bool:
-        """Whether the disk holds it."""
+        """Returns whether the disk holds the expert."""
 
     async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
-        """A part of an expert that is in memory or on the disk. Raises StoreError."""
+        """Returns a part of an expert that is in memory or on the disk. Raises StoreError."""
 
 
 class ExpertFetchServer:
-    """Answers Fetches."""
+    """Answers Fetch messages."""
 
     def __init__(self, shelf: ExpertSource, layers: int, experts: int, expert_bytes: int) -> None:
         self.sent_bytes = 0
@@ -64,10 +64,10 @@ class ExpertFetchServer:
 
 
 class PeerStore:
-    """Implements `types.Store`. Without a channel it is the box's own store and nothing more."""
+    """Implements `Store`: reads from the box's own store and, once joined, from peers."""
 
     def __init__(self, own: Store, shelf: ExpertSource, checksum: Checksum, expert_bytes: int) -> None:
-        self.fetched = self.refused = 0  # experts from peers; those whose bytes were not what they must be
+        self.fetched = self.refused = 0  # experts from peers; those with a wrong checksum
         self._own, self._shelf, self._checksum, self._size = own, shelf, checksum, expert_bytes
         self._channel: Channel[BulkMessage] | None = None
         self._turns = asyncio.Semaphore(FETCHES)
@@ -75,14 +75,14 @@ class PeerStore:
     def join(
         self, channel: Channel[BulkMessage], peers: Callable[[], dict[str, PeerEstimate]], timeout_s: float
     ) -> None:
-        """From here on peers are asked too."""
+        """Reads from peers too from now on."""
         self._channel, self._peers, self._timeout_s = channel, peers, timeout_s
 
     def expert_bytes(self, layer: int, expert: int) -> int:
         return self._size
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
-        """From the disk or a peer, verified. Raises CorruptExpert, MissingExpert."""
+        """Reads an expert from the disk or a peer and verifies it. Raises CorruptExpert, MissingExpert."""
         damaged: CorruptExpert | None = None
         if self._shelf.has(layer, expert):
             try:
@@ -100,16 +100,19 @@ class PeerStore:
         raise MissingExpert(layer, expert, "; ".join(reasons) or "it is not on the disk, and no peer has it")
 
     async def _fetch(self, layer: int, expert: int, into: memoryview) -> list[str] | None:
-        """None when it is there, else why not. Who does not answer as usual is left for another, then tried again."""
+        """Fetches the expert from a peer. Returns None on success, else the reasons of all failures.
+
+        A late peer is left for the next one. All are tried again with longer deadlines, up to the full time-out.
+        """
         reasons: list[str] = []
-        patience, patient = 1.0, False
-        while not patient:
+        factor, final = 1.0, False
+        while not final:
             sources = self._sources(layer, expert)
             usual = [max(LATE_S, LATE_FACTOR * self._expected_s(peer)) for peer in sources]
-            patient = len(sources) <= 1 or patience * min(usual) >= self._timeout_s
+            final = len(sources) <= 1 or factor * min(usual) >= self._timeout_s
             for peer, late_s in zip(sources, usual, strict=True):
                 whole_s = self._timeout_s + max(late_s, self._size / LEAST_BYTES_PER_S)
-                within_s = whole_s if patient else min(whole_s, patience * late_s)
+                within_s = whole_s if final else min(whole_s, factor * late_s)
                 try:
                     await self._fetch_from(peer.node, layer, expert, into[: self._size], within_s)
                 except (PeerError, CorruptExpert) as error:
@@ -119,11 +122,11 @@ class PeerStore:
                     continue
                 self.fetched += 1
                 return None
-            patience *= LATE_FACTOR
+            factor *= LATE_FACTOR
         return reasons
 
     def _sources(self, layer: int, expert: int) -> list[PeerEstimate]:
-        """Peers that have it, in memory first, then by how near they are."""
+        """Returns the peers that have the expert: those with it in memory first, then by expected time."""
         if self._channel is None:
             return []
         ready = [peer for peer in self._peers().values() if peer.heard and peer.ready]
@@ -132,11 +135,14 @@ class PeerStore:
         return having
 
     def _expected_s(self, peer: PeerEstimate) -> float:
-        """That a fetch takes beside those that may be under way, the peer's reads included."""
+        """Returns the expected time of a fetch beside FETCHES others, the peer's disk reads included."""
         return peer.latency_s + FETCHES * self._size * (peer.s_per_byte + 1 / READ_BYTES_PER_S)
 
     async def _fetch_from(self, node: str, layer: int, expert: int, into: memoryview, within_s: float) -> None:
-        """All of it within so long; a chunk that takes a whole time-out ends it earlier."""
+        """Fetches the whole expert within `within_s`. Raises PeerError, CorruptExpert.
+
+        Fails earlier where one chunk exceeds the time-out.
+        """
         window, sums, timeout_s = asyncio.Semaphore(WINDOW), set[str](), min(self._timeout_s, within_s)
 
         async def chunk(start: int) -> None:
@@ -151,7 +157,7 @@ class PeerStore:
 
         failure: PeerError | None = None
         try:
-            async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:  # left, nothing writes into `into`
+            async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:  # after it, nothing writes to `into`
                 for start in range(0, self._size, CHUNK_BYTES):
                     group.create_task(chunk(start))
         except* PeerError as errors:
@@ -162,9 +168,9 @@ class PeerStore:
             raise failure
         self._verify(node, layer, expert, into, sums)
 
-    def _verify(self, node: str, layer: int, expert: int, into: memoryview, told: set[str]) -> None:
-        """Our own manifest says what it must hash to; where it lacks the expert, the peer's does."""
-        wanted = self._shelf.checksum(layer, expert) or (told.pop() if len(told) == 1 else "one sum for all chunks")
+    def _verify(self, node: str, layer: int, expert: int, into: memoryview, sums: set[str]) -> None:
+        """Checks the bytes by our manifest's checksum, or by the peer's where we have none. Raises CorruptExpert."""
+        wanted = self._shelf.checksum(layer, expert) or (sums.pop() if len(sums) == 1 else "one sum for all chunks")
         found = self._checksum(into)
         if found != wanted:
             self.refused += 1

@@ -1,8 +1,7 @@
-"""Computing experts for peers: calls that wait are computed together, and what would come too late is shed.
+"""Computes experts for peers: batches waiting calls of a layer, and refuses calls that would be too late.
 
-One thread of its own computes, so that a step of this box never delays a peer's. It takes the call that has waited
-longest, and with it all others of the same layer, from whichever peers. Small work that needs no waiting is computed
-where it arrives.
+A thread of its own computes, so that this box's steps do not delay peers. It takes the call that has waited longest,
+together with all other calls of the same layer. Small work that needs no waiting is computed on the event loop.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from edgemoe.telemetry.unit_time import UnitTime
 from edgemoe.types.peers import ExpertWork, work_units
 
 log = logging.getLogger(__name__)
-QUEUE_CALLS = 256  # that wait; beyond it callers are sent away
+QUEUE_CALLS = 256  # that wait; beyond it calls are refused as busy
 QUEUE_BYTES = 256 << 20
-TOGETHER_ROWS = 512  # of calls computed at once
+TOGETHER_ROWS = 512  # of calls computed together
 FIRST_UNIT_S = 5e-5
-AT_ONCE_S = 4e-4  # work that is expected to take no longer is done on the loop
+AT_ONCE_S = 4e-4  # work that is expected to take no longer is computed on the loop
 
 
 class ExpertOwner(Protocol):
-    """Whoever has experts: computes for peers, on the server's thread."""
+    """Computes experts for peers, on the server's thread."""
 
     def refuses(self, work: ExpertWork) -> str:
-        """Why the work cannot be done here; "" where it can. From the event loop."""
+        """Returns why the work cannot be done here, or "". Called on the event loop."""
 
     def compute(self, works: Sequence[ExpertWork]) -> Sequence[Any]:
-        """The result of each work, all of one layer, as buffers [r, H]. Raises EdgemoeError."""
+        """Returns the result of each work as a buffer [r, H]; all are of one layer. Raises EdgemoeError."""
 
     def compute_at_once(self, work: ExpertWork) -> Any | None:
-        """The work's result if that needs no waiting; else None. Never beside `compute`."""
+        """Returns the work's result if no expert has to be waited for, else None. Never runs beside `compute`."""
 
 
 @dataclass(slots=True)
@@ -54,7 +53,7 @@ class QueuedCall:
 
 
 class ExpertServer:
-    """`serve` on the loop; `start` the thread, `close` to end it."""
+    """Answers calls: `serve` runs on the loop, `start` and `close` start and end the thread."""
 
     def __init__(self, model: Model, host: ExpertOwner) -> None:
         self.served = self.shed = self.batches = 0
@@ -74,14 +73,14 @@ class ExpertServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Lets the batch under way end; what waits is never answered."""
+        """Ends the thread after the current batch; waiting calls are not answered."""
         self._closed = True
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
 
     async def serve(self, question: Question[CallMessage]) -> Answer[CallMessage]:
-        """The answer to a Call. Raises PeerBusy, PeerRefused."""
+        """Returns the answer to a Call. Raises PeerBusy, PeerRefused."""
         began_s = time.monotonic()
         call: Any = question.message
         work = self._model.read_call(call, question.tensors)
@@ -110,7 +109,7 @@ class ExpertServer:
         return Answer(Result(time.monotonic() - began_s), [sums])
 
     def _compute_at_once(self, work: ExpertWork, units: float) -> Any | None:
-        """On the loop: for small work, two hand-overs between threads would take longer than the work."""
+        """Computes on the loop: for small work, switching threads twice would take longer than the work."""
         began_s = time.monotonic()
         sums = self._host.compute_at_once(work)
         if sums is not None:
@@ -124,9 +123,9 @@ class ExpertServer:
         self.busy_s += took_s
 
     def _admit(self, job: QueuedCall) -> None:
-        """Raises PeerBusy for a call that would wait for longer than its caller.
+        """Raises PeerBusy for a call that would not be computed before its deadline, or where the queue is full.
 
-        Where nothing is computed, nothing measures: the pace fades, so that big calls are not sent away for ever.
+        While nothing is computed nothing is measured: the estimate then fades, so that big calls are accepted again.
         """
         unit_s = self._pace.mean_s if self._pending else self._pace.at(time.monotonic())
         late = (self._units + job.units) * unit_s > job.deadline - self._loop.time()
@@ -142,7 +141,7 @@ class ExpertServer:
                 self._compute(batch)
 
     def _take(self) -> bool:
-        """Takes in what has arrived, and waits where there is nothing; false when closed."""
+        """Takes arrived calls, and waits for one where there is none. Returns False when closed."""
         if not self._waiting and (job := self._inbox.get()) is not None:
             self._waiting.append(job)
         while not self._inbox.empty():
@@ -151,7 +150,7 @@ class ExpertServer:
         return not self._closed
 
     def _next_layer(self) -> list[QueuedCall]:
-        """Waiting calls of the layer that has waited longest; those that are too late are sent away."""
+        """Returns waiting calls of the layer that has waited longest; fails those past their deadline."""
         taken: list[QueuedCall] = []
         kept: deque[QueuedCall] = deque()
         rows, now = 0, self._loop.time()
@@ -170,8 +169,8 @@ class ExpertServer:
         began_s = time.monotonic()
         try:
             results = self._host.compute([job.work for job in batch])
-        except Exception as error:  # the peers must hear of it, whatever it is
-            if len(batch) > 1:  # one of them is to blame
+        except Exception as error:  # the peers must get an answer in any case
+            if len(batch) > 1:  # find the call at fault
                 for job in batch:
                     self._compute([job])
                 return

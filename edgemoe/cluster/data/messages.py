@@ -1,11 +1,11 @@
-"""The languages of the two channels between engines: expert calls, and bulk.
+"""Messages of the two channels between engines: expert calls, and bulk.
 
-    calls   Hello -> Hello     who serves what; small and regular, so that it measures the round trip too
+    calls   Hello -> Hello     the model and experts of each; regular and small, so that it measures the round trip
             Call -> Result     one layer's experts on some rows: tensors (hidden, index) -> (sums,)
     bulk    Fetch -> Chunk     a part of one expert's bytes, at most CHUNK_BYTES: tensors () -> (bytes,)
 
 A Call's index is int32: experts [n], calls of each [n], row of each call [m], routing weight of each [m] as bits of
-float32. Whatever arrives is checked here before anything is computed from it; what does not fit raises PeerRefused.
+float32. Everything received is checked here before it is used; an invalid message raises PeerRefused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_ROWS = 1 << 16  # of one call
 
 
 class Hello(Message, frozen=True, tag="Hello"):
-    """The model that is served, and bitmaps of its experts: in memory, and on the disk."""
+    """Names the served model, with bitmaps of the experts in memory and on the disk."""
 
     model: Word  # digest
     layers: Small
@@ -43,7 +43,7 @@ class Hello(Message, frozen=True, tag="Hello"):
 
 
 class Call(Message, frozen=True, tag="Call"):
-    """Compute `experts` experts of a layer, `calls` calls in all, on `rows` rows."""
+    """Asks to compute `experts` experts of a layer, `calls` calls in all, on `rows` rows."""
 
     layer: Small
     rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
@@ -52,13 +52,13 @@ class Call(Message, frozen=True, tag="Call"):
 
 
 class Result(Message, frozen=True, tag="Result"):
-    """A call's sums; `served_s` is the time from the call's arrival to here."""
+    """Carries a call's sums; `served_s` is the time from the call's arrival to this answer."""
 
     served_s: Seconds
 
 
 class Fetch(Message, frozen=True, tag="Fetch"):
-    """`bytes` of one expert from `offset`."""
+    """Asks for `bytes` bytes of one expert from `offset`."""
 
     layer: Small
     expert: Small
@@ -67,7 +67,7 @@ class Fetch(Message, frozen=True, tag="Fetch"):
 
 
 class Chunk(Message, frozen=True, tag="Chunk"):
-    """The bytes asked for, and what the whole expert must hash to."""
+    """Carries the bytes asked for, and the checksum of the whole expert."""
 
     checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
@@ -80,7 +80,7 @@ BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What two engines must agree on before either computes for the other."""
+    """The model's digest and sizes, which must be equal on two engines that compute for each other."""
 
     digest: str
     layers: int
@@ -89,13 +89,13 @@ class Model:
     expert_bytes: int
 
     def hello(self, ram: BoolArray, disk: BoolArray) -> Hello:
-        """`ram` and `disk` [L, E]."""
+        """Returns the hello that names these experts in memory and on the disk, [L, E] each."""
         return Hello(
             self.digest, self.layers, self.experts, self.row_bytes, self.expert_bytes, pack_bits(ram), pack_bits(disk)
         )
 
     def read_hello(self, node: str, hello: Hello) -> tuple[BoolArray, BoolArray]:
-        """What the node has in memory and on its disk, [L, E]. Raises PeerRefused for another model."""
+        """Returns what the node has in memory and on its disk, [L, E] each. Raises PeerRefused for another model."""
         if hello.model != self.digest:
             raise PeerRefused(
                 f"{node} serves model {hello.model[:12]}, not {self.digest[:12]}; serve the same packed store on both"
@@ -109,7 +109,7 @@ class Model:
             raise PeerRefused(f"{node} tells its experts wrongly: {error}") from error
 
     def call(self, work: ExpertWork) -> tuple[Call, list[Buffer]]:
-        """Body and tensors that carry the work."""
+        """Returns the message and the tensors that carry the work."""
         n, m = len(work.experts), len(work.rows)
         index = np.empty(2 * n + 2 * m, np.int32)
         index[:n], index[n : 2 * n] = work.experts, np.diff(work.offsets)
@@ -118,7 +118,7 @@ class Model:
         return Call(work.layer, len(work.hidden), n, m), [work.hidden.data.cast("B"), index.data.cast("B")]
 
     def read_call(self, call: Call, tensors: Sequence[memoryview]) -> ExpertWork:
-        """The work that a peer asks for. Raises PeerRefused where it is none."""
+        """Returns the work that a peer asks for. Raises PeerRefused where it is not valid."""
         n, m, rows = call.experts, call.calls, call.rows
         fits = len(tensors) == 2 and tensors[0].nbytes == rows * self.row_bytes and tensors[1].nbytes == 8 * (n + m)
         if not fits or call.layer >= self.layers or n > self.experts:

@@ -1,10 +1,10 @@
-"""One peer as its callers see it: what it has, how fast the way to it is, and how fast it computes.
+"""Estimates one peer: what experts it has, how fast the link to it is, and how fast it computes.
 
-Times are measured on every call. Of a call's time, what the peer says that it spent itself is its own; the rest is
-the way: a round trip, and seconds per byte. Where calls follow each other closely, they wait for each other on the way;
-then what lies between two answers tells the rate. A call without an answer counts as at least as slow as it is old, so
-that a peer that stops answering loses its work before any time-out says so. What only calls measure (computing, and
-reading what is not in memory) fades, so that a peer that looked slow once is tried again.
+Times are measured on every call. The peer reports the time that it spent itself; the rest is the link's: a round trip,
+and seconds per byte. Calls that follow each other closely wait for each other on the link; then the time between two
+answers gives the rate. A pending call counts as at least as slow as it is old, so that a peer that stops answering gets
+no more work even before a time-out. Estimates that only calls can measure (computing, and reading from disk) fade, so
+that a peer that looked slow once is tried again.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ SMALL_BYTES = 16 << 10  # messages up to here measure the round trip, larger one
 FIRST_BYTES_PER_S = 50e6  # assumed until measured
 FIRST_UNIT_S = 1e-3
 READ_BYTES_PER_S = 1e9  # of a peer's disk, assumed until measured
-RECOVERY = 0.6  # weight of a measurement that is much better than those before: whatever kept the peer is over
+RECOVERY = 0.6  # weight of a measurement that is much better than the mean: the peer has recovered
 
 
 class PeerEstimate:
-    """Belongs to the event loop; the compute thread reads single fields."""
+    """Holds the estimates of one peer. The event loop writes them; the compute thread reads single fields."""
 
     def __init__(self, node: str, boot: str, layers: int, experts: int) -> None:
         self.node, self.boot = node, boot
         self.heard = True  # by our front
-        self.ready = False  # it has said hello, for the same model, on the connection that stands
-        self.silent = False  # a call was not answered in time, and nothing has been heard since it was asked
+        self.ready = False  # it has sent a hello for the same model on the current connection
+        self.silent = False  # a call timed out, and nothing was received since it was sent
         self.heard_s = -np.inf  # when its last answer came
         self.answered_s = -np.inf  # to a call
         self.refused = ""  # why it cannot help
@@ -45,11 +45,11 @@ class PeerEstimate:
 
     @property
     def reachable(self) -> bool:
-        """Whether it may be asked."""
+        """Returns whether the peer may be asked."""
         return self.heard and self.ready and not self.silent
 
     def offer(self, layer: int, wanted: IntArray, row_bytes: int, expert_bytes: int, now_s: float) -> Offer | None:
-        """What it would take for the `wanted` experts of the layer; None where it has none of them."""
+        """Returns the peer's offer for the `wanted` experts of the layer; None where it has none of them."""
         ram, disk = self.ram[layer][wanted], self.disk[layer][wanted]
         if not (ram | disk).any():
             return None
@@ -59,33 +59,33 @@ class PeerEstimate:
         return Offer(self.node, open_s, 2 * row_bytes * self.s_per_byte, self.computing.at(now_s), wait_s)
 
     def absent(self, work: ExpertWork) -> int:
-        """How many of the work's experts are not in its memory."""
+        """Counts the work's experts that are not in the peer's memory."""
         return int(np.count_nonzero(~self.ram[work.layer][work.experts]))
 
     def measure_way(self, size_bytes: int, seconds: float) -> None:
-        """A round trip of so many bytes, both ways together, without what the peer itself needed."""
+        """Adds a round trip of `size_bytes`, both ways together, without the time that the peer itself spent."""
         if size_bytes <= SMALL_BYTES:
             weight = RECENT if seconds > self.latency_s / 2 else RECOVERY
             self.latency_s += weight * (seconds - self.latency_s)
         else:
             rate = max(0.0, seconds - self.latency_s) / size_bytes
-            weight = RECOVERY if 0 < rate < self.s_per_byte / 2 else RECENT  # 0: it says nothing but of the round trip
+            weight = RECOVERY if 0 < rate < self.s_per_byte / 2 else RECENT  # 0: measures the round trip only
             self.s_per_byte += weight * (max(rate, 1e-11) - self.s_per_byte)
 
     def measure_flow(self, size_bytes: int, seconds: float) -> None:
-        """So many bytes, each way, in the time since the last answer, while both ways were busy."""
+        """Adds a transfer of `size_bytes` each way since the last answer, while the link was busy both ways."""
         self.s_per_byte += RECENT * (max(seconds / size_bytes, 1e-11) - self.s_per_byte)
 
     def measure_work(self, units: float, seconds: float) -> None:
-        """It computed so many units, all in its memory, in the time that it states in the answer that just came."""
+        """Adds the time that the peer reports for computing `units`, with all experts in its memory."""
         self.computing.measure(seconds / units, self.answered_s)
 
     def measure_reads(self, size_bytes: int, units: float, seconds: float) -> None:
-        """It read so many bytes first: that took what computing does not take of the time that it states."""
+        """Adds a disk read of `size_bytes`: the time that the peer reports, less the expected computing."""
         read_s = seconds - units * self.computing.at(self.answered_s)
         self.reading.measure(max(read_s / size_bytes, 1e-11), self.answered_s)
 
     def failed(self, seconds: float) -> None:
-        """A call was not answered: the way is at least as slow as that."""
+        """Counts a call without an answer; the link counts as at least that slow."""
         self.failures += 1
         self.latency_s = max(self.latency_s, seconds)

@@ -1,4 +1,4 @@
-"""The engine's channels to other engines, put together: expert calls and bulk, both ways."""
+"""Composes the engine's channels to other engines: expert calls and bulk, in both directions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from edgemoe.errors import PeerRefused
 
 log = logging.getLogger(__name__)
 BULK_CREDITS_BYTES = 8 << 20
-CALL_BYTES = 80 << 20  # of one call: rows, and who computes them
+CALL_BYTES = 80 << 20  # of one call: rows, experts and weights
 
 
 class DataPlane:
-    """Made on the engine's event loop. `run` until cancelled, then `close`."""
+    """Owns the channels, servers and clients of an engine. Made on its event loop; `run` it, then `close` it."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class DataPlane:
         self._known: dict[PeerEngine, tuple[str, ...]] = {}  # with their keys
 
     def bind(self, host: str, calls_port: int = 0, bulk_port: int = 0) -> tuple[int, int]:
-        """Listens; the two ports. Raises PeerRefused where an address cannot be had."""
+        """Listens and returns the two ports. Raises PeerRefused where an address cannot be used."""
         return self._calls_channel.bind(host, calls_port), self._bulk_channel.bind(host, bulk_port)
 
     def set_peers(self, keys: Mapping[str, tuple[str, ...]], engines: Sequence[PeerEngine]) -> None:
-        """Lets these keys in, by their nodes, connects to these engines of theirs, and drops all others.
+        """Allows these keys by node, connects to these engines, and revokes and disconnects all others.
 
-        Connections to an engine whose box is not heard stay, so that it is there at once when it is heard again; so do
-        those by a key that still stands for the box beside another.
+        Connections stay open to an engine whose box is not heard, so that it can be used at once when it is back.
+        They also stay where their key is still one of the box's keys.
         """
         self._transport.allowed.replace(keys)
         wanted = {
@@ -92,14 +92,14 @@ class DataPlane:
             self.calls.heed(engine.node, engine.heard)
 
     async def run(self) -> None:
-        """Serves and asks until cancelled."""
+        """Serves and asks peers until cancelled."""
         self.server.start()
         async with asyncio.TaskGroup() as group:
             for work in (self._transport.run(), self._calls_channel.run(), self._bulk_channel.run(), self.calls.run()):
                 group.create_task(work)
 
     def close(self) -> None:
-        """After `run` has ended."""
+        """Frees threads and sockets. Must be called after `run` has ended."""
         self.server.close()
         self._transport.close()
 

@@ -1,14 +1,14 @@
-"""The language of the control channel, front to front.
+"""Messages of the control channel, from front to front.
 
-    Beat         told several times a second: that the box lives, whether it leads, which plan holds, how busy it is
-    Announce     asked when it has changed, or a Beat wants it, answered Welcome (or refused): what the box is and has
+    Beat         sent several times a second: the box lives; whether it leads, which plan it follows, how busy it is
+    Announce     asked on change, or where a Beat wants it; answered Welcome (or refused): what the box is and has
     GetPlan      answered PlanIs, with the plan as a tensor
     Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
-    Tokens       what that engine emits, likewise; answered Taken, which names what nobody waits for any more
-    Check        asked once a second of whoever runs requests of ours, answered Dropped: those that it has not got
-    RaftPayload  told: the embedded agreement's own messages
+    Tokens       what that engine emits, likewise; answered Taken, which names requests that are not wanted any more
+    Check        asked once a second of boxes that run requests of ours, answered Dropped: those they do not have
+    RaftPayload  sent without an answer: messages of the embedded Raft
 
-Whatever a leader says carries its epoch in Beat.leading.
+A leader's messages carry its epoch in Beat.leading.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Beat(Message, frozen=True, tag="Beat"):
 
     leading: Count = 0
     seen: Count = 0  # the highest epoch that the box knows of
-    plan_version: Count = 0  # what the box goes by; as of the leader, what all are to go by
+    plan_version: Count = 0  # that the box follows; the leader's is the one that all must follow
     plan_digest: Text = ""
     engine: Text = ""  # boot of the engine that takes requests; "" while none does
     requests: Count = 0  # running and waiting there
     slots: Count = 0  # that run at once
     capacity: Count = 0  # that may be there, waiting ones included
-    unmet: bool = False  # the receiver's announcement is wanted: this box has none
+    unmet: bool = False  # this box has no announcement of the receiver yet and wants one
 
 
 class EngineCard(msgspec.Struct, frozen=True):
-    """An engine that has opened its channels, and what it has."""
+    """Describes an engine that has opened its channels."""
 
     boot: Text
     calls_port: Port
@@ -65,7 +65,7 @@ class EngineCard(msgspec.Struct, frozen=True):
 
 
 class Announce(Message, frozen=True, tag="Announce"):
-    """What a box is and has."""
+    """Describes a box: release, role, address, memory, engine, peers."""
 
     release: Text
     role: Literal["box", "witness"]
@@ -74,12 +74,12 @@ class Announce(Message, frozen=True, tag="Announce"):
     ram_bytes: Bytes = 0
     engine: EngineCard | None = None
     leaving: bool = False
-    agreement: Annotated[str, Meta(max_length=400)] = ""  # by which it decides who leads; "" of a box that joins
-    listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # whom it lets in
+    agreement: Annotated[str, Meta(max_length=400)] = ""  # how it elects a leader; "" of a box that joins
+    listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # peers that it allows
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
-    """The announcement is taken note of."""
+    """Confirms an announcement."""
 
 
 class GetPlan(Message, frozen=True, tag="GetPlan"):
@@ -89,34 +89,34 @@ class GetPlan(Message, frozen=True, tag="GetPlan"):
 
 
 class PlanIs(Message, frozen=True, tag="PlanIs"):
-    """The plan's bytes are the message's tensor."""
+    """Carries the plan's bytes as its tensor."""
 
 
 class Forward(Message, frozen=True, tag="Forward"):
-    """The message's tensor is a frame for an engine that serves this model: a Submit or a Cancel."""
+    """Carries as its tensor a frame for an engine that serves this model: a Submit or a Cancel."""
 
     model: Text  # digest
 
 
 class Tokens(Message, frozen=True, tag="Tokens"):
-    """The message's tensor is a frame of an engine: Emissions."""
+    """Carries as its tensor a frame from an engine: Emissions."""
 
 
 class Taken(Message, frozen=True, tag="Taken"):
-    """It has been passed on. `unwanted` are (request, attempt) that nobody waits for."""
+    """Confirms a Forward or Tokens. `unwanted` are the (request, attempt) that nobody waits for."""
 
     unwanted: Guests = ()
 
 
 class Check(Message, frozen=True, tag="Check"):
-    """Asks which of these requests, by (request, attempt), the engine of that boot has not got."""
+    """Asks which of these requests, by (request, attempt), the engine of that boot does not have."""
 
     engine: Text
     requests: Guests
 
 
 class Dropped(Message, frozen=True, tag="Dropped"):
-    """Requests that are neither running nor on their way back: who owns them is to run them again."""
+    """Names requests that neither run nor are on their way back; their owner must run them again."""
 
     requests: Guests = ()
 

@@ -1,10 +1,10 @@
-"""The messages between a front and an engine, and their encoding. One frame is one message.
+"""Defines and encodes the messages between a front and an engine. One frame is one message.
 
     frame = magic (4 bytes) | framing (1) | lowest, highest version that the sender speaks (1, 1) | msgpack of a message
 
-Whatever arrives is checked: length, magic, versions, tag, every field's type and bound. What does not fit raises
-WireError (WireVersionError where no version is common, UnknownMessage for a tag of another release); nothing else is
-ever raised by `decode_*`. The receiver answers it with Refused, or with the end of the one request that it was about.
+Frames are checked: length, magic, versions, tag, every field's type and bound. `decode_*` raise WireError
+(WireVersionError where no version is common, UnknownMessage for a tag of another release) and nothing else. Receivers
+answer an invalid frame with Refused, or with the end of the one request that it was about.
 
     front -> engine   Submit Cancel Drain Stop Ping Reload Refused, and among several boxes Peers Plan
     engine -> front   Loading* Ready (Emissions | Stats | Reloaded)* ; Refused; Failed at any time, before it exits
@@ -66,26 +66,26 @@ class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
-    """Forgets the request if it still runs as `attempt`; no emission of it follows the next step."""
+    """Ends the request without an answer, if it still runs as `attempt`. After the next step it emits nothing."""
 
     request: Name
     attempt: Attempt
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="Drain"):
-    """Finish what runs; nothing more will be submitted."""
+    """Asks the engine to finish what runs; nothing more will be submitted."""
 
 
 class Stop(Message, frozen=True, kw_only=True, tag="Stop"):
-    """Exit now, cleanly."""
+    """Asks the engine to exit now, cleanly."""
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="Ping"):
-    """Answered with Stats at once."""
+    """Asks for Stats at once."""
 
 
 class Reload(Message, frozen=True, kw_only=True, tag="Reload"):
-    """Read the ScoutGate export that the settings name again. Answered with Reloaded."""
+    """Asks the engine to read the ScoutGate export again. Answered with Reloaded."""
 
 
 Keys = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=2)]
@@ -94,7 +94,7 @@ Keys = Annotated[tuple[Name, ...], Meta(min_length=1, max_length=2)]
 class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
     """Another box's engine, and where its channels listen ("host:port").
 
-    One whose box is not heard at the moment is not to be asked, but stays connected.
+    An engine whose box is not heard at the moment stays connected, but is asked nothing.
     """
 
     node: Name
@@ -105,9 +105,9 @@ class PeerEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerList(Message, frozen=True, kw_only=True, tag="Peers"):
-    """Whose keys may speak (node -> its public key, or two while it is replaced), and their engines, to connect to.
+    """Lists the allowed keys by node (two while a key is being replaced), and the engines to connect to.
 
-    Both are complete: a key that is not in it is revoked, an engine that is not in it is disconnected.
+    Both lists are complete: keys that are not listed are revoked, engines that are not listed are disconnected.
     """
 
     keys: Annotated[dict[Name, Keys], Meta(max_length=MAX_NODES)] = msgspec.field(default_factory=dict)
@@ -115,13 +115,13 @@ class PeerList(Message, frozen=True, kw_only=True, tag="Peers"):
 
 
 class Plan(Message, frozen=True, kw_only=True, tag="Plan"):
-    """Adopt this plan: keep what is at home here."""
+    """Asks the engine to follow this plan and keep the experts that are at home on its box."""
 
     plan: PlacementPlan
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
-    """The ports that the engine's channels listen on, and the model that it is loading."""
+    """Announces the ports of the engine's channels, and the model that it is loading."""
 
     calls_port: Port
     bulk_port: Port
@@ -149,7 +149,7 @@ class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine can take, decided when it worked out its memory."""
+    """Limits of the engine, which follow from its memory budgets."""
 
     context_tokens: Count  # prompt and output of one request, at most
     kv_tokens: Count  # of all running requests together
@@ -158,14 +158,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True, tag="Loading"):
-    """The engine is coming up: a short word and the share done."""
+    """Reports the phase of loading and the share of it that is done."""
 
     phase: Name  # pack | weights | experts | warm-up
     fraction: Share = 0.0
 
 
 class Ready(Message, frozen=True, kw_only=True, tag="Ready"):
-    """The engine takes Submits from now on."""
+    """Says that the engine takes Submits from now on."""
 
     boot_id: Name
     model: ModelInfo
@@ -173,7 +173,7 @@ class Ready(Message, frozen=True, kw_only=True, tag="Ready"):
 
 
 class Emissions(Message, frozen=True, kw_only=True, tag="Emissions"):
-    """What one step added, all requests in one message."""
+    """Carries the emissions of one step, for all requests."""
 
     items: Annotated[list[Emission], Meta(max_length=MAX_EMISSIONS)]
 
@@ -190,14 +190,14 @@ class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
 
 
 class Reloaded(Message, frozen=True, kw_only=True, tag="Reloaded"):
-    """What came of a Reload, in words; where it was refused, what was in use before still is."""
+    """Says in words what a Reload has done; where it was refused, the old export stays in use."""
 
     message: LongText
     refused: bool = False
 
 
 class Failed(Message, frozen=True, kw_only=True, tag="Failed"):
-    """The engine cannot go on and is about to exit; `fatal` if starting it again would fail the same way."""
+    """Says that the engine must exit; `fatal` if starting it again would fail in the same way."""
 
     error: Name  # the error's class
     message: LongText
@@ -205,7 +205,7 @@ class Failed(Message, frozen=True, kw_only=True, tag="Failed"):
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="Refused"):
-    """A message of the other side's that could not be read, by its tag, and why. From either side."""
+    """Names by tag a message that could not be read, and why. Sent by either side."""
 
     what: Text
     why: LongText
@@ -229,7 +229,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message, speaks: Versions | None = None) -> bytes:
-    """The frame for `message`. Raises WireError where it would be longer than a frame may be."""
+    """Returns the frame of `message`. Raises WireError where it would exceed MAX_FRAME_BYTES."""
     frame = MAGIC + bytes((FRAMING, *(speaks or protocol.SPOKEN))) + _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"{type(message).__name__} of {len(frame)} bytes is over the {MAX_FRAME_BYTES} of a frame")
@@ -237,17 +237,17 @@ def encode(message: Message, speaks: Versions | None = None) -> bytes:
 
 
 def decode_to_engine(frame: bytes | memoryview) -> ToEngine:
-    """The message in a frame that a front sent. Raises WireError."""
+    """Returns the message in a frame that a front sent. Raises WireError."""
     return TO_ENGINE.read(body_of(frame))
 
 
 def decode_from_engine(frame: bytes | memoryview) -> FromEngine:
-    """The message in a frame that an engine sent. Raises WireError."""
+    """Returns the message in a frame that an engine sent. Raises WireError."""
     return FROM_ENGINE.read(body_of(frame))
 
 
 def versions_of(frame: bytes | memoryview) -> Versions:
-    """Which versions of the protocol the sender speaks. Raises WireError where it is no frame of ours."""
+    """Returns the protocol versions of a frame's sender. Raises WireError for other bytes."""
     view = memoryview(frame)
     if len(view) > MAX_FRAME_BYTES:
         raise WireError(f"a frame of {len(view)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -260,7 +260,7 @@ def versions_of(frame: bytes | memoryview) -> Versions:
 
 
 def body_of(frame: bytes | memoryview) -> memoryview:
-    """The message itself, not yet looked at. Raises WireError."""
+    """Returns the encoded message in a frame. Raises WireError."""
     theirs = versions_of(frame)
     if not protocol.SPOKEN.common(theirs):
         raise WireVersionError(
