@@ -39,6 +39,8 @@ A message says what was wrong, where, and what to do about it.
 
 from __future__ import annotations
 
+import re
+
 
 class EdgemoeError(Exception):
     """Base of all errors raised on purpose."""
@@ -233,3 +235,10 @@ class PlanConflict(CoordError):
 
 class ServiceError(EdgemoeError):
     """The daemon, its socket or its unit files cannot be put in place."""
+
+
+def code_of(error: EdgemoeError) -> str:
+    """Returns the error's stable code: a request error's own, else the class's name in snake case."""
+    if isinstance(error, RequestError) and error.code:
+        return error.code
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()

@@ -8,7 +8,6 @@ submits its requests again with the tokens that they have.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,8 +28,8 @@ from edgemoe.errors import (
     EngineUnavailable,
     MissingExpert,
     QueueFull,
-    RequestError,
     StoreError,
+    code_of,
 )
 from edgemoe.types.request import Emission, Request
 
@@ -209,7 +208,7 @@ class StepLoop:
             index=seq.emitted,
             finish=finish,
             error=str(error) if error else "",
-            error_code=_code(error) if error else "",
+            error_code=code_of(error) if error else "",
             retry_after_s=error.retry_after_s if isinstance(error, QueueFull) else 0.0,
         )
 
@@ -294,10 +293,3 @@ class StepLoop:
         self._scheduler.check_integrity()
         held = [*self._scheduler.running, *self._scheduler.waiting]
         assert {id(seq) for seq in held} == {id(seq) for seq in self._requests.values()}
-
-
-def _code(error: EdgemoeError) -> str:
-    """Returns the error's stable code: a request error's own, else the class's name in snake case."""
-    if isinstance(error, RequestError) and error.code:
-        return error.code
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
