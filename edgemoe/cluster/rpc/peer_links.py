@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -177,8 +178,8 @@ class PeerLinks(Generic[M]):
             link.fail(PeerUnavailable(why))
 
     def _start(self, link: PeerLink[M], group: asyncio.TaskGroup) -> None:
-        for work in (self._read_answers(link), self._read_events(link)):
-            link.tasks.append(group.create_task(until_closed(work)))
+        for read in (self._read_answers, self._read_events):
+            link.tasks.append(group.create_task(until_closed(partial(read, link))))
 
     async def _read_events(self, link: PeerLink[M]) -> None:
         while True:

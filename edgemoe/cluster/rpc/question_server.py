@@ -66,7 +66,7 @@ class QuestionServer(Generic[M]):
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Reads questions until cancelled; `group` serves them."""
-        group.create_task(until_closed(self._watch_connections()))
+        group.create_task(until_closed(self._watch_connections))
         for count in itertools.count(1):
             if count % BURST == 0:  # reading waiting messages does not yield to other tasks
                 await asyncio.sleep(0)

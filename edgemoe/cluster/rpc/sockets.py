@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import zmq
 import zmq.asyncio
@@ -41,10 +41,13 @@ def hand(socket: zmq.asyncio.Socket, frames: Sequence[Buffer]) -> None:
     sent.result()
 
 
-async def until_closed(work: Awaitable[None]) -> None:
-    """Runs a reader until its socket is closed, without raising the error that this causes."""
+async def until_closed(read: Callable[[], Awaitable[None]]) -> None:
+    """Runs a reader until its socket is closed, without raising the error that this causes.
+
+    The reader is made here: a task that is cancelled before its first step would leave one behind that nobody awaits.
+    """
     try:
-        await work
+        await read()
     except (zmq.ContextTerminated, asyncio.CancelledError):
         raise
     except zmq.ZMQError as error:

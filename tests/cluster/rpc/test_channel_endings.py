@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
+import selectors
 import socket
 import struct
 import subprocess
@@ -123,9 +123,12 @@ class Wire:
     def _run(self, port: int) -> None:
         with self._door, self._door.accept()[0] as near, socket.create_connection(("127.0.0.1", port)) as far:
             self._ends = [near, far]
-            with contextlib.suppress(OSError):
-                while ready := select.select(self._ends, [], [])[0]:
-                    for source in ready:
+            with contextlib.suppress(OSError), selectors.DefaultSelector() as ready:
+                for end in self._ends:
+                    ready.register(end, selectors.EVENT_READ)
+                while True:
+                    for key, _ in ready.select():
+                        source = near if key.fd == near.fileno() else far
                         if not (data := source.recv(1 << 16)):
                             return
                         self.open.wait(20)
