@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("edgemoe", "scoutgate", "tools") for path in (ROOT / folder).rglob("*.py"))
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", *DOCS, ROOT / "tools/bench/RESULTS.md"]
+FIGURES = sorted((ROOT / "tools/bench/results").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS, ROOT / "tools/bench/RESULTS.md", *FIGURES]
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:

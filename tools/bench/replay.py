@@ -1,4 +1,4 @@
-"""The cache policies on real traces: every table and picture of RESULTS.md's section on the cache.
+"""The cache policies on real traces: every table and picture of results/cache_replay.md.
 
     python tools/bench/replay.py TRACES --out DIR [--only NAME,...]    runs what is not in DIR yet (hours on one core)
     python tools/bench/replay.py TRACES --out DIR --report             prints the tables, draws the pictures
