@@ -16,11 +16,6 @@ TOO_LONG = {  # of those, what still is: this list only gets shorter
     "edgemoe/experts/predict/controller.py",
     "edgemoe/experts/predict/scoutgate_forecaster.py",
     "edgemoe/experts/tiers/residency.py",
-    "edgemoe/kernels/cpu/decode_attention.py::make_attention",
-    "edgemoe/kernels/cpu/decode_layer.py::make_layer",
-    "edgemoe/kernels/cpu/experts_decode.py::make_experts",
-    "edgemoe/kernels/cpu/experts_prefill.py::make_many",
-    "edgemoe/kernels/cpu/prefill_attention.py::make_prefill",
     "edgemoe/worker/assemble.py",
     "edgemoe/worker/assemble.py::assemble",
 }

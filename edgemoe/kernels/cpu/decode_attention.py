@@ -55,13 +55,9 @@ def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict
     }
 
 
-@cache
-def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[Code, ...]]:
-    """(run(control, address of an ATTENTION record) for kernels, the same for Python, all code that they refer to)."""
-    row_code, place = make_rows(bf16), make_place(bf16)
-    rows = address_of(row_code)
-    load = load_bf16 if bf16 else load_f32
-    size = 2 if bf16 else 4
+def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int], None]:
+    """Makes what adds weighted values up."""
+    size, load = (2, load_bf16) if bf16 else (4, load_f32)
 
     @jit
     def add_values(values: int, head_dim: int, count: int, probs: int, out: int) -> None:
@@ -80,6 +76,14 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[
         for j in range(full, count):
             for d in range(head_dim):
                 o[d] += p[j] * load(values + j * line, d)
+
+    return add_values  # type: ignore[no-any-return]
+
+
+def _make_attend(bf16: bool, row_code: Code) -> Code:
+    """Makes the chunk that takes one part of a context for the query heads of one KV head."""
+    rows, add_values = address_of(row_code), _make_add_values(bf16)
+    size = 2 if bf16 else 4
 
     @chunk
     def attend(job: int, number: int) -> None:
@@ -114,6 +118,13 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[
                 probs = scores + (query * length + at - start) * 4
                 add_values(values, a.head_dim, min(BLOCK, end - at), probs, part + (query * (a.head_dim + 2) + 2) * 4)
 
+    return attend
+
+
+def _make_combine(bf16: bool) -> Code:
+    """Makes the chunk that puts the parts together."""
+    place = make_place(bf16)
+
     @chunk
     def combine(job: int, number: int) -> None:
         """One query head of one token: its parts, weighted by their sums, to their places in `out`."""
@@ -141,6 +152,14 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[
             k = head * a.head_dim + d
             out[k if a.plain else place(k, n)] = value / mass
 
+    return combine
+
+
+@cache
+def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[Code, ...]]:
+    """(run(control, address of an ATTENTION record) for kernels, the same for Python, all code that they refer to)."""
+    row_code = make_rows(bf16)
+    attend, combine = _make_attend(bf16, row_code), _make_combine(bf16)
     attending, combining = address_of(attend), address_of(combine)
 
     @jit

@@ -39,20 +39,32 @@ LAYER = fields("step", "norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gat
 HEAD = fields("step", "norm", "weight", "vocab", "rows", "count", "logits")
 
 
-@cache
-def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
-    """(layer(control, LAYER record), head(control, HEAD record), all code that they refer to)."""
-    linear, _, linear_code = make_linear(bf16)
-    attention, _, attention_code = make_attention(bf16)
-    pack, place = make_pack(bf16), make_place(bf16)
-    store = store_bf16 if bf16 else store_f32
-    size, model_bf16 = (2, 1) if bf16 else (4, 0)
+@jit
+def _add(residual: int, delta: int, n: int) -> None:
+    r, d = f32_at(residual), f32_at(delta)
+    for k in range(n):
+        r[k] += d[k]
 
-    @jit
-    def add(residual: int, delta: int, n: int) -> None:
-        r, d = f32_at(residual), f32_at(delta)
+
+@jit
+def _normalise(vector: int, norm: int, n: int, eps: float) -> None:
+    if norm:
+        v, w, scale = f32_at(vector), f32_at(norm), norm_scale(vector, n, eps)
         for k in range(n):
-            r[k] += d[k]
+            v[k] = v[k] * scale * w[k]
+
+
+@jit
+def _turn(vector: int, cos: int, sin: int, n: int) -> None:
+    v, c, s, half = f32_at(vector), f32_at(cos), f32_at(sin), n // 2
+    for k in range(half):
+        low, high = v[k], v[k + half]
+        v[k], v[k + half] = low * c[k] - high * s[k], high * c[k] + low * s[k]
+
+
+def _make_enter(bf16: bool) -> Code:
+    """Makes the chunk that adds to one token's residual what is new, and packs its norm."""
+    place = make_place(bf16)
 
     @chunk
     def enter(job: int, token: int) -> None:
@@ -60,25 +72,19 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         s = record(l.step, STEP)
         residual, norm = s.residual + token * s.width * 4, f32_at(l.norm)
         if s.delta:
-            add(residual, s.delta + token * s.width * 4, s.width)
+            _add(residual, s.delta + token * s.width * 4, s.width)
         r, to = f32_at(residual), f32_at(s.packed + token * s.width * 4)
         scale = norm_scale(residual, s.width, s.eps)
         for k in range(s.width):
             to[place(k, s.width)] = r[k] * scale * norm[k]
 
-    @jit
-    def normalise(vector: int, norm: int, n: int, eps: float) -> None:
-        if norm:
-            v, w, scale = f32_at(vector), f32_at(norm), norm_scale(vector, n, eps)
-            for k in range(n):
-                v[k] = v[k] * scale * w[k]
+    return enter
 
-    @jit
-    def turn(vector: int, cos: int, sin: int, n: int) -> None:
-        v, c, s, half = f32_at(vector), f32_at(cos), f32_at(sin), n // 2
-        for k in range(half):
-            low, high = v[k], v[k + half]
-            v[k], v[k + half] = low * c[k] - high * s[k], high * c[k] + low * s[k]
+
+def _make_rotate(bf16: bool) -> Code:
+    """Makes the chunk that takes one token from q/k/v to attention."""
+    place = make_place(bf16)
+    size, store = (2, store_bf16) if bf16 else (4, store_f32)
 
     @chunk
     def rotate(job: int, token: int) -> None:
@@ -91,8 +97,8 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         at = s.qkv + token * (s.heads + 2 * s.kv_heads) * n * 4
         scale = np.float32(1.0 / np.sqrt(n))
         for head in range(s.heads):
-            normalise(at, l.q_norm, n, s.eps)
-            turn(at, cos, sin, n)
+            _normalise(at, l.q_norm, n, s.eps)
+            _turn(at, cos, sin, n)
             q, to = f32_at(at), f32_at(a.queries + (token * s.heads + head) * n * 4)
             for k in range(n):
                 to[place(k, n)] = q[k] * scale
@@ -100,13 +106,21 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         block = i64_at(a.tables)[token * a.table_width + position // BLOCK]
         into = block * a.block_stride + position % BLOCK * n * size
         for head in range(s.kv_heads):
-            normalise(at, l.k_norm, n, s.eps)
-            turn(at, cos, sin, n)
+            _normalise(at, l.k_norm, n, s.eps)
+            _turn(at, cos, sin, n)
             key, value = f32_at(at), f32_at(at + s.kv_heads * n * 4)
             for k in range(n):
                 store(l.keys + into + head * a.head_stride, k, key[k])
                 store(l.values + into + head * a.head_stride, k, value[k])
             at += n * 4
+
+    return rotate
+
+
+def _make_prepare(bf16: bool) -> Code:
+    """Makes the chunk that takes one token from attention to its experts."""
+    pack = make_pack(bf16)
+    size, model_bf16, store = (2, 1, store_bf16) if bf16 else (4, 0, store_f32)
 
     @chunk
     def prepare(job: int, token: int) -> None:
@@ -114,12 +128,18 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         l = record(job, LAYER)  # noqa: E741
         s = record(l.step, STEP)
         residual, norm = s.residual + token * s.width * 4, f32_at(l.post_norm)
-        add(residual, s.mixed + token * s.width * 4, s.width)
+        _add(residual, s.mixed + token * s.width * 4, s.width)
         r, hidden = f32_at(residual), s.hidden + token * s.width * size
         scale = norm_scale(residual, s.width, s.eps)
         for k in range(s.width):
             store(hidden, k, r[k] * scale * norm[k])
         pack(hidden, model_bf16, s.width, s.packed + token * s.width * 4)
+
+    return prepare
+
+
+def _make_choose() -> Code:
+    """Makes the chunk that chooses one token's experts; each weight type has its own, as each is linked by itself."""
 
     @chunk
     def choose(job: int, token: int) -> None:
@@ -132,6 +152,15 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         ids, weights = s.ids + token * s.k * 8, s.weights + token * s.k * 4
         top_k(at, s.experts, s.k, s.renormalise, ids, weights)
 
+    return choose
+
+
+@cache
+def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
+    """(layer(control, LAYER record), head(control, HEAD record), all code that they refer to)."""
+    linear, _, linear_code = make_linear(bf16)
+    attention, _, attention_code = make_attention(bf16)
+    enter, rotate, prepare, choose = _make_enter(bf16), _make_rotate(bf16), _make_prepare(bf16), _make_choose()
     entering, rotating = address_of(enter), address_of(rotate)
     preparing, choosing = address_of(prepare), address_of(choose)
 

@@ -37,18 +37,23 @@ def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int)
     }
 
 
-@cache
-def make_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
-    """(run(control, address of an EXPERTS record), all code that it refers to)."""
-    row_code, pack, place = make_rows(bf16), make_pack(bf16), make_place(bf16)
-    rows = address_of(row_code)
-    size = 2 if bf16 else 4
+def _make_pack_token(bf16: bool) -> Code:
+    """Makes the chunk that packs one token."""
+    pack = make_pack(bf16)
 
     @chunk
     def pack_token(job: int, token: int) -> None:
         e = record(job, EXPERTS)
         source = e.x + token * e.hidden * (2 if e.x_bf16 else 4)
         pack(source, e.x_bf16, e.hidden, e.packed + token * e.hidden * 4)
+
+    return pack_token
+
+
+def _make_gate_up(bf16: bool, row_code: Code) -> Code:
+    """Makes the chunk that takes some rows of gate and of up of one slot, for all of its tokens."""
+    rows, place = address_of(row_code), make_place(bf16)
+    size = 2 if bf16 else 4
 
     @chunk
     def gate_up(job: int, number: int) -> None:
@@ -72,6 +77,14 @@ def make_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
                 for k in range(count):
                     mid[place(row + k, e.width)] = values[k]
 
+    return gate_up
+
+
+def _make_down(bf16: bool, row_code: Code) -> Code:
+    """Makes the chunk that takes some rows of down of all slots."""
+    rows = address_of(row_code)
+    size = 2 if bf16 else 4
+
     @chunk
     def down(job: int, number: int) -> None:
         e = record(job, EXPERTS)
@@ -91,6 +104,14 @@ def make_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
                     for k in range(count):
                         out[k] += values[k]
 
+    return down
+
+
+@cache
+def make_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """(run(control, address of an EXPERTS record), all code that it refers to)."""
+    row_code = make_rows(bf16)
+    pack_token, gate_up, down = _make_pack_token(bf16), _make_gate_up(bf16, row_code), _make_down(bf16, row_code)
     packing, gating, adding = address_of(pack_token), address_of(gate_up), address_of(down)
 
     @code(INT, INT)

@@ -28,7 +28,7 @@ DOWN_ROWS = 64
 # `x` [tokens, hidden] in the weights' type, `out` [tokens, hidden] float32 is added to; slots [count], index [m] and
 # weights [m] as in `Kernels.experts`; `groups` [n, 3]: slot's number, first pair and pairs of each, those of one
 # slot together; `firsts` [count + 1] the first group of each slot; scratch in `scratch_floats`.
-MANY = fields(
+PREFILL_EXPERTS = fields(
     *("slab", "stride", "slots", "count", "index", "weights", "x", "out", "hidden", "width"),
     *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
 )
@@ -54,26 +54,31 @@ def group_pairs(offsets: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], 
     return np.stack([slot, begin, np.minimum(GROUP, offsets[slot + 1] - begin)], axis=1), firsts
 
 
-@cache
-def make_many(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
-    """(run(control, address of a MANY record), all code that it refers to)."""
-    tile_code, (column, lines) = make_tile(bf16), make_fill(bf16)
-    multiply = address_of(tile_code)
-    size = 2 if bf16 else 4
-    per_word = 4 // size
+def _make_fill_panel(bf16: bool) -> Code:
+    """Makes the chunk that puts the vectors of one group into its panel."""
+    size, per_word = (2, 2) if bf16 else (4, 1)
+    column, _ = make_fill(bf16)
 
     @chunk
     def fill(job: int, number: int) -> None:
-        m = record(job, MANY)
+        m = record(job, PREFILL_EXPERTS)
         group = i64_at(m.groups + 24 * number)
         panel, line = m.panels + number * m.hidden * LINE, m.hidden * size
         for j in range(group[2]):
             source = m.x + i64_at(m.index)[group[1] + j] * line
             column(panel, LINE, j, source, m.hidden // per_word)
 
+    return fill
+
+
+def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
+    """Makes the chunk that takes some rows of gate and of up of one slot, for all of its groups."""
+    size, per_word = (2, 2) if bf16 else (4, 1)
+    multiply, (_, lines) = address_of(tile_code), make_fill(bf16)
+
     @chunk
     def gate_up(job: int, number: int) -> None:
-        m = record(job, MANY)
+        m = record(job, PREFILL_EXPERTS)
         per_slot = (m.width + GATE_ROWS - 1) // GATE_ROWS
         slot, row, line = number // per_slot, number % per_slot * GATE_ROWS, m.hidden * size
         count, words = min(GATE_ROWS, m.width - row), m.hidden // per_word
@@ -97,9 +102,17 @@ def make_many(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
                 low = gates + 2 * pair * LINE
                 lines(mid, LINE, row // 2 + pair, low, low + LINE, columns)
 
+    return gate_up
+
+
+def _make_down(bf16: bool, tile_code: Code) -> Code:
+    """Makes the chunk that takes some rows of down of all slots."""
+    size, per_word = (2, 2) if bf16 else (4, 1)
+    multiply = address_of(tile_code)
+
     @chunk
     def down(job: int, number: int) -> None:
-        m = record(job, MANY)
+        m = record(job, PREFILL_EXPERTS)
         row, line = number * DOWN_ROWS, m.width * size
         count, part = min(DOWN_ROWS, m.hidden - row), m.part + number * DOWN_ROWS * LINE
         for slot in range(m.count):
@@ -118,11 +131,19 @@ def make_many(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
                     for k in range(count):
                         out[k] += values[k * GROUP]
 
+    return down
+
+
+@cache
+def make_prefill_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """(run(control, address of a PREFILL_EXPERTS record), all code that it refers to)."""
+    tile_code = make_tile(bf16)
+    fill, gate_up, down = _make_fill_panel(bf16), _make_gate_up(bf16, tile_code), _make_down(bf16, tile_code)
     filling, gating, adding = address_of(fill), address_of(gate_up), address_of(down)
 
     @code(INT, INT)
     def run(control: int, job: int) -> None:
-        m = record(job, MANY)
+        m = record(job, PREFILL_EXPERTS)
         parallel(control, filling(), job, m.group_count)
         parallel(control, gating(), job, m.count * ((m.width + GATE_ROWS - 1) // GATE_ROWS))
         parallel(control, adding(), job, (m.hidden + DOWN_ROWS - 1) // DOWN_ROWS)

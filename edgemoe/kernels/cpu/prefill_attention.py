@@ -43,6 +43,7 @@ from edgemoe.kernels.cpu.vector import exp32
 
 TILE = 64  # tokens of context
 MOST_ROWS = 512  # of one piece of work: tokens times query heads
+KEY_LINE, VALUE_LINE = 4 * TILE, 4  # bytes of a panel's line, of values per element
 LOWEST = np.float32(-3e38)
 
 # `queries` and `out` [tokens, heads, head_dim] in the model's type, the last `tokens` of `context`; `table` [blocks]
@@ -96,15 +97,9 @@ peak = _folded("fmax", lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y)
 mass = _folded("fadd", lambda b, x, y: b.fadd(x, y))
 
 
-@cache
-def make_prefill(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
-    """(run(control, address of a PREFILL record), all code that it refers to)."""
-    tile_code = make_tile(bf16)
-    multiply = address_of(tile_code)
-    column, _ = make_fill(bf16)
-    size, load, store = (2, load_bf16, store_bf16) if bf16 else (4, load_f32, store_f32)
-    key_line, value_line, value_lines = TILE * 4, 4, panel_words(TILE, bf16)
-    tile_words = TILE * size // 4
+def _make_fill_keys(bf16: bool) -> Callable[..., None]:
+    """Makes what gathers a tile of keys."""
+    size, (column, _) = 2 if bf16 else 4, make_fill(bf16)
 
     @jit
     def fill_keys(p: int, head: int, start: int, count: int, panel: int) -> None:
@@ -114,13 +109,38 @@ def make_prefill(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
         for j in range(count):
             at = start + j
             source = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
-            column(panel, key_line, j, source + at % BLOCK * a.head_dim * size, words)
+            column(panel, KEY_LINE, j, source + at % BLOCK * a.head_dim * size, words)
+
+    return fill_keys  # type: ignore[no-any-return]
+
+
+def _make_copy_line(bf16: bool) -> Callable[..., None]:
+    """Makes what puts one token's values into its line."""
+    load, paired = (load_bf16, panel_words(TILE, bf16) < TILE) if bf16 else (load_f32, False)
+
+    @jit
+    def copy_line(panel: int, line: int, number: int, source: int, n: int) -> None:
+        if paired:  # the even elements in the lower halves, the odd ones in the upper
+            to, bits, shift = u32_at(panel + number // 2 * line), u16_at(source), np.uint32(16 * (number % 2))
+            for d in range(n):
+                to[d] |= np.uint32(bits[d]) << shift
+        else:
+            values = f32_at(panel + number * line)
+            for d in range(n):
+                values[d] = load(source, d)
+
+    return copy_line  # type: ignore[no-any-return]
+
+
+def _make_fill_values(bf16: bool) -> Callable[..., None]:
+    """Makes what gathers a tile of values."""
+    size, value_lines, copy_line = 2 if bf16 else 4, panel_words(TILE, bf16), _make_copy_line(bf16)
 
     @jit
     def fill_values(p: int, head: int, start: int, count: int, panel: int) -> None:
         """Values as lines, zero beyond the context and beyond the head's own elements."""
         a = record(p, PREFILL)
-        table, line = i64_at(a.table), _padded(a.head_dim) * value_line
+        table, line = i64_at(a.table), _padded(a.head_dim) * VALUE_LINE
         to = f32_at(panel)
         for k in range(value_lines * line // 4):
             to[k] = np.float32(0)
@@ -129,16 +149,11 @@ def make_prefill(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
             source = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
             copy_line(panel, line, j, source + at % BLOCK * a.head_dim * size, a.head_dim)
 
-    @jit
-    def copy_line(panel: int, line: int, number: int, source: int, n: int) -> None:
-        if bf16 and value_lines < TILE:  # the even elements in the lower halves, the odd ones in the upper
-            to, bits, shift = u32_at(panel + number // 2 * line), u16_at(source), np.uint32(16 * (number % 2))
-            for d in range(n):
-                to[d] |= np.uint32(bits[d]) << shift
-        else:
-            values = f32_at(panel + number * line)
-            for d in range(n):
-                values[d] = load(source, d)
+    return fill_values  # type: ignore[no-any-return]
+
+
+def _make_weigh(bf16: bool) -> Callable[..., None]:
+    """Makes the running softmax of one row."""
 
     @jit
     def weigh(scores: int, seen: int, scale: float, state: int, sums: int, wide: int, probs: int) -> None:
@@ -167,6 +182,16 @@ def make_prefill(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
             for k in range(TILE):
                 s[k] = p[k]
 
+    return weigh  # type: ignore[no-any-return]
+
+
+def _make_attend(bf16: bool, tile_code: Code) -> Code:
+    """Makes the chunk that takes one piece of work."""
+    multiply, weigh = address_of(tile_code), _make_weigh(bf16)
+    fill_keys, fill_values = _make_fill_keys(bf16), _make_fill_values(bf16)
+    size, store = (2, store_bf16) if bf16 else (4, store_f32)
+    tile_words = TILE * size // 4
+
     @chunk
     def attend(job: int, number: int) -> None:
         a = record(job, PREFILL)
@@ -194,7 +219,7 @@ def make_prefill(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
             for g in range(group):
                 q = a.queries + first * line + (head * group + g) * a.head_dim * size
                 to = scores + g * count * TILE * 4
-                call_rows(multiply(), q, line, count, q, keys, key_line, words, to, TILE * 4, TILE, 1)
+                call_rows(multiply(), q, line, count, q, keys, KEY_LINE, words, to, TILE * 4, TILE, 1)
             for row in range(rows):
                 seen = min(TILE, position + row % count + 1 - start)
                 weigh(scores + row * TILE * 4, seen, scale, state + row * 8, sums + row * wide * 4, wide, probs)
@@ -206,6 +231,14 @@ def make_prefill(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
             for d in range(a.head_dim):
                 store(out, d, o[d] / whole)
 
+    return attend
+
+
+@cache
+def make_prefill_attention(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """(run(control, address of a PREFILL record), all code that it refers to)."""
+    tile_code = make_tile(bf16)
+    attend = _make_attend(bf16, tile_code)
     attending = address_of(attend)
 
     @code(INT, INT)

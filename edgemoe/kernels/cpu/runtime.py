@@ -10,16 +10,16 @@ import numpy.typing as npt
 
 from edgemoe.kernels.cpu import decode_attention as attention
 from edgemoe.kernels.cpu import experts_decode as experts
-from edgemoe.kernels.cpu import experts_prefill as many
+from edgemoe.kernels.cpu import experts_prefill as prefill_experts
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
 from edgemoe.kernels.cpu.decode_layer import make_layer
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, make_experts
-from edgemoe.kernels.cpu.experts_prefill import MANY, make_many
+from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
 from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.linear import LINEAR, make_linear
 from edgemoe.kernels.cpu.object_cache import link
-from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill
+from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, ThreadPool
 from edgemoe.kernels.cpu.vector import make_pack_all
 
@@ -57,14 +57,14 @@ class Kernels:
         _, linear, linear_code = make_linear(bf16)
         _, attention, attention_code = make_attention(bf16)
         pack = make_pack_all(bf16)
-        many, many_code = make_many(bf16)
-        prefill, prefill_code = make_prefill(bf16)
+        prefill_experts, prefill_experts_code = make_prefill_experts(bf16)
+        prefill, prefill_code = make_prefill_attention(bf16)
         every = (HELP, PAUSES, *layer_code, *experts_code, *linear_code, *attention_code, pack)
-        every = (*every, *many_code, *prefill_code)
+        every = (*every, *prefill_experts_code, *prefill_code)
         link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
         self._layer, self._head, self._experts = layer.call, head.call, experts.call
         self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
-        self._many, self._prefill = many.call, prefill.call
+        self._prefill_experts, self._prefill = prefill_experts.call, prefill.call
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
         self._scratch: dict[str, npt.NDArray[Any]] = {}
@@ -135,15 +135,15 @@ class Kernels:
         width: int,
     ) -> None:
         """As `experts`, for many tokens each; `x` is in the weights' type, `hidden` and `width` are even."""
-        job = np.zeros(1, MANY)
-        groups, firsts = many.group_pairs(offsets)
-        for name, count in many.scratch_floats(hidden, width, len(groups), len(slots)).items():
-            job[name] = self.scratch(f"many.{name}", count)
+        job = np.zeros(1, PREFILL_EXPERTS)
+        groups, firsts = prefill_experts.group_pairs(offsets)
+        for name, count in prefill_experts.scratch_floats(hidden, width, len(groups), len(slots)).items():
+            job[name] = self.scratch(f"prefill_experts.{name}", count)
         job["slab"], job["stride"], job["slots"], job["count"] = slab, stride_bytes, slots.ctypes.data, len(slots)
         job["index"], job["weights"], job["x"], job["out"] = index.ctypes.data, weights.ctypes.data, x, out
         job["hidden"], job["width"], job["groups"] = hidden, width, groups.ctypes.data
         job["group_count"], job["firsts"] = len(groups), firsts.ctypes.data
-        self._many(self.pool.control, job.ctypes.data)
+        self._prefill_experts(self.pool.control, job.ctypes.data)
 
     def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
         """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
