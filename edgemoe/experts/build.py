@@ -17,7 +17,8 @@ from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import Compute, HostCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink

@@ -16,7 +16,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
 from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import PrefetchPriority
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
@@ -105,7 +105,7 @@ class ClusterSide:
             metrics.EXPERTS_REFUSED: sharing.store.refused,
             metrics.BULK_SENT_BYTES: self.plane.bulk.sent_bytes,
             metrics.HOME_EXPERTS: self._homes,
-            metrics.HOME_MISSING: len(self._tiers.residency.missing_homes()),
+            metrics.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
         for peer in self.plane.calls.peers.values():
             values[named(metrics.REMOTE_CALLS, peer=peer.node)] = peer.calls
@@ -124,7 +124,7 @@ class ClusterSide:
             if model != (self._info.digest, self._info.layers, self._info.experts):
                 raise CapacityError("it is a plan for another model")
             homes = plan.homes_of(self._settings.node)
-            self._tiers.residency.keep(homes)
+            self._tiers.residency.homes.keep(homes)
         except (CapacityError, ValueError) as error:
             log.error("plan refused", extra={**fields, "why": str(error)})
             return
@@ -134,7 +134,7 @@ class ClusterSide:
 
     def _fetch_homes(self) -> None:
         """Wishes for the homes that are not in RAM; those under way or done are no wishes any more."""
-        missing = self._tiers.residency.missing_homes()
+        missing = self._tiers.residency.homes.missing()
         self._tiers.loader.prefetch(
             (Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in missing), PrefetchPriority.HOME
         )
@@ -147,8 +147,8 @@ class ClusterSide:
         told: Holds | None = None
         while True:
             # what is merely passing through RAM may be gone in a moment: no plan can count on it
-            ram, disk = self._tiers.residency.homes_in_ram(), self._tiers.on_disk
-            slots = self._tiers.residency.home_slots
+            ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
+            slots = self._tiers.residency.homes.slots
             holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots)
             if holds != told:
                 told = holds
@@ -160,7 +160,7 @@ class ClusterSide:
                     )
                     self._post(seen)
             self._fetch_homes()
-            if time.monotonic() - self._adopted_s > FORMER_S and not self._tiers.residency.missing_homes():
-                self._tiers.residency.forget_former_homes()
+            if time.monotonic() - self._adopted_s > FORMER_S and not self._tiers.residency.homes.missing():
+                self._tiers.residency.homes.forget_former()
                 self._adopted_s = float("inf")
             await asyncio.sleep(REPORT_S)

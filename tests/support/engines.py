@@ -162,7 +162,7 @@ def plan_for(boxes: Sequence[EngineBox], replicas: int = 1, version: int = 1) ->
     nodes = tuple(box.node for box in boxes)
     homes = uniform(
         nodes,
-        {box.node: box.tiers.residency.home_slots for box in boxes},
+        {box.node: box.tiers.residency.homes.slots for box in boxes},
         {box.node: box.tiers.on_disk for box in boxes},
         model.layers,
         model.experts,
@@ -177,7 +177,7 @@ def adopt(plan: PlacementPlan, *boxes: EngineBox) -> None:
     """Returns when all homes are in memory, and everybody knows."""
     for box in boxes:
         box.obey(Plan(plan=plan))
-    wait_until(lambda: all(box.side.plan == plan and not box.tiers.residency.missing_homes() for box in boxes))
+    wait_until(lambda: all(box.side.plan == plan and not box.tiers.residency.homes.missing() for box in boxes))
     wait_until(lambda: all(box.knows(*(other for other in boxes if other is not box)) for box in boxes))
 
 

@@ -17,7 +17,8 @@ from edgemoe.experts.compute.observations import Observations
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.predict.gate_lookahead import GateLookAhead
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.experts.transfer.idle_window import IdleWindow

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.movement import Ledger, Side, plan
 from edgemoe.policy.watermark import Watermark, density
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray

@@ -8,7 +8,6 @@ is in RAM too, so that dropping it from RAM drops it from the device.
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -17,34 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.eviction import ALWAYS, Evictor
-from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, SlotPool, Transfer
+from edgemoe.experts.tiers.eviction import Evictor
+from edgemoe.experts.tiers.fetches import fetch
+from edgemoe.experts.tiers.home_experts import HomeExperts
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.slots import NONE, TRANSIENT, BoolArray, SlotPool, Transfer
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.experts import ExpertId, Move, Tier
-
-SCAN_WORTH = -1e29  # prefetched for a scan: takes the place of a scan's leavings only
-MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are nobody's home: so many, or one in so many
-
-
-class PrefetchPriority(enum.IntEnum):
-    """Why a move is wished for. Wishes of a lower horizon go first."""
-
-    NEAR = 0  # the layers that come next
-    SCAN = 1  # the next layer of a prefill
-    HOME = 2  # what the boxes agreed to keep here
-    USED = 3  # what the CPU has just computed in a device's stead
-    FAR = 4  # everything later: the controller's
-    FILL = 5  # anything, into slots that are free
-
-    @property
-    def flags(self) -> int:
-        """Flags of the slot that the expert is moved to."""
-        return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]
-
-    def utility(self, score: float) -> float:
-        """What a move may take the place of: that which ranks lower."""
-        return (score, SCAN_WORTH, ALWAYS, ALWAYS, score, -ALWAYS)[self]
+from edgemoe.types.experts import Move, Tier
 
 
 class SlotClaim(NamedTuple):
@@ -73,6 +51,7 @@ class Residency:
         self._version = 0  # counts what `wait_for_change` waits for
         self._waiting = 0  # threads in it
         self._evictor = Evictor(ram, self.devices, containment=containment)
+        self.homes = HomeExperts(ram, self._evictor, self._lock)
 
     # --- the compute thread's verbs -------------------------------------------------------------------------
 
@@ -122,7 +101,8 @@ class Residency:
             self._evictor.need(layer, experts)
             absent = self._join_loads(top, layer, experts, slots, prefill_only, arrivals)[:limit]
             flags = [TRANSIENT if prefill_only is not None and prefill_only[i] else 0 for i in absent]
-            begun, starts = self._fetch(top, layer, [int(experts[i]) for i in absent], flags)
+            fetched = [int(experts[i]) for i in absent]
+            begun, starts = fetch(self._evictor, self.ram, top, layer, fetched, flags)
             for i, load in zip(absent, begun, strict=True):
                 if load is not None:
                     slots[i] = self._join(load, bool(top.flags[load.slot] & TRANSIENT), arrivals)
@@ -211,39 +191,6 @@ class Residency:
                 failed.pool.abandon(failed)
                 self._tell(failed)
 
-    # --- several boxes ------------------------------------------------------------------------------------------
-
-    def keep(self, homes: BoolArray) -> None:
-        """Experts [L, E] that, once in RAM, stay there; replaces earlier ones. Raises CapacityError."""
-        most = self.home_slots
-        if (count := int(np.count_nonzero(homes))) > most:
-            raise CapacityError(f"{count} experts are to be at home here, RAM has room for {most}")
-        with self._lock:
-            self._evictor.keep(homes)
-
-    def forget_former_homes(self) -> None:
-        """Those of the plan before go like anything else from now on; until then they are the last to go."""
-        with self._lock:
-            self._evictor.forget_former()
-
-    def homes_in_ram(self) -> BoolArray:
-        """Experts [L, E] that are at home here and in RAM: no other load takes their place."""
-        here = self.ram.where >= 0
-        return here & self._evictor.homes.reshape(here.shape) if self._evictor.homes is not None else here & False
-
-    @property
-    def home_slots(self) -> int:
-        """Most experts that can be at home here: some slots stay free for what passes through."""
-        return max(0, self.ram.slots - max(MIN_PASSING, self.ram.slots // PASSING_SHARE))
-
-    def missing_homes(self) -> list[ExpertId]:
-        """Homes that are not in RAM."""
-        homes = self._evictor.homes
-        if homes is None:
-            return []
-        missing = np.flatnonzero(homes & (self.ram.where.ravel() < 0))
-        return [ExpertId(*divmod(key, self.ram.experts)) for key in missing.tolist()]
-
     def pin(self, layer: int, expert: int) -> int:
         """The RAM slot of an expert, pinned until `unpin`; NONE where it is not there."""
         with self._lock:
@@ -320,51 +267,6 @@ class Residency:
         load.waiters.append(arrivals)
         self.served[Tier.NVME if load.cold else Tier.RAM] += 1
         return load.slot
-
-    def _fetch(
-        self, top: SlotPool, layer: int, experts: list[int], flags: list[int]
-    ) -> tuple[list[Transfer | None], list[Transfer]]:
-        """Loads of absent experts into the top tier, None where there is no room, and those that can start now."""
-        if top is self.ram:
-            jobs = zip(self._evictor.take(top, len(experts)), experts, flags, strict=False)
-            loads = [top.place(slot, layer, expert, flag, self._evictor.clock) for slot, expert, flag in jobs]
-            return [*loads, *[None] * (len(experts) - len(loads))], loads
-        return self._fetch_through_ram(top, layer, experts, flags)
-
-    def _fetch_through_ram(
-        self, top: SlotPool, layer: int, experts: list[int], flags: list[int]
-    ) -> tuple[list[Transfer | None], list[Transfer]]:
-        """`_fetch` for a device: copies from RAM, behind reads into RAM for what is not there."""
-        ram, base = self.ram, layer * top.experts
-        sources = ram.where[layer, experts]  # [n]
-        ram.pins[sources[sources >= 0]] += 1
-        order = np.argsort(sources < 0, kind="stable").tolist()  # what is in RAM first
-        slots = self._evictor.take(top, len(order))
-        unread = [i for i in order[: len(slots)] if sources[i] < 0 and base + experts[i] not in ram.loads]
-        reads = dict(zip(unread, self._evictor.take(ram, len(unread)), strict=False))
-        loads: list[Transfer | None] = [None] * len(order)
-        starts = []
-        for i in order:
-            source = int(sources[i])
-            read = ram.loads.get(base + experts[i])
-            if not slots or (source < 0 and read is None and i not in reads):
-                if source >= 0:
-                    ram.pins[source] -= 1
-                continue
-            load = loads[i] = top.place(slots.pop(), layer, experts[i], flags[i], self._evictor.clock)
-            if source >= 0:
-                load.source = source
-                ram.flags[source] &= flags[i]
-                starts.append(load)
-                continue
-            if read is None:
-                read = ram.place(reads[i], layer, experts[i], flags[i], self._evictor.clock)
-                starts.append(read)
-            read.then.append(load)
-            read.demand = load.cold = True
-            ram.flags[read.slot] &= flags[i]
-        top.free.extend(slots)
-        return loads, starts
 
     def _tell(self, load: Transfer) -> None:
         for waiter in load.waiters:

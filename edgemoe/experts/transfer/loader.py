@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from edgemoe.errors import MissingExpert, StoreError
-from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
 from edgemoe.experts.transfer.idle_window import IdleWindow

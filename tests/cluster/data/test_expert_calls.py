@@ -293,7 +293,7 @@ def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_
             assert bytes_at(a, layer, expert) == bytes_at(c, layer, expert)
         assert a.assembly.sharing.store.refused > 0  # type: ignore[union-attr]
         assert a.generate(prompts()) == alone
-        assert not a.tiers.residency.missing_homes()
+        assert not a.tiers.residency.homes.missing()
 
 
 def test_an_expert_whose_bytes_do_not_come_is_fetched_from_another_long_before_the_deadline(
@@ -313,7 +313,7 @@ def test_an_expert_whose_bytes_do_not_come_is_fetched_from_another_long_before_t
         b_first.latency_s = b_first.s_per_byte = 1e-12
         began_s = time.monotonic()
         adopt(plan_for((a, b, c), replicas=3), a)
-        wait_until(lambda: not a.tiers.residency.missing_homes(), within_s=12)
+        wait_until(lambda: not a.tiers.residency.homes.missing(), within_s=12)
         assert time.monotonic() - began_s < 12
         assert asked.is_set(), "b was never asked"
         assert a.generate(prompts()) == alone

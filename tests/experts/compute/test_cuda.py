@@ -22,7 +22,8 @@ from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.gpu_calls import blocks_of
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.experts.transfer.links import TierLink

@@ -16,7 +16,8 @@ from edgemoe.experts.predict.fusion import NEXT_LAYER
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.prefetch_planner import MOST_MOVES
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
-from edgemoe.experts.tiers.residency import PrefetchPriority, Residency
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.telemetry import metrics
 from edgemoe.types.arrays import FloatArray

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.residency import PrefetchPriority, Residency, SlotClaim
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency, SlotClaim
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
@@ -337,15 +338,15 @@ def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
     """Another box, whose home it is now, may not have it yet."""
     desk = Desk(8)
     residency = desk.residency
-    residency.keep(bits((0, 0), (0, 1)))
+    residency.homes.keep(bits((0, 0), (0, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (0, 0), (0, 1))
-    residency.keep(bits((1, 0), (1, 1)))
+    residency.homes.keep(bits((1, 0), (1, 1)))
     read(desk, PrefetchPriority.FAR, 5.0, *((2, expert) for expert in range(E)))
     read(desk, PrefetchPriority.FAR, 6.0, *((0, expert) for expert in range(2, E)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (1, 0), (1, 1))
     assert residency.ram.where[0, :2].min() >= 0
     assert residency.ram.where[1, :2].min() >= 0
-    residency.forget_former_homes()
+    residency.homes.forget_former()
     read(desk, PrefetchPriority.FAR, 7.0, *((2, expert) for expert in range(E)))
     assert residency.ram.where[0, :2].max() < 0
     assert residency.ram.where[1, :2].min() >= 0
@@ -353,11 +354,11 @@ def test_a_former_home_is_the_last_to_go_until_it_is_forgotten() -> None:
 
 def test_a_home_takes_the_place_of_a_former_one_where_nothing_else_can_go() -> None:
     desk = Desk(4)
-    desk.residency.keep(bits((0, 0), (0, 1)))
+    desk.residency.homes.keep(bits((0, 0), (0, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (0, 0), (0, 1))
-    desk.residency.keep(bits((1, 0), (1, 1)))
+    desk.residency.homes.keep(bits((1, 0), (1, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (1, 0), (1, 1))
-    desk.residency.keep(bits((2, 0), (2, 1)))
+    desk.residency.homes.keep(bits((2, 0), (2, 1)))
     read(desk, PrefetchPriority.HOME, ALWAYS, (2, 0), (2, 1))
     assert desk.residency.ram.where[2, :2].min() >= 0
 
@@ -366,6 +367,6 @@ def test_only_homes_that_are_here_count_as_held_for_others() -> None:
     desk = Desk(6)
     residency = desk.residency
     read(desk, PrefetchPriority.FAR, 5.0, (0, 0), (0, 1))
-    assert not residency.homes_in_ram().any()
-    residency.keep(bits((0, 1), (0, 2)))
-    assert np.argwhere(residency.homes_in_ram()).tolist() == [[0, 1]]
+    assert not residency.homes.in_ram().any()
+    residency.homes.keep(bits((0, 1), (0, 2)))
+    assert np.argwhere(residency.homes.in_ram()).tolist() == [[0, 1]]

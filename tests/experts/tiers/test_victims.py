@@ -11,7 +11,7 @@ from support.waiting import wait_until
 from test_residency import Desk, E, L, Ranks, prefetch_request
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.residency import PrefetchPriority
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Tier
 
@@ -28,7 +28,7 @@ def test_a_home_stays_whatever_is_demanded_and_wished_for(devices: tuple[int, ..
     desk = Desk(4, *devices, policy=policy)
     desk.use(0, 0, 1)
     policy.ranks[1:] = 1.0  # homes rank lowest
-    desk.residency.keep(homes((0, 0), (0, 1)))
+    desk.residency.homes.keep(homes((0, 0), (0, 1)))
     for layer in (1, 2):
         for expert in range(E):
             desk.use(layer, expert)
@@ -37,7 +37,7 @@ def test_a_home_stays_whatever_is_demanded_and_wished_for(devices: tuple[int, ..
         desk.start([load] if load else [])
         desk.finish()
     assert (desk.residency.ram.where[0, :2] >= 0).all()
-    assert desk.residency.missing_homes() == []
+    assert desk.residency.homes.missing() == []
     desk.residency.check_integrity(idle=True)
 
 
@@ -47,7 +47,7 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_wishes
     desk.use(0, 0, 1, 2, 3)
     policy.ranks[0] = [0, 1, 2, 3, 0, 0]
     assert desk.residency.reserve(prefetch_request(1, 0, score=9.0), PrefetchPriority.FAR) is not None
-    desk.residency.keep(homes((0, 1)))
+    desk.residency.homes.keep(homes((0, 1)))
     assert desk.residency.reserve(prefetch_request(1, 1, score=9.0), PrefetchPriority.FAR) is not None
     assert desk.residency.tiers_of(0, np.array([1])) == Tier.RAM
     assert desk.residency.tiers_of(0, np.array([2])) == Tier.NVME
@@ -55,10 +55,10 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_wishes
 
 def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -> None:
     desk = Desk(6)
-    assert desk.residency.home_slots == 4
-    desk.residency.keep(homes(*((0, expert) for expert in range(4))))
+    assert desk.residency.homes.slots == 4
+    desk.residency.homes.keep(homes(*((0, expert) for expert in range(4))))
     with pytest.raises(CapacityError, match="5 experts are to be at home here, RAM has room for 4"):
-        desk.residency.keep(homes(*((0, expert) for expert in range(5))))
+        desk.residency.homes.keep(homes(*((0, expert) for expert in range(5))))
 
 
 def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed() -> None:
