@@ -137,7 +137,7 @@ class ExpertTiers:
         target = Tier.VRAM if self.devices else Tier.RAM
         everything = (ExpertId(layer, expert) for expert in range(experts) for layer in range(layers))
         readable = (expert for expert in everything if self.on_disk[expert])
-        for expert in itertools.islice(readable, self.residency.ram.slots):
+        for expert in itertools.islice(readable, self.residency.usage(Tier.RAM).slots):
             yield Move(expert, Tier.NVME, target, 0.0)
 
 

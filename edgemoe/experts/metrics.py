@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgemoe.experts.build import ExpertTiers
-from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.tiers.slots import TierUsage
 from edgemoe.telemetry import metrics
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.experts import Tier
@@ -16,14 +16,14 @@ def figures(tiers: ExpertTiers) -> dict[str, float]:
     for tier in Tier:
         name = tier.name.lower()
         slower = sum(residency.served[tier + 1 :])
-        if tier is not Tier.VRAM or residency.devices:
+        if tier >= residency.fastest:
             values[named(metrics.TIER_HITS, tier=name)] = residency.served[tier]
             values[named(metrics.TIER_MISSES, tier=name)] = slower
             values[named(metrics.STALL_SECONDS, tier=name)] = tiers.experts.stall_s[tier]
-    values |= _slab(Tier.RAM, (residency.ram,), "nvme", stride_bytes)
-    if residency.devices:
+    values |= _slab(Tier.RAM, residency.usage(Tier.RAM), "nvme", stride_bytes)
+    if residency.fastest is Tier.VRAM:
         values[metrics.CPU_EXPERTS] = tiers.experts.cpu_experts.experts
-        values |= _slab(Tier.VRAM, residency.devices, "ram", stride_bytes)
+        values |= _slab(Tier.VRAM, residency.usage(Tier.VRAM), "ram", stride_bytes)
     links = {"nvme": tiers.loader.stats} | {str(i): link.stats for i, link in enumerate(tiers.loader.links)}
     for link, stats in links.items():
         values[named(metrics.LINK_RATE, link=link)] = stats.bytes_per_s
@@ -31,15 +31,14 @@ def figures(tiers: ExpertTiers) -> dict[str, float]:
     return values
 
 
-def _slab(tier: Tier, pools: tuple[SlotPool, ...], source: str, stride_bytes: int) -> dict[str, float]:
+def _slab(tier: Tier, usage: TierUsage, source: str, stride_bytes: int) -> dict[str, float]:
     name = tier.name.lower()
-    slots = sum(pool.slots for pool in pools)
     way = {"from": source, "to": name}
     return {
-        named(metrics.TIER_SLOTS, tier=name): slots,
-        named(metrics.TIER_BYTES, tier=name): slots * stride_bytes,
-        named(metrics.TIER_EXPERTS, tier=name): sum(pool.slots - len(pool.free) for pool in pools),
-        named(metrics.BYTES_MOVED, **way): sum(pool.moved for pool in pools) * stride_bytes,
-        named(metrics.PREFETCHES, **way): sum(pool.prefetched for pool in pools),
-        named(metrics.PREFETCH_WASTED, tier=name): sum(pool.wasted for pool in pools) * stride_bytes,
+        named(metrics.TIER_SLOTS, tier=name): usage.slots,
+        named(metrics.TIER_BYTES, tier=name): usage.slots * stride_bytes,
+        named(metrics.TIER_EXPERTS, tier=name): usage.used,
+        named(metrics.BYTES_MOVED, **way): usage.moved * stride_bytes,
+        named(metrics.PREFETCHES, **way): usage.prefetched,
+        named(metrics.PREFETCH_WASTED, tier=name): usage.wasted * stride_bytes,
     }

@@ -140,7 +140,7 @@ class ClusterSide:
         )
 
     def _holdings(self) -> tuple[BoolArray, BoolArray]:
-        return self._tiers.residency.ram.where >= 0, self._tiers.on_disk
+        return self._tiers.residency.resident_mask(), self._tiers.on_disk
 
     async def _report(self) -> None:
         """Tells the front what is here and how the links are, when it has changed."""

@@ -109,7 +109,7 @@ class Box:
         self.tiers = ExpertTiers(shape, store, TierMemory(slots), policies, kernels, on_disk=here)
         model = Model("m", 1, EXPERTS, shape.hidden * shape.item_bytes, shape.expert_bytes)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
-        holdings = lambda: (self.tiers.residency.ram.where >= 0, self.tiers.on_disk)  # noqa: E731
+        holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
         self.plane = DataPlane(node, f"boot-{node}", key, model, holdings, host, NoShelf(), store, timeout_s=5)
         self.echo: Channel[Any] = Channel(self.plane._transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]

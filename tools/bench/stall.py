@@ -187,7 +187,7 @@ class Runner:
         self._task = self._loop.create_task(self.tiers.run())
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        while (self.tiers.residency.ram.where < 0).any():
+        while not self.tiers.residency.resident_mask().all():
             time.sleep(0.02)
 
     def _serve(self) -> None:

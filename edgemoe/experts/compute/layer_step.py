@@ -160,7 +160,8 @@ class LayerStep:
         """Notes that an expert is there; the tier that it came from."""
         if load.error is not None:
             raise load.error
-        part = next(part for part in self._parts if self._residency.tops[part.device] is load.pool)
+        device = self._residency.device_of[load.layer, load.expert]
+        part = next(part for part in self._parts if part.device == device)
         part.ready[part.waiting.pop(load.expert)] = True
         return Tier.NVME if load.cold else Tier.RAM
 

@@ -68,7 +68,7 @@ class TieredExperts:
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
         self._gap = loader.gap if fetching.prefetch else IdleWindow(shape.layers)
         self._ahead = GateLookAhead(shape.layers, shape.top_k)
-        self._policy = residency.tops[0].policy
+        self._policy = residency.policy
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._fetching = fetching
         self._step: Observations | None = None
@@ -236,7 +236,7 @@ class TieredExperts:
                     self._step.stall_s += spent.waited_s
 
     def _part(self, device: int, layer: int, group: Group, prefill_only: BoolArray | None) -> DeviceShare | None:
-        slots = self.residency.tops[device].slots
+        slots = self.residency.slots_of(device)
         if len(self._computes) == 1:
             return DeviceShare(device, slots, self._computes[0], group, prefill_only)
         here = self.residency.device_of[layer, group.experts] == device
@@ -285,7 +285,7 @@ class TieredExperts:
         """
         moves: list[Move] = []
         if not self.residency.all_on_top(layer, experts):
-            fastest = Tier.VRAM if self.residency.devices else Tier.RAM
+            fastest = self.residency.fastest
             ids = [ExpertId(layer, expert) for expert in experts.tolist()]
             tiers = [Tier(tier) for tier in self.residency.tiers_of(layer, experts).tolist()]
             moves = [

@@ -40,7 +40,7 @@ class PeerCompute:
         """Why the work cannot be done here; "" where it can."""
         if len(work.rows) > self._shape.top_k and np.bincount(work.rows).max() > self._shape.top_k:
             return f"a row with more calls than the {self._shape.top_k} that a token has"
-        absent = (self._residency.ram.where[work.layer, work.experts] < 0) & ~self._on_disk[work.layer, work.experts]
+        absent = self._residency.missing_from_ram(work.layer, work.experts) & ~self._on_disk[work.layer, work.experts]
         if absent.any():
             return f"expert {int(work.experts[absent][0])} of layer {work.layer} is not here"
         return ""

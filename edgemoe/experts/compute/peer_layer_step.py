@@ -137,7 +137,7 @@ class PeerLayerStep:
         remote, layer = self.remote, self.layer
         way = np.full(len(group.experts), HERE)
         tier = remote.residency.tiers_of(layer, group.experts)
-        missing = np.flatnonzero(tier > (Tier.VRAM if remote.residency.devices else Tier.RAM))
+        missing = np.flatnonzero(tier > remote.residency.fastest)
         wanted, tier = group.experts[missing], tier[missing]
         away = (tier == Tier.NVME) & ~remote.on_disk[layer, wanted]
         if not len(missing) or not (offers or away.any()):

@@ -12,7 +12,7 @@ from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.movement import Ledger, Side, plan
 from edgemoe.policy.watermark import Watermark, density
-from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import Move, Tier
 
 MOST_MOVES = 12  # in one plan: a few times a step another one is made
@@ -30,12 +30,12 @@ class Plans:
 
     def __init__(self, residency: Residency, loader: PrefetchRequests, expert_bytes: int, hysteresis: float) -> None:
         self._residency, self._loader = residency, loader
-        self._sizes: IntArray = np.full(residency.ram.where.shape, expert_bytes, np.int64)
+        self._sizes: IntArray = np.full(residency.device_of.shape, expert_bytes, np.int64)
         self._budget_bytes = float(MOST_MOVES * expert_bytes)
         self.ledger = Ledger()
         self._wished = False  # something, at present
-        slots = {Tier.VRAM: sum(pool.slots for pool in residency.devices), Tier.RAM: residency.ram.slots}
-        self._marks = {tier: Watermark(max(1, n) * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
+        slots = {tier: max(1, residency.usage(tier).slots) for tier in (Tier.VRAM, Tier.RAM)}
+        self._marks = {tier: Watermark(n * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
 
     def make(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
         """Moves the prices a step, and tells the mover what to fetch; how many moves.
@@ -53,10 +53,9 @@ class Plans:
 
     def _watch(self, ranks: FloatArray, step: int) -> bool:
         """Watches the best wish and its rival; True where it has none, because there is room."""
-        pools = self._residency.devices or (self._residency.ram,)
-        if any(pool.free for pool in pools):
+        if self._residency.has_room:
             return True
-        here = self._resident(pools[0].tier)
+        here = self._residency.resident_mask(self._residency.fastest)
         prefetch_request, rival = (
             int(np.where(here, -np.inf, ranks).argmax()),
             int(np.where(here, ranks, np.inf).argmin()),
@@ -69,17 +68,13 @@ class Plans:
         near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
         later = predictor.rates[:, 1]  # what is common lately
         unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike
-        ram = self._side(Tier.RAM, later if self._residency.devices else near, unit)
-        vram = self._side(Tier.VRAM, near, unit) if self._residency.devices else ram._replace(idle_bytes=0.0)
+        beside = self._residency.fastest is Tier.VRAM
+        ram = self._side(Tier.RAM, later if beside else near, unit)
+        vram = self._side(Tier.VRAM, near, unit) if beside else ram._replace(idle_bytes=0.0)
         chance = self.ledger.share
         return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in plan(vram, ram, self._sizes)]
 
     def _side(self, tier: Tier, p: FloatArray, cost_s: FloatArray) -> Side:
         b = density(p, cost_s, self._sizes)
         self._marks[tier].update(b, self._sizes)
-        return Side(b, self._resident(tier), self._marks[tier], self._budget_bytes)
-
-    def _resident(self, tier: Tier) -> BoolArray:
-        pools = self._residency.devices if tier is Tier.VRAM else (self._residency.ram,)
-        resident: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in pools])
-        return resident
+        return Side(b, self._residency.resident_mask(tier), self._marks[tier], self._budget_bytes)

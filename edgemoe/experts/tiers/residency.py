@@ -14,13 +14,13 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from edgemoe.experts.tiers.eviction import Evictor
 from edgemoe.experts.tiers.fetches import fetch
 from edgemoe.experts.tiers.home_experts import HomeExperts
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.slots import NONE, TRANSIENT, BoolArray, SlotPool, Transfer
+from edgemoe.experts.tiers.tier_pools import TierPools
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Move, Tier
 
@@ -34,16 +34,13 @@ class SlotClaim(NamedTuple):
     version: int  # for `wait_for_change`
 
 
-class Residency:
-    """Slots of the RAM tier and of each device. Thread-safe: every verb is one short critical section."""
+class Residency(TierPools):
+    """The verbs that move experts between the tiers. Thread-safe: every verb is one short critical section."""
 
     def __init__(self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True) -> None:
-        """`devices` is empty where RAM is the top tier; experts are dealt to devices in proportion to their slots."""
-        self.ram = ram
-        self.devices = tuple(devices)
-        self.tops = self.devices or (ram,)
+        """With `containment`, what is in a device is in RAM too."""
+        super().__init__(ram, devices)
         self.containment = containment
-        self.device_of = _deal(ram.where.shape, [pool.slots for pool in self.tops])  # [L, E]
         self.served = [0, 0, 0]  # demanded experts by the tier that had them
         self._policies = tuple({id(pool.policy): pool.policy for pool in (*self.devices, ram)}.values())
         self._lock = threading.Lock()
@@ -199,23 +196,7 @@ class Residency:
                 self.ram.pins[slot] += 1
             return slot
 
-    # --- questions ----------------------------------------------------------------------------------------------
-
-    def all_on_top(self, layer: int, experts: IntArray) -> bool:
-        """Whether all of the experts [n] are in the device that computes them."""
-        if len(self.tops) == 1:
-            slots = self.tops[0].where[layer].take(experts)
-            return not len(slots) or bool(slots.min() >= 0)
-        homes = self.device_of[layer, experts]
-        return all((pool.where[layer, experts[homes == i]] >= 0).all() for i, pool in enumerate(self.tops))
-
-    def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
-        """The fastest tier that has each of the experts [n] now."""
-        tiers = np.where(self.ram.where[layer].take(experts) >= 0, Tier.RAM, Tier.NVME)
-        for i, pool in enumerate(self.devices):
-            here = (self.device_of[layer].take(experts) == i) & (pool.where[layer].take(experts) >= 0)
-            tiers[here] = Tier.VRAM
-        return tiers
+    # --- integrity ----------------------------------------------------------------------------------------------
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Asserts every invariant; with `idle`, also that nothing is pinned or on its way."""
@@ -273,10 +254,3 @@ class Residency:
             waiter.put(load)
         self._version += 1
         self._changed.notify_all()
-
-
-def _deal(shape: tuple[int, ...], slots: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Device of each expert [L, E], spread evenly within every layer, in proportion to the devices' slots."""
-    edges = np.cumsum(slots) / sum(slots)
-    golden = (5**0.5 - 1) / 2  # multiples of it fill the unit interval evenly
-    return np.searchsorted(edges, np.arange(shape[0] * shape[1]) * golden % 1.0, side="right").reshape(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,16 @@ class Transfer:
 
     def __repr__(self) -> str:
         return f"Load(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"
+
+
+class TierUsage(NamedTuple):
+    """How full a tier is, over all of its pools, and what has come into it since the start."""
+
+    slots: int
+    used: int  # of them, resident or on its way
+    moved: int  # experts that came in
+    prefetched: int  # of them, before they were demanded
+    wasted: int  # of those, gone before they were
 
 
 class SlotPool:

@@ -46,7 +46,7 @@ class ExpertLoader:
         """`links` in the order of the residency's devices; `idle_readers` of the `readers` may serve wishes."""
         self.residency, self.links = residency, tuple(links)
         self.stats = LinkStats(clock)  # of NVMe
-        self.gap = IdleWindow(residency.ram.layers)  # in which wishes are served
+        self.gap = IdleWindow(len(residency.device_of))  # in which wishes are served
         # which experts of a layer [n] are not worth reading ahead, for another box has them or would have to send them
         self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
         self._store, self._ram = store, ram

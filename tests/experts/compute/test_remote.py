@@ -92,7 +92,7 @@ def of_ones(call: RemoteCall) -> bool:
 
 def remote_of(peers: FakePeers, read_bytes_per_s: float, shape: ExpertShape = SHAPE) -> PeerExperts:
     """A box with nothing in memory and one expert on its disk."""
-    residency: Any = SimpleNamespace(devices=[], tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
+    residency: Any = SimpleNamespace(fastest=Tier.RAM, tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
     loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
     on_disk = np.arange(shape.experts)[None] == OURS
     return PeerExperts(shape, residency, CostModel(residency, loader, shape.stride_bytes), peers, on_disk)
@@ -153,7 +153,7 @@ def test_calls_that_are_never_answered_end_in_an_error_that_names_the_expert_and
 
 def test_a_peer_and_the_cpu_work_side_by_side_where_the_link_is_slow() -> None:
     tiers, device_of = np.full(4, Tier.RAM), np.zeros((1, 4), np.int64)
-    residency: Any = SimpleNamespace(devices=[0], tiers_of=lambda _, experts: tiers[experts], device_of=device_of)
+    residency: Any = SimpleNamespace(fastest=Tier.VRAM, tiers_of=lambda _, experts: tiers[experts], device_of=device_of)
     rate = SHAPE.stride_bytes / 1.0
     link = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=rate, unhindered_bytes_per_s=rate), idle=lambda: True)
     loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=1e9), links=[link])

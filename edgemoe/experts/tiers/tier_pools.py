@@ -1,0 +1,89 @@
+"""What is where: the slots of all tiers, and what any thread may ask of them. Only residency changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.experts.tiers.slots import BoolArray, SlotPool, TierUsage
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import LivePolicy, Tier
+
+
+class TierPools:
+    """The pool of RAM and that of each device; experts are dealt to devices in proportion to their slots."""
+
+    def __init__(self, ram: SlotPool, devices: Sequence[SlotPool]) -> None:
+        """`devices` is empty where RAM is the top tier."""
+        self.ram = ram
+        self.devices = tuple(devices)
+        self.tops = self.devices or (ram,)
+        self.device_of = _deal(ram.where.shape, [pool.slots for pool in self.tops])  # [L, E]
+
+    def all_on_top(self, layer: int, experts: IntArray) -> bool:
+        """Whether all of the experts [n] are in the device that computes them."""
+        if len(self.tops) == 1:
+            slots = self.tops[0].where[layer].take(experts)
+            return not len(slots) or bool(slots.min() >= 0)
+        homes = self.device_of[layer, experts]
+        return all((pool.where[layer, experts[homes == i]] >= 0).all() for i, pool in enumerate(self.tops))
+
+    @property
+    def fastest(self) -> Tier:
+        """The tier that experts are computed from where there is room."""
+        return self.tops[0].tier
+
+    @property
+    def policy(self) -> LivePolicy:
+        """The one that ranks what the fastest tier has."""
+        return self.tops[0].policy
+
+    def slots_of(self, device: int) -> int:
+        """Slots of one device; of RAM where there is none."""
+        return self.tops[device].slots
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot of the fastest tier is free."""
+        return any(pool.free for pool in self.tops)
+
+    def resident_mask(self, tier: Tier = Tier.RAM) -> BoolArray:
+        """Which experts [L, E] the tier has now."""
+        mask: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in self._pools(tier)])
+        return mask
+
+    def missing_from_ram(self, layer: int, experts: IntArray) -> BoolArray:
+        """Which of the experts [n] are not in RAM now."""
+        missing: BoolArray = self.ram.where[layer].take(experts) < 0
+        return missing
+
+    def usage(self, tier: Tier) -> TierUsage:
+        """The tier's slots and what has moved."""
+        pools = self._pools(tier)
+        return TierUsage(
+            slots=sum(pool.slots for pool in pools),
+            used=sum(pool.slots - len(pool.free) for pool in pools),
+            moved=sum(pool.moved for pool in pools),
+            prefetched=sum(pool.prefetched for pool in pools),
+            wasted=sum(pool.wasted for pool in pools),
+        )
+
+    def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
+        """The fastest tier that has each of the experts [n] now."""
+        tiers = np.where(self.ram.where[layer].take(experts) >= 0, Tier.RAM, Tier.NVME)
+        for i, pool in enumerate(self.devices):
+            here = (self.device_of[layer].take(experts) == i) & (pool.where[layer].take(experts) >= 0)
+            tiers[here] = Tier.VRAM
+        return tiers
+
+    def _pools(self, tier: Tier) -> Sequence[SlotPool]:
+        return self.devices if tier is Tier.VRAM else (self.ram,)
+
+
+def _deal(shape: tuple[int, ...], slots: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Device of each expert [L, E], spread evenly within every layer, in proportion to the devices' slots."""
+    edges = np.cumsum(slots) / sum(slots)
+    golden = (5**0.5 - 1) / 2  # multiples of it fill the unit interval evenly
+    return np.searchsorted(edges, np.arange(shape[0] * shape[1]) * golden % 1.0, side="right").reshape(shape)
