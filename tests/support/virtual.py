@@ -6,6 +6,7 @@ Nothing waits: where all are idle, time jumps to the next timer.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import selectors
 import shutil
@@ -162,14 +163,23 @@ class Ticking(RaftStore):
         while True:
             await asyncio.sleep(TICK_S)
             if self._replica is not None and not self._replica.tick(0.0):
-                self._replica.destroy()
+                end(self._replica)
                 await asyncio.sleep(BACK_S)
                 self._replica = self._open()
 
     async def close(self) -> None:
         self._task.cancel()
         if self._replica is not None:
-            self._replica.destroy()
+            end(self._replica)
+
+
+def end(replica: Any) -> None:
+    """Ends a replica, with the pipe that PySyncObj leaves open: a run has thousands of them."""
+    replica.destroy()
+    notifier = replica._SyncObj__pipeNotifier
+    replica._SyncObj__pipeNotifier = SimpleNamespace(notify=lambda: None)
+    for descriptor in (notifier._PipeNotifier__pipeR, notifier._PipeNotifier__pipeW):
+        os.close(descriptor)
 
 
 class Box:
