@@ -15,8 +15,6 @@ TOO_LONG = {  # of those, what still is: this list only gets shorter
     "edgemoe/experts/compute/moe.py",
     "edgemoe/experts/predict/controller.py",
     "edgemoe/experts/predict/scoutgate_forecaster.py",
-    "edgemoe/worker/assemble.py",
-    "edgemoe/worker/assemble.py::assemble",
 }
 
 

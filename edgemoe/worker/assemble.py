@@ -21,19 +21,17 @@ from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
 from edgemoe.engine.runner import LoadedModel, Watchers
-from edgemoe.errors import CapacityError, ConfigError
+from edgemoe.errors import CapacityError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.policy import baselines
-from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import checksum
 from edgemoe.store.manifest import DENSE, Manifest
@@ -47,21 +45,13 @@ from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
-from scoutgate.embedding import load_embedding
+from edgemoe.worker.cache_policy import POLICIES, controller_for, scout_for
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PATIENCE_CALLS = 2  # time-outs of expert calls that a request waits for boxes with an expert that it lacks
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
-STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
-POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "learned" has a controller besides
-    "lru": lambda spec: baselines.LRU(spec.layers, spec.experts),
-    "lfu": lambda spec: baselines.LFU(spec.layers, spec.experts),
-    "lfru": lambda spec: baselines.LFRU(spec.layers, spec.experts),
-    "ewma": lambda spec: EWMA(spec.layers, spec.experts, spec.top_k),
-    "published": lambda spec: PublishedPolicy(spec.layers, spec.experts, spec.top_k),
-}
 
 
 class Say(Protocol):
@@ -124,27 +114,21 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
         sharing = _sharing(manifest, spec, store) if settings.cluster.node else None
-        scout = _scout(settings, manifest, spec)
+        scout = scout_for(settings, manifest, spec)
         if scout is not None:
             opened.callback(scout.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
-        controller = _controller(settings, spec, directory, scout) if name == "learned" else None
+        controller = controller_for(settings, spec, directory, scout) if name == "learned" else None
         policy = controller.policy if controller else POLICIES[name](spec)
         tiers = _tiers(settings, spec, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
-        observers: list[Callable[[StepRouting], None]] = []
         if controller is not None:
             opened.callback(controller.close)
-            observers.append(controller.observe)
             if settings.cache.prefetch:
                 controller.attach(tiers.residency, tiers.loader, spec.expert_bytes)
-        if settings.record.dir:
-            recorder = Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
+        recorder = _recorder(settings, manifest, spec)
+        if recorder is not None:
             opened.callback(recorder.close)
-            observers.append(recorder.add)
-        if scout is not None:
-            observers.append(scout.learn)
-        expecting = [each.look for each in (scout, controller) if each is not None]
         engine = _engine(
             settings,
             spec,
@@ -153,8 +137,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             tiers,
             _grammars(directory, spec),
             emit,
-            observers,
-            expecting,
+            _observers(controller, recorder, scout),
+            [each.look for each in (scout, controller) if each is not None],
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
@@ -222,40 +206,24 @@ def _tiers(
     return tiers
 
 
-def _controller(settings: Settings, spec: ModelSpec, directory: Path, scout: ScoutGateForecaster | None) -> Controller:
-    state = (
-        Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
-    )
-    return Controller(
-        spec.layers,
-        spec.experts,
-        spec.top_k,
-        hysteresis=settings.cache.hysteresis,
-        state_file=state.expanduser(),
-        forecaster=scout,
-    )
-
-
-def _scout(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ScoutGateForecaster | None:
-    """What forecasts, idle where the export that the settings name cannot be used, with a warning; None without."""
-    if not settings.cache.scoutgate:
+def _recorder(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Recorder | None:
+    if not settings.record.dir:
         return None
-    tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
-    scout = ScoutGateForecaster(ServedModel(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k))
-    try:
-        load_scout(scout, settings)
-    except ConfigError as error:
-        log.warning(f"serving without ScoutGate: {error}")
-    return scout
+    return Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
 
 
-def load_scout(scout: ScoutGateForecaster, settings: Settings) -> None:
-    """Has `scout` use the export that the settings name. Raises ConfigError, the one in use before kept."""
-    try:
-        embedding = load_embedding(Path(settings.model.path))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    scout.load(Path(settings.cache.scoutgate), embedding)
+def _observers(
+    controller: Controller | None, recorder: Recorder | None, scout: ScoutGateForecaster | None
+) -> list[Callable[[StepRouting], None]]:
+    """Who is told which experts a step was routed to, in this order."""
+    observers: list[Callable[[StepRouting], None]] = []
+    if controller is not None:
+        observers.append(controller.observe)
+    if recorder is not None:
+        observers.append(recorder.add)
+    if scout is not None:
+        observers.append(scout.learn)
+    return observers
 
 
 def _to_all(listeners: Sequence[Callable[[T], None]]) -> Callable[[T], None] | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgemoe.cluster.data.messages import Model
-from edgemoe.cluster.data.plane import DataPlane
+from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
@@ -52,11 +52,7 @@ class ClusterSide:
             settings.node,
             boot,
             load_secret(Path(settings.key_file)),
-            model,
-            self._holdings,
-            self._host,
-            sharing.shelf,
-            sharing.store,
+            OwnExperts(model, self._holdings, self._host, sharing.shelf, sharing.store),
             timeout_s=settings.call_timeout_s,
         )
         tiers.join(self.plane.calls)

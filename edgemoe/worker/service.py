@@ -39,7 +39,8 @@ from edgemoe.experts.metrics import figures
 from edgemoe.guard import refuse_pickle
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.worker.assemble import Assembly, assemble, load_scout
+from edgemoe.worker.assemble import Assembly, assemble
+from edgemoe.worker.cache_policy import load_scout
 from edgemoe.worker.cluster import ClusterSide
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ import zmq
 
 from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.cluster.data.messages import Model
-from edgemoe.cluster.data.plane import DataPlane
+from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
@@ -110,7 +110,8 @@ class Box:
         model = Model("m", 1, EXPERTS, shape.hidden * shape.item_bytes, shape.expert_bytes)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
-        self.plane = DataPlane(node, f"boot-{node}", key, model, holdings, host, NoShelf(), store, timeout_s=5)
+        own = OwnExperts(model, holdings, host, NoShelf(), store)
+        self.plane = DataPlane(node, f"boot-{node}", key, own, timeout_s=5)
         self.echo: Channel[Any] = Channel(self.plane._transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]
 

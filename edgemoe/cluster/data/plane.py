@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,6 +26,17 @@ BULK_CREDITS_BYTES = 8 << 20
 CALL_BYTES = 80 << 20  # of one call: rows, experts and weights
 
 
+@dataclass(frozen=True, slots=True)
+class OwnExperts:
+    """What an engine has for its peers, and fills up from them."""
+
+    model: Model
+    holdings: Holdings
+    host: ExpertOwner  # computes for peers
+    shelf: ExpertSource  # hands out experts
+    store: PeerStore  # fetches over the bulk channel
+
+
 class DataPlane:
     """Owns the channels, servers and clients of an engine. Made on its event loop; `run` it, then `close` it."""
 
@@ -33,21 +45,17 @@ class DataPlane:
         node: str,
         boot: str,
         secret: Secret,
-        model: Model,
-        holdings: Holdings,
-        host: ExpertOwner,
-        shelf: ExpertSource,
-        store: PeerStore,
+        own: OwnExperts,
         *,
         timeout_s: float,
     ) -> None:
-        """`host` computes for peers, `shelf` hands out experts; `store` fetches over this plane's bulk channel."""
+        model = own.model
         self._transport = Transport(node, boot, secret, AllowList({}))
         self._calls_channel: Channel[CallMessage] = Channel(
             self._transport, "calls", CALLS, self._serve, ChannelSettings(longest_s=timeout_s, message_bytes=CALL_BYTES)
         )
-        self.server = ExpertServer(model, host)
-        self.bulk = ExpertFetchServer(shelf, model.layers, model.experts, model.expert_bytes)
+        self.server = ExpertServer(model, own.host)
+        self.bulk = ExpertFetchServer(own.shelf, model.layers, model.experts, model.expert_bytes)
         self._bulk_channel: Channel[BulkMessage] = Channel(
             self._transport,
             "bulk",
@@ -55,8 +63,8 @@ class DataPlane:
             self.bulk.serve,
             ChannelSettings(credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s),
         )
-        self.calls = ExpertClient(self._calls_channel, model, holdings, timeout_s)
-        store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)
+        self.calls = ExpertClient(self._calls_channel, model, own.holdings, timeout_s)
+        own.store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)
         self._say = SparingLog(log)
         self._known: dict[PeerEngine, tuple[str, ...]] = {}  # with their keys
 

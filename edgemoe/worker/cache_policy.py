@@ -1,0 +1,67 @@
+"""What the cache goes by, as the settings name it: a policy, and the forecasters of which experts will be needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from edgemoe.config.settings import Settings
+from edgemoe.errors import ConfigError
+from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
+from edgemoe.families.spec import ModelSpec
+from edgemoe.policy import baselines
+from edgemoe.policy.ewma import EWMA, PublishedPolicy
+from edgemoe.store.manifest import Manifest
+from edgemoe.types.experts import LivePolicy
+from scoutgate.embedding import load_embedding
+
+log = logging.getLogger(__name__)
+STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
+POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "learned" has a controller besides
+    "lru": lambda spec: baselines.LRU(spec.layers, spec.experts),
+    "lfu": lambda spec: baselines.LFU(spec.layers, spec.experts),
+    "lfru": lambda spec: baselines.LFRU(spec.layers, spec.experts),
+    "ewma": lambda spec: EWMA(spec.layers, spec.experts, spec.top_k),
+    "published": lambda spec: PublishedPolicy(spec.layers, spec.experts, spec.top_k),
+}
+
+
+def controller_for(
+    settings: Settings, spec: ModelSpec, directory: Path, scout: ScoutGateForecaster | None
+) -> Controller:
+    """What the policy `learned` goes by, with what it has learned before."""
+    state = (
+        Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
+    )
+    return Controller(
+        spec.layers,
+        spec.experts,
+        spec.top_k,
+        hysteresis=settings.cache.hysteresis,
+        state_file=state.expanduser(),
+        forecaster=scout,
+    )
+
+
+def scout_for(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ScoutGateForecaster | None:
+    """What forecasts, idle where the export that the settings name cannot be used, with a warning; None without."""
+    if not settings.cache.scoutgate:
+        return None
+    tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
+    scout = ScoutGateForecaster(ServedModel(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k))
+    try:
+        load_scout(scout, settings)
+    except ConfigError as error:
+        log.warning(f"serving without ScoutGate: {error}")
+    return scout
+
+
+def load_scout(scout: ScoutGateForecaster, settings: Settings) -> None:
+    """Has `scout` use the export that the settings name. Raises ConfigError, the one in use before kept."""
+    try:
+        embedding = load_embedding(Path(settings.model.path))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    scout.load(Path(settings.cache.scoutgate), embedding)
