@@ -158,20 +158,20 @@ def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None
 
 
 def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from edgemoe.worker import assemble
+    from edgemoe.worker import cache_policy
 
     settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
     save_file({"embed_tokens.weight": embedding()}, tmp_path / "dense.safetensors")
     manifest = SimpleNamespace(digest="digest", files=())
     spec = SimpleNamespace(layers=L, experts=E, top_k=K)
-    scout = assemble._scout(settings, manifest, spec)
+    scout = cache_policy.scout_for(settings, manifest, spec)
     assert scout is not None
     assert "serving without ScoutGate" in caplog.text
     run(scout, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
     assert scout.forecast is None
     assert scout.trust == 0.0
     exported(tmp_path)
-    assemble.load_scout(scout, settings)
+    cache_policy.load_scout(scout, settings)
     run(scout, meta(("a",), [[2]], [1], [True]), np.zeros((L, 1, K), int))
     assert scout.forecast is not None
     scout.close()
