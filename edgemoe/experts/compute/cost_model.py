@@ -25,16 +25,16 @@ from edgemoe.types.peers import work_units
 
 COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; the links are followed by what the caller adds
 TOP, CPU, FIRST_ELSEWHERE = range(3)  # ways; TOP: on the fastest tier, which the expert is brought to
-# assumed until measured; of the CPU the most that one could hope for, so that it is tried
+# assumed until measured; the CPU's is optimistic, so that it is tried
 READ_BYTES_PER_S, COPY_BYTES_PER_S, CPU_BYTES_PER_S = 1e9, 8e9, 50e9
 FIRST_UNIT_S = 1e-4
-FEW = 16  # experts that are all looked at; of more only the CPU's fastest ones, as many as it has time for
-WORTH_S = 1e-3  # that a layer must gain: deciding, and copying up later, cost something too
+FEW = 16  # experts that are all considered; of more, only those that the CPU computes fastest, as far as time allows
+WORTH_S = 1e-3  # least gain for a layer: deciding, and copying up later, also take time
 RECENT = 0.1
 
 
 class CostModel:
-    """Costs on one box. Measured by one compute thread."""
+    """Estimates what each way of computing an expert costs on this box. Measured by one compute thread."""
 
     def __init__(
         self,
@@ -52,24 +52,24 @@ class CostModel:
         self.cpu = UnitTime(stride_bytes / CPU_BYTES_PER_S)  # for one that the CPU does beside devices
 
     def observe(self, units: float, seconds: float) -> None:
-        """Work on the top tier took the compute thread so long."""
+        """Adds the compute thread's time for work on the top tier."""
         self.thread_unit_s += RECENT * (seconds / units - self.thread_unit_s)
 
     def observe_device(self, units: float, seconds: float) -> None:
-        """Work that the compute thread launched took its device so long."""
+        """Adds the device's time for work that the compute thread launched."""
         self.device_unit_s += RECENT * (seconds / units - self.device_unit_s)
 
     @property
     def unit_s(self) -> float:
-        """A unit of work on the top tier: launching and computing overlap."""
+        """Returns the seconds of a unit of work on the top tier, where launching and computing overlap."""
         return max(self.thread_unit_s, self.device_unit_s)
 
     def observe_cpu(self, units: float, seconds: float) -> None:
-        """Work that the CPU did beside devices took so long."""
+        """Adds the CPU's time for work that it did beside devices."""
         self.cpu.measure(seconds / units, self._clock())
 
     def read_s(self) -> float:
-        """One expert from the disk."""
+        """Returns the seconds to read one expert from the disk."""
         return self._stride_bytes / (self._loader.stats.bytes_per_s or READ_BYTES_PER_S)
 
     def _copy_s(self, link: TierLink) -> float:
@@ -78,9 +78,9 @@ class CostModel:
     def load(
         self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray, more: tuple[int, int] = (0, 0)
     ) -> CostArray:
-        """What each expert [n], now in `tiers` [n], loads the channels [c] with, by way, [n, w, c]; see `Ways`.
+        """Returns the seconds for which each expert [n] in `tiers` [n] occupies each channel, by way, [n, w, c].
 
-        Behind the ways of this box and its channels there are so many `more` ways and channels, filled with 0.
+        See `Ways`. `more` ways and channels, filled with 0, are appended to those of this box.
         """
         links = self._loader.links
         load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
@@ -96,7 +96,7 @@ class CostModel:
         return load
 
     def for_cpu(self, layer: int, group: Group) -> BoolArray | None:
-        """Which of the group's experts [n] the CPU computes from RAM to have the layer finished soonest; None: none."""
+        """Returns which of the group's experts [n] the CPU should compute from RAM to finish soonest; None: none."""
         if not self._loader.links or not self._cpu_helps:
             return None
         tiers = self._residency.tiers_of(layer, group.experts)
@@ -108,13 +108,13 @@ class CostModel:
         return chosen if chosen.any() else None
 
     def _split(self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray) -> BoolArray:
-        """Which of the experts [n] the CPU computes, where neither way is the better one for all."""
+        """Returns which of the experts [n] the CPU should compute, where no one way is best for all."""
         missing, chosen = np.flatnonzero(tiers != Tier.VRAM), np.zeros(len(experts), np.bool_)
         load = self.load(layer, experts[missing], tiers[missing], units[missing])
         alone, busy = load.sum(axis=2), np.zeros(load.shape[2])
         busy[COMPUTE] = self.unit_s * (units.sum() - units[missing].sum())
         for i, link in enumerate(self._loader.links):
-            busy[FIRST_LINK + i] = 0.0 if link.idle() else self._copy_s(link) / 2  # of a wish that is under way
+            busy[FIRST_LINK + i] = 0.0 if link.idle() else self._copy_s(link) / 2  # of a prefetch under way
         ways = Ways(load, alone, np.zeros_like(busy), busy)
         late_s, order = finish_s(ways, np.full(len(missing), TOP)), np.argsort(alone[:, CPU], kind="stable")
         in_time = int(np.searchsorted(np.cumsum(alone[order, CPU]), late_s))  # so many can the CPU do until then

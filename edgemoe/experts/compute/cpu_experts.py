@@ -1,4 +1,4 @@
-"""The CPU beside the devices: it computes experts from the RAM tier while others come up the link."""
+"""Computes experts on the CPU from the RAM tier, while others are copied to the devices."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ NO_SLOTS: IntArray = np.empty(0, np.int64)
 
 
 class CpuExperts:
-    """What the CPU does of one thread's layer-steps: `begin`, any number of `claim`, `compute`, `drop`, then `end`."""
+    """Computes the CPU's part of one thread's layer-steps.
+
+    Each layer calls `begin`, any number of `claim`, `compute` and `drop`, then `end`.
+    """
 
     def __init__(self, residency: Residency, compute: Compute, costs: CostModel) -> None:
-        """`compute` works on the RAM tier's slots."""
+        """Takes a `compute` over the RAM tier's slots."""
         self.costs = costs
         self.experts, self.took_s = 0, 0.0  # computed; in all
         self._residency, self._compute = residency, compute
         self._slots = NO_SLOTS  # pinned, to be computed
 
     def begin(self, hidden: torch.Tensor) -> None:
-        """Starts a layer: `hidden` [T, H], on any device; not copied unless it is needed."""
+        """Starts a layer with `hidden` [T, H] on any device, which is copied only if needed."""
         self._hidden, self._used = hidden, False
 
     def claim(self, layer: int, group: Group, prefill_only: BoolArray | None) -> BoolArray | None:
-        """Pins those of the group's experts that the CPU is to compute, and says which they are, [n]; None: none."""
+        """Pins the group's experts that the CPU is to compute. Returns which they are, [n]; None: none."""
         chosen = self.costs.for_cpu(layer, group)
         if chosen is None:
             return None
-        if not self._used:  # now: behind the devices' work it would wait for that
+        if not self._used:  # now, because later it would wait for the devices' work
             self._compute.begin(self._hidden.to("cpu"))
             self._used = True
         slots = self._residency.pin_in_ram(
@@ -67,9 +70,9 @@ class CpuExperts:
             self._residency.unpin(slots)
 
     def end(self) -> torch.Tensor | None:
-        """The sum, [T, H] float32; None where nothing was computed."""
+        """Returns the sum, [T, H] float32; None where nothing was computed."""
         return self._compute.end() if self._used else None
 
     def twin(self, math: ExpertMath, costs: CostModel) -> CpuExperts:
-        """Another one over the same slots, for another thread, which measures for itself."""
+        """Returns another one over the same slots for another thread, which has its own measurements."""
         return type(self)(self._residency, self._compute.twin(math), costs)

@@ -1,4 +1,4 @@
-"""Experts on an NVIDIA GPU: one slab of slots, copies into it beside the computation, products out of it.
+"""Holds and computes experts on an NVIDIA GPU: a slab of slots, copies into it, and products from it.
 
 A copy is issued at once on a stream of its own and counts as arrived: whatever computes from its slot first waits,
 on the GPU, for that copy's event and no other. A slot's next copy waits likewise for the last computation that
@@ -30,13 +30,13 @@ from edgemoe.types.peers import work_units
 
 log = logging.getLogger(__name__)
 
-ROUSE, CLOSE = "rouse", "close"  # what the link's thread is told beside copies
+ROUSE, CLOSE = "rouse", "close"  # messages to the link's thread besides copies
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
-MARKS = 64  # computations remembered; of older ones the oldest remembered is waited for
+MARKS = 64  # computations remembered; instead of an older one, the oldest remembered is waited for
 
 
 def open_cuda(kind: str, slots: int, shape: ExpertShape, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
-    """Link and arithmetic of device `cuda:N`.
+    """Returns the link and the computation of device `cuda:N`.
 
     Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
     """
@@ -54,7 +54,7 @@ def open_cuda(kind: str, slots: int, shape: ExpertShape, ram: HostSlab) -> tuple
 
 
 class Order:
-    """Which GPU work waits for which, slot by slot. The compute thread computes, any thread copies."""
+    """Orders copies and computations on the GPU by slot. The compute thread computes, any thread copies."""
 
     def __init__(self, slots: int) -> None:
         self._copies: dict[int, torch.cuda.Event] = {}  # slot -> a copy that no computation has waited for
@@ -63,7 +63,7 @@ class Order:
         self._marks = [torch.cuda.Event() for _ in range(MARKS)]  # type: ignore[no-untyped-call]
 
     def before_copy(self, slot: int, stream: torch.cuda.Stream) -> None:
-        """What `stream` copies into the slot from here on waits for what was in it."""
+        """Makes `stream` wait for the last copy into the slot and for the last computation that reads it."""
         if (copy := self._copies.get(slot)) is not None:
             stream.wait_event(copy)
         if reader := self._readers[slot]:
@@ -73,9 +73,9 @@ class Order:
         self._copies[slot] = copy
 
     def before_compute(self, slots: list[int], stream: torch.cuda.Stream) -> torch.cuda.Event | None:
-        """What `stream` computes from the slots from here on waits for the copies into them.
+        """Makes `stream` wait for the copies into the slots.
 
-        Returns the moment from which it waits; None where there is nothing to wait for.
+        Returns the event at which the wait begins; None where there is nothing to wait for.
         """
         began = None
         if self._copies:
@@ -83,7 +83,7 @@ class Order:
                 if (copy := self._copies.get(slot)) is not None:
                     began = began or _moment(stream)
                     stream.wait_event(copy)
-                    self._copies.pop(slot, None)  # not before: another thread that reads the slot need not wait then
+                    self._copies.pop(slot, None)  # after waiting, because another thread then skips the wait
         return began
 
     def computed(self, slots: list[int], stream: torch.cuda.Stream) -> None:
@@ -95,7 +95,7 @@ class Order:
 
 
 class CudaLink:
-    """RAM -> one GPU. Implements `Link`; a thread of its own notices when copies end."""
+    """Copies experts from RAM to one GPU. Implements `TierLink`; a thread of its own notices when copies end."""
 
     def __init__(self, source: HostSlab, slab: torch.Tensor, order: Order) -> None:
         self.stats = LinkStats()
@@ -134,7 +134,7 @@ class CudaLink:
         _unpin(self._source)
 
     def _issue(self, load: Transfer) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """The copy's start and end."""
+        """Issues the copy. Returns the events of its start and end."""
         stream = self._streams[load.demand]
         with self._lock, torch.cuda.stream(stream):
             self._order.before_copy(load.slot, stream)
@@ -169,7 +169,7 @@ class CudaLink:
         self._listener.released(load)
 
     def _charged_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """The copy's own time: where copies overlap, each is charged what passed since the one before it ended."""
+        """Returns the copy's seconds; where copies overlap, the time since the one before it ended."""
         milliseconds = [start.elapsed_time(end)]
         if self._last is not None:
             milliseconds.append(self._last.elapsed_time(end))
@@ -178,15 +178,15 @@ class CudaLink:
 
 
 class CudaCompute:
-    """Experts computed where they lie in the slab, by two kernels for all of them."""
+    """Computes experts in place in the slab, by two kernels for all experts of a layer."""
 
     def __init__(self, slab: torch.Tensor, shape: ExpertShape, order: Order) -> None:
-        """Compiles the kernels. Raises ConfigError where that cannot be done."""
+        """Compiles the kernels. Raises ConfigError where that fails."""
         self._shape, self._order, self._device = shape, order, slab.device
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:
             self._fused = GpuCalls(slab, shape)
-        except Exception as error:  # no Triton, no C compiler, a GPU that is too old: whoever compiles says what
+        except Exception as error:  # no Triton, no C compiler, or too old a GPU; `error` says which
             raise ConfigError(
                 f"the experts' kernels cannot be compiled for {slab.device}: {error!r}; install the Triton that this "
                 "torch asks for and a C compiler, or take the GPU out of `devices`"
@@ -225,14 +225,14 @@ class CudaCompute:
 
 
 def _moment(stream: torch.cuda.Stream, *, blocking: bool = False) -> torch.cuda.Event:
-    """When the stream gets here."""
+    """Returns an event that fires when the stream gets here."""
     event = torch.cuda.Event(enable_timing=True, blocking=blocking)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
 def _pin(slab: HostSlab) -> None:
-    """Registers the arena for DMA, exactly as it lies; where that is refused, copies go on, slower."""
+    """Registers the slab for DMA in place. Where that is refused, copies still work, but slower."""
     if slab.pinned:
         return
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -241,7 +241,7 @@ def _pin(slab: HostSlab) -> None:
     if code:
         log.warning("RAM for experts is not pinned, copies will be slow", extra={"cuda_error": code})
         with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # takes the error with it, which else the next kernel would report
+            torch.zeros(1, device="cuda")  # clears the error, which the next kernel would report otherwise
 
 
 def _unpin(slab: HostSlab) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of experts: tokens grouped by expert, and the products on host memory."""
+"""Groups tokens by expert, and computes experts in host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgemoe.types.arrays import FloatArray, IntArray
 
 
 class Group(NamedTuple):
-    """Distinct experts [n] of T tokens' calls for k each; the i-th has the calls `offsets[i]:offsets[i + 1]`."""
+    """The calls of T tokens for k experts each, grouped by expert: expert i has calls `offsets[i]:offsets[i + 1]`."""
 
     experts: IntArray  # [n]
     offsets: IntArray  # [n + 1]
@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, ids: IntArray, weights: FloatArray) -> Self:
-        """The calls of T tokens for k experts each: `ids` and `weights` [T, k]."""
+        """Returns the group of T tokens' calls for k experts each: `ids` and `weights` [T, k]."""
         tokens, k = ids.shape
         flat = ids.ravel()
         if tokens == 1:  # a token's experts are distinct
@@ -36,14 +36,14 @@ class Group(NamedTuple):
         return cls(ordered[starts], offsets, order, order // k, weights.ravel()[order])
 
     def only(self, chosen: BoolArray) -> Self:
-        """The calls of the chosen [n] experts."""
+        """Returns the group of the chosen [n] experts."""
         counts = np.diff(self.offsets)
         kept = np.repeat(chosen, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[chosen])))
         return type(self)(self.experts[chosen], offsets, self.calls[kept], self.tokens[kept], self.weights[kept])
 
     def within(self, rows: IntArray) -> Self:
-        """The calls of some tokens, sorted, between which no other token of the group lies."""
+        """Returns the group of some tokens: `rows`, sorted, must be consecutive among the group's tokens."""
         kept = np.flatnonzero((self.tokens >= rows[0]) & (self.tokens <= rows[-1]))
         ends = np.searchsorted(kept, self.offsets)
         used = np.flatnonzero(np.diff(ends))
@@ -57,7 +57,7 @@ def _of_one_token(k: int) -> tuple[IntArray, IntArray, IntArray]:
 
 
 class Spent(NamedTuple):
-    """What a device that works beside its caller has done, by its own clock."""
+    """The work and times of a device that works beside its caller, by its own clock."""
 
     units: float = 0.0  # of work, see `work_units`
     waited_s: float = 0.0  # for copies of experts
@@ -65,26 +65,26 @@ class Spent(NamedTuple):
 
 
 class Compute(Protocol):
-    """Experts' products on one device. Called on the compute thread only."""
+    """Computes experts on one device. Called on the compute thread only."""
 
     def begin(self, hidden: torch.Tensor) -> None:
-        """Starts a layer: `hidden` [T, H]."""
+        """Starts a layer with `hidden` [T, H]."""
 
     def add(self, slots: IntArray, group: Group) -> None:
-        """Adds the weighted outputs of the group's experts, the i-th lying in `slots[i]`."""
+        """Adds the weighted outputs of the group's experts; expert i is in `slots[i]`."""
 
     def end(self) -> torch.Tensor:
-        """The sum, [T, H] float32."""
+        """Returns the sum, [T, H] float32."""
 
     def spent(self) -> Spent:
-        """What work took that waited for copies and has ended since the last call; nothing where `add` ends it."""
+        """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
 
     def twin(self, math: ExpertMath) -> Self:
-        """Another one over the same slots, for another thread; `math` serves where the CPU computes."""
+        """Returns another one over the same slots for another thread; the CPU computes by `math`."""
 
 
 class HostCompute:
-    """Experts in a slab of host memory, computed by the CPU."""
+    """Computes experts in a slab of host memory on the CPU."""
 
     def __init__(self, slab: ExpertSlab, math: ExpertMath) -> None:
         self._slab, self._math = slab, math

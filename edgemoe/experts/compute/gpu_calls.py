@@ -1,4 +1,4 @@
-"""The GPU kernels of experts, as a layer's calls are handed to them: packed, in blocks, in one copy."""
+"""Calls the GPU kernels of experts: packs a layer's calls into blocks and copies them in one piece."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.types.arrays import IntArray
 
-ROWS = (16, 32, 64)  # calls of one expert that one program takes on
+ROWS = (16, 32, 64)  # calls of one expert that one program computes
 
 
 class GpuCalls:
-    """Two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
+    """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
 
     def __init__(self, slab: torch.Tensor, shape: ExpertShape) -> None:
-        """Compiles for all sizes of batches. Raises what Triton raises where it cannot."""
+        """Compiles the kernels for all block sizes. Raises what Triton raises."""
         from edgemoe.kernels.gpu import experts as gpu_experts
 
         self._experts = gpu_experts.experts
@@ -25,7 +25,7 @@ class GpuCalls:
         self._sizes = (shape.top_k, shape.hidden, shape.width, shape.stride_bytes // shape.item_bytes)
         hidden = torch.zeros((1, shape.hidden), dtype=self._slab.dtype, device=slab.device)
         for calls in ROWS:
-            repeated = np.zeros(calls, np.int64)  # one token's one call, again and again
+            repeated = np.zeros(calls, np.int64)  # the same call of one token, repeated
             group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
             self.add(repeated[:1], group, hidden, torch.zeros((shape.top_k, shape.hidden), device=slab.device))
 
@@ -54,7 +54,7 @@ class GpuCalls:
 
 
 def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.int32]:
-    """The calls of each slot cut into blocks of at most `rows`: slot, first call, last call + 1, [B, 3]."""
+    """Returns each slot's calls in blocks of at most `rows`: slot, first call, last call + 1, [B, 3]."""
     counts = -(-np.diff(offsets) // rows)
     expert = np.repeat(np.arange(len(slots)), counts)
     within = np.arange(len(expert)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -63,5 +63,5 @@ def blocks_of(slots: IntArray, offsets: IntArray, rows: int) -> npt.NDArray[np.i
 
 
 def block_rows(calls: int) -> int:
-    """Rows of a block where an expert has at most so many calls."""
+    """Returns the rows of a block where an expert has at most `calls` calls."""
     return next((rows for rows in ROWS if calls <= rows), ROWS[-1])

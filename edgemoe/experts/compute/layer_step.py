@@ -1,6 +1,6 @@
-"""One layer-step that has to wait for experts: what is there is computed while the rest is on its way.
+"""Computes a layer-step that waits for experts: resident ones are computed while others are loaded.
 
-Where the experts outnumber the slots they pass through in waves: what has been computed makes room for the next.
+Where the experts outnumber the slots, they are loaded in turns: computed experts make room for the next.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
 
-SCAN_SHARE = 8  # a scan has at most one slot in so many on their way at once
+SCAN_SHARE = 8  # prefill loads at most one slot in so many at a time
 
 
 class DeviceShare:
-    """The experts [n] of a layer-step that belong to one device, and how far each has come."""
+    """Tracks the experts [n] of a layer-step that one device computes: slot, ready, pinned, waiting."""
 
     def __init__(self, device: int, slots: int, compute: Compute, group: Group, prefill_only: BoolArray | None) -> None:
-        """`slots` of the device in all; `prefill_only` [n] marks experts that only prefill needs."""
+        """Starts with none claimed. `slots` is the device's number of slots; `prefill_only` [n] marks experts."""
         self.device, self.compute, self.group, self.prefill_only = device, compute, group, prefill_only
         n = len(group.experts)
         self.slots: IntArray = np.full(n, NONE, np.int64)
-        self.ready: BoolArray = np.zeros(n, np.bool_)  # there, and not computed yet
+        self.ready: BoolArray = np.zeros(n, np.bool_)  # loaded, and not computed yet
         self.pinned: BoolArray = np.zeros(n, np.bool_)
         self.waiting: dict[int, int] = {}  # expert on its way -> index
         # indices without a slot yet, those that decode needs first
@@ -39,11 +39,11 @@ class DeviceShare:
 
     @property
     def limit(self) -> int:
-        """Loads that may be begun now."""
+        """Counts the loads that may be started now."""
         return self._most - len(self.waiting)
 
     def absorb(self, claim: SlotClaim) -> None:
-        """Takes over what was claimed for the experts that were left."""
+        """Notes what was claimed for the experts in `left`."""
         asked, got = self.left, claim.slots >= 0
         self.slots[asked] = claim.slots
         self.pinned[asked[got]] = True
@@ -54,7 +54,7 @@ class DeviceShare:
 
 
 class LayerStep:
-    """Computes a layer-step's parts, waiting for what is missing."""
+    """Computes the parts of a layer-step and waits for missing experts."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class LayerStep:
         deadline_s: float,
         all_there: Callable[[], object],
     ) -> None:
-        """`all_there` is called once, when the last expert has arrived, before it is computed."""
+        """Prepares the step. `all_there` is called once, when the last expert has arrived, before it is computed."""
         self._residency, self._loader, self._layer, self._parts = residency, loader, layer, parts
         self._all_there = all_there
         self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
@@ -74,10 +74,10 @@ class LayerStep:
         self._version = 0
 
     def run(self, all_claimed: Callable[[], object], meanwhile: Callable[[], object]) -> None:
-        """Returns when all is computed; calls `all_claimed` once, when the last load has been begun.
+        """Computes everything. Calls `all_claimed` once, when the last load has been started.
 
-        Calls `meanwhile` once, when loads have been begun and the devices have their first work.
-        Raises what a load failed with, and MissingExpert at the deadline. Leaves no slot pinned.
+        Calls `meanwhile` once, when loads have been started and the devices have their first work. Raises a load's
+        error, and MissingExpert at the deadline. Leaves no slot pinned.
         """
         claimed = begun = False
         try:
@@ -126,7 +126,7 @@ class LayerStep:
         self._loader.start(claim.loads)
 
     def _compute(self, part: DeviceShare) -> bool:
-        """Computes what is ready, if anything is. Its pins are kept to the end, unless others still need room."""
+        """Computes what is ready. Returns False if nothing is. Keeps pins to the end, unless others need the room."""
         if not part.ready.any():
             return False
         computed = part.ready.copy()
@@ -138,7 +138,7 @@ class LayerStep:
         return True
 
     def _wait(self) -> None:
-        """Returns when at least one expert is ready, or there may be room for more."""
+        """Waits until at least one expert is ready, or there may be room for more. Raises MissingExpert."""
         began_s = time.perf_counter()
         if self._waiting:
             tier = self._settle(self._next_arrival())
@@ -157,7 +157,7 @@ class LayerStep:
             raise self._overdue() from None
 
     def _settle(self, load: Transfer) -> Tier:
-        """Notes that an expert is there; the tier that it came from."""
+        """Marks an expert as ready. Returns the tier that it came from. Raises the load's error."""
         if load.error is not None:
             raise load.error
         device = self._residency.device_of[load.layer, load.expert]

@@ -1,4 +1,4 @@
-"""What the gates choose in one step, as it is seen layer by layer."""
+"""Collects the gates' choices of one step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgemoe.types.routing import StepMeta, StepRouting
 
 
 class Observations:
-    """What the gates choose in one step, layer by layer."""
+    """Collects the gates' choices of one step, layer by layer."""
 
     def __init__(self, meta: StepMeta, shape: ExpertShape) -> None:
         self.meta = meta
@@ -28,24 +28,24 @@ class Observations:
         self._began_s = time.perf_counter()
 
     def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
-        """One layer's choice, [T, k]."""
+        """Adds one layer's choice, [T, k]."""
         self.ids[layer] = ids
         self.weights[layer] = weights
 
     def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
-        """What `layer` will choose, as it looks `distance` layers ahead, [T, E]."""
+        """Adds a forecast of `layer`'s choice from `distance` layers before it, [T, E]."""
         if distance not in self.hints:
             self.hints[distance] = np.zeros((len(self.ids), *probs.shape), np.float32)
         self.hints[distance][layer] = probs
 
     def prefill_only(self, ids: IntArray, group: Group) -> BoolArray | None:
-        """Which of the group's experts only prefill needs, [n]; None: none of them."""
+        """Returns which of the group's experts only prefill needs, [n]; None where the step only decodes."""
         if self.decode is None:
             return None
         return ~np.isin(group.experts, ids[self.decode])
 
     def routing(self) -> StepRouting:
-        """The whole step; it ends now."""
+        """Returns the whole step, which ends now."""
         meta = self.meta
         return StepRouting(
             requests=meta.requests,

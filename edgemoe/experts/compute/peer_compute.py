@@ -1,4 +1,4 @@
-"""This box's experts for others: computed on their hidden states, or handed out as bytes."""
+"""Serves this box's experts to peers: computes them on peers' hidden states, or sends them as bytes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Store
 from edgemoe.types.peers import ExpertWork
 
-KEPT_READS = 2  # experts read for others and kept until all of their parts are fetched
+KEPT_READS = 2  # experts read for peers and kept while their parts are fetched
 
 
 class PeerCompute:
-    """Computes for peers, on the one thread that serves them. Their calls are demands like our own."""
+    """Computes experts for peers, on the thread that serves them. Peers' calls are demands like our own."""
 
     def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
-        """`experts` is that thread's own; `on_disk` [L, E] as the store can read."""
+        """Takes `experts`, which that thread owns; `on_disk` [L, E] says what the store can read."""
         self._experts, self._on_disk = experts, on_disk
         self._residency, self._shape = experts.residency, experts.shape
         self.experts = 0  # of layer-steps, computed for peers
@@ -37,7 +37,7 @@ class PeerCompute:
         self._threads: int | None = torch.get_num_threads()  # OpenMP keeps this by thread
 
     def refuses(self, work: ExpertWork) -> str:
-        """Why the work cannot be done here; "" where it can."""
+        """Returns why the work cannot be done here, or ""."""
         if len(work.rows) > self._shape.top_k and np.bincount(work.rows).max() > self._shape.top_k:
             return f"a row with more calls than the {self._shape.top_k} that a token has"
         absent = self._residency.missing_from_ram(work.layer, work.experts) & ~self._on_disk[work.layer, work.experts]
@@ -47,7 +47,7 @@ class PeerCompute:
 
     @torch.inference_mode()
     def compute(self, works: Sequence[ExpertWork]) -> Sequence[memoryview]:
-        """The result of each work, all of one layer. Raises StoreError."""
+        """Returns the result of each work; all are of one layer. Raises StoreError."""
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
@@ -60,7 +60,7 @@ class PeerCompute:
 
     @torch.inference_mode()
     def compute_at_once(self, work: ExpertWork) -> memoryview | None:
-        """The work's result if all of its experts are where they are computed; else None. Never beside `compute`."""
+        """Returns the work's result if all its experts are in the top tier, else None. Never runs beside `compute`."""
         group = _merge([work], [0], self._shape.top_k)
         sums = self._experts.compute_if_there(work.layer, self._hidden(work.hidden.copy()), group)
         if sums is None:
@@ -77,7 +77,7 @@ class PeerCompute:
 
 
 def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> Group:
-    """The calls of all works as one group; work i's rows begin at `first[i]`."""
+    """Returns the calls of all works as one group; the rows of work i begin at `first[i]`."""
     if len(works) == 1:
         (work,) = works
         return Group(work.experts, work.offsets, _places(work.rows, k), work.rows, work.weights)
@@ -92,7 +92,7 @@ def _merge(works: Sequence[ExpertWork], first: Sequence[int], k: int) -> Group:
 
 
 def _places(rows: IntArray, k: int) -> IntArray:
-    """A place of its own for each call, row * k + j."""
+    """Returns a distinct place for each call, row * k + j."""
     if rows.max() == 0:
         return np.arange(len(rows))
     order, counts = np.argsort(rows, kind="stable"), np.bincount(rows)
@@ -102,7 +102,7 @@ def _places(rows: IntArray, k: int) -> IntArray:
 
 
 class ExpertShelf:
-    """Experts as bytes: from RAM where they are there, else from the disk. On the event loop."""
+    """Provides experts as bytes, from RAM or else from the disk. Used on the event loop."""
 
     def __init__(self, manifest: Manifest, store: Store, expert_bytes: int) -> None:
         self._manifest, self._store, self._size = manifest, store, expert_bytes
@@ -111,11 +111,11 @@ class ExpertShelf:
         self._reads: OrderedDict[ExpertId, asyncio.Task[memoryview]] = OrderedDict()
 
     def attach(self, residency: Residency, ram: HostSlab) -> None:
-        """Once there is a RAM tier to take from."""
+        """Sets the RAM tier to take experts from."""
         self._residency, self._ram = residency, ram
 
     def on_disk(self, layers: int, experts: int) -> BoolArray:
-        """What the store can read, [L, E]."""
+        """Returns what the store can read, [L, E]."""
         present: npt.NDArray[np.bool_] = np.zeros((layers, experts), np.bool_)
         for layer, entry in enumerate(self._manifest.layers):
             present[layer, list(entry.by_expert)] = True
@@ -125,7 +125,7 @@ class ExpertShelf:
         return self._manifest.present(layer, expert)
 
     def checksum(self, layer: int, expert: int) -> str | None:
-        """What the expert must hash to; None where nobody said so yet."""
+        """Returns the expert's checksum; None where it is not known yet."""
         if self._manifest.present(layer, expert):
             return self._manifest.entry(layer, expert).xxh3_128
         return self._learned.get(ExpertId(layer, expert))
@@ -134,7 +134,7 @@ class ExpertShelf:
         self._learned[ExpertId(layer, expert)] = checksum
 
     async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
-        """A part of an expert that is in memory or on the disk. Raises StoreError."""
+        """Returns a part of an expert that is in memory or on the disk. Raises StoreError."""
         slot = NONE if self._residency is None else self._residency.pin(layer, expert)
         if slot >= 0:
             assert self._residency is not None
@@ -146,7 +146,7 @@ class ExpertShelf:
         return bytes(whole[offset : offset + size_bytes])
 
     def _read(self, expert: ExpertId) -> asyncio.Task[memoryview]:
-        """One read for all parts that are asked for about the same time."""
+        """Returns the read of an expert, shared by all parts that are asked for at about the same time."""
         if (task := self._reads.get(expert)) is None or (task.done() and task.exception() is not None):
             task = self._reads[expert] = asyncio.ensure_future(self._load(expert))
         self._reads.move_to_end(expert)

@@ -1,9 +1,9 @@
-"""One layer-step with the help of peers: every missing expert goes the way that has the layer finished soonest.
+"""Computes a layer-step with the help of peers: each missing expert goes the way that finishes the layer soonest.
 
-Here are the device's hits, what RAM or the disk have, and what can be fetched; each peer is a channel more. Peers are
-asked first, one message each, then what is ours is computed while they work, the way that is then the best here. A call
-that fails, or takes several times what was expected of it, is resolved another way; of two that run, the first answer
-counts. An answer is added whole or not at all.
+This box computes what its devices hold, what RAM or the disk has, and what it can fetch; each peer is one more channel.
+Peers are asked first, one message each; then this box computes its own part while they work. A call that fails, or that
+takes several times its expected time, is computed another way; of two calls that run, the first answer counts. An
+answer is added whole or not at all.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ HERE = -1
 # needs when all are sent is time in which the link lies idle.
 CALL_S = 0.01  # that a part takes on the link, there and back,
 CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
-LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times what was expected, and so long at least
-AGAIN_S = 0.2  # between looks for another way where there was none
-PATIENCE_CALLS = 2  # time-outs of calls that a layer-step goes on asking peers; local work does not count
+LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times its expected time, and at least so long
+AGAIN_S = 0.2  # between searches for another way where there was none
+PATIENCE_CALLS = 2  # time-outs of calls for which a layer-step asks peers; local work does not count
 NOWHERE = "it is not on the disk, and no box that can be reached has it"
 
 Tried = dict[str, float]  # peers that were asked -> when they may be asked again
@@ -48,19 +48,19 @@ class PendingCall:
 
     group: Group
     rows: IntArray  # [r] tokens whose sums come back
-    late_s: float  # when another way is looked for
+    late_s: float  # when to look for another way
     tried: Tried
     live: int = 0
     done: bool = False
 
 
 class PeerExperts:
-    """What the layer-steps of one engine share: costs, counts, peers."""
+    """Runs layer-steps with peers, and holds what they share: costs, counts, peers."""
 
     def __init__(
         self, shape: ExpertShape, residency: Residency, costs: CostModel, peers: ExpertPeers, on_disk: BoolArray
     ) -> None:
-        """`costs`: of this box; `on_disk` [L, E]: what the store can read itself."""
+        """Takes this box's `costs`; `on_disk` [L, E] says what its store can read."""
         self.shape, self.residency, self.costs, self.peers, self.on_disk = shape, residency, costs, peers, on_disk
         self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
         self.experts = 0  # computed by peers
@@ -69,12 +69,15 @@ class PeerExperts:
     def run(
         self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None, local: Local
     ) -> torch.Tensor | None:
-        """The peers' part of the layer's sum, [T, H] float32; the rest goes through `local`. Raises MissingExpert."""
+        """Returns the peers' part of the layer's sum, [T, H] float32, or None. Raises MissingExpert.
+
+        The rest is computed by `local`.
+        """
         end_s = time.monotonic() + PATIENCE_CALLS * self.peers.timeout_s
         return PeerLayerStep(self, layer, hidden, prefill_only, local, end_s).run(group)
 
     def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:
-        """Which experts [n] are not worth reading ahead: they would have to come from a peer, or a peer has them."""
+        """Returns which experts [n] not to prefetch: those not on our disk, and those that a peer has in memory."""
         away: BoolArray = ~self.on_disk[layer, experts]
         for offer in self.peers.offers(layer, experts):
             away |= offer.wait_s <= 0
@@ -83,7 +86,7 @@ class PeerExperts:
 
 @dataclass(slots=True)
 class PeerLayerStep:
-    """One layer-step under way."""
+    """Computes one layer-step with peers."""
 
     remote: PeerExperts
     layer: int
@@ -110,7 +113,7 @@ class PeerLayerStep:
     # --- which way ----------------------------------------------------------------------------------------------
 
     def _assign(self, group: Group, tried: Tried) -> None:
-        """Asks peers for what is theirs to compute, then computes the rest here."""
+        """Asks peers to compute their experts, then computes the rest here."""
         offers = self._offers(group, tried)
         way = self._choose(group, offers, ())
         for i, offer in enumerate(offers):
@@ -121,7 +124,7 @@ class PeerLayerStep:
             self._compute(group if here.all() else group.only(here))
 
     def _offers(self, group: Group, tried: Tried) -> list[Offer]:
-        """What peers would take for the group's experts; their disks are taken to be no faster than ours."""
+        """Returns peers' offers for the group's experts. Assumes that their disks are no faster than ours."""
         now_s = time.monotonic()
         if now_s >= self.end_s:
             return []
@@ -133,7 +136,7 @@ class PeerLayerStep:
         ]
 
     def _choose(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
-        """Index of the offer that each expert [n] is computed by, or HERE. Raises MissingExpert."""
+        """Returns for each expert [n] the index of the offer to use, or HERE. Raises MissingExpert."""
         remote, layer = self.remote, self.layer
         way = np.full(len(group.experts), HERE)
         tier = remote.residency.tiers_of(layer, group.experts)
@@ -167,7 +170,7 @@ class PeerLayerStep:
     # --- peers --------------------------------------------------------------------------------------------------
 
     def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: Tried) -> None:
-        """One call for all experts that are the peer's, or several where the rows are many."""
+        """Sends one call for all experts of the peer, or several where there are many rows."""
         tokens = np.unique(group.tokens)
         least, most = (max(1, size // (self.remote.shape.hidden * self.remote.shape.item_bytes)) for size in CALL_BYTES)
         most = int(min(most, max(least, CALL_S / max(offer.row_s, 1e-9))))
@@ -191,7 +194,7 @@ class PeerLayerStep:
         self.jobs[self.remote.peers.call(node, work, self.answers)] = job
 
     def _wait(self) -> None:
-        """Returns when a call has ended, or other ways were looked for: for calls that are late, at the end for all."""
+        """Waits until a call ends. Looks for another way for late calls, and at the deadline for all."""
         began_s = time.monotonic()
         pending = [job for job in self.jobs.values() if not job.done]
         try:
@@ -224,9 +227,9 @@ class PeerLayerStep:
             self._assign(job.group, job.tried)
 
     def _hedge(self, job: PendingCall) -> None:
-        """Asks another peer that has all in memory, or gives the late call up for ways without it.
+        """Asks another peer that has all experts in memory, or abandons the late call for other ways.
 
-        Where there is neither it looks again later, or raises MissingExpert at the end.
+        Where there is neither, looks again later, or raises MissingExpert at the deadline.
         """
         for node in (node for node, again_s in job.tried.items() if again_s == np.inf):
             self.reasons.setdefault(node, f"{node} has not answered")
@@ -249,7 +252,7 @@ class PeerLayerStep:
         self._assign(job.group, job.tried)
 
     def _add(self, rows: IntArray, result: memoryview) -> bool:
-        """Adds a call's sums; false, and nothing is added, where they are none."""
+        """Adds a call's sums. Returns False and adds nothing where they are not finite but the hidden states are."""
         sums: FloatArray
         if self.remote.shape.bf16:
             sums = np.left_shift(np.frombuffer(result, np.uint16), 16, dtype=np.uint32).view(np.float32)
@@ -277,14 +280,14 @@ class PeerLayerStep:
 def _seconds(
     offers: Sequence[Offer], experts: IntArray, rows: CostArray, units: CostArray
 ) -> tuple[CostArray, CostArray]:
-    """How long each peer takes for each of the experts [p, n], and for being asked at all [p]."""
+    """Returns seconds of each peer for each expert [p, n], and for a call itself [p]."""
     wait_s = np.array([offer.wait_s[experts] for offer in offers]).reshape(len(offers), len(experts))
     once = np.array([offer[1:4] for offer in offers], np.float64).reshape(-1, 3)  # open_s, row_s, unit_s
     return once[:, 1:2] * rows + once[:, 2:] * units + wait_s, once[:, 0]
 
 
 def _share(tokens: int, calls: float) -> float:
-    """Rows per call where so many calls fall on tokens at random: calls of one token share its row."""
+    """Returns the expected rows per call where calls fall on tokens at random: calls of one token share a row."""
     if tokens == 1 or calls <= 1:
         return 1.0 / max(1.0, calls)
     return float(tokens * (1 - (1 - 1 / tokens) ** calls) / calls)

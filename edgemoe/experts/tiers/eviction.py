@@ -1,8 +1,8 @@
-"""Who has to go when a slot is needed: the policy's rank, and what the policy cannot know on top of it.
+"""Chooses which expert to evict when a slot is needed: by the policy's rank, and by what the policy cannot know.
 
-A scan's leavings go before all else, those of the layers that come last in its round first. A prefetched expert
-keeps its worth until its layer has run. What the running layer-step still needs goes last; what is pinned, or at
-home here, does not go. Not thread-safe: residency holds the lock.
+Experts loaded for prefill only are evicted first, those whose layers run last first of all. A prefetched expert keeps
+the utility of its request until its layer has run. Experts that the running layer-step still needs are evicted last.
+Pinned experts, and those at home here, are not evicted. Not thread-safe: residency holds the lock.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy.typing as npt
 from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, SlotPool
 from edgemoe.types.arrays import IntArray
 
-ALWAYS = np.inf  # worth of a demand: takes the place of anything that nobody needs now
-LAST = float(np.finfo(np.float32).max)  # a former home's: only a home takes its place
-SHORTLIST = 32  # victims that the wishes of one layer-step share
-TRANSIENT_KEY = -1e30  # a scan's leavings: below whatever a policy says
+ALWAYS = np.inf  # utility of a demand, which replaces anything that is not needed now
+LAST = float(np.finfo(np.float32).max)  # utility of a former home, which only a home replaces
+SHORTLIST = 32  # candidates for eviction that the prefetch requests of one layer-step share
+TRANSIENT_KEY = -1e30  # of prefill-only experts, below every rank of a policy
 
 
 class Evictor:
-    """Empties slots of the RAM pool and of the devices' pools."""
+    """Evicts experts from the RAM pool and the devices' pools."""
 
     def __init__(self, ram: SlotPool, devices: Sequence[SlotPool], *, containment: bool) -> None:
         self.clock = 0  # layer-steps begun
@@ -34,21 +34,21 @@ class Evictor:
         self._needed = np.full(ram.where.size, NONE, np.int64)  # [L * E] clock of the layer-step that needs it
 
     def begin(self, layer: int) -> None:
-        """A layer-step begins."""
+        """Starts a layer-step."""
         self.clock += 1
         self._layer = layer
         self._visited[layer] = self.clock
 
     def need(self, layer: int, experts: IntArray) -> None:
-        """The running layer-step needs these experts [n]."""
+        """Marks experts [n] as needed by the running layer-step."""
         self._needed[layer * self._ram.experts + experts] = self.clock
 
     def done(self, layer: int, experts: IntArray) -> None:
-        """It needs them no more."""
+        """Marks experts [n] as no longer needed by the running layer-step."""
         self._needed[layer * self._ram.experts + experts] = NONE
 
     def keep(self, homes: BoolArray) -> None:
-        """These experts [L, E] are at home in RAM; those that were stay longest of all others until `forget_former`."""
+        """Sets which experts [L, E] are at home in RAM. Former homes are evicted last until `forget_former`."""
         present = self._ram.where.ravel() >= 0
         was = self.former if self.homes is None else self.former | self.homes
         self.homes = homes.ravel().copy()
@@ -56,12 +56,12 @@ class Evictor:
         self._ram.shortlist_at = NONE
 
     def forget_former(self) -> None:
-        """What was at home here before is worth no more than the policy says."""
+        """Ranks former homes by the policy again."""
         self.former[:] = False
         self._ram.shortlist_at = NONE
 
     def take(self, pool: SlotPool, n: int) -> list[int]:
-        """Up to `n` empty slots: free ones, then those of what is worth least."""
+        """Returns up to `n` empty slots: free ones, then those of the lowest utility, whose experts it evicts."""
         slots = [pool.free.pop() for _ in range(min(n, len(pool.free)))]
         if len(slots) < n:
             evictor, keys = self._worths(pool)
@@ -69,12 +69,12 @@ class Evictor:
         return slots
 
     def take_below(self, pool: SlotPool, utility: float) -> int | None:
-        """An empty slot: a free one, or that of what is worth least if that is less than `utility`."""
+        """Returns a free slot, or evicts the expert of lowest utility if that is below `utility`; else None."""
         if pool.free:
             return pool.free.pop()
         if utility == -ALWAYS:
             return None
-        if pool.shortlist_at != self.clock:  # ranking all for every wish of a layer-step would cost too much
+        if pool.shortlist_at != self.clock:  # ranking all for every prefetch request would cost too much
             evictor, keys = self._worths(pool)
             least = _lowest(np.arange(len(evictor)), keys, SHORTLIST)
             order = least[np.argsort(-keys[least])]
@@ -84,13 +84,13 @@ class Evictor:
         while pool.shortlist and pool.shortlist[-1][0] < utility:
             _, slot, owner = pool.shortlist.pop()
             if not pool.shortlist:
-                pool.shortlist_at = NONE  # used up: between layer-steps there may be many wishes
+                pool.shortlist_at = NONE  # used up: between layer-steps there may be many requests
             if pool.owner[slot] == owner and self._may_go(pool, slot, owner):
                 return int(self._evict(pool, np.array([slot]))[0])
         return None
 
     def _may_go(self, pool: SlotPool, slot: int, owner: int) -> bool:
-        """Nobody pins the slot, or a copy that would go with it."""
+        """Returns whether neither the slot nor a copy that would be evicted with it is pinned."""
         pinned = pool.pins[slot] > 0
         if pool is self._ram and self._containment:
             copies = [(top, top.where.ravel()[owner]) for top in self._devices]
@@ -98,7 +98,7 @@ class Evictor:
         return not pinned
 
     def _evict(self, pool: SlotPool, slots: IntArray) -> IntArray:
-        """Forgets what lies in the unpinned slots, which are the caller's then."""
+        """Evicts the experts in the unpinned slots, and returns the slots, which the caller then owns."""
         if pool is self._ram and self._containment:
             self._drop_copies(pool.owner[slots])
         pool.evict(slots)
@@ -112,7 +112,7 @@ class Evictor:
             top.free.extend(copies.tolist())
 
     def _worths(self, pool: SlotPool) -> tuple[IntArray, npt.NDArray[np.float32]]:
-        """The slots [n] that may be taken, and what keeping each one's expert is worth."""
+        """Returns the slots [n] that may be evicted, and the utility of keeping each one's expert, [n]."""
         slots = np.flatnonzero((pool.pins == 0) & (pool.owner >= 0))
         if pool is self._ram and self.homes is not None:
             slots = slots[~self.homes[pool.owner[slots]]]
@@ -126,7 +126,7 @@ class Evictor:
         return slots, self._keys(pool, slots, transient)
 
     def _keys(self, pool: SlotPool, slots: IntArray, transient: BoolArray) -> npt.NDArray[np.float32]:
-        """Worth of keeping what lies in each slot [n]."""
+        """Returns the utility of keeping the expert in each slot [n]."""
         owners = pool.owner[slots]
         layers = owners // pool.experts
         keys = pool.policy.rank(self._layer).ravel()[owners].astype(np.float32)
@@ -141,5 +141,5 @@ class Evictor:
 
 
 def _lowest(items: IntArray, keys: npt.NDArray[np.float32], n: int) -> IntArray:
-    """The items [m] that have the `n` lowest keys [m], in no order."""
+    """Returns the `n` items of [m] with the lowest keys [m], in no order."""
     return items[np.argpartition(keys, n - 1)[:n]] if len(items) > n else items

@@ -1,4 +1,4 @@
-"""Memory for experts, decided once: equal slots in one page-aligned slab that never grows."""
+"""Allocates memory for experts: equal slots in one page-aligned slab that never grows."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class ExpertShape(NamedTuple):
 
     @property
     def expert_bytes(self) -> int:
-        """Gate and up rows [2I, H], then down [H, I]."""
+        """Returns the bytes of one expert: gate and up rows [2I, H], then down [H, I]."""
         return 3 * self.width * self.hidden * self.item_bytes
 
     @property
     def stride_bytes(self) -> int:
-        """One slot: an expert, rounded up to whole pages."""
+        """Returns the bytes of one slot: an expert, rounded up to whole pages."""
         return padded(self.expert_bytes)
 
     def slots(self, budget_bytes: int, what: str) -> int:
-        """Slots that a budget pays for, never more than there are experts. Raises CapacityError for less than one."""
+        """Returns the slots that fit a budget, at most all experts. Raises CapacityError for less than one."""
         if budget_bytes < self.stride_bytes:
             raise CapacityError(
                 f"{what}: {budget_bytes} bytes hold no expert, one takes {self.stride_bytes}; raise the budget"
@@ -50,10 +50,10 @@ class ExpertShape(NamedTuple):
 
 
 class HostSlab:
-    """Slots in anonymous private memory of this process: the RAM tier, and the slab of an emulated device."""
+    """Owns slots in anonymous private host memory: the RAM tier, or the slab of an emulated device."""
 
     def __init__(self, slots: int, stride_bytes: int, *, lock: bool = False) -> None:
-        """`lock` keeps the slab out of reach of swap. Raises CapacityError where that is not allowed."""
+        """Allocates the slab; `lock` keeps it from being swapped out. Raises CapacityError where that fails."""
         self.slots, self.stride_bytes = slots, stride_bytes
         self.pinned = False  # registered for DMA
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -74,7 +74,7 @@ class HostSlab:
         return int(self.slab.ctypes.data)
 
     def view(self, slot: int) -> memoryview:
-        """One slot's memory, writable, padding included."""
+        """Returns one slot's memory, writable, padding included."""
         return self._view[slot * self.stride_bytes : (slot + 1) * self.stride_bytes]
 
     def _lock(self) -> None:

@@ -1,4 +1,4 @@
-"""One tier's slots on one device: which expert lies in each, who pins it, what is free. Residency's private parts."""
+"""One tier's slots on one device: their experts, pins and flags, and which are free. Used by residency only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 NONE = -1  # no slot, no owner
 UNUSED = 1  # slot flag: prefetched, and not demanded since
-TRANSIENT = 2  # slot flag: loaded by a scan, goes first
+TRANSIENT = 2  # slot flag: loaded for prefill only, evicted first
 
 
 class Transfer:
-    """One expert on its way into one slot, from the RAM slot `source` or, without one, from NVMe."""
+    """A transfer of one expert into one slot, from the RAM slot `source` or, without one, from NVMe."""
 
     __slots__ = ("cold", "demand", "error", "expert", "layer", "pool", "slot", "source", "then", "waiters")
 
@@ -47,7 +47,7 @@ class TierUsage(NamedTuple):
 
 
 class SlotPool:
-    """Slots [S] and the L x E experts that may lie in them. Not thread-safe: residency holds the lock."""
+    """Owns slots [S] for L x E experts. Not thread-safe: residency holds the lock."""
 
     def __init__(self, tier: Tier, layers: int, experts: int, slots: int, policy: LivePolicy) -> None:
         self.tier, self.layers, self.experts, self.slots = tier, layers, experts, slots
@@ -60,19 +60,19 @@ class SlotPool:
         self.born: IntArray = np.zeros(slots, np.int64)  # [S] layer-step at which the load began
         self.free = list(range(slots - 1, -1, -1))
         self.loads: dict[int, Transfer] = {}  # by owner
-        self.shortlist: list[tuple[float, int, int]] = []  # worth, slot, owner of those worth least, the least last
+        self.shortlist: list[tuple[float, int, int]] = []  # utility, slot, owner of the lowest utilities, descending
         self.shortlist_at = NONE  # the layer-step that it was made in
         self.moved = 0  # experts that came in
-        self.prefetched = 0  # of them, before they were demanded
-        self.wasted = 0  # of those, gone before they were
+        self.prefetched = 0  # of these, before they were demanded
+        self.wasted = 0  # of these, evicted before they were demanded
         self._orphans = 0  # slots of failed loads that are still pinned
 
     def is_missing(self, layer: int, expert: int) -> bool:
-        """Neither here nor on its way."""
+        """Returns whether the expert is neither resident nor being loaded."""
         return self.where[layer, expert] < 0 and layer * self.experts + expert not in self.loads
 
     def pin(self, slots: IntArray, prefill_only: BoolArray | None) -> None:
-        """Pins distinct slots [n] for a forward; a decode's demand makes them no scan's any more."""
+        """Pins distinct slots [n] for a forward pass. A demand of decode clears the prefill-only flag."""
         self.pins[slots] += 1
         self.flags[slots] = 0 if prefill_only is None else self.flags[slots] & np.where(prefill_only, TRANSIENT, 0)
 
@@ -85,14 +85,14 @@ class SlotPool:
             self._orphans -= len(orphans)
 
     def place(self, slot: int, layer: int, expert: int, flags: int, born: int, *, demand: bool = True) -> Transfer:
-        """A load of the expert into an empty slot, which it pins."""
+        """Returns a new transfer of the expert into an empty slot, which it pins."""
         key = layer * self.experts + expert
         self.owner[slot], self.pins[slot], self.flags[slot], self.born[slot] = key, 1, flags, born
         load = self.loads[key] = Transfer(self, layer, expert, slot, demand=demand)
         return load
 
     def settle(self, load: Transfer) -> None:
-        """The load is complete: the expert is here."""
+        """Marks the load as complete and its expert as resident."""
         del self.loads[int(self.owner[load.slot])]
         self.where[load.layer, load.expert] = load.slot
         self.pins[load.slot] -= 1
@@ -100,7 +100,7 @@ class SlotPool:
         self.prefetched += not load.demand
 
     def abandon(self, load: Transfer) -> None:
-        """The load failed: its slot is free as soon as nobody pins it."""
+        """Drops a failed load; its slot becomes free as soon as it is not pinned."""
         del self.loads[int(self.owner[load.slot])]
         self.owner[load.slot] = NONE
         self.pins[load.slot] -= 1
@@ -110,7 +110,7 @@ class SlotPool:
             self.free.append(load.slot)
 
     def evict(self, slots: IntArray) -> None:
-        """Forgets what lies in the unpinned slots [n]; they are the caller's, not free."""
+        """Evicts the experts in the unpinned slots [n], which the caller then owns; they are not free."""
         assert not self.pins[slots].any(), "a pinned expert is to be evicted"
         self.where.ravel()[self.owner[slots]] = NONE
         self.owner[slots] = NONE

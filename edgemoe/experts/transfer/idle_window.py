@@ -1,8 +1,8 @@
-"""The time in which links are idle: from when a layer has all of its experts until the next layer demands its own.
+"""Estimates how long links stay idle: from when a layer has all its experts until the next layer demands its own.
 
-A transfer that cannot be finished in it gets in the way of a demand. It pays nevertheless where it is likely enough to
-be one of those demanded: of its C seconds R are hidden, and C - R delay somebody if it is not needed. With the chance
-q that it is, it saves q C and costs C - R, so that it pays from q = 1 - R / C on.
+A transfer that cannot finish in that time delays a demand. It still pays if its expert is likely enough to be demanded.
+Of its C seconds, R are hidden, and C - R delay others if the expert is not needed. If it is needed with probability q,
+the transfer saves q C and costs C - R, so that it pays from q = 1 - R / C on.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 RATE = 0.1  # of the means, per visit of a layer
 MOST = 4.0  # a visit counts as at most so many times the mean
-AWAY = 8.0  # after so many times the mean nothing is being decoded
+AWAY = 8.0  # after so many times the mean, decoding counts as stopped
 NOTHING, WAITING = -1, -2  # instead of a layer: nothing has run yet; a demand is being served
 
 
 class IdleWindow:
-    """How long it lasts, layer by layer. The compute thread tells; any thread asks."""
+    """Estimates the idle time of each layer. The compute thread measures; any thread may ask."""
 
     def __init__(self, layers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -26,7 +26,7 @@ class IdleWindow:
         self._open: tuple[int, float] = NOTHING, 0.0  # the layer that computes, and since when
 
     def demand(self, layer: int) -> None:
-        """A layer demands its experts."""
+        """Ends the idle time: a layer demands its experts."""
         before, since_s = self._open
         self._open = WAITING, 0.0
         if before >= 0 and before == (layer - 1) % len(self._mean_s):
@@ -34,11 +34,11 @@ class IdleWindow:
             self._mean_s[before] += RATE * (min(seconds, MOST * mean) - mean) if mean else seconds
 
     def begin(self, layer: int) -> None:
-        """The layer has all that it demanded."""
+        """Starts the idle time: the layer has all experts that it demanded."""
         self._open = layer, self._clock()
 
     def left_s(self) -> float:
-        """Until the next demand, as far as can be told; 0 while one is waited for, inf while nothing runs."""
+        """Returns the expected seconds until the next demand; 0 while one is being served, inf while nothing runs."""
         layer, since_s = self._open
         if layer < 0:
             return 0.0 if layer == WAITING else math.inf
@@ -46,5 +46,5 @@ class IdleWindow:
         return max(0.0, mean - past) if past <= AWAY * mean else math.inf
 
     def pays(self, chance: float, seconds: float) -> bool:
-        """Whether to begin a transfer of so many seconds of what is needed with this chance."""
+        """Returns whether a transfer of `seconds` pays, whose expert is needed with probability `chance`."""
         return seconds <= 0 or chance >= 1 - self.left_s() / seconds

@@ -1,4 +1,4 @@
-"""The ways an expert travels between tiers, and what each way has shown itself to cost."""
+"""Links between tiers, and the rates and costs measured on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECENT = 32  # transfers whose single rates are remembered
 
 
 class LinkStats:
-    """Rate, cost and idleness of one link, from its transfers as they end; recent ones count most.
+    """Measures rate, cost and idle share of one link by its transfers; recent ones count most.
 
     Transfers may overlap: each is charged the time since the one before it ended, so that the sum is the time
     that the link was busy.
@@ -37,25 +37,25 @@ class LinkStats:
         self._rates: deque[float] = deque(maxlen=RECENT)  # bytes/s
 
     def begin(self) -> None:
-        """A transfer was handed to the link."""
+        """Notes the start of a transfer."""
         if not self._active:
             self._mark_s = self._clock()
         self._active += 1
 
     def end(self, size_bytes: int, seconds: float | None = None) -> None:
-        """A transfer arrived; `seconds` is what it is charged, where the link has a clock of its own."""
+        """Adds a transfer that ended; `seconds` is its time where the link has a clock of its own."""
         now = self._clock()
         self._active -= 1
         self.observe(size_bytes, now - self._mark_s if seconds is None else seconds)
         self._mark_s = now
 
     def abort(self) -> None:
-        """A transfer failed; nothing is learned from it."""
+        """Drops a transfer that failed."""
         self._active -= 1
         self._mark_s = self._clock()
 
     def observe(self, size_bytes: int, seconds: float) -> None:
-        """One transfer of known duration that ends now."""
+        """Adds a transfer of known duration that ends now."""
         self._rates.append(size_bytes / max(seconds, 1e-9))
         new = (1.0, size_bytes, seconds, size_bytes * size_bytes, size_bytes * seconds)
         self._sums = [self.decay * old + x for old, x in zip(self._sums, new, strict=True)]
@@ -66,32 +66,32 @@ class LinkStats:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes over busy time; 0 before the first transfer."""
+        """Returns bytes over busy time; 0 before the first transfer."""
         return self._sums[1] / self._sums[2] if self._sums[2] > 0 else 0.0
 
     @property
     def unhindered_bytes_per_s(self) -> float:
-        """What a quarter of the last transfers exceeded; 0 before the first.
+        """Returns the rate that a quarter of the last transfers exceeded; 0 before the first.
 
-        Most of what a transfer beside computing takes longer than this, whoever saw its end was waiting to be run.
+        Slower transfers mostly ended on time, but the thread that notices their end had to wait for the processor.
         """
         rates = sorted(self._rates)
         return rates[-(len(rates) // 4) - 1] if rates else 0.0
 
     @property
     def seconds(self) -> float:
-        """Busy time of one transfer, on average; 0 before the first."""
+        """Returns the mean busy time of a transfer; 0 before the first."""
         return self._sums[2] / self._sums[0] if self._sums[0] > 0 else 0.0
 
     @property
     def idle_share(self) -> float:
-        """Share of the last second or so in which nothing travelled."""
+        """Returns the share of about the last second in which the link was idle."""
         if self._active:
             return 0.0
         return 1.0 - self._busy_share * math.exp(-(self._clock() - self._busy_at_s) / self.memory_s)
 
     def cost(self) -> tuple[float, float]:
-        """(seconds per transfer, seconds per byte), by least squares; no fixed part while all sizes are equal."""
+        """Returns (seconds per transfer, seconds per byte) by least squares. The first is 0 if all sizes are equal."""
         n, x, y, xx, xy = self._sums
         if not n or not x:
             return 0.0, 0.0
@@ -103,44 +103,44 @@ class LinkStats:
 
 
 class TransferListener(Protocol):
-    """Whoever is told, from any thread, how copies end: the mover."""
+    """Receives the ends of copies, on any thread: the loader."""
 
     def arrived(self, load: Transfer) -> None:
-        """The copy's bytes are in place, or ordered before whatever computes from them."""
+        """Takes a copy whose bytes are in place, or ordered before all computation from them."""
 
     def released(self, load: Transfer) -> None:
-        """The copy no longer reads from its source."""
+        """Takes a copy that no longer reads from its source."""
 
     def failed(self, load: Transfer, error: Exception) -> None:
-        """The copy ended without its bytes, and no longer reads from its source."""
+        """Takes a copy that failed and no longer reads from its source."""
 
     def roused(self, link: TierLink) -> None:
-        """The answer to `rouse`, on the link's thread."""
+        """Answers `rouse`, on the link's thread."""
 
 
 class TierLink(Protocol):
-    """RAM -> one device."""
+    """Copies experts from RAM to one device."""
 
     stats: LinkStats
 
     def attach(self, listener: TransferListener) -> None:
-        """Says who is told how copies end; once, before the first one."""
+        """Sets the listener for the ends of copies. Called once, before the first copy."""
 
     def copy(self, load: Transfer) -> None:
         """Queues one copy from `load.source` of RAM to `load.slot`; demanded ones overtake the others."""
 
     def idle(self) -> bool:
-        """Nothing is queued or under way."""
+        """Returns whether no copy is queued or under way."""
 
     def rouse(self) -> None:
-        """Has the dock called back soon, where it can take its time."""
+        """Makes the link call `roused` soon, on a thread that may take its time."""
 
     def close(self) -> None:
         """Ends the link after the copy under way; what is queued fails."""
 
 
 class EmulatedLink:
-    """A thread that copies between two host arenas and takes as long as a link of the stated rate would."""
+    """Copies between two host slabs on a thread, as slowly as a link of the stated rate."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class EmulatedLink:
         error: Exception | None = None
         try:
             self._transfer(load, queued_s)
-        except Exception as raised:  # whatever it is, nobody may be left waiting
+        except Exception as raised:  # those who wait must get an answer in any case
             error = raised
         with self._changed:
             self._waiting -= 1
@@ -222,7 +222,7 @@ class EmulatedLink:
             self._listener.failed(load, error)
 
     def _next(self) -> tuple[Transfer, float] | None:
-        """The next copy; None when roused, or closed."""
+        """Waits for the next copy and returns it; None when roused or closed."""
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._roused or any(self._lanes))
             if self.closed or not any(self._lanes):
@@ -231,7 +231,7 @@ class EmulatedLink:
             return next(lane for lane in self._lanes if lane).popleft()
 
     def _transfer(self, load: Transfer, queued_s: float) -> None:
-        """Copies are back to back while any is queued, so that the rate holds however late this thread wakes."""
+        """Copies an expert and sleeps to hold the rate; queued copies follow without a gap."""
         self._free_at_s = max(self._free_at_s, queued_s) + self._target.stride_bytes / self._rate
         self._target.slab[load.slot] = self._source.slab[load.source]
         remaining_s = self._free_at_s - self._clock()
