@@ -42,8 +42,8 @@ class TierUsage(NamedTuple):
     slots: int
     used: int  # of them, resident or on its way
     moved: int  # experts that came in
-    prefetched: int  # of them, before they were demanded
-    wasted: int  # of those, gone before they were
+    prefetched: int  # of these, before they were demanded
+    wasted: int  # of these, evicted before they were demanded
 
 
 class SlotPool:

@@ -1,8 +1,8 @@
-"""The mover: starts what residency has granted, demanded experts first, wished-for ones only in idle time.
+"""Loads experts into slots that residency has granted: demanded ones first, prefetch requests in idle time only.
 
-NVMe reads run on the engine's asyncio loop, several at a time, straight into RAM slots. Copies to a device go
-through that device's link, from whichever thread finds that they can start. Verbs are thread-safe; the compute
-thread calls `start` and `prefetch` and never waits here.
+NVMe reads run on the engine's asyncio loop, several at a time, straight into RAM slots. Copies to a device go through
+its link, and are started by any thread that finds that they can start. Methods are thread-safe; the compute thread
+calls `start` and `prefetch` and never waits here.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from edgemoe.experts.transfer.links import Clock, LinkStats, TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 
-Lanes = tuple[deque[Move], ...]  # one queue of wishes per horizon
+Lanes = tuple[deque[Move], ...]  # one queue of prefetch requests per priority
 
 
 class ExpertLoader:
-    """Moves experts between NVMe, RAM and devices."""
+    """Loads experts from NVMe to RAM and from RAM to devices."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class ExpertLoader:
         idle_readers: int = 2,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`links` in the order of the residency's devices; `idle_readers` of the `readers` may serve wishes."""
+        """Takes `links` in the order of the devices; `idle_readers` of the `readers` may serve prefetch requests."""
         self.residency, self.links = residency, tuple(links)
         self.stats = LinkStats(clock)  # of NVMe
-        self.gap = IdleWindow(len(residency.device_of))  # in which wishes are served
-        # which experts of a layer [n] are not worth reading ahead, for another box has them or would have to send them
+        self.gap = IdleWindow(len(residency.device_of))  # in which prefetch requests are served
+        # says which experts of a layer [n] not to prefetch, because another box has them or would have to send them
         self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
         self._store, self._ram = store, ram
         self._readers, self._idle_readers = readers, idle_readers
@@ -55,12 +55,12 @@ class ExpertLoader:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._demanded: deque[Transfer] = deque()  # reads, waiting
-        self._reading = [0, 0]  # reads under way: wished for, demanded; changed on the loop only
-        self._stages: Lanes = tuple(deque() for _ in PrefetchPriority)  # wishes for NVMe -> RAM
+        self._reading = [0, 0]  # reads under way: prefetched, demanded; changed on the loop only
+        self._stages: Lanes = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
         self._copies: tuple[Lanes, ...] = tuple(
             tuple(deque() for _ in PrefetchPriority) for _ in self.links
         )  # RAM -> device
-        self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # wishes to be copied on once they are in RAM
+        self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # requests to copy on once they are in RAM
         self._sleepers: deque[asyncio.Future[None]] = deque()  # readers without work; touched on the loop only
         for link in self.links:
             link.attach(self)
@@ -79,9 +79,9 @@ class ExpertLoader:
             self._queue_reads(reads)
 
     def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = PrefetchPriority.FAR) -> None:
-        """Replaces the wishes of one horizon, best first; those not started that are not in it are cancelled.
+        """Replaces the requests of one priority, best first. Earlier ones that have not started are cancelled.
 
-        A move from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there.
+        A request from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there.
         """
         with self._lock:
             for lanes in (self._stages, *self._copies):
@@ -96,7 +96,7 @@ class ExpertLoader:
         self.start_prefetches()
 
     def start_prefetches(self) -> None:
-        """Starts what idle links and idle readers allow."""
+        """Starts prefetch requests that idle links and idle readers allow."""
         for link, lanes in zip(self.links, self._copies, strict=True):
             if any(lanes) and link.idle() and self._any_pays(lanes, link.stats.seconds):
                 link.rouse()
@@ -106,13 +106,13 @@ class ExpertLoader:
 
     @property
     def prefetch_requests(self) -> int:
-        """Prefetches that have not started."""
+        """Counts the prefetch requests that have not started."""
         return sum(len(queue) for lanes in (self._stages, *self._copies) for queue in lanes)
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Reads until cancelled; what is then still queued fails."""
+        """Reads experts until cancelled; queued loads then fail."""
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
@@ -137,7 +137,7 @@ class ExpertLoader:
         self.stats.begin()
         try:
             await self._store.read(load.layer, load.expert, self._ram.view(load.slot))
-        except BaseException as error:  # whatever it is, nobody may be left waiting
+        except BaseException as error:  # those who wait must get an answer in any case
             self.stats.abort()
             self.residency.fail(load, _as_failure(load, error))
             if not isinstance(error, Exception):
@@ -151,7 +151,7 @@ class ExpertLoader:
         self.start_prefetches()
 
     def _next_read(self) -> Transfer | None:
-        """A demanded read; where none waits or runs, a wished-for one."""
+        """Returns the next demanded read; where none waits or runs, a prefetch."""
         with self._lock:
             if self._demanded:
                 return self._demanded.popleft()
@@ -164,7 +164,7 @@ class ExpertLoader:
         return None
 
     def _stage(self, move: Move, horizon: PrefetchPriority) -> Transfer | None:
-        """The read that a wish begins with, if it needs one and finds room."""
+        """Returns the read that a prefetch request starts with, if it needs one and there is room."""
         away = self.elsewhere if horizon not in (PrefetchPriority.HOME, PrefetchPriority.FILL) else None
         if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
             return None
@@ -191,21 +191,21 @@ class ExpertLoader:
     # --- the links' side --------------------------------------------------------------------------------------
 
     def arrived(self, load: Transfer) -> None:
-        """A copy's bytes are in place, or ordered before whatever computes from them."""
+        """Marks a copy's expert as resident: its bytes are in place, or ordered before computation."""
         self.residency.arrive(load)
 
     def released(self, load: Transfer) -> None:
-        """A copy no longer reads from its source."""
+        """Unpins the source of a copy that has ended."""
         self.residency.unpin(load.source)
         self.start_prefetches()
 
     def failed(self, load: Transfer, error: Exception) -> None:
-        """A copy ended without its bytes: the expert is not missing, it is the device or the step that failed."""
+        """Fails a copy with its error: the expert is not missing, the device or the step failed."""
         self.residency.fail(load, error)
         self.residency.unpin(load.source)
 
     def roused(self, link: TierLink) -> None:
-        """The link is idle: time for wishes."""
+        """Starts prefetch requests on the idle link."""
         lanes = self._copies[self.links.index(link)]
         with self._lock:
             for horizon, queue in zip(PrefetchPriority, lanes, strict=True):
@@ -234,7 +234,7 @@ class ExpertLoader:
                 self._loop.call_soon_threadsafe(self._rouse, n)
 
     def _any_pays(self, lanes: Lanes, seconds: float) -> bool:
-        """Whether a first wish is worth beginning now."""
+        """Returns whether the first request of any queue pays now."""
         with self._lock:
             return any(self.gap.pays(queue[0].chance, seconds) for queue in lanes if queue)
 
@@ -253,7 +253,7 @@ class ExpertLoader:
 
 
 def _as_failure(load: Transfer, error: BaseException) -> Exception:
-    """What the forward that waits for the load is told."""
+    """Returns the error for the forward pass that waits for the load."""
     if isinstance(error, StoreError):
         return error
     why = "the engine is stopping" if isinstance(error, asyncio.CancelledError) else f"loading it failed: {error!r}"
