@@ -17,7 +17,7 @@ from edgemoe.worker.process import settle
 
 
 async def serve(boot: Boot, settings: Settings, parent: int) -> int:
-    """The exit status."""
+    """Runs the engine and returns the exit status."""
     from edgemoe.worker.service import Worker  # loads torch, which reads the environment once
 
     return await Worker(boot, settings, parent).run()

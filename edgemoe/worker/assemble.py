@@ -1,4 +1,4 @@
-"""From settings to a model in memory: budgets, store, dense weights, KV blocks, tiers, engine."""
+"""Builds an engine from settings: budgets, store, dense weights, KV blocks, tiers."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ from edgemoe.worker.cache_policy import POLICIES, controller_for, scout_for
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PATIENCE_CALLS = 2  # time-outs of expert calls that a request waits for boxes with an expert that it lacks
+PATIENCE_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
 
 
 class Say(Protocol):
-    """Told what is being done now, in a word, and which share of it is done."""
+    """Reports the phase of loading in a word, and the share of it that is done."""
 
     def __call__(self, phase: str, fraction: float = 0.0, /) -> None: ...
 
 
 class Sharing(NamedTuple):
-    """What a box among others has besides: its experts as bytes, and a store that peers add to."""
+    """What a box in a cluster has besides: its experts as bytes, and a store that also reads from peers."""
 
     shelf: ExpertShelf
     store: PeerStore
@@ -83,13 +83,13 @@ class Assembly:
 
 
 def kernel_dir(settings: Settings) -> Path | None:
-    """Where compiled kernels are kept: beside the stores."""
+    """Returns the folder of compiled kernels, beside the stores; None without one."""
     stores = settings.model.store_dir
     return Path(stores).with_name("kernels") if stores else None
 
 
 def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
-    """Loads the packed store at `settings.model.path`; seconds to minutes, on the thread that calls.
+    """Loads the packed store at `settings.model.path` on the calling thread, which takes seconds to minutes.
 
     Raises StoreError, CheckpointError, CapacityError, ConfigError.
     """
@@ -106,7 +106,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         verify_dense(directory, manifest.dense, lambda share: say("verifying", share))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))
         kernels = None
-        if device.type == "cpu" or not budgets.all_fit:  # the CPU computes what a GPU lacks
+        if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
             say("kernels")
             kernels = Kernels(budgets.threads, spec.dtype == "bfloat16", kernel_dir(settings))
             opened.callback(kernels.close)
@@ -268,7 +268,7 @@ def _engine(
 
 
 def _grammars(directory: Path, spec: ModelSpec) -> Grammars | None:
-    """What follows grammars, if there is a tokenizer to tell which tokens spell what."""
+    """Returns the compiler of grammars, or None where the model has no tokenizer."""
     tokenizer = directory / "tokenizer.json"
     if not tokenizer.is_file():
         return None

@@ -46,7 +46,7 @@ def controller_for(
 
 
 def scout_for(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ScoutGateForecaster | None:
-    """What forecasts, idle where the export that the settings name cannot be used, with a warning; None without."""
+    """Returns the forecaster, idle with a warning where its export cannot be used; None if none is configured."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
@@ -59,7 +59,7 @@ def scout_for(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ScoutG
 
 
 def load_scout(scout: ScoutGateForecaster, settings: Settings) -> None:
-    """Has `scout` use the export that the settings name. Raises ConfigError, the one in use before kept."""
+    """Loads the export that the settings name. Raises ConfigError, and then the earlier export stays in use."""
     try:
         embedding = load_embedding(Path(settings.model.path))
     except ValueError as error:

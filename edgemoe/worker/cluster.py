@@ -1,4 +1,4 @@
-"""The engine among other boxes' engines: channels, what is told to the front, and the plan that it passes on."""
+"""Connects an engine to other boxes' engines: channels, reports to the front, placement plans."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from edgemoe.worker.assemble import Assembly
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
-FORMER_S = 60.0  # after which the others have fetched what was at home here before
+FORMER_S = 60.0  # after which other boxes have fetched what was at home here before
 Post = Callable[[FromEngine], None]
 
 
 class ClusterSide:
-    """Everything of an engine that speaks to other engines. On the event loop."""
+    """Owns an engine's channels to other engines. Used on the event loop."""
 
     def __init__(self, settings: ClusterSettings, boot: str, assembly: Assembly, post: Post) -> None:
         """Raises ConfigError for a key that cannot be used."""
@@ -58,7 +58,7 @@ class ClusterSide:
         tiers.join(self.plane.calls)
 
     def listen(self) -> None:
-        """Opens the channels and says where. Raises PeerRefused where an address cannot be had."""
+        """Opens the channels and posts their ports. Raises PeerRefused where an address cannot be used."""
         host = self._settings.listen.rpartition(":")[0] or "0.0.0.0"
         calls, bulk = self.plane.bind(host.strip("[]"), self._settings.calls_port, self._settings.bulk_port)
         self._post(Listening(calls_port=calls, bulk_port=bulk, model=self._info))
@@ -76,14 +76,14 @@ class ClusterSide:
             self._kernels.close()
 
     def obey(self, message: PeerList | Plan) -> None:
-        """What the front says."""
+        """Carries out a message of the front."""
         if isinstance(message, PeerList):
             self.plane.set_peers(message.keys, message.engines)
         else:
             self._adopt(message.plan)
 
     def figures(self) -> dict[str, float]:
-        """Numbers for /metrics by their final names."""
+        """Returns numbers for /metrics by their final names."""
         server, sharing, remote = self.plane.server, self._sharing, self._tiers.experts.remote
         assert remote is not None
         here = sum(self._tiers.residency.served) - self._host.experts
@@ -113,7 +113,7 @@ class ClusterSide:
         return values
 
     def _adopt(self, plan: PlacementPlan) -> None:
-        """Keeps what is at home here; a plan that cannot be kept is refused, and the last one stays."""
+        """Follows a plan. Refuses one that cannot be followed, and then the last one stays."""
         model = (plan.model, plan.layers, plan.experts)
         fields = {"epoch": plan.epoch, "version": plan.version}
         try:
@@ -129,7 +129,7 @@ class ClusterSide:
         self._fetch_homes()
 
     def _fetch_homes(self) -> None:
-        """Wishes for the homes that are not in RAM; those under way or done are no wishes any more."""
+        """Requests the homes that are not in RAM, in place of earlier such requests."""
         missing = self._tiers.residency.homes.missing()
         self._tiers.loader.prefetch(
             (Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in missing), PrefetchPriority.HOME
@@ -139,10 +139,10 @@ class ClusterSide:
         return self._tiers.residency.resident_mask(), self._tiers.on_disk
 
     async def _report(self) -> None:
-        """Tells the front what is here and how the links are, when it has changed."""
+        """Posts to the front what experts are here, when that has changed, and the state of the links."""
         told: Holds | None = None
         while True:
-            # what is merely passing through RAM may be gone in a moment: no plan can count on it
+            # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
             slots = self._tiers.residency.homes.slots
             holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots)

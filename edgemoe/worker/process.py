@@ -1,4 +1,4 @@
-"""What the engine's process is to the system: killed before the front, gone with it, deaf to the service's signals."""
+"""Sets up the engine's process: killed before the front, ends with it, ignores the service's signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OOM_SCORE = 500  # between the front's 0 and "first of all", 1000
 
 
 def settle() -> int:
-    """Makes the process a good child. Returns the parent's id; the process ends when its parent does."""
+    """Sets up the process, which then ends when its parent does. Returns the parent's id."""
     parent = os.getppid()
     _keep_freed_memory()
     faulthandler.enable()  # where a segmentation fault happened goes to stderr
@@ -30,7 +30,7 @@ def settle() -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Has malloc reuse a step's large tensors for the next one's, not give them back and fault them in again.
+    """Makes malloc reuse a step's large tensors for the next step, instead of returning them to the system.
 
     Filling 5 MB of logits takes a third of the time. At most 128 MiB are kept. Does nothing where there is no glibc.
     """

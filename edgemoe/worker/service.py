@@ -1,7 +1,7 @@
-"""The engine on its event loop: it comes up, says so, passes messages and figures, and ends as it is told.
+"""Runs the engine on its event loop: loads it, passes messages and figures, and ends it.
 
 A life in order: budgets, weights, tiers, warm-up | Ready | Submit and Cancel in, Emissions and Stats out | Stop, or
-the end of the step loop. What goes wrong is told in a Failed before the exit, as far as that is still possible.
+the end of the step loop. Errors are sent as Failed before the exit, as far as that is possible.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MESSAGE_CHARS = 4000
 
 
 class Worker:
-    """One engine process, from Boot to exit. `_emit` is called on the compute thread, all else on the event loop."""
+    """Runs one engine process from Boot to exit, on the event loop except for `_emit` on the compute thread."""
 
     def __init__(self, boot: Boot, settings: Settings, parent: int) -> None:
         self._boot, self._settings, self._parent = boot, settings, parent
@@ -67,7 +67,7 @@ class Worker:
         self._side: ClusterSide | None = None  # towards other boxes
 
     async def run(self) -> int:
-        """Serves until stopped; the exit status."""
+        """Serves until stopped. Returns the exit status."""
         error: BaseException | None = None
         try:
             await self._serve()
@@ -125,7 +125,7 @@ class Worker:
             await asyncio.sleep(STATS_S)
 
     async def _warm_up(self, assembly: Assembly) -> None:
-        """Runs a request through both kinds of step, so that what is made at first use is made before Ready."""
+        """Runs a request through prefill and decode, so that everything made at first use exists before Ready."""
         self._say("warm-up")
         prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.bounds.context_tokens - 4)
         request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
@@ -203,7 +203,7 @@ class Worker:
             self._wire.post(reloaded)
 
     async def _watch_parent(self) -> None:
-        """Where the kernel does not tell: without a front nobody needs this process."""
+        """Ends the process when the front has gone, in case the kernel does not."""
         while True:
             await asyncio.sleep(STATS_S)
             if os.getppid() != self._parent:
@@ -221,7 +221,7 @@ class Worker:
 
 
 def _reload(assembly: Assembly) -> Reloaded:
-    """Reads the ScoutGate export again, on one core: the others are computing."""
+    """Reads the ScoutGate export again, on one core, because the others compute."""
     settings = assembly.settings
     if assembly.scout is None:
         return Reloaded(message="nothing was loaded again: cache.scoutgate is not set", refused=True)

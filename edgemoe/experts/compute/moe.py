@@ -1,4 +1,4 @@
-"""The experts of a model that is larger than its memory, as the decoder calls them."""
+"""Computes the experts of a model that is larger than its memory, for the decoder."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from edgemoe.types.peers import work_units
 from edgemoe.types.routing import StepMeta, StepRouting
 
 NOBODY: IntArray = np.empty(0, np.int64)
-CERTAIN = (1.0, ALWAYS)  # chance and worth
-SCAN_CALLS = 2  # expert calls per expert of a layer, from which on nearly all of its experts are needed
+CERTAIN = (1.0, ALWAYS)  # chance and utility
+SCAN_CALLS = 2  # expert calls per expert of a layer; from here on nearly all experts are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ AS_USUAL = Fetching()
 
 
 class TieredExperts:
-    """Implements `types.Experts` on residency, mover and the devices' arithmetic. Compute thread only.
+    """Implements `Experts` by residency, loader and the devices' computation. Used on the compute thread only.
 
-    Between `begin_step` and `end_step` it observes what the gates choose, and tells prefill from decode: what
-    only prefill needs passes through without taking the place of what decode uses. Outside, all is decode.
+    Between `begin_step` and `end_step` it collects what the gates choose, and tells prefill from decode: experts
+    that only prefill needs do not replace those that decode uses. Outside of a step everything counts as decode.
     """
 
     def __init__(
@@ -72,24 +72,24 @@ class TieredExperts:
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._fetching = fetching
         self._step: Observations | None = None
-        self._next_layer = 0  # the one whose experts are computed next
-        self._wished: dict[PrefetchPriority, int] = {}  # horizons with wishes, and for which layer
+        self._next_layer = 0  # whose experts are computed next
+        self._wished: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
         self.remote: PeerExperts | None = None  # the boxes that help, if any
 
     def begin_step(self, meta: StepMeta) -> None:
-        """Observes from here on; a step that failed before its end is forgotten."""
+        """Starts collecting. Drops what was collected of a step that failed before its end."""
         self._step = Observations(meta, self.shape)
         self._next_layer = 0
 
     def end_step(self) -> StepRouting:
-        """What the step's gates chose."""
+        """Returns what the step's gates chose."""
         self._note_spent()
         step, self._step = self._step, None
         assert step is not None, "end_step without begin_step"
         return step.routing()
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of the chosen experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
+        """Returns the weighted sum of the experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         chosen, shares = ids.numpy(force=True), weights.numpy(force=True)  # [T, k]
         group, prefill_only = Group.of(chosen, shares), None
         if self._step is not None:
@@ -105,7 +105,7 @@ class TieredExperts:
     def compute(
         self, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None = None
     ) -> torch.Tensor:
-        """Weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
+        """Returns the weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         for compute in self._computes:
             compute.begin(hidden)
         self.cpu_experts.begin(hidden)
@@ -125,14 +125,14 @@ class TieredExperts:
         return first
 
     def compute_if_there(self, layer: int, hidden: torch.Tensor, group: Group) -> torch.Tensor | None:
-        """As `compute` where that needs no waiting for any expert; else None."""
+        """Returns what `compute` does if all experts are in the top tier, else None."""
         if len(self._computes) > 1 or not self.residency.all_on_top(layer, group.experts):
             return None
         self._computes[0].begin(hidden)
         return self._computes[0].end() if self._all_there(layer, group, None) else None
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
-        """What `layer` will likely need, [T, E]: fetched while the layers before it compute."""
+        """Takes a forecast of what `layer` needs, [T, E], and prefetches it while the layers before it run."""
         scores: FloatArray = probs.numpy(force=True)
         if self._fetching.keep_hints and self._step is not None:
             self._step.hint(layer, layer - self._next_layer, scores)
@@ -143,7 +143,7 @@ class TieredExperts:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _all_there(self, layer: int, group: Group, prefill_only: BoolArray | None) -> bool:
-        """Opens the layer-step; where one device has all of its experts, computes it."""
+        """Starts the layer-step. Computes it and returns True where one device holds all its experts."""
         if len(self._computes) > 1:
             self.residency.begin(layer, group.experts if prefill_only is None else group.experts[~prefill_only])
             return False
@@ -159,14 +159,14 @@ class TieredExperts:
         return True
 
     def _begin_gap(self, layer: int) -> None:
-        """The layer has all of its experts: until the next one demands its own, wishes may be served."""
+        """Starts the idle window and prefetching: the layer has all its experts."""
         self._gap.begin(layer)
         self.loader.start_prefetches()
 
     def _share(
         self, remote: PeerExperts, layer: int, hidden: torch.Tensor, group: Group, prefill_only: BoolArray | None
     ) -> torch.Tensor | None:
-        """Computes a layer-step with the peers' help; what they add to the sum."""
+        """Computes a layer-step with peers. Returns their part of the sum, or None."""
         waited_s = remote.stall_s
         try:
             return remote.run(
@@ -177,7 +177,7 @@ class TieredExperts:
                 self._step.stall_s += remote.stall_s - waited_s
 
     def _wait_for(self, layer: int, group: Group, prefill_only: BoolArray | None) -> None:
-        """Computes a layer-step some of whose experts are missing, or that several devices share."""
+        """Computes a layer-step with missing experts, or one that several devices share."""
         calls, cpu_experts, used = len(group.tokens), self.cpu_experts, NOBODY
         try:
             if (spared := cpu_experts.claim(layer, group, prefill_only)) is not None:
@@ -202,16 +202,16 @@ class TieredExperts:
             cpu_experts.drop()
 
     def _spare(self, layer: int, used: IntArray) -> None:
-        """The CPU's part; what decode uses of it is copied up behind what is demanded, for the next time."""
+        """Computes the CPU's part, then prefetches those of its experts that decode uses."""
         self.cpu_experts.compute()
-        if len(used):  # not before: the copying would get in the CPU's way
+        if len(used):  # after computing, because copies would slow the CPU down
             prefetch_requests = (Move(ExpertId(layer, expert), Tier.RAM, Tier.VRAM, ALWAYS) for expert in used.tolist())
             self.loader.prefetch(prefetch_requests, PrefetchPriority.USED)
 
     def _run(
         self, layer_step: LayerStep, all_claimed: Callable[[], None], meanwhile: Callable[[], None], units: float
     ) -> None:
-        """Computes so many units of work in waves, and what the CPU takes on meanwhile."""
+        """Runs a layer-step of `units` of work, and measures stall and computing time."""
         began_s, other_s = time.perf_counter(), self.cpu_experts.took_s
         try:
             layer_step.run(all_claimed, meanwhile)
@@ -226,7 +226,7 @@ class TieredExperts:
             self.cpu_experts.costs.observe(units, max(0.0, time.perf_counter() - began_s - other_s))
 
     def _note_spent(self) -> None:
-        """What devices that work beside this thread have waited for and computed, as far as it is known by now."""
+        """Adds the finished work of devices that work beside this thread to costs and stall."""
         for compute in self._computes:
             spent = compute.spent()
             if spent.units:
@@ -251,13 +251,13 @@ class TieredExperts:
         )
 
     def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
-        """While a scan's last experts of a layer are computed, those of the next one come in."""
+        """Prefetches all of the next layer's experts where a large prefill needs nearly all of them."""
         whole = prefill_only is not None and calls >= SCAN_CALLS * self.shape.experts
         if whole and self._fetching.prefetch and layer + 1 < self.shape.layers:
             self._request_prefetch(layer + 1, np.arange(self.shape.experts), PrefetchPriority.SCAN)
 
     def _wish_likely(self, layer: int, probs: FloatArray) -> None:
-        """Wishes for what a hint [T, E] makes likely and is missing, each with its chance and its worth."""
+        """Requests the missing experts that a hint [T, E] makes likely, each with its chance and utility."""
         likely = _likely(probs, self.shape.top_k)
         if self.residency.all_on_top(layer, likely):
             self._request_prefetch(layer, NOBODY, PrefetchPriority.NEAR)
@@ -279,9 +279,9 @@ class TieredExperts:
         horizon: PrefetchPriority,
         odds: Iterable[tuple[float, float]] | None = None,
     ) -> None:
-        """Replaces the wishes of one horizon: `experts` [n], best first, as far as they are missing.
+        """Replaces the requests of one priority by the missing ones of `experts` [n], best first.
 
-        `odds`: chance and worth of each; certain if not given.
+        `odds` are the chance and utility of each; without them all are certain.
         """
         moves: list[Move] = []
         if not self.residency.all_on_top(layer, experts):
@@ -300,13 +300,13 @@ class TieredExperts:
                 self._wished[horizon] = layer
 
     def _drop_wishes(self, layer: int) -> None:
-        """Wishes for a layer that runs now come too late."""
+        """Cancels prefetch requests for layers that have started."""
         for horizon in [horizon for horizon, wished in self._wished.items() if wished <= layer]:
             self._request_prefetch(layer, NOBODY, horizon)
 
 
 def _likely(probs: FloatArray, k: int) -> IntArray:
-    """The union of each token's k likeliest experts, the likeliest first; `probs` [T, E]."""
+    """Returns the union of each token's k most probable experts, in descending order; `probs` [T, E]."""
     best = probs[0] if len(probs) == 1 else probs.max(axis=0)
     top = probs.argpartition(-k, axis=1)[:, -k:].ravel()
     if len(probs) > 1:
