@@ -28,7 +28,7 @@ class HomeExperts:
             self._evictor.keep(homes)
 
     def forget_former(self) -> None:
-        """Those of the plan before go like anything else from now on; until then they are the last to go."""
+        """Ranks the homes of the plan before like other experts; until then they are evicted last."""
         with self._lock:
             self._evictor.forget_former()
 
@@ -39,11 +39,11 @@ class HomeExperts:
 
     @property
     def slots(self) -> int:
-        """Most experts that can be at home here: some slots stay free for what passes through."""
+        """Returns the most experts that can be at home here; some slots stay free for others."""
         return max(0, self._ram.slots - max(MIN_PASSING, self._ram.slots // PASSING_SHARE))
 
     def missing(self) -> list[ExpertId]:
-        """Homes that are not in RAM."""
+        """Returns the homes that are not in RAM."""
         homes = self._evictor.homes
         if homes is None:
             return []

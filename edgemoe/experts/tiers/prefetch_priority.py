@@ -1,4 +1,4 @@
-"""Why an expert is wished for: which wishes go first, and what they may take the place of."""
+"""Priorities of prefetch requests: which are served first, and what they may replace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import enum
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.slots import TRANSIENT, UNUSED
 
-SCAN_WORTH = -1e29  # prefetched for a scan: takes the place of a scan's leavings only
+SCAN_WORTH = -1e29  # prefetched for prefill only: replaces prefill-only experts only
 
 
 class PrefetchPriority(enum.IntEnum):
-    """Why a move is wished for. Wishes of a lower horizon go first."""
+    """The reason of a prefetch request. Lower numbers are served first."""
 
     NEAR = 0  # the layers that come next
     SCAN = 1  # the next layer of a prefill
@@ -22,9 +22,9 @@ class PrefetchPriority(enum.IntEnum):
 
     @property
     def flags(self) -> int:
-        """Flags of the slot that the expert is moved to."""
+        """Returns the flags of the slot that the expert is loaded into."""
         return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]
 
     def utility(self, score: float) -> float:
-        """What a move may take the place of: that which ranks lower."""
+        """Returns the utility of a request with `score`, which replaces experts of lower rank."""
         return (score, SCAN_WORTH, ALWAYS, ALWAYS, score, -ALWAYS)[self]

@@ -1,4 +1,4 @@
-"""Residency: the one owner of where every expert is.
+"""Owns the knowledge of where every expert is.
 
 An expert is in a tier when `where` names its slot; while it is on its way a `Transfer` holds the slot. A slot is pinned
 by whoever needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
@@ -26,11 +26,11 @@ from edgemoe.types.experts import Move, Tier
 
 
 class SlotClaim(NamedTuple):
-    """What `acquire` could do; every slot named in it is pinned until `release`."""
+    """The result of `acquire`; every slot in it is pinned until `release`."""
 
     slots: IntArray  # [n] slot of each expert; NONE where there was no room
     ready: BoolArray  # [n] its bytes are there; else it is on its way
-    loads: Sequence[Transfer]  # to be handed to the mover
+    loads: Sequence[Transfer]  # to hand to the loader
     version: int  # for `wait_for_change`
 
 
@@ -50,7 +50,7 @@ class Residency(TierPools):
         self._evictor = Evictor(ram, self.devices, containment=containment)
         self.homes = HomeExperts(ram, self._evictor, self._lock)
 
-    # --- the compute thread's verbs -------------------------------------------------------------------------
+    # --- the compute thread's calls -------------------------------------------------------------------------
 
     def begin(self, layer: int, demanded: IntArray) -> None:
         """Opens a layer-step: the policies see what decoding tokens demand of it, distinct experts [n]."""
@@ -106,7 +106,7 @@ class Residency(TierPools):
             return SlotClaim(slots, ready, starts, self._version)
 
     def release(self, device: int, slots: IntArray) -> None:
-        """Unpins [n] distinct slots of an earlier claim."""
+        """Unpins the distinct slots [n] of an earlier claim."""
         with self._lock:
             self.tops[device].unpin(slots)
             if self._waiting:  # another thread's layer-step may find room now
@@ -114,7 +114,7 @@ class Residency(TierPools):
                 self._changed.notify_all()
 
     def done(self, layer: int, experts: IntArray) -> None:
-        """The running layer-step has computed these: they need no protection any more."""
+        """Marks experts as computed by the running layer-step, which needs them no more."""
         self._evictor.done(layer, experts)
 
     def pin_in_ram(self, layer: int, experts: IntArray, prefill_only: BoolArray | None) -> IntArray:
@@ -130,7 +130,7 @@ class Residency(TierPools):
             return slots
 
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
-        """Waits until a load has ended, or slots were let go of, since the claim; false after `timeout_s`."""
+        """Waits until a load has ended, or slots were unpinned, since the claim. Returns False after `timeout_s`."""
         with self._changed:
             self._waiting += 1
             try:
@@ -138,12 +138,12 @@ class Residency(TierPools):
             finally:
                 self._waiting -= 1
 
-    # --- the mover's verbs ------------------------------------------------------------------------------------
+    # --- the loader's calls -----------------------------------------------------------------------------------
 
     def reserve(self, move: Move, horizon: PrefetchPriority) -> Transfer | None:
-        """A load for a wished-for move, where a slot is free or holds less than its worth; else None.
+        """Returns a load for a prefetch request, or None where no slot is free or of lower utility.
 
-        None as well where the expert is there already, and for a copy whose source is not in RAM yet.
+        Returns None also where the expert is there already, and for a copy whose source is not in RAM.
         """
         layer, expert = move.expert
         pool = self.ram if move.target is Tier.RAM else self.tops[self.device_of[layer, expert]]
@@ -174,14 +174,14 @@ class Residency(TierPools):
             return load.then
 
     def unpin(self, slots: int | IntArray) -> None:
-        """Nobody reads any more from this slot of RAM, or these distinct ones: a copy, or what held them."""
+        """Drops a pin of one slot of RAM, or of each of several distinct ones, that was read or held."""
         with self._lock:
             self.ram.pins[slots] -= 1
             self._version += 1
             self._changed.notify_all()
 
     def fail(self, load: Transfer, error: Exception) -> None:
-        """The load, and the copies that waited for it, will not arrive."""
+        """Fails the load, and the copies that waited for it."""
         with self._lock:
             for failed in (load, *load.then):
                 failed.error = error
@@ -189,7 +189,7 @@ class Residency(TierPools):
                 self._tell(failed)
 
     def pin(self, layer: int, expert: int) -> int:
-        """The RAM slot of an expert, pinned until `unpin`; NONE where it is not there."""
+        """Pins the RAM slot of an expert until `unpin` and returns it; NONE where the expert is not there."""
         with self._lock:
             slot = int(self.ram.where[layer, expert])
             if slot >= 0:
@@ -229,7 +229,7 @@ class Residency(TierPools):
         prefill_only: BoolArray | None,
         arrivals: SimpleQueue[Transfer],
     ) -> list[int]:
-        """Joins what is on its way, noting its slot; indices of the experts that are not."""
+        """Joins the loads under way and notes their slots. Returns the indices of experts without a load."""
         absent = []
         for i in np.flatnonzero(slots < 0).tolist():
             load = top.loads.get(layer * top.experts + int(experts[i]))
@@ -240,7 +240,7 @@ class Residency(TierPools):
         return absent
 
     def _join(self, load: Transfer, prefill_only: bool, arrivals: SimpleQueue[Transfer]) -> int:
-        """One more demand for a load on its way; its slot."""
+        """Adds a demand to a load under way. Returns its slot."""
         pool = load.pool
         pool.pins[load.slot] += 1
         pool.flags[load.slot] &= TRANSIENT if prefill_only else 0
