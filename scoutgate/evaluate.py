@@ -147,7 +147,7 @@ def judge(gate: ScoutGate, recording: Recording, embedding: Tensor, most: int = 
         "scoutgate": scout(gate, recording, embedding),
     }
     ahead = baselines.next_layer_gate(recording)
-    figures: dict[str, Any] = {}
+    horizons: dict[str, Any] = {}
     reliability: dict[str, dict[str, list[tuple[float, float, int]]]] = {}
     calibration: list[calibrate.Array] = []
     for name, horizon in HORIZONS.items():
@@ -157,8 +157,8 @@ def judge(gate: ScoutGate, recording: Recording, embedding: Tensor, most: int = 
         comparison = Comparison(recording, here, horizon, most)
         scores = comparison.run()
         totals = {who: sum(parts[1:], parts[0]) for who, parts in scores.items()}
-        figures[name] = {
-            who: {**total.figures(), "recall_per_layer": [s.figures()["recall_at_k"] for s in scores[who]]}
+        horizons[name] = {
+            who: {**total.metrics(), "recall_per_layer": [s.metrics()["recall_at_k"] for s in scores[who]]}
             for who, total in totals.items()
         }
         reliability[name] = {who: total.reliability() for who, total in totals.items()}
@@ -167,7 +167,7 @@ def judge(gate: ScoutGate, recording: Recording, embedding: Tensor, most: int = 
     pairs = torch.tensor(np.array(calibration), dtype=torch.float32)  # [horizons * L, 2]
     meta = recording.meta
     model = {"id": meta.model, "digest": meta.digest, "tokenizer": meta.tokenizer}
-    metrics = {"horizons": figures, "ewma_rate": rate, "data": meta.notes}
+    metrics = {"horizons": horizons, "ewma_rate": rate, "data": meta.notes}
     return Judged(gate, (pairs[:, 0], pairs[:, 1]), model, metrics, reliability)
 
 
@@ -182,11 +182,11 @@ def judge_run(run: Path, data: Path, model: Path | None, most: int = 20_000) -> 
 
 
 def table(metrics: Mapping[str, Any]) -> str:
-    """The figures as text."""
+    """The metrics as text."""
     lines = []
-    for horizon, figures in metrics["horizons"].items():
+    for horizon, judged in metrics["horizons"].items():
         lines.append(f"\n{horizon:26}{'recall@k':>10}{'@2k':>8}{'log-loss':>10}{'ECE':>8}")
-        for who, f in figures.items():
+        for who, f in judged.items():
             values = (
                 f"{f['recall_at_k']:10.3f}{f['recall_at_2k']:8.3f}{f['log_loss']:10.4f}{f['calibration_error']:8.4f}"
             )

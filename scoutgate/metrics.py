@@ -56,7 +56,7 @@ class Score:
             setattr(both, name, getattr(self, name) + getattr(other, name))
         return both
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """recall@k and @2k, precision@k, log-loss per expert (nats), and expected calibration error."""
         tokens = max(self.tokens, 1)
         seen = np.maximum(self.counts, 1)

@@ -55,7 +55,7 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
     p = calibrate.sigmoid(scale * scores + shift).astype(np.float32)
     score = Score(meta.top_k)
     score.add(p, baselines.routes(recording, at) > 0)
-    return score.figures()["log_loss"]
+    return score.metrics()["log_loss"]
 
 
 def refresh(data: Path, model: Path, target: Path, run: Path, max_minutes: float, *more: str) -> RefreshResult:

@@ -62,9 +62,9 @@ def demonstrate(socket: Path, log: Path, question: str, max_tokens: int) -> None
         console.print(f"Ready after {time.monotonic() - began_s:.1f} s, at {socket}\n")
         answer(socket, question, max_tokens)
         time.sleep(FIGURES_S)
-        figures = take(client, socket).figures
-    console.print(tier_table(figures))
-    moved = (f"{format_size(select(figures, BYTES_MOVED, **{'from': a, 'to': b}))} {a} to {b}" for a, b in HOPS)
+        metrics = take(client, socket).metrics
+    console.print(tier_table(metrics))
+    moved = (f"{format_size(select(metrics, BYTES_MOVED, **{'from': a, 'to': b}))} {a} to {b}" for a, b in HOPS)
     console.print(f"[bold]Bytes moved[/] {', '.join(moved)}")
     console.print("The daemon has stopped cleanly.")
 

@@ -263,7 +263,7 @@ async def _reload(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     api: Api = request.app.state.api
-    return Response(api.metrics.render(api.backend.values), media_type=CONTENT_TYPE)
+    return Response(api.metrics.render(api.backend.metrics()), media_type=CONTENT_TYPE)
 
 
 def _edgemoe_error(request: Request, error: Exception) -> Response:

@@ -32,8 +32,7 @@ class Backend(Protocol):
     def state(self) -> State:
         """Returns the state of the engine."""
 
-    @property
-    def values(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Returns the engine's metrics by final name, labels included."""
 
     async def model(self) -> tuple[ModelInfo, int]:
@@ -52,4 +51,4 @@ class Backend(Protocol):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Returns state, model and figures for /health."""
+        """Returns state, model and metrics for /health."""

@@ -1,6 +1,6 @@
-"""Renders the figures of the front and the engine in Prometheus' text format.
+"""Renders the metrics of the front and the engine in Prometheus' text format.
 
-Where vLLM has the same figure, the name is vLLM's with the prefix edgemoe_. All figures have the label `model_name`.
+Where vLLM has the same figure, the name is vLLM's with the prefix edgemoe_. All metrics have the label `model_name`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Metrics:
 
     def render(self, engine: Mapping[str, float]) -> bytes:
         """Returns the page for /metrics."""
-        return generate_latest(self._registry) + render_values(engine, self.model).encode()
+        return generate_latest(self._registry) + render_metrics(engine, self.model).encode()
 
 
 class Counted(Collector):
@@ -123,12 +123,12 @@ class Clock:
         }
 
 
-def render_values(values: Mapping[str, float], model: str = "") -> str:
-    """Returns figures by final name as lines of text, grouped by family. Families in _total are counters."""
+def render_metrics(metrics: Mapping[str, float], model: str = "") -> str:
+    """Returns metrics by final name as lines of text, grouped by family. Families in _total are counters."""
     escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     label = f'{MODEL}="{escaped}"'
     families: dict[str, list[str]] = {}
-    for name, value in sorted(values.items()):
+    for name, value in sorted(metrics.items()):
         family, _, inside = name.partition("{")
         labels = ",".join(filter(None, (inside.removesuffix("}"), label)))
         families.setdefault(family, []).append(f"{family}{{{labels}}} {value!r}")

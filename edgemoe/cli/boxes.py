@@ -11,7 +11,7 @@ from rich.table import Table
 
 from edgemoe.config.sizes import format_rate
 from edgemoe.errors import ServiceError
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
 
@@ -19,7 +19,7 @@ COLOURS = {"here": "green", "leaving": "yellow", "gone": "red", "refused": "red"
 
 
 def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> RenderableType:
-    """Returns the tables of a cluster; rates are between the figures `before` and `after`, `seconds` apart.
+    """Returns the tables of a cluster; rates are between the metrics `before` and `after`, `seconds` apart.
 
     Raises ServiceError where the daemon is in no cluster.
     """
@@ -62,8 +62,8 @@ def _links_table(cluster: Json, before: Mapping[str, float], after: Mapping[str,
         node = member["node"]
         if node == cluster["node"]:
             continue
-        calls = select(after, metrics.REMOTE_CALLS, peer=node) - select(before, metrics.REMOTE_CALLS, peer=node)
-        spent_s = select(after, metrics.REMOTE_SECONDS, peer=node) - select(before, metrics.REMOTE_SECONDS, peer=node)
+        calls = select(after, names.REMOTE_CALLS, peer=node) - select(before, names.REMOTE_CALLS, peer=node)
+        spent_s = select(after, names.REMOTE_SECONDS, peer=node) - select(before, names.REMOTE_SECONDS, peer=node)
         table.add_row(
             node,
             _milliseconds(member.get("latency_s")),
@@ -97,13 +97,13 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
         return (select(after, family) - select(before, family)) / seconds
 
     rows: dict[str, Any] = {
-        "Calls to others": f"{rate(metrics.REMOTE_CALLS):,.1f} a second, "
-        f"{select(after, metrics.REMOTE_RETRIES):,.0f} tried another way since the start",
-        "Calls from others": f"{rate(metrics.SERVED_CALLS):,.1f} a second, "
-        f"{select(after, metrics.SERVED_SHED):,.0f} sent away since the start",
-        "Computed here": f"{select(after, metrics.LOCAL_RATIO):.1%} of this box's own experts, since the start",
-        "Requests": f"{select(after, metrics.FORWARDED):,.0f} handed on, "
-        f"{select(after, metrics.GUESTS_SERVED):,.0f} taken in",
+        "Calls to others": f"{rate(names.REMOTE_CALLS):,.1f} a second, "
+        f"{select(after, names.REMOTE_RETRIES):,.0f} tried another way since the start",
+        "Calls from others": f"{rate(names.SERVED_CALLS):,.1f} a second, "
+        f"{select(after, names.SERVED_SHED):,.0f} sent away since the start",
+        "Computed here": f"{select(after, names.LOCAL_RATIO):.1%} of this box's own experts, since the start",
+        "Requests": f"{select(after, names.FORWARDED):,.0f} handed on, "
+        f"{select(after, names.GUESTS_SERVED):,.0f} taken in",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():

@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -17,7 +17,7 @@ from edgemoe.cli.boxes import boxes
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.output import console
 from edgemoe.config.sizes import format_size
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
 
@@ -32,7 +32,7 @@ class StatusSnapshot:
 
     socket: str
     health: Json
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,19 +46,20 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             console().print(picture(client, socket))
     if args.json:
-        print(json.dumps(asdict(snapshot), indent=2))
+        shown = {"socket": snapshot.socket, "health": snapshot.health, "figures": snapshot.metrics}  # scripts know it so
+        print(json.dumps(shown, indent=2))
     return 0 if snapshot.health.get("status") == "ready" else 1
 
 
 def take(client: Client, socket: Path) -> StatusSnapshot:
     """Reads the daemon's /health and /metrics."""
     health = json.loads(client.text("/health", accept_unavailable=True))
-    return StatusSnapshot(str(socket), health, metrics.parse(client.text("/metrics")))
+    return StatusSnapshot(str(socket), health, names.parse(client.text("/metrics")))
 
 
 def render(snapshot: StatusSnapshot) -> RenderableType:
     """Returns the tables that show a snapshot."""
-    return Group(_heading(snapshot), tier_table(snapshot.figures), _request_table(snapshot.figures))
+    return Group(_heading(snapshot), tier_table(snapshot.metrics), _request_table(snapshot.metrics))
 
 
 def _daemon(client: Client, socket: Path) -> RenderableType:
@@ -66,10 +67,10 @@ def _daemon(client: Client, socket: Path) -> RenderableType:
 
 
 def _cluster(client: Client, socket: Path) -> RenderableType:
-    before, began_s = take(client, socket).figures, time.monotonic()
+    before, began_s = take(client, socket).metrics, time.monotonic()
     time.sleep(RATES_S)
     now = take(client, socket)
-    return boxes(now.health, before, now.figures, time.monotonic() - began_s)
+    return boxes(now.health, before, now.metrics, time.monotonic() - began_s)
 
 
 def _watch(client: Client, socket: Path, picture: Callable[[Client, Path], RenderableType]) -> None:
@@ -105,41 +106,41 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
     return "\n".join(lines) + "\n"
 
 
-def tier_table(figures: Mapping[str, float]) -> Table:
+def tier_table(metrics: Mapping[str, float]) -> Table:
     """Returns a table with a row per tier: what it holds, its share of expert calls, bytes copied into it, stalls."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("Tier", "Experts", "Arena", "Calls served", "Share", "Bytes in", "Stalls"):
         table.add_column(column, justify="left" if column == "Tier" else "right")
-    calls = select(figures, metrics.TIER_HITS)
+    calls = select(metrics, names.TIER_HITS)
     for tier in TIERS:
-        served = select(figures, metrics.TIER_HITS, tier=tier)
-        slots = select(figures, metrics.TIER_SLOTS, tier=tier)
+        served = select(metrics, names.TIER_HITS, tier=tier)
+        slots = select(metrics, names.TIER_SLOTS, tier=tier)
         if tier == "nvme" or slots:
-            held = select(figures, metrics.TIER_EXPERTS, tier=tier)
+            held = select(metrics, names.TIER_EXPERTS, tier=tier)
             table.add_row(
                 tier.upper(),
                 f"{held:.0f} of {slots:.0f}" if slots else "all",
-                format_size(select(figures, metrics.TIER_BYTES, tier=tier)) if slots else "",
+                format_size(select(metrics, names.TIER_BYTES, tier=tier)) if slots else "",
                 f"{served:,.0f}",
                 f"{served / calls:.1%}" if calls else "",
-                format_size(select(figures, metrics.BYTES_MOVED, to=tier)) if slots else "",
-                f"{select(figures, metrics.STALL_SECONDS, tier=tier):.1f} s",
+                format_size(select(metrics, names.BYTES_MOVED, to=tier)) if slots else "",
+                f"{select(metrics, names.STALL_SECONDS, tier=tier):.1f} s",
             )
     return table
 
 
-def _request_table(figures: Mapping[str, float]) -> Table:
-    blocks = select(figures, metrics.KV_BLOCKS)
-    used = select(figures, metrics.KV_BLOCKS_REFERENCED)
+def _request_table(metrics: Mapping[str, float]) -> Table:
+    blocks = select(metrics, names.KV_BLOCKS)
+    used = select(metrics, names.KV_BLOCKS_REFERENCED)
     rows = {
-        "Requests": f"{select(figures, metrics.REQUESTS_RUNNING):.0f} running, "
-        f"{select(figures, metrics.QUEUE_DEPTH):.0f} waiting",
+        "Requests": f"{select(metrics, names.REQUESTS_RUNNING):.0f} running, "
+        f"{select(metrics, names.QUEUE_DEPTH):.0f} waiting",
         "KV cache": f"{used / blocks:.0%} of {blocks:.0f} blocks" if blocks else "",
-        "Tokens": f"{select(figures, 'edgemoe_generation_tokens_total'):,.0f} generated, "
-        f"{select(figures, 'edgemoe_prompt_tokens_total'):,.0f} of prompts, "
-        f"{select(figures, metrics.PREFIX_HIT_TOKENS):,.0f} from the prefix cache",
-        "First token": _mean(figures, "edgemoe_time_to_first_token_seconds"),
-        "Next tokens": _mean(figures, "edgemoe_request_time_per_output_token_seconds"),
+        "Tokens": f"{select(metrics, 'edgemoe_generation_tokens_total'):,.0f} generated, "
+        f"{select(metrics, 'edgemoe_prompt_tokens_total'):,.0f} of prompts, "
+        f"{select(metrics, names.PREFIX_HIT_TOKENS):,.0f} from the prefix cache",
+        "First token": _mean(metrics, "edgemoe_time_to_first_token_seconds"),
+        "Next tokens": _mean(metrics, "edgemoe_request_time_per_output_token_seconds"),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():
@@ -147,6 +148,6 @@ def _request_table(figures: Mapping[str, float]) -> Table:
     return table
 
 
-def _mean(figures: Mapping[str, float], family: str) -> str:
-    count = select(figures, f"{family}_count")
-    return f"{1000 * select(figures, f'{family}_sum') / count:,.1f} ms on average" if count else "none yet"
+def _mean(metrics: Mapping[str, float], family: str) -> str:
+    count = select(metrics, f"{family}_count")
+    return f"{1000 * select(metrics, f'{family}_sum') / count:,.1f} ms on average" if count else "none yet"

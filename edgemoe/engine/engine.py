@@ -14,7 +14,7 @@ from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
-from edgemoe.engine.metrics import figures
+from edgemoe.engine.metrics import engine_metrics
 from edgemoe.engine.runner import LoadedModel, Runner, Watchers
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.validate import RequestLimits
@@ -81,9 +81,9 @@ class Engine:
         thread.start()
         return thread
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""
-        return figures(self.loop, self.scheduler, self.runner, self.blocks)
+        return engine_metrics(self.loop, self.scheduler, self.runner, self.blocks)
 
     def close(self) -> None:
         """Ends the grammar thread. Must be called after the loop has ended."""

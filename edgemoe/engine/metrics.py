@@ -6,28 +6,28 @@ from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.loop import StepLoop
 from edgemoe.engine.runner import PHASES, Runner
 from edgemoe.engine.scheduler import Scheduler
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 
 
-def figures(loop: StepLoop, scheduler: Scheduler, runner: Runner, blocks: BlockManager) -> dict[str, float]:
+def engine_metrics(loop: StepLoop, scheduler: Scheduler, runner: Runner, blocks: BlockManager) -> dict[str, float]:
     """Returns numbers of queues, blocks, steps and ended requests by metric name. May be called while a step runs."""
-    values: dict[str, float] = {
-        metrics.QUEUE_DEPTH: len(scheduler.waiting),
-        metrics.REQUESTS_RUNNING: len(scheduler.running),
-        metrics.REQUESTS_BLAMED: loop.steps.blamed,
-        metrics.KV_BLOCKS: blocks.count,
-        metrics.KV_BLOCKS_REFERENCED: blocks.count - blocks.free,
-        metrics.PREFIX_HIT_TOKENS: scheduler.prefix_tokens["hit"],
-        metrics.PREFIX_MISS_TOKENS: scheduler.prefix_tokens["miss"],
+    metrics: dict[str, float] = {
+        names.QUEUE_DEPTH: len(scheduler.waiting),
+        names.REQUESTS_RUNNING: len(scheduler.running),
+        names.REQUESTS_BLAMED: loop.steps.blamed,
+        names.KV_BLOCKS: blocks.count,
+        names.KV_BLOCKS_REFERENCED: blocks.count - blocks.free,
+        names.PREFIX_HIT_TOKENS: scheduler.prefix_tokens["hit"],
+        names.PREFIX_MISS_TOKENS: scheduler.prefix_tokens["miss"],
     }
     for way in ("park", "recompute"):
-        values[named(metrics.PREEMPTIONS, way=way)] = scheduler.paused_total[way]
+        metrics[named(names.PREEMPTIONS, way=way)] = scheduler.paused_total[way]
     for reason in ("stop", "length", "error", "cancelled"):
-        values[named(metrics.REQUESTS_FINISHED, reason=reason)] = loop.finished[reason]
+        metrics[named(names.REQUESTS_FINISHED, reason=reason)] = loop.finished[reason]
     for phase in PHASES:
-        values[named(metrics.STEPS, phase=phase)] = runner.totals["steps", phase]
-        values[named(metrics.STEP_SECONDS, phase=phase)] = runner.totals["seconds", phase]
-        values[named(metrics.STEP_TOKENS, phase=phase)] = runner.totals["tokens", phase]
-        values[named(metrics.ACTIVE_EXPERTS, phase=phase)] = runner.totals["experts", phase]
-    return values
+        metrics[named(names.STEPS, phase=phase)] = runner.totals["steps", phase]
+        metrics[named(names.STEP_SECONDS, phase=phase)] = runner.totals["seconds", phase]
+        metrics[named(names.STEP_TOKENS, phase=phase)] = runner.totals["tokens", phase]
+        metrics[named(names.ACTIVE_EXPERTS, phase=phase)] = runner.totals["experts", phase]
+    return metrics

@@ -17,6 +17,7 @@ from edgemoe.experts.compute.cpu_experts import CpuExperts
 from edgemoe.experts.compute.dispatch import Compute, HostCompute
 from edgemoe.experts.compute.moe import AS_USUAL, Fetching, TieredExperts
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
+from edgemoe.experts.metrics import tier_metrics
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
@@ -126,6 +127,10 @@ class ExpertTiers:
         """Ends the links. To be called when `run` has ended; forwards that wait fail."""
         for device in self.devices:
             device.link.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the numbers for /metrics by their final names. May be called from any thread."""
+        return tier_metrics(self)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Asserts residency's invariants; with `idle`, also that nothing is pinned or on its way."""

@@ -45,7 +45,7 @@ from edgemoe.front.own_engine import OwnEngine, all_held
 from edgemoe.front.peers_list import address_of, follow_list, listed
 from edgemoe.front.router import Router
 from edgemoe.policy.route import EngineLoad
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.probes import look
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
@@ -181,20 +181,20 @@ class ClusterFront:
 
     # --- how it is --------------------------------------------------------------------------------------------
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers for /metrics by their final names."""
         plane, plan = self.plane, self.plane.plans.plan
         states = [about.state_of(plane.members, member) for member in plane.members]
         return {
-            metrics.CLUSTER_EPOCH: plane.epoch,
-            metrics.CLUSTER_LEADING: float(plane.leading > 0),
-            metrics.CLUSTER_PLAN: plan.version if plan is not None else 0,
-            metrics.CLUSTER_STALE: plane.stale,
-            metrics.FORWARDED: self._places.forwarded,
-            metrics.FORGOTTEN: self._places.dropped,
-            metrics.GUESTS: len(self.hosted_requests),
-            metrics.GUESTS_SERVED: self.hosted_requests.served,
-        } | {metrics.named(metrics.CLUSTER_BOXES, state=state): states.count(state) for state in about.STATES}
+            names.CLUSTER_EPOCH: plane.epoch,
+            names.CLUSTER_LEADING: float(plane.leading > 0),
+            names.CLUSTER_PLAN: plan.version if plan is not None else 0,
+            names.CLUSTER_STALE: plane.stale,
+            names.FORWARDED: self._places.forwarded,
+            names.FORGOTTEN: self._places.dropped,
+            names.GUESTS: len(self.hosted_requests),
+            names.GUESTS_SERVED: self.hosted_requests.served,
+        } | {names.named(names.CLUSTER_BOXES, state=state): states.count(state) for state in about.STATES}
 
     def describe(self) -> dict[str, Any]:
         """Members, leader, epoch and plan, for /health."""

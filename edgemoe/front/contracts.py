@@ -60,7 +60,7 @@ class Neighbours(Protocol):
     def take(self, items: list[Emission]) -> list[Emission]:
         """Passes on what our engine emits for other boxes; returns the rest."""
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers for /metrics by their final names."""
 
     def describe(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Front:
             self.supervisor = supervisor = Supervisor(settings, wire, self._command)
             self.api = api = Api(settings.api, supervisor, text, self.metrics, keys)
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
-            self._show_figures(supervisor)
+            self._show_metrics(supervisor)
             if settings.cluster.node:
                 self.cluster = supervisor.cluster = ClusterFront(supervisor)
                 self.cluster.listen()
@@ -199,7 +199,7 @@ class Front:
             log.info("listening", extra={"address": one.getsockname()})
         return sockets
 
-    def _show_figures(self, supervisor: Supervisor) -> None:
+    def _show_metrics(self, supervisor: Supervisor) -> None:
         request_log, gauge, counter = supervisor.request_log, self.metrics.gauge, self.metrics.counter
         gauge("edgemoe_live_requests", "Choices accepted and not finished", lambda: len(request_log))
         counter("edgemoe_engine_starts_total", "Engines started", lambda: supervisor.starts)

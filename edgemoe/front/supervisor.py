@@ -73,11 +73,10 @@ class Supervisor:
 
     # --- the api's Backend ---
 
-    @property
-    def values(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """The engine's metrics, as of its last Stats, and the cluster's."""
-        values = self._engine.stats.values if self._engine else {}
-        return values if self.cluster is None else {**values, **self.cluster.figures()}
+        metrics = self._engine.stats.values if self._engine else {}
+        return metrics if self.cluster is None else {**metrics, **self.cluster.metrics()}
 
     @property
     def state(self) -> State:

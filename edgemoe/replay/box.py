@@ -22,8 +22,8 @@ NONE = -1
 LEDGER_DECAY = 0.99  # per outcome
 TRIAL = 20.0  # outcomes before wishes are carried out, and the share of good ones that it takes
 GOOD_SHARE = 0.55
-FIGURES = 8
-STALL, COMPUTE, TO_VRAM, TO_RAM, WASTED, PREFETCHED, GOOD, BAD = range(FIGURES)
+METRICS = 8
+STALL, COMPUTE, TO_VRAM, TO_RAM, WASTED, PREFETCHED, GOOD, BAD = range(METRICS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,21 @@ class BoxSpec:
         """Whether a prefetch ever fits into a layer's compute time."""
         return self.prefetch and self.link_s <= self.compute_s
 
-    def figures(self, misses: int, layer_steps: int) -> DoubleArray:
+    def metrics(self, misses: int, layer_steps: int) -> DoubleArray:
         """Of a box whose RAM holds everything and that never prefetches: what misses alone tell."""
-        figures = np.zeros(FIGURES)
-        figures[STALL], figures[COMPUTE] = misses * self.link_s, layer_steps * self.compute_s
-        figures[TO_VRAM] = misses
-        return figures
+        metrics = np.zeros(METRICS)
+        metrics[STALL], metrics[COMPUTE] = misses * self.link_s, layer_steps * self.compute_s
+        metrics[TO_VRAM] = misses
+        return metrics
 
 
 class ReplayBox:
-    """One box and its figures."""
+    """One box and its metrics."""
 
     def __init__(self, layers: int, experts: int, slots: int, machine: BoxSpec) -> None:
         self.machine, self.experts = machine, experts
         total = layers * experts
-        self.figures = np.zeros(FIGURES)
+        self.metrics = np.zeros(METRICS)
         self._vram: BoolArray = np.zeros(total, np.bool_)
         self._ram: BoolArray = np.zeros(total, np.bool_)
         ram_slots = max(slots, round(machine.ram_share * total))
@@ -95,7 +95,7 @@ class ReplayBox:
             self._wished,
             self._times,
             self._ledger,
-            self.figures,
+            self.metrics,
             machine.compute_s,
             machine.link_s,
             machine.expert_bytes / machine.nvme_bytes_per_s,
@@ -118,7 +118,7 @@ def _run(
     wished: BoolArray,
     times: DoubleArray,
     ledger: DoubleArray,
-    figures: DoubleArray,
+    metrics: DoubleArray,
     compute_s: float,
     link_s: float,
     nvme_s: float,
@@ -129,7 +129,7 @@ def _run(
     ready = began
     for key in demanded:
         pinned[key] = clock
-        _settle(key, rival, wished, ledger, figures)
+        _settle(key, rival, wished, ledger, metrics)
     for key in demanded:
         unused[key] = False
         if vram[key]:
@@ -140,22 +140,22 @@ def _run(
             source_s = times[2]
             _take(ram, vram, rank, pinned, clock, free, 1)
             ram[key] = True
-            figures[TO_RAM] += 1
+            metrics[TO_RAM] += 1
         times[1] = max(times[1], source_s) + link_s
         ready = max(ready, times[1])
-        figures[TO_VRAM] += 1
+        metrics[TO_VRAM] += 1
         victim = _take(vram, vram, rank, pinned, clock, free, 0)
         if victim != -2:
             vram[key] = True
             if victim >= 0 and unused[victim]:
                 unused[victim] = False
-                figures[WASTED] += 1
-    figures[STALL] += ready - began
-    figures[COMPUTE] += compute_s
+                metrics[WASTED] += 1
+    metrics[STALL] += ready - began
+    metrics[COMPUTE] += compute_s
     times[0] = ready + compute_s
     if prefetch:
         _request_prefetch(
-            rank, clock, vram, ram, free, pinned, unused, rival, wished, times, ledger, figures, ready, link_s, margin
+            rank, clock, vram, ram, free, pinned, unused, rival, wished, times, ledger, metrics, ready, link_s, margin
         )
 
 
@@ -178,7 +178,7 @@ def _take(
 
 
 @njit(nogil=True)
-def _settle(key: int, rival: IntArray, wished: BoolArray, ledger: DoubleArray, figures: DoubleArray) -> None:
+def _settle(key: int, rival: IntArray, wished: BoolArray, ledger: DoubleArray, metrics: DoubleArray) -> None:
     """An expert is needed: if it was part of a wish, the wish was good or bad."""
     other = rival[key]
     if other < 0:
@@ -186,7 +186,7 @@ def _settle(key: int, rival: IntArray, wished: BoolArray, ledger: DoubleArray, f
     good = wished[key]
     ledger[0] = LEDGER_DECAY * ledger[0] + 1
     ledger[1] = LEDGER_DECAY * ledger[1] + (1 if good else 0)
-    figures[GOOD if good else BAD] += 1
+    metrics[GOOD if good else BAD] += 1
     rival[key] = rival[other] = NONE
     wished[key] = wished[other] = False
 
@@ -204,7 +204,7 @@ def _request_prefetch(
     wished: BoolArray,
     times: DoubleArray,
     ledger: DoubleArray,
-    figures: DoubleArray,
+    metrics: DoubleArray,
     idle_from: float,
     link_s: float,
     margin: float,
@@ -231,5 +231,5 @@ def _request_prefetch(
         times[1] += link_s
         vram[victim] = False
         vram[best] = unused[best] = True
-        figures[TO_VRAM] += 1
-        figures[PREFETCHED] += 1
+        metrics[TO_VRAM] += 1
+        metrics[PREFETCHED] += 1

@@ -15,7 +15,7 @@ from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from edgemoe.replay.run import Figures
+    from edgemoe.replay.run import ReplayMetrics
     from edgemoe.replay.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -118,34 +118,34 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     if "nextuse" in names and not options.next_use:
         raise ConfigError("the policy nextuse needs a trained network: name its export with --next-use")
     more = {"nextuse": nextuse(options.next_use)} if options.next_use else {}
-    figures = {name: replay(trace, name, slots, options.batch, options.score_from, machine, more) for name in names}
+    metrics = {name: replay(trace, name, slots, options.batch, options.score_from, machine, more) for name in names}
     rows = []
     for i, share in enumerate(options.capacity):
-        missed = {name: each[i].misses for name, each in figures.items()}
+        missed = {name: each[i].misses for name, each in metrics.items()}
         for name in options.policies:
-            rows.append(_row(share, name, figures[name][i], missed, options))
+            rows.append(_row(share, name, metrics[name][i], missed, options))
     return rows, trace
 
 
-def _row(share: float, name: str, figures: Figures, missed: dict[str, int], options: argparse.Namespace) -> Row:
+def _row(share: float, name: str, metrics: ReplayMetrics, missed: dict[str, int], options: argparse.Namespace) -> Row:
     from edgemoe.replay import box
 
     best = min(missed[baseline] for baseline in BASELINES)
     gap = best - missed["belady"]
-    steps = max(1, figures.steps)
-    to_vram, to_ram = (int(figures.box[i]) * options.expert_bytes for i in (box.TO_VRAM, box.TO_RAM))
-    stall_s = float(figures.box[box.STALL])
+    steps = max(1, metrics.steps)
+    to_vram, to_ram = (int(metrics.box[i]) * options.expert_bytes for i in (box.TO_VRAM, box.TO_RAM))
+    stall_s = float(metrics.box[box.STALL])
     return {
         "capacity": share,
         "policy": name,
-        "miss_ratio": round(figures.misses / max(1, figures.demands), 6),
+        "miss_ratio": round(metrics.misses / max(1, metrics.demands), 6),
         "stall_s": round(stall_s, 6),
         "stall_ms_per_token": round(1000 * stall_s / steps, 6),
         "bytes_moved": to_vram + to_ram,
         "bytes_to_vram": to_vram,
         "bytes_to_ram": to_ram,
-        "bytes_wasted": int(figures.box[box.WASTED]) * options.expert_bytes,
-        "moves_per_token": round(float(figures.box[box.TO_VRAM] + figures.box[box.TO_RAM]) / steps, 4),
+        "bytes_wasted": int(metrics.box[box.WASTED]) * options.expert_bytes,
+        "moves_per_token": round(float(metrics.box[box.TO_VRAM] + metrics.box[box.TO_RAM]) / steps, 4),
         "objective_s": round(stall_s + options.alpha * to_vram + options.beta * to_ram, 6),
         "gap_closed": round((best - missed[name]) / gap, 4) if gap else 0.0,
     }

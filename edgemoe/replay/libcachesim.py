@@ -11,7 +11,7 @@ from edgemoe.replay.trace import Trace, chosen
 
 def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: float) -> list[Any]:
     """Figures for each capacity; an experts' layer-step is its experts in order, not one event."""
-    from edgemoe.replay.run import Figures
+    from edgemoe.replay.run import ReplayMetrics
 
     try:
         library = importlib.import_module("libcachesim")
@@ -22,11 +22,11 @@ def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: fl
     kind = {known.lower(): known for known in dir(library)}.get(name.lower())
     if kind is None or not issubclass(_class(library, kind), library.CacheBase):
         raise ConfigError(f"neither edgemoe nor libcachesim has a policy {name!r}")
-    figures = []
+    metrics = []
     for each in slots:
         cache, request = _class(library, kind)(cache_size=each), library.Request()
         request.obj_size = 1
-        result, tokens = Figures(), 0
+        result, tokens = ReplayMetrics(), 0
         for step in trace.steps(batch):
             scored = tokens >= score_from * trace.tokens
             tokens += len(step.requests)
@@ -38,8 +38,8 @@ def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: fl
                         result.misses += not hit
                         result.demands += 1
             result.steps += scored * len(step.requests)
-        figures.append(result)
-    return figures
+        metrics.append(result)
+    return metrics
 
 
 def _class(library: Any, name: str) -> type:

@@ -16,13 +16,13 @@ from edgemoe.types.experts import CachePolicy
 
 
 @dataclass(slots=True)
-class Figures:
+class ReplayMetrics:
     """What one policy did at one capacity, over the part that is scored."""
 
     misses: int = 0
     demands: int = 0
     steps: int = 0
-    box: DoubleArray = field(default_factory=lambda: np.zeros(box.FIGURES))
+    box: DoubleArray = field(default_factory=lambda: np.zeros(box.METRICS))
 
 
 def replay(
@@ -33,7 +33,7 @@ def replay(
     score_from: float,
     machine: BoxSpec,
     more: Mapping[str, Maker] | None = None,
-) -> list[Figures]:
+) -> list[ReplayMetrics]:
     """Figures for each capacity in `slots`; steps before `score_from` of the tokens are run, not scored.
 
     `more` are policies besides those that have names of their own. Raises ConfigError for a name that is none.
@@ -60,7 +60,7 @@ class _Run:
         simple = machine.ram_share >= 1 and not (machine.prefetches and self._foretells)  # misses tell all
         self.boxes = [] if simple else [ReplayBox(trace.layers, trace.experts, each, machine) for each in slots]
 
-    def go(self, batch: int, score_from: float) -> list[Figures]:
+    def go(self, batch: int, score_from: float) -> list[ReplayMetrics]:
         unscored = score_from * self.trace.tokens
         tokens, demands, steps = 0, 0, 0
         before: list[tuple[int, DoubleArray | None]] = []
@@ -73,18 +73,18 @@ class _Run:
                 demands, steps = demands + needed, steps + len(step.requests)
         after = self._taken()
         layer_steps = steps // batch * self.trace.layers
-        figures = []
+        metrics = []
         for (misses, told), (misses_before, told_before) in zip(after, before or after, strict=True):
             missed = misses - misses_before
             if told is None or told_before is None:
-                told, told_before = self.machine.figures(missed, layer_steps), np.zeros(box.FIGURES)
-            figures.append(Figures(missed, demands, steps, told - told_before))
-        return figures
+                told, told_before = self.machine.metrics(missed, layer_steps), np.zeros(box.METRICS)
+            metrics.append(ReplayMetrics(missed, demands, steps, told - told_before))
+        return metrics
 
     def _taken(self) -> list[tuple[int, DoubleArray | None]]:
-        told: list[DoubleArray | None] = [box_.figures.copy() for box_ in self.boxes]
+        told: list[DoubleArray | None] = [box_.metrics.copy() for box_ in self.boxes]
         told = told or [None] * len(self.caches)
-        return [(cache.misses, figures) for cache, figures in zip(self.caches, told, strict=True)]
+        return [(cache.misses, metrics) for cache, metrics in zip(self.caches, told, strict=True)]
 
     def _step(self, requests: tuple[int, ...], ids: Ids) -> int:
         """One token of each request, [S, L, k]; how many experts it needed."""

@@ -1,4 +1,4 @@
-"""Names the engine's figures: what the engine sends, /metrics shows and `edgemoe status` reads.
+"""Names the engine's metrics: what the engine sends, /metrics shows and `edgemoe status` reads.
 
 A figure is a number under its final Prometheus name, labels included. Families that end in _total never decrease.
 """
@@ -85,15 +85,15 @@ def named(family: str, **labels: str) -> str:
 
 
 def parse(page: str) -> dict[str, float]:
-    """Returns the figures of a /metrics page by full name, without the model_name label."""
+    """Returns the metrics of a /metrics page by full name, without the model_name label."""
     lines = (_MODEL.sub("", line, count=1).replace("{}", "", 1) for line in page.splitlines())
     matches = (_SAMPLE.match(line) for line in lines if not line.startswith("#"))
     return {match[1] + (match[2] or ""): float(match[3]) for match in matches if match}
 
 
-def select(figures: Mapping[str, float], family: str, **labels: str) -> float:
-    """Returns the sum of a family's figures that have at least these labels."""
+def select(metrics: Mapping[str, float], family: str, **labels: str) -> float:
+    """Returns the sum of a family's metrics that have at least these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
-        value for name, value in figures.items() if name.partition("{")[0] == family and all(w in name for w in wanted)
+        value for name, value in metrics.items() if name.partition("{")[0] == family and all(w in name for w in wanted)
     )

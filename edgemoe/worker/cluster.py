@@ -18,7 +18,7 @@ from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Move, Tier
@@ -82,34 +82,34 @@ class ClusterSide:
         else:
             self._adopt(message.plan)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""
         server, sharing, remote = self.plane.server, self._sharing, self._tiers.experts.remote
         assert remote is not None
         here = sum(self._tiers.residency.served) - self._host.experts
         values: dict[str, float] = {
-            metrics.REMOTE_EXPERTS: remote.experts,
-            named(metrics.REMOTE_RETRIES, why="late"): remote.hedged,
-            named(metrics.REMOTE_RETRIES, why="failed"): remote.redone,
-            metrics.REMOTE_STALL_SECONDS: remote.stall_s,
-            metrics.LOCAL_RATIO: here / max(1, here + remote.experts),
-            metrics.SERVED_CALLS: server.served,
-            metrics.SERVED_BATCHES: server.batches,
-            metrics.SERVED_SHED: server.shed,
-            metrics.SERVED_SECONDS: server.busy_s,
-            metrics.EXPERTS_FETCHED: sharing.store.fetched,
-            metrics.EXPERTS_REFUSED: sharing.store.refused,
-            metrics.BULK_SENT_BYTES: self.plane.bulk.sent_bytes,
-            metrics.HOME_EXPERTS: self._homes,
-            metrics.HOME_MISSING: len(self._tiers.residency.homes.missing()),
+            names.REMOTE_EXPERTS: remote.experts,
+            named(names.REMOTE_RETRIES, why="late"): remote.hedged,
+            named(names.REMOTE_RETRIES, why="failed"): remote.redone,
+            names.REMOTE_STALL_SECONDS: remote.stall_s,
+            names.LOCAL_RATIO: here / max(1, here + remote.experts),
+            names.SERVED_CALLS: server.served,
+            names.SERVED_BATCHES: server.batches,
+            names.SERVED_SHED: server.shed,
+            names.SERVED_SECONDS: server.busy_s,
+            names.EXPERTS_FETCHED: sharing.store.fetched,
+            names.EXPERTS_REFUSED: sharing.store.refused,
+            names.BULK_SENT_BYTES: self.plane.bulk.sent_bytes,
+            names.HOME_EXPERTS: self._homes,
+            names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
         for peer in self.plane.calls.peers.values():
-            values[named(metrics.REMOTE_CALLS, peer=peer.node)] = peer.calls
-            values[named(metrics.REMOTE_FAILURES, peer=peer.node)] = peer.failures
-            values[named(metrics.REMOTE_SECONDS, peer=peer.node)] = peer.busy_s
+            values[named(names.REMOTE_CALLS, peer=peer.node)] = peer.calls
+            values[named(names.REMOTE_FAILURES, peer=peer.node)] = peer.failures
+            values[named(names.REMOTE_SECONDS, peer=peer.node)] = peer.busy_s
             if peer.reachable:
-                values[named(metrics.PEER_LATENCY, peer=peer.node)] = peer.latency_s
-                values[named(metrics.PEER_RATE, peer=peer.node)] = 1 / peer.s_per_byte
+                values[named(names.PEER_LATENCY, peer=peer.node)] = peer.latency_s
+                values[named(names.PEER_RATE, peer=peer.node)] = 1 / peer.s_per_byte
         return values
 
     def _adopt(self, plan: PlacementPlan) -> None:

@@ -1,4 +1,4 @@
-"""Runs the engine on its event loop: loads it, passes messages and figures, and ends it.
+"""Runs the engine on its event loop: loads it, passes messages and metrics, and ends it.
 
 A life in order: budgets, weights, tiers, warm-up | Ready | Submit and Cancel in, Emissions and Stats out | Stop, or
 the end of the step loop. Errors are sent as Failed before the exit, as far as that is possible.
@@ -35,7 +35,6 @@ from edgemoe.cluster.rpc.engine_messages import (
 from edgemoe.cluster.rpc.ipc import EngineEnd
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError
-from edgemoe.experts.metrics import figures
 from edgemoe.guard import refuse_pickle
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
@@ -210,14 +209,14 @@ class Worker:
                 os._exit(1)
 
     def _stats(self, assembly: Assembly) -> Stats:
-        values = assembly.engine.figures() | figures(assembly.tiers)
+        metrics = assembly.engine.metrics() | assembly.tiers.metrics()
         if assembly.scout is not None:
-            values |= assembly.scout.figures()
+            metrics |= assembly.scout.metrics()
         if assembly.controller is not None:
-            values |= assembly.controller.figures()
+            metrics |= assembly.controller.metrics()
         if self._side is not None:
-            values |= self._side.figures()
-        return Stats(values=values, step_s=assembly.engine.runner.step_age_s())
+            metrics |= self._side.metrics()
+        return Stats(values=metrics, step_s=assembly.engine.runner.step_age_s())
 
 
 def _reload(assembly: Assembly) -> Reloaded:

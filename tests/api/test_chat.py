@@ -213,7 +213,7 @@ async def test_a_client_that_hangs_up_is_forgotten_at_once(front: Front, http: h
         await until(lambda: len(request_log) == 1)
         request.cancel()
         await until(lambda: len(request_log) == 0)
-    await until(lambda: front.supervisor.values.get("edgemoe_num_requests_running") == 0)  # type: ignore[union-attr]
+    await until(lambda: front.supervisor.metrics().get("edgemoe_num_requests_running") == 0)  # type: ignore[union-attr]
 
 
 async def test_the_engines_errors_reach_the_client_as_openai_errors(client: openai.AsyncOpenAI) -> None:

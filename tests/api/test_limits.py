@@ -102,7 +102,7 @@ async def test_the_engine_is_told_where_a_stop_string_ended_a_text(
     async with asyncio.timeout(10):  # the engine says nothing more, and waits for nobody but us
         assert (await http.post("/v1/completions", json=body)).status_code == 200
     assert front.supervisor is not None
-    await until(lambda: front.supervisor.values.get("edgemoe_num_requests_running") == 0)  # type: ignore[union-attr]
+    await until(lambda: front.supervisor.metrics().get("edgemoe_num_requests_running") == 0)  # type: ignore[union-attr]
 
 
 async def test_many_bodies_wait_for_a_thread_where_they_can_be_cancelled(

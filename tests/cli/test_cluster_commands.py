@@ -18,7 +18,7 @@ from edgemoe.cluster.rpc.keys import generate, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, ServiceError
 from edgemoe.front.peers_list import listed
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 
 
@@ -95,7 +95,7 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
             ],
         }
     }
-    calls, seconds = named(metrics.REMOTE_CALLS, peer="b"), named(metrics.REMOTE_SECONDS, peer="b")
+    calls, seconds = named(names.REMOTE_CALLS, peer="b"), named(names.REMOTE_SECONDS, peer="b")
     page = io.StringIO()
     console = Console(width=80, file=page)
     console.print(boxes(health, {calls: 10.0, seconds: 1.0}, {calls: 110.0, seconds: 1.5}, 2.0))

@@ -25,7 +25,7 @@ from edgemoe.cluster.rpc.keys import load_peers, load_secret
 from edgemoe.store.files import padded
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 NODES = ("a", "b", "c")
@@ -115,10 +115,10 @@ async def test_three_boxes_say_what_one_would_say(boxes: dict[str, Box], oracle:
     about = await boxes["a"].cluster()
     assert [member["homes"] for member in about["members"]] == [EXPERTS // 3] * 3
     assert [member["on_disk"] for member in about["members"]] == [EXPERTS // 2, EXPERTS, EXPERTS]
-    figures = [metrics.parse(await box.metrics()) for box in boxes.values()]
+    metrics = [names.parse(await box.metrics()) for box in boxes.values()]
     # b and c may find their own disks nearer than each other; a has no other way
-    assert metrics.select(figures[0], metrics.REMOTE_EXPERTS) + metrics.select(figures[0], metrics.EXPERTS_FETCHED) > 0
-    assert sum(one[metrics.CLUSTER_LEADING] for one in figures) == 1
+    assert names.select(metrics[0], names.REMOTE_EXPERTS) + names.select(metrics[0], names.EXPERTS_FETCHED) > 0
+    assert sum(one[names.CLUSTER_LEADING] for one in metrics) == 1
 
 
 async def test_the_picture_of_the_cluster_is_drawn_from_any_box(

@@ -32,7 +32,7 @@ from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.main import Front
 from edgemoe.front.peers_list import listed
 from edgemoe.front.router import Router
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.types.request import Emission, Request, Sampling
 
 DAEMON = Path(__file__).parents[1] / "support" / "daemon_process.py"
@@ -162,7 +162,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[S
                 await until(lambda: len(cluster_of(a).places()) == 1, 30)
                 expected = await texts(a)
                 streams = asyncio.ensure_future(texts(a))
-                await until(lambda: cluster_of(a).figures()["edgemoe_forwarded_requests_total"] >= 4)
+                await until(lambda: cluster_of(a).metrics()["edgemoe_forwarded_requests_total"] >= 4)
                 async with http_client(two[1]) as other:
                     await until(lambda: hosted_requests(other))
                 b.kill()
@@ -255,7 +255,7 @@ async def test_tokens_whose_receipts_are_lost_are_not(
     monkeypatch.setattr(guests_module, "GIVEN_UP_S", 0.2)
     async with both(two) as (a, b):
         expected = await texts(a)
-        channel, dropped = cluster_of(b).plane.channel, lambda: cluster_of(a).figures()[metrics.FORGOTTEN]
+        channel, dropped = cluster_of(b).plane.channel, lambda: cluster_of(a).metrics()[names.FORGOTTEN]
         ask = channel.ask
 
         async def lossy(node: str, body: msgspec.Struct, *args: Any, **options: Any) -> Answer[Any]:

@@ -35,7 +35,7 @@ from edgemoe.front.main import WORKER, Front
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from scoutgate.embedding import load_embedding
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -159,12 +159,12 @@ async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
     (folder / export.WEIGHTS).write_bytes(b"torn")
     assert "damaged" in (await http.post("/reload")).json()["error"]["message"]
     assert await streaming == expected
-    values = supervisor_of(front).values
-    await until(lambda: supervisor_of(front).values is not values)
-    figures = metrics.parse((await http.get("/metrics")).text)
-    assert metrics.select(figures, metrics.SCOUT_LOADS) == 1
-    assert metrics.select(figures, metrics.SCOUT_REFUSED) == 4  # one at the start, when there was none
-    assert metrics.select(figures, metrics.SCOUT_SECONDS) > 0
+    values = supervisor_of(front).metrics()
+    await until(lambda: supervisor_of(front).metrics() is not values)
+    metrics = names.parse((await http.get("/metrics")).text)
+    assert names.select(metrics, names.SCOUT_LOADS) == 1
+    assert names.select(metrics, names.SCOUT_REFUSED) == 4  # one at the start, when there was none
+    assert names.select(metrics, names.SCOUT_SECONDS) > 0
 
 
 async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(front: Front, http: httpx.AsyncClient) -> None:
@@ -179,9 +179,9 @@ async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(front: 
     assert set(await asyncio.gather(*map(one, range(100)))) <= {0, 200}
     supervisor = supervisor_of(front)
     await until(lambda: not supervisor.request_log)
-    for figure in (metrics.REQUESTS_RUNNING, metrics.QUEUE_DEPTH, metrics.KV_BLOCKS_REFERENCED):
-        await until(lambda figure=figure: supervisor.values[figure] == 0)  # type: ignore[misc]
-    assert not [name for name, value in supervisor.values.items() if "integrity" in name and value]
+    for figure in (names.REQUESTS_RUNNING, names.QUEUE_DEPTH, names.KV_BLOCKS_REFERENCED):
+        await until(lambda figure=figure: supervisor.metrics()[figure] == 0)  # type: ignore[misc]
+    assert not [name for name, value in supervisor.metrics().items() if "integrity" in name and value]
 
 
 async def test_the_same_prompt_again_comes_from_the_prefix_cache_and_says_the_same(http: httpx.AsyncClient) -> None:
@@ -242,9 +242,9 @@ async def test_logprobs_are_those_of_the_likeliest_tokens(http: httpx.AsyncClien
 
 async def test_the_metrics_name_the_tiers(front: Front, http: httpx.AsyncClient) -> None:
     await until(lambda: ready(front))
-    figures = metrics.parse((await http.get("/metrics")).text)
-    assert metrics.select(figures, metrics.TIER_HITS) > 0
-    assert metrics.select(figures, metrics.TIER_SLOTS, tier="vram") > 0
+    metrics = names.parse((await http.get("/metrics")).text)
+    assert names.select(metrics, names.TIER_HITS) > 0
+    assert names.select(metrics, names.TIER_SLOTS, tier="vram") > 0
 
 
 @pytest.mark.slow

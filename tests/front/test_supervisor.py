@@ -349,7 +349,7 @@ async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(tmp_pat
         statuses = await asyncio.gather(*map(one, range(100)))
         assert set(statuses) <= {0, 200}
         await until(lambda: not supervisor_of(front).request_log)
-        await until(lambda: supervisor_of(front).values.get("edgemoe_num_requests_running") == 0)
+        await until(lambda: supervisor_of(front).metrics().get("edgemoe_num_requests_running") == 0)
         supervisor_of(front).check_integrity()
     assert len(asyncio.all_tasks()) <= tasks_before
 

@@ -31,9 +31,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_misses_are_those_of_a_naive_cache(name: str, batch: int) -> None:
     trace = random_trace(7)
     events = events_of(trace, batch)
-    for slots, figures in zip(SLOTS, replay(trace, name, SLOTS, batch, 0.0, MACHINE), strict=True):
-        assert figures.misses == naive_misses(events, slots, name)
-        assert figures.demands == sum(len(experts) for _, experts in events)
+    for slots, metrics in zip(SLOTS, replay(trace, name, SLOTS, batch, 0.0, MACHINE), strict=True):
+        assert metrics.misses == naive_misses(events, slots, name)
+        assert metrics.demands == sum(len(experts) for _, experts in events)
 
 
 @pytest.mark.parametrize("name", ["fifo", "lru", "lfu", "lfru", "random", "ewma", "published", "learned"])
@@ -56,7 +56,7 @@ def test_scoring_leaves_the_first_part_out_but_carries_its_state_over() -> None:
 
 def test_a_box_that_never_prefetches_stalls_as_its_misses_tell() -> None:
     trace = random_trace(5)
-    figures = replay(trace, "lfru", [9], 2, 0.0, MACHINE)[0]
+    metrics = replay(trace, "lfru", [9], 2, 0.0, MACHINE)[0]
     box, layer_steps = ReplayBox(trace.layers, trace.experts, 9, MACHINE), 0
     from edgemoe.policy.baselines import LFRU
 
@@ -66,7 +66,7 @@ def test_a_box_that_never_prefetches_stalls_as_its_misses_tell() -> None:
         policy.touch(layer, needed)
         box.run(layer, needed, policy.rank(layer), prefetch_requests=False)
         layer_steps += 1
-    assert box.figures == pytest.approx(MACHINE.figures(figures.misses, layer_steps))
+    assert box.metrics == pytest.approx(MACHINE.metrics(metrics.misses, layer_steps))
 
 
 def test_ram_that_holds_a_part_makes_misses_dearer() -> None:

@@ -141,10 +141,10 @@ def test_several_sequences_at_once_and_a_full_memory(monkeypatch: pytest.MonkeyP
     torch.manual_seed(1)
     network = NextUseNet(SHAPE).eval().requires_grad_(False)
     trace = Trace(cycles(requests=9, tokens=14), E)
-    figures = replay(
+    metrics = replay(
         trace, "nextuse", [12], 4, 0.5, MACHINE, {"nextuse": lambda trace, batch: NetworkPolicy(network, L, E, K)}
     )
-    assert 0 < figures[0].misses < figures[0].demands
+    assert 0 < metrics[0].misses < metrics[0].demands
 
 
 def test_too_short_a_trace_is_not_trained_on(tmp_path: Path) -> None:

@@ -36,20 +36,20 @@ def judged(folder: Path) -> Judged:
 
 
 def test_it_learns_what_popularity_and_recency_cannot_see(judged: Judged) -> None:
-    figures = judged.metrics["horizons"]["this_token"]
-    best_other = max(figures[name]["recall_at_k"] for name in ("popularity", "ewma", "transition"))
-    assert figures["scoutgate"]["recall_at_k"] > best_other + 0.2
-    assert figures["scoutgate"]["log_loss"] < 0.8 * figures["popularity"]["log_loss"]
-    assert len(figures["scoutgate"]["recall_per_layer"]) == len(EXPERTS)
+    metrics = judged.metrics["horizons"]["this_token"]
+    best_other = max(metrics[name]["recall_at_k"] for name in ("popularity", "ewma", "transition"))
+    assert metrics["scoutgate"]["recall_at_k"] > best_other + 0.2
+    assert metrics["scoutgate"]["log_loss"] < 0.8 * metrics["popularity"]["log_loss"]
+    assert len(metrics["scoutgate"]["recall_per_layer"]) == len(EXPERTS)
 
 
 def test_the_fusion_is_no_worse_than_its_best_input(judged: Judged) -> None:
-    for figures in judged.metrics["horizons"].values():
-        inputs = (figures[name]["log_loss"] for name in ("popularity", "ewma", "transition", "scoutgate"))
-        assert figures["fusion"]["log_loss"] <= min(inputs) * 1.02
+    for metrics in judged.metrics["horizons"].values():
+        inputs = (metrics[name]["log_loss"] for name in ("popularity", "ewma", "transition", "scoutgate"))
+        assert metrics["fusion"]["log_loss"] <= min(inputs) * 1.02
 
 
-def test_figures_become_a_table_and_a_picture(judged: Judged, tmp_path: Path) -> None:
+def test_metrics_become_a_table_and_a_picture(judged: Judged, tmp_path: Path) -> None:
     assert "scoutgate" in table(judged.metrics)
     plot(judged, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from edgemoe.cluster.rpc.keys import generate
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 
 COMPLETION = {"temperature": 0, "ignore_eos": True}
 
@@ -81,11 +81,11 @@ class Box:
 
     async def missing(self) -> float:
         """Homes that are not in memory yet; no figure yet counts as one."""
-        return metrics.parse(await self.metrics()).get(metrics.HOME_MISSING, 1.0)
+        return names.parse(await self.metrics()).get(names.HOME_MISSING, 1.0)
 
     async def hosted_requests(self) -> float:
         """Requests of other boxes that run here."""
-        return metrics.parse(await self.metrics()).get(metrics.GUESTS, 0.0)
+        return names.parse(await self.metrics()).get(names.GUESTS, 0.0)
 
     async def kill_engine(self) -> None:
         os.kill((await self.health())["engine"]["pid"], signal.SIGKILL)

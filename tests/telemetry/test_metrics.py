@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from edgemoe.api.metrics import render_values
+from edgemoe.api.metrics import render_metrics
 from edgemoe.telemetry.metrics import BYTES_MOVED, TIER_HITS, named, parse, select
 
 PAGE = """\
@@ -15,19 +15,19 @@ edgemoe_num_requests_waiting 2
 
 
 def test_what_the_page_says_is_read_by_full_name() -> None:
-    figures = parse(PAGE)
-    assert figures[named(TIER_HITS, tier="ram")] == 30
-    assert figures[named(BYTES_MOVED, **{"from": "nvme", "to": "ram"})] == 1.5e6
-    assert figures["edgemoe_num_requests_waiting"] == 2
+    metrics = parse(PAGE)
+    assert metrics[named(TIER_HITS, tier="ram")] == 30
+    assert metrics[named(BYTES_MOVED, **{"from": "nvme", "to": "ram"})] == 1.5e6
+    assert metrics["edgemoe_num_requests_waiting"] == 2
 
 
-def test_figures_are_summed_over_the_labels_that_are_left_open() -> None:
-    figures = parse(PAGE)
-    assert select(figures, TIER_HITS) == 100
-    assert select(figures, BYTES_MOVED, to="vram") == 5e5
-    assert select(figures, "edgemoe_nothing") == 0
+def test_metrics_are_summed_over_the_labels_that_are_left_open() -> None:
+    metrics = parse(PAGE)
+    assert select(metrics, TIER_HITS) == 100
+    assert select(metrics, BYTES_MOVED, to="vram") == 5e5
+    assert select(metrics, "edgemoe_nothing") == 0
 
 
 def test_the_models_name_on_a_page_is_no_part_of_a_figures_name() -> None:
-    page = render_values({"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}, 'a "quoted" name')
+    page = render_metrics({"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}, 'a "quoted" name')
     assert parse(page) == {"edgemoe_a": 1.0, named("edgemoe_b", why="x"): 2.0}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from tools.bench.obeyed import broken
 from tools.testbed.daemons import Answer, Cluster, Daemon
 
@@ -67,7 +67,7 @@ class Trial:
         def come() -> None:
             ends = time.monotonic() + 2.0
             while time.monotonic() < ends and not guests[0]:
-                read = [(daemon.metrics().get(metrics.GUESTS, 0.0), daemon) for daemon in others]
+                read = [(daemon.metrics().get(names.GUESTS, 0.0), daemon) for daemon in others]
                 guests[0], hits[0] = max(read, key=lambda pair: pair[0])
             self.mark()
             fault(hits[0], front)

@@ -65,7 +65,7 @@ class Bench:
         self.device = torch.device(self.kind if self.gpu else "cpu")
         self._rng = np.random.default_rng(0)
 
-    def figures(self) -> dict[str, object]:
+    def metrics(self) -> dict[str, object]:
         with self.tiers(1.0) as tiers:
             self._fill(tiers)
             link = tiers.loader.links[0].stats
@@ -231,7 +231,7 @@ def main() -> None:
     for name, value in {"layers": 8, "hidden": 2048, "width": 768, "experts": 128, "top-k": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cuda:0")
-    print(json.dumps(Bench(parser.parse_args()).figures()))
+    print(json.dumps(Bench(parser.parse_args()).metrics()))
 
 
 if __name__ == "__main__":

@@ -70,15 +70,15 @@ def prefetch(traces: Path, to: Path, tokens: int = 4000) -> None:
         slots = [round(share * trace.layers * trace.experts) for share in (0.25, 0.5)]
         for link in LINKS:
             machine = BoxSpec(2.5e-3, 4 << 20, link, 3e9, 1.0, True, 0.2)
-            for share, figures in zip((0.25, 0.5), replay(trace, "learned", slots, 1, 0.0, machine), strict=True):
+            for share, metrics in zip((0.25, 0.5), replay(trace, "learned", slots, 1, 0.0, machine), strict=True):
                 rows.append(
                     {
                         "set": name,
                         "capacity": share,
                         "link": link,
-                        "with_s": float(figures.box[STALL]),
-                        "without_s": figures.misses * machine.link_s,
-                        **{key: int(figures.box[at]) for key, at in
+                        "with_s": float(metrics.box[STALL]),
+                        "without_s": metrics.misses * machine.link_s,
+                        **{key: int(metrics.box[at]) for key, at in
                            (("prefetched", PREFETCHED), ("wasted", WASTED), ("good", GOOD), ("bad", BAD))},
                     }
                 )  # fmt: skip

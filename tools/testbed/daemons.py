@@ -274,14 +274,14 @@ class Cluster:
         try:
             if daemon.http.get("/health").status_code != 200:
                 return "not ready"
-            figures = daemon.metrics()
+            metrics = daemon.metrics()
         except httpx.TransportError as error:
             return f"no answer: {error}"
-        if not figures.get("edgemoe_home_experts"):
+        if not metrics.get("edgemoe_home_experts"):
             return "no plan"
-        if figures.get("edgemoe_home_experts_missing"):
+        if metrics.get("edgemoe_home_experts_missing"):
             return "experts on their way"
-        seen = [key for key in figures if key.startswith("edgemoe_peer_latency_seconds{")]
+        seen = [key for key in metrics if key.startswith("edgemoe_peer_latency_seconds{")]
         return "" if len(seen) == len(self.daemons) - 1 else f"sees {len(seen)} others"
 
     def leader(self) -> str:

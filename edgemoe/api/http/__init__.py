@@ -1,1 +1,1 @@
-"""What every request has in common: bodies, the key, events, hanging up, figures."""
+"""What every request has in common: bodies, the key, events, hanging up, metrics."""

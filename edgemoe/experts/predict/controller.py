@@ -30,7 +30,7 @@ from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.baselines import LRU
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.routing import StepMeta, StepRouting
@@ -157,20 +157,20 @@ class Controller:
         with self._wake:
             return self._wake.wait_for(lambda: self._idle, timeout_s)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What it did, by the final names; nothing before it is ready."""
         if not self.ready:
             return {}
-        values = {
-            named(metrics.LEARNED_STEPS, how="followed"): float(self.studies),
-            named(metrics.LEARNED_STEPS, how="glanced"): float(self.glances),
-            metrics.LEARNED_SECONDS: self._spent_s,
-            metrics.LEARNED_MOVES: float(self.planned),
-            metrics.LEARNED_RIGHT: self._plans.ledger.share if self._plans is not None else 0.0,
+        metrics = {
+            named(names.LEARNED_STEPS, how="followed"): float(self.studies),
+            named(names.LEARNED_STEPS, how="glanced"): float(self.glances),
+            names.LEARNED_SECONDS: self._spent_s,
+            names.LEARNED_MOVES: float(self.planned),
+            names.LEARNED_RIGHT: self._plans.ledger.share if self._plans is not None else 0.0,
         }
         for name, horizon in (("0", 0), ("1", NEXT_STEP), ("gate", NEXT_LAYER)):
-            values[named(metrics.LEARNED_ETA, horizon=name)] = self._blend.mix.eta(horizon)
-        return values
+            metrics[named(names.LEARNED_ETA, horizon=name)] = self._blend.mix.eta(horizon)
+        return metrics
 
     def close(self) -> None:
         """Ends the thread and saves what was learned."""

@@ -19,7 +19,7 @@ import torch
 
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate_export import Export, read
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.routing import StepMeta, StepRouting
@@ -177,22 +177,22 @@ class ScoutGateForecaster:
             return 1.0
         return float(np.clip(2 - live[0].loss / live[0].weight / promised, 0, 1))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Live recall, calibration and speed by their final names."""
-        values = {
-            metrics.SCOUT_TRUST: self.trust,
-            metrics.SCOUT_SKIPPED: float(self.skipped),
-            metrics.SCOUT_LOADS: float(self.loads),
-            metrics.SCOUT_REFUSED: float(self.refused),
+        metrics = {
+            names.SCOUT_TRUST: self.trust,
+            names.SCOUT_SKIPPED: float(self.skipped),
+            names.SCOUT_LOADS: float(self.loads),
+            names.SCOUT_REFUSED: float(self.refused),
         }
         for horizon, live in enumerate(self._live):
             label = str(horizon)
-            values[named(metrics.SCOUT_RECALL, horizon=label)] = live.hits / live.weight
-            values[named(metrics.SCOUT_LOG_LOSS, horizon=label)] = live.loss / live.weight
-            values[named(metrics.SCOUT_CALIBRATION, horizon=label)] = live.said / max(live.happened, 1e-9)
+            metrics[named(names.SCOUT_RECALL, horizon=label)] = live.hits / live.weight
+            metrics[named(names.SCOUT_LOG_LOSS, horizon=label)] = live.loss / live.weight
+            metrics[named(names.SCOUT_CALIBRATION, horizon=label)] = live.said / max(live.happened, 1e-9)
         seconds = sorted(self._seconds) or [0.0]
-        values[metrics.SCOUT_SECONDS] = seconds[int(0.99 * (len(seconds) - 1))]
-        return values
+        metrics[names.SCOUT_SECONDS] = seconds[int(0.99 * (len(seconds) - 1))]
+        return metrics
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Until every note is dealt with; False where that took too long."""
@@ -315,8 +315,8 @@ class _Tables:
     @property
     def promised(self) -> float:
         """Log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
-        figures = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
-        return float(figures.get("log_loss", 0.0))
+        metrics = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
+        return float(metrics.get("log_loss", 0.0))
 
     def probs(self, tracks: list[TokenWindow]) -> FloatArray:
         """Calibrated forecasts for each sequence, [S, horizons, L, E]."""

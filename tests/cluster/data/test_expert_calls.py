@@ -64,7 +64,7 @@ def test_three_boxes_with_a_third_each_generate_what_one_box_does(
         for box in three:
             assert box.generate(prompts()) == alone
         assert all(box.remote.experts > 0 for box in three)
-        assert all(box.side.figures()["edgemoe_local_compute_ratio"] < 1 for box in three)
+        assert all(box.side.metrics()["edgemoe_local_compute_ratio"] < 1 for box in three)
 
 
 def compute_rather_than_fetch(*boxes: EngineBox) -> None:
@@ -330,7 +330,7 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_last_one_stays(store: Path,
         last = msgspec.structs.replace(good, version=4)
         a.obey(Plan(plan=last))
         wait_until(lambda: a.side.plan == last)
-        assert a.side.figures()["edgemoe_home_experts"] == good.homes_of("a").sum()
+        assert a.side.metrics()["edgemoe_home_experts"] == good.homes_of("a").sum()
 
 
 def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list[int]], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import Move, Tier
 from edgemoe.types.routing import StepMeta, StepRouting
@@ -222,9 +222,9 @@ def test_of_steps_that_leave_little_time_a_part_is_followed_and_all_are_remember
         step(metered, ids, ("a",), step_s=1e-2)
         assert metered.wait_idle(20)
     followed = 200 - metered.glances
-    figures = metered.figures()
-    assert figures[metrics.named(metrics.LEARNED_STEPS, how="followed")] == followed
-    assert figures[metrics.LEARNED_SECONDS] == pytest.approx(1e-3 * followed + 1e-4 * metered.glances, abs=2e-3)
+    metrics = metered.metrics()
+    assert metrics[names.named(names.LEARNED_STEPS, how="followed")] == followed
+    assert metrics[names.LEARNED_SECONDS] == pytest.approx(1e-3 * followed + 1e-4 * metered.glances, abs=2e-3)
     assert 1e-3 * followed + 1e-4 * metered.glances == pytest.approx(200 * module.SHARE * 1e-2, rel=0.1)
     assert metered._predictor.memory.filled == metered._predictor.step == 200
 

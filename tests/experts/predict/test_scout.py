@@ -16,7 +16,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.experts.predict import scoutgate_export as export
 from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel, fitting
 from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
-from edgemoe.telemetry import metrics
+from edgemoe.telemetry import metrics as names
 from edgemoe.types.routing import StepMeta, StepRouting
 
 L, E, K, V, D = 3, 8, 2, 40, 16
@@ -105,10 +105,10 @@ def test_live_figures_tell_recall_and_trust(scout: ScoutGateForecaster) -> None:
         assert forecast is not None
         scout.learn(routing(step, np.argsort(-forecast.probs[0], axis=1)[:, None, :K]))  # as was forecast
     assert scout.wait_idle(10)
-    figures = scout.figures()
-    assert figures[metrics.named(metrics.SCOUT_RECALL, horizon="0")] == pytest.approx(1.0)
-    assert 0 <= figures[metrics.SCOUT_TRUST] <= 1
-    assert figures[metrics.SCOUT_SECONDS] < 1.0
+    metrics = scout.metrics()
+    assert metrics[names.named(names.SCOUT_RECALL, horizon="0")] == pytest.approx(1.0)
+    assert 0 <= metrics[names.SCOUT_TRUST] <= 1
+    assert metrics[names.SCOUT_SECONDS] < 1.0
 
 
 def test_trust_falls_where_forecasts_stop_coming_true(scout: ScoutGateForecaster) -> None:

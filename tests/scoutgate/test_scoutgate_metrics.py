@@ -17,9 +17,9 @@ def test_recall_counts_the_chosen_among_the_likeliest() -> None:
     score = Score(top_k=1)
     p = np.array([[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]], np.float32)
     score.add(p, np.array([[1, 0, 0], [0, 1, 0]], bool))
-    figures = score.figures()
-    assert (figures["recall_at_k"], figures["recall_at_2k"], figures["precision_at_k"]) == (0.5, 1.0, 0.5)
-    assert figures["log_loss"] == pytest.approx(-np.log([0.7, 0.8, 0.9, 0.9, 0.2, 0.3]).mean(), rel=1e-6)
+    metrics = score.metrics()
+    assert (metrics["recall_at_k"], metrics["recall_at_2k"], metrics["precision_at_k"]) == (0.5, 1.0, 0.5)
+    assert metrics["log_loss"] == pytest.approx(-np.log([0.7, 0.8, 0.9, 0.9, 0.2, 0.3]).mean(), rel=1e-6)
     assert within_top(p, 2).sum() == 4
 
 
@@ -30,7 +30,7 @@ def test_scores_add_up() -> None:
     whole.add(p, target)
     first.add(p[:10], target[:10])
     second.add(p[10:], target[10:])
-    assert (first + second).figures() == pytest.approx(whole.figures())
+    assert (first + second).metrics() == pytest.approx(whole.metrics())
 
 
 def test_calibration_finds_the_scale_and_shift_that_spoiled_a_forecast() -> None:
