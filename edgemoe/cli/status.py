@@ -46,7 +46,11 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             console().print(picture(client, socket))
     if args.json:
-        shown = {"socket": snapshot.socket, "health": snapshot.health, "figures": snapshot.metrics}  # scripts know it so
+        shown = {
+            "socket": snapshot.socket,
+            "health": snapshot.health,
+            "figures": snapshot.metrics,
+        }  # scripts know it so
         print(json.dumps(shown, indent=2))
     return 0 if snapshot.health.get("status") == "ready" else 1
 
