@@ -1,4 +1,4 @@
-"""What is said on a channel, as frames: made for a peer in a version that it speaks, and checked as it comes."""
+"""Encodes a channel's messages for a peer's protocol version, and checks those received."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ M = TypeVar("M")
 
 
 class Codec(Generic[M]):
-    """The one place where messages for peers are made, and where what they say is opened."""
+    """Seals messages for peers and opens theirs."""
 
     def __init__(self, transport: Transport, channel: str, language: Language[M], message_bytes: int) -> None:
         self.channel = channel
@@ -30,11 +30,11 @@ class Codec(Generic[M]):
         return self._transport.speaks.common(theirs) if theirs is not None else self._transport.speaks.lowest
 
     def forget(self, node: str) -> None:
-        """It may come back as another release."""
+        """Forgets a peer's versions, because it may come back as another release."""
         self._speaks.pop(node, None)
 
     def seal(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer], **fields: Any) -> list[Buffer]:
-        """Raises WireError, PeerOutdated."""
+        """Returns the frames of a message for a peer. Raises WireError, PeerOutdated."""
         check_known(body, self.version(node), node)
         frames = seal(body, tensors, speaks=self._transport.speaks, **fields)
         if (size := sum(memoryview(frame).nbytes for frame in frames)) > self._message_bytes:
@@ -57,5 +57,5 @@ class Codec(Generic[M]):
         return envelope
 
     def read(self, envelope: Envelope) -> M:
-        """What is in it. Raises WireError."""
+        """Returns the message in an envelope. Raises WireError."""
         return self._language.read(envelope.body)

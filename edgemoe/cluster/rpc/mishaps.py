@@ -1,4 +1,4 @@
-"""Messages that went wrong on a channel: counted, and told without filling the log."""
+"""Counts and logs messages that failed on a channel, without filling the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class Mishaps:
-    """Each costs the message alone."""
+    """Counts failed messages; each failure affects its message alone."""
 
     def __init__(self, channel: str) -> None:
         self.rejected = 0  # messages that could not be read or came from an unknown sender

@@ -93,7 +93,7 @@ class PeerLinks(Generic[M]):
         return len(self._links)
 
     def __getitem__(self, node: str) -> PeerLink[M]:
-        """Raises PeerUnavailable where there is none that is up."""
+        """Returns the link to a connected peer. Raises PeerUnavailable where it is not connected."""
         link = self._links.get(node)
         if link is None or not link.up:
             raise PeerUnavailable(f"{node} is not connected on {self._codec.channel}")
@@ -107,7 +107,7 @@ class PeerLinks(Generic[M]):
         return sum(len(link.pending) for link in self._links.values())
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        """From now on `group` reads what comes on them."""
+        """Starts reading from all links, in tasks of `group`."""
         self._group = group
         for link in self._links.values():
             self._start(link, group)

@@ -32,7 +32,7 @@ BURST = 16  # messages read before other tasks run
 
 
 class QuestionServer(Generic[M]):
-    """`serve` answers a question; what goes wrong there, or with the message, whoever asked is told as a Failure."""
+    """Answers peers' questions by `serve`; the asker gets a Failure where that, or the message, fails."""
 
     def __init__(
         self,

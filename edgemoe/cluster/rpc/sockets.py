@@ -1,4 +1,4 @@
-"""The plain work with ZeroMQ's sockets: who a frame is from, handing over a message, reading until the end."""
+"""Helpers for ZeroMQ's sockets: the sender of a frame, sending without waiting, reading until closed."""
 
 from __future__ import annotations
 
