@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict.scoutgate_model import NO_TOKEN
+from edgemoe.experts.predict.scoutgate.model import NO_TOKEN
 from edgemoe.store.manifest import Manifest
 from edgemoe.telemetry.recording import SUFFIX, read_recording
 from edgemoe.types.routing import StepRouting

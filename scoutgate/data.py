@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgemoe.experts.predict.scoutgate_model import NO_TOKEN, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutShape
 
 FORMAT = 1
 DTYPES = {

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
 from scoutgate import baselines, calibrate
 from scoutgate.baselines import FloatArray, IntArray, Predictor
 from scoutgate.data import Recording, gather

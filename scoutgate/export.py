@@ -1,7 +1,7 @@
 """Exports a trained ScoutGate for a daemon.
 
 `python -m scoutgate.export --run DIR --data DIR --model DIR --to DIR` calibrates the best weights on the validation
-split, judges them on the test split, and writes what `edgemoe.experts.predict.scoutgate_export` reads.
+split, judges them on the test split, and writes what `edgemoe.experts.predict.scoutgate.export` reads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from edgemoe.experts.predict.scoutgate_export import RECORD, WEIGHTS, write
+from edgemoe.experts.predict.scoutgate.export import RECORD, WEIGHTS, write
 from scoutgate.evaluate import judge_run
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from edgemoe.experts.predict.next_use_model import NextUseNet
-from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape, cardinality
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape, cardinality
 from scoutgate.data import Inputs, k_hot
 
 Network = ScoutGate | NextUseNet

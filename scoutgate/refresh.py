@@ -17,7 +17,7 @@ import numpy as np
 
 from edgemoe.config.loading import load
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict import scoutgate_export as export
+from edgemoe.experts.predict.scoutgate import export
 from edgemoe.store.catalog import progress_bar, store_of
 from scoutgate import baselines, calibrate, train
 from scoutgate.convert import recordings

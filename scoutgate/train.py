@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProg
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from edgemoe.experts.predict.scoutgate_model import VARIANTS, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import VARIANTS, ScoutShape
 from scoutgate.data import Batches, Recording
 from scoutgate.embedding import embedding_for
 from scoutgate.module import KeepBest, Recipe, ScoutModule

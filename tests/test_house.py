@@ -12,9 +12,6 @@ FILES = sorted(path for folder in ("edgemoe", "scoutgate") for path in (ROOT / f
 FILE_LINES, FUNCTION_LINES, FOLDER_FILES = 300, 60, 16
 TOO_LONG = {  # of those, what still is: this list only gets shorter
     "edgemoe/cluster/control/plane.py",
-    "edgemoe/experts/compute/moe.py",
-    "edgemoe/experts/predict/controller.py",
-    "edgemoe/experts/predict/scoutgate_forecaster.py",
 }
 
 

@@ -26,7 +26,7 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels

@@ -9,7 +9,7 @@ from pathlib import Path
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel
 from edgemoe.families.spec import ModelSpec
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA, PublishedPolicy

@@ -28,8 +28,8 @@ from support.waiting import until
 
 from edgemoe.config.settings import CacheSettings, DeviceSettings, MemorySettings
 from edgemoe.demo import model_path
-from edgemoe.experts.predict import scoutgate_export as export
-from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
 from edgemoe.front import engine_handle as engine
 from edgemoe.front.main import WORKER, Front
 from edgemoe.front.supervisor import Supervisor

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.synthetic import checkpoint, dataset
 
-from edgemoe.experts.predict import scoutgate_export as export
+from edgemoe.experts.predict.scoutgate import export
 from edgemoe.store.manifest import Manifest
 from scoutgate import refresh
 

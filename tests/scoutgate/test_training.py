@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.synthetic import EXPERTS, checkpoint, dataset
 
-from edgemoe.experts.predict import scoutgate_export as export
+from edgemoe.experts.predict.scoutgate import export
 from scoutgate.evaluate import Judged, judge_run, plot, table
 from scoutgate.train import arguments, train
 

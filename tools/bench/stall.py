@@ -42,7 +42,7 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel
 from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec

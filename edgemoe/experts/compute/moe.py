@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from edgemoe.experts.compute.dispatch import Compute, Group
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.observations import Observations
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.predict.gate_lookahead import GateLookAhead
+from edgemoe.experts.compute.prefetch_wishes import NOBODY, PrefetchWishes
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
@@ -28,8 +27,6 @@ from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
 from edgemoe.types.routing import StepMeta, StepRouting
 
-NOBODY: IntArray = np.empty(0, np.int64)
-CERTAIN = (1.0, ALWAYS)  # chance and utility
 SCAN_CALLS = 2  # expert calls per expert of a layer; from here on nearly all experts are needed
 
 
@@ -67,13 +64,11 @@ class TieredExperts:
         self.lookahead = int(fetching.prefetch or fetching.keep_hints)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
         self._gap = loader.gap if fetching.prefetch else IdleWindow(shape.layers)
-        self._ahead = GateLookAhead(shape.layers, shape.top_k)
-        self._policy = residency.policy
+        self._wishes = PrefetchWishes(residency, loader, shape.layers, shape.top_k)
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._fetching = fetching
         self._step: Observations | None = None
         self._next_layer = 0  # whose experts are computed next
-        self._wished: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
         self.remote: PeerExperts | None = None  # the boxes that help, if any
 
     def begin_step(self, meta: StepMeta) -> None:
@@ -97,9 +92,7 @@ class TieredExperts:
             prefill_only = self._step.prefill_only(chosen, group)
         self._next_layer = layer + 1
         self._gap.demand(layer)
-        self._ahead.learn(layer, chosen)
-        if self._wished:
-            self._drop_wishes(layer)
+        self._wishes.demand(layer, chosen)
         return self.compute(layer, hidden, group, prefill_only)
 
     def compute(
@@ -137,8 +130,7 @@ class TieredExperts:
         if self._fetching.keep_hints and self._step is not None:
             self._step.hint(layer, layer - self._next_layer, scores)
         if self._fetching.prefetch and len(scores) * self.shape.top_k < SCAN_CALLS * self.shape.experts:
-            self._ahead.hear(layer, scores)
-            self._wish_likely(layer, scores)
+            self._wishes.hear(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -254,62 +246,4 @@ class TieredExperts:
         """Prefetches all of the next layer's experts where a large prefill needs nearly all of them."""
         whole = prefill_only is not None and calls >= SCAN_CALLS * self.shape.experts
         if whole and self._fetching.prefetch and layer + 1 < self.shape.layers:
-            self._request_prefetch(layer + 1, np.arange(self.shape.experts), PrefetchPriority.SCAN)
-
-    def _wish_likely(self, layer: int, probs: FloatArray) -> None:
-        """Requests the missing experts that a hint [T, E] makes likely, each with its chance and utility."""
-        likely = _likely(probs, self.shape.top_k)
-        if self.residency.all_on_top(layer, likely):
-            self._request_prefetch(layer, NOBODY, PrefetchPriority.NEAR)
-            return
-        chance, utility = self._policy.foresee(layer, likely, self._ahead.chances(probs)[likely])
-        order = np.argsort(-chance, kind="stable")
-        order = order[utility[order] > -ALWAYS]
-        self._request_prefetch(
-            layer,
-            likely[order],
-            PrefetchPriority.NEAR,
-            zip(chance[order].tolist(), utility[order].tolist(), strict=True),
-        )
-
-    def _request_prefetch(
-        self,
-        layer: int,
-        experts: IntArray,
-        horizon: PrefetchPriority,
-        odds: Iterable[tuple[float, float]] | None = None,
-    ) -> None:
-        """Replaces the requests of one priority by the missing ones of `experts` [n], best first.
-
-        `odds` are the chance and utility of each; without them all are certain.
-        """
-        moves: list[Move] = []
-        if not self.residency.all_on_top(layer, experts):
-            fastest = self.residency.fastest
-            ids = [ExpertId(layer, expert) for expert in experts.tolist()]
-            tiers = [Tier(tier) for tier in self.residency.tiers_of(layer, experts).tolist()]
-            moves = [
-                Move(expert, tier, fastest, utility, chance)
-                for expert, tier, (chance, utility) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
-                if tier is not fastest
-            ]
-        if moves or horizon in self._wished:
-            self.loader.prefetch(moves, horizon)
-            self._wished.pop(horizon, None)
-            if moves:
-                self._wished[horizon] = layer
-
-    def _drop_wishes(self, layer: int) -> None:
-        """Cancels prefetch requests for layers that have started."""
-        for horizon in [horizon for horizon, wished in self._wished.items() if wished <= layer]:
-            self._request_prefetch(layer, NOBODY, horizon)
-
-
-def _likely(probs: FloatArray, k: int) -> IntArray:
-    """Returns the union of each token's k most probable experts, in descending order; `probs` [T, E]."""
-    best = probs[0] if len(probs) == 1 else probs.max(axis=0)
-    top = probs.argpartition(-k, axis=1)[:, -k:].ravel()
-    if len(probs) > 1:
-        top = np.unique(top)
-    likely: IntArray = top[best[top].argsort()[::-1]]
-    return likely
+            self._wishes.replace(layer + 1, np.arange(self.shape.experts), PrefetchPriority.SCAN)

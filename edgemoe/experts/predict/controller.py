@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, Blend, ExpertForecast, Forecaster, Said, compile_blend
+from edgemoe.experts.predict.compile_learning import compile_learning
+from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, Blend, ExpertForecast, Forecaster, Said
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
@@ -197,7 +198,7 @@ class Controller:
                 self._blend.hear(note)
 
     def _begin(self) -> None:
-        _compile(*self._shape[1:])
+        compile_learning(*self._shape[1:])
         self._predictor = NextUsePredictor(*self._shape)
         file = self._state_file
         if file is not None and file.exists() and not self._predictor.load(file):
@@ -294,17 +295,3 @@ class Controller:
 def _share_s(routing: StepRouting) -> float:
     """Processor time that following a step may cost."""
     return SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
-
-
-def _compile(experts: int, top_k: int) -> None:
-    """Has numba compile all that a step runs, on a small predictor that is thrown away."""
-    small = NextUsePredictor(2, experts, top_k)
-    chosen = np.arange(top_k)
-    for _ in range(3):
-        small.begin(("",))
-        for layer in range(2):
-            small.see(layer, chosen[None, :], chosen)
-        small.end()
-    small.glance(("",), np.tile(chosen, (2, 1, 1)))
-    small.learner.compile()
-    compile_blend()

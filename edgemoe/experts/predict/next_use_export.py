@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import load
 
 from edgemoe.experts.predict.next_use_model import NextUseNet, NextUseShape
-from edgemoe.experts.predict.scoutgate_export import get, put
+from edgemoe.experts.predict.scoutgate.export import get, put
 
 WEIGHTS, RECORD = "nextuse.safetensors", "nextuse.json"
 

@@ -8,7 +8,7 @@ import pytest
 
 from edgemoe.experts.predict.fusion import HORIZONS, NEXT_LAYER, NEXT_STEP, Blend, Said
 from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray
 

@@ -15,7 +15,7 @@ from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.fusion import NEXT_LAYER
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.prefetch_planner import MOST_MOVES
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecast
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
@@ -147,8 +147,8 @@ def test_a_touch_is_never_waited_for(controller: Controller, monkeypatch: pytest
 
 def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    compile_ = module._compile
-    monkeypatch.setattr(module, "_compile", lambda *shape: go_on.wait(20) and compile_(*shape))
+    compile_ = module.compile_learning
+    monkeypatch.setattr(module, "compile_learning", lambda *shape: go_on.wait(20) and compile_(*shape))
     controller = Controller(L, E, K)
     for layer in range(L):
         controller.policy.touch(layer, np.array([2, 5]))

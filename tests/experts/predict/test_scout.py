@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict import scoutgate_export as export
-from edgemoe.experts.predict.scoutgate_forecaster import ScoutGateForecaster, ServedModel, fitting
-from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel, fitting
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.routing import StepMeta, StepRouting
 
@@ -123,7 +123,7 @@ def test_trust_falls_where_forecasts_stop_coming_true(scout: ScoutGateForecaster
 
 
 def test_what_it_remembers_is_bounded(scout: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgemoe.experts.predict.scoutgate_forecaster.TRACKS", 5)
+    monkeypatch.setattr("edgemoe.experts.predict.scoutgate.forecaster.TRACKS", 5)
     for number in range(20):
         run(scout, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
     assert len(scout._tracks) == 5

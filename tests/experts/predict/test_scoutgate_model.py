@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgemoe.experts.predict import scoutgate_export as export
-from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape, cardinality
+from edgemoe.experts.predict.scoutgate import export
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape, cardinality
 
 SHAPE = ScoutShape((3, 5), top_k=2, embedding=12)
 MODEL = {"id": "m", "digest": "d", "tokenizer": "t"}

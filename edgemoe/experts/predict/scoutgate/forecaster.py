@@ -1,6 +1,6 @@
 """ScoutGate in the engine: forecasts of the experts to come, made on a thread of its own.
 
-Source: [Two-Tier, 4.2] (the network is in scoutgate_model.py). The compute thread only leaves notes: `look` before
+Source: [Two-Tier, 4.2]. The compute thread only leaves notes: `look` before
 a step's first layer, `learn` after its last. The thread keeps each sequence's last tokens, forecasts all layers of this
 token and the next, publishes the batch's forecast, and keeps score of what came true. Where its forecasts get worse
 than the export promised, `trust` falls from 1 towards 0, and fusion weighs them less.
@@ -11,14 +11,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.scoutgate_export import Export, read
+from edgemoe.experts.predict.scoutgate.export import Export, read
+from edgemoe.experts.predict.scoutgate.score import ForecastScore
+from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -26,8 +28,6 @@ from edgemoe.types.routing import StepMeta, StepRouting
 
 NOTES = 64  # that may wait for the thread; older ones are dropped
 TRACKS = 4096  # sequences whose last tokens are kept
-CHUNK = 8192  # rows of the embedding projected at once
-DECAY = 0.998  # of the live score, per forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +47,6 @@ class ScoutGateForecast:
 
     step: int
     probs: FloatArray
-
-
-@dataclass(slots=True)
-class TokenWindow:
-    """One sequence: its last tokens, and the experts of the very last."""
-
-    tokens: deque[int]
-    end: int = 0  # position after the last token
-    previous: IntArray | None = None  # [L * k], counted through all layers
-
-
-@dataclass(slots=True)
-class ForecastScore:
-    """Decayed score of one horizon's forecasts."""
-
-    weight: float = 1e-9
-    hits: float = 0.0
-    loss: float = 0.0
-    said: float = 0.0
-    happened: float = 0.0
-
-    def add(self, p: FloatArray, hot: FloatArray, top_k: int) -> None:
-        """One sequence's forecast and outcome, [L, E] each."""
-        safe = np.clip(p, 1e-6, 1 - 1e-6)
-        top = np.argpartition(-p, top_k - 1, axis=1)[:, :top_k]
-        hits = np.take_along_axis(hot, top, 1).mean()
-        loss = -np.where(hot > 0, np.log(safe), np.log1p(-safe)).mean()
-        for name, value in (
-            ("weight", 1.0),
-            ("hits", hits),
-            ("loss", loss),
-            ("said", p.sum()),
-            ("happened", hot.sum()),
-        ):
-            setattr(self, name, getattr(self, name) * DECAY + float(value))
 
 
 def fitting(directory: Path, served: ServedModel, embedding: torch.Tensor) -> Export:
@@ -117,8 +82,8 @@ class ScoutGateForecaster:
         self.skipped = 0  # forecasts that were not made because the next step had begun
         self.loads, self.refused = 0, 0  # exports
         self._served = served
-        self._tables: _Tables | None = None  # in use
-        self._fresh: _Tables | None = None  # to be used from the next note on
+        self._tables: ForecastTables | None = None  # in use
+        self._fresh: ForecastTables | None = None  # to be used from the next note on
         self._tracks: OrderedDict[str, TokenWindow] = OrderedDict()
         self._notes: deque[tuple[int, StepMeta | StepRouting]] = deque(maxlen=NOTES)
         self._said: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
@@ -140,7 +105,7 @@ class ScoutGateForecaster:
         except ConfigError:
             self.refused += 1
             raise
-        tables = _Tables.of(export, embedding)
+        tables = ForecastTables.of(export, embedding)
         with self._wake:
             self._fresh = tables
             self.loads += 1
@@ -212,14 +177,14 @@ class ScoutGateForecaster:
         while (taken := self._take()) is not None:
             with torch.inference_mode():
                 match taken:
-                    case _Tables():
+                    case ForecastTables():
                         self._adopt(taken)
                     case (step, StepMeta() as meta):
                         self._look(step, meta)
                     case (step, StepRouting() as routing):
                         self._learn(step, routing)
 
-    def _take(self) -> tuple[int, StepMeta | StepRouting] | _Tables | None:
+    def _take(self) -> tuple[int, StepMeta | StepRouting] | ForecastTables | None:
         with self._wake:
             if not self._notes and self._fresh is None:
                 self._idle = True
@@ -230,7 +195,7 @@ class ScoutGateForecaster:
             fresh, self._fresh = self._fresh, None
             return fresh or self._notes.popleft()
 
-    def _adopt(self, tables: _Tables) -> None:
+    def _adopt(self, tables: ForecastTables) -> None:
         """From here on others forecast; nothing that was said before counts."""
         self._tracks.clear()  # windows may differ
         self._ahead.clear()
@@ -290,45 +255,3 @@ class ScoutGateForecaster:
                 self._live[0].add(mine[0], hot, top_k)
                 if len(mine) > 1 and len(self._ahead) < TRACKS:
                     self._ahead[request] = mine[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """What no token changes, worked out once. `projected` [V, d_proj] is step 3 of the whole vocabulary."""
-
-    export: Export
-    projected: torch.Tensor
-    towers: torch.Tensor  # [rank, horizons * L * E], calibration's scale included
-    own: torch.Tensor  # [horizons * L * E]
-    experts: int = field(default=0)
-
-    @classmethod
-    def of(cls, export: Export, embedding: torch.Tensor) -> _Tables:
-        gate, experts = export.gate, export.shape.experts[0]
-        with torch.inference_mode():
-            parts = [gate.project(part.to("cpu", torch.float32)) for part in torch.split(embedding, CHUNK)]
-            towers, own = gate.towers()
-            scale = export.scale.repeat_interleave(experts)
-            towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)
-            return cls(export, torch.cat(parts).half(), towers.T.contiguous(), own, experts)
-
-    @property
-    def promised(self) -> float:
-        """Log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
-        metrics = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
-        return float(metrics.get("log_loss", 0.0))
-
-    def probs(self, tracks: list[TokenWindow]) -> FloatArray:
-        """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
-        shape = self.export.shape
-        window = torch.full((len(tracks), shape.window), -1)
-        previous = torch.full((len(tracks), shape.layers * shape.top_k), shape.total)
-        for row, track in enumerate(tracks):
-            window[row, shape.window - len(track.tokens) :] = torch.tensor(list(track.tokens))
-            if track.previous is not None:
-                previous[row] = torch.from_numpy(track.previous)
-        z = self.projected[window.clamp_min(0)].float()
-        summary = self.export.gate.summary(z, window >= 0, previous, None)
-        logits = torch.addmm(self.own, summary, self.towers)
-        probs: FloatArray = logits.sigmoid().view(len(tracks), shape.horizons, shape.layers, self.experts).numpy()
-        return probs

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from edgemoe.experts.predict.scoutgate_model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
 
 FORMAT = 1
 WEIGHTS, RECORD = "scoutgate.safetensors", "scoutgate.json"

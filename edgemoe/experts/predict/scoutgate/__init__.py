@@ -1,0 +1,1 @@
+"""ScoutGate in the engine: its network, its export and the forecaster that uses them."""

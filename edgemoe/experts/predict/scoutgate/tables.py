@@ -1,0 +1,64 @@
+"""What ScoutGate's forecasts are computed from: tables that no token changes, and each sequence's last tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from edgemoe.experts.predict.scoutgate.export import Export
+from edgemoe.types.arrays import FloatArray, IntArray
+
+CHUNK = 8192  # rows of the embedding projected at once
+
+
+@dataclass(slots=True)
+class TokenWindow:
+    """One sequence: its last tokens, and the experts of the very last."""
+
+    tokens: deque[int]
+    end: int = 0  # position after the last token
+    previous: IntArray | None = None  # [L * k], counted through all layers
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastTables:
+    """What no token changes, worked out once. `projected` [V, d_proj] is step 3 of the whole vocabulary."""
+
+    export: Export
+    projected: torch.Tensor
+    towers: torch.Tensor  # [rank, horizons * L * E], calibration's scale included
+    own: torch.Tensor  # [horizons * L * E]
+    experts: int = field(default=0)
+
+    @classmethod
+    def of(cls, export: Export, embedding: torch.Tensor) -> ForecastTables:
+        gate, experts = export.gate, export.shape.experts[0]
+        with torch.inference_mode():
+            parts = [gate.project(part.to("cpu", torch.float32)) for part in torch.split(embedding, CHUNK)]
+            towers, own = gate.towers()
+            scale = export.scale.repeat_interleave(experts)
+            towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)
+            return cls(export, torch.cat(parts).half(), towers.T.contiguous(), own, experts)
+
+    @property
+    def promised(self) -> float:
+        """Log-loss of this token's forecast on held-out requests; 0 where the export does not say."""
+        figures = self.export.record["metrics"].get("horizons", {}).get("this_token", {}).get("scoutgate", {})
+        return float(figures.get("log_loss", 0.0))
+
+    def probs(self, tracks: list[TokenWindow]) -> FloatArray:
+        """Calibrated forecasts for each sequence, [S, horizons, L, E]."""
+        shape = self.export.shape
+        window = torch.full((len(tracks), shape.window), -1)
+        previous = torch.full((len(tracks), shape.layers * shape.top_k), shape.total)
+        for row, track in enumerate(tracks):
+            window[row, shape.window - len(track.tokens) :] = torch.tensor(list(track.tokens))
+            if track.previous is not None:
+                previous[row] = torch.from_numpy(track.previous)
+        z = self.projected[window.clamp_min(0)].float()
+        summary = self.export.gate.summary(z, window >= 0, previous, None)
+        logits = torch.addmm(self.own, summary, self.towers)
+        probs: FloatArray = logits.sigmoid().view(len(tracks), shape.horizons, shape.layers, self.experts).numpy()
+        return probs
