@@ -10,9 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("edgemoe", "scoutgate") for path in (ROOT / folder).rglob("*.py"))
 FILE_LINES, FUNCTION_LINES, FOLDER_FILES = 300, 60, 16
-TOO_LONG = {  # of those, what still is: this list only gets shorter
-    "edgemoe/cluster/control/plane.py",
-}
 
 
 def classes(file: Path) -> Iterator[str]:
@@ -41,7 +38,7 @@ def too_long() -> Iterator[str]:
 
 
 def test_no_file_function_or_folder_is_too_long() -> None:
-    assert set(too_long()) == TOO_LONG
+    assert not list(too_long())
 
 
 MOST_PARTS = 7  # that a constructor takes, self left out; what goes together is a dataclass

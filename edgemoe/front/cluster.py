@@ -86,7 +86,7 @@ class ClusterFront:
         self.plane.load = self._load
         self.plane.on_change = self._look_around
         self.plane.on_beat = self._places.hear
-        self.plane.on_plan = self._tell_plan
+        self.plane.exchange.on_plan = self._tell_plan
         self.plane.on_request = self._serve
 
     def listen(self) -> None:
@@ -189,7 +189,7 @@ class ClusterFront:
             names.CLUSTER_EPOCH: plane.epoch,
             names.CLUSTER_LEADING: float(plane.leading > 0),
             names.CLUSTER_PLAN: plan.version if plan is not None else 0,
-            names.CLUSTER_STALE: plane.stale,
+            names.CLUSTER_STALE: plane.obedience.stale,
             names.FORWARDED: self._places.forwarded,
             names.FORGOTTEN: self._places.dropped,
             names.GUESTS: len(self.hosted_requests),
@@ -211,8 +211,8 @@ class ClusterFront:
             )
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
-        if isinstance(question.message, Forward) and question.message.model != self.plane.model:
-            raise PeerRefused(f"another model is served here: {self.plane.model[:12]}")
+        if isinstance(question.message, Forward) and question.message.model != self.plane.announcer.model:
+            raise PeerRefused(f"another model is served here: {self.plane.announcer.model[:12]}")
         if isinstance(question.message, Tokens):
             match decode_from_engine(question.tensors[0]):
                 case Emissions(items=items):

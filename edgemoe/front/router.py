@@ -65,7 +65,7 @@ class Router:
 
     def elsewhere(self) -> dict[str, str]:
         """Engines of other boxes that take requests: place -> node."""
-        serving = self._plane.members.serving(self._plane.model)
+        serving = self._plane.members.serving(self._plane.announcer.model)
         return {f"{node}:{boot}": node for boot, node in serving.items()}
 
     def submit(self, message: Submit) -> str:
@@ -123,7 +123,7 @@ class Router:
 
     async def _forward(self, place: str, node: str, message: Submit) -> None:
         try:
-            asked = Forward(self._plane.model)
+            asked = Forward(self._plane.announcer.model)
             await self._plane.channel.ask(node, asked, [encode(message)], timeout_s=ASK_S)
         except EdgemoeError as error:
             log.info("a request was turned away", extra={"peer": node, "why": str(error)})
@@ -152,6 +152,8 @@ class Router:
 
     async def _recall(self, node: str, message: Cancel) -> None:
         try:
-            await self._plane.channel.ask(node, Forward(self._plane.model), [encode(message)], timeout_s=ASK_S)
+            await self._plane.channel.ask(
+                node, Forward(self._plane.announcer.model), [encode(message)], timeout_s=ASK_S
+            )
         except EdgemoeError as error:
             log.debug("a request was not recalled", extra={"peer": node, "why": str(error)})

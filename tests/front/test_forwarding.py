@@ -272,7 +272,7 @@ async def test_tokens_whose_receipts_are_lost_are_not(
 @pytest.mark.parametrize("letters", [1, 256])
 async def test_a_guest_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
     async with both(two) as (a, b):
-        channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.model, engine_pid(b)
+        channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.announcer.model, engine_pid(b)
         name = "x" * letters
         request = Request(id=name, prompt=(1, 2), sampling=Sampling(max_tokens=5000), seed=1)
         for message in (Submit(request=request, remaining_ms=9e4), Cancel(request=name, attempt=1)):

@@ -209,7 +209,7 @@ class Box:
         announce = Announce(release="1", role="box", address="127.0.0.1:1", engine=self.engine if self.sound else None)
         boot = f"{self.node}-{self.starts}"
         plane = ControlPlane(settings, boot, Secret(b"", b""), self.cluster.peers, announce, self.clock)
-        plane.on_plan = lambda plan: self.cluster.adopted(self, plan)
+        plane.exchange.on_plan = lambda plan: self.cluster.adopted(self, plan)
         plane.listen()
         self.plane, self.task = plane, asyncio.ensure_future(plane.run())
 

@@ -18,7 +18,9 @@ from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.members import BEAT_S, Members
+from edgemoe.cluster.control.obedience import Obedience
 from edgemoe.cluster.control.placement import ExpertHome, PlacedModel, make_plan, why_anew
+from edgemoe.cluster.control.plan_exchange import PlanExchange
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.config.settings import ClusterSettings
@@ -35,21 +37,19 @@ class ClusterView(Protocol):
     """The cluster as the leader sees it."""
 
     node: str
-    leader: str
-    announce: Announce
     fence: EpochFence
     plans: PlanStore
+    exchange: PlanExchange
+    obedience: Obedience
     members: Members
     clock: Callable[[], float]
 
+    @property
+    def announce(self) -> Announce:
+        """What this box says of itself."""
+
     def beat(self) -> None:
         """Tells everybody how this box is."""
-
-    async def fetch(self, node: str, digest: str) -> tuple[PlacementPlan, bytes]:
-        """The plan of that digest from that box. Raises PeerError."""
-
-    def adopt(self, plan: PlacementPlan, epoch: int, data: bytes = b"") -> None:
-        """Goes by the plan, as read from `data` where it was received. Raises PeerRefused."""
 
 
 class Leader:
@@ -136,7 +136,7 @@ class Leader:
                 elif not epoch and self._epoch:
                     log.info("no longer leading", extra={"epoch": self._epoch})
                     self._epoch, self._no_plan = 0, ""
-                    cluster.leader = "" if cluster.leader == cluster.node else cluster.leader
+                    cluster.obedience.leave(cluster.node)
                 if self._epoch:
                     await self._care_for_plan(self._epoch)
                 self._hindrance = ""
@@ -153,7 +153,7 @@ class Leader:
             await self._store.resign(epoch)
             return
         log.info("leading", extra={"epoch": epoch})
-        self._epoch, self._cluster.leader = epoch, self._cluster.node
+        self._epoch, self._cluster.obedience.leader = epoch, self._cluster.node
         self._due, self.settled = ("", 0.0), False
         self._bare.clear()
         self._cluster.beat()
@@ -169,7 +169,7 @@ class Leader:
         self.settled = held is not None
         found = await self._look_for(agreed) if agreed is not None and held is None else None
         if found is not None and not plans.is_newer_than(found[0]):
-            self._cluster.adopt(found[0], epoch, found[1])
+            self._cluster.exchange.adopt(found[0], epoch, found[1])
             return
         if (shape := self._shape()) is None:
             return
@@ -191,7 +191,7 @@ class Leader:
         await self._store.commit_plan(epoch, PlanRef(version, plan.digest()))
         self._no_plan, self.settled = "", True
         log.info("new plan", extra={"because": why, "version": version})
-        self._cluster.adopt(plan, epoch)
+        self._cluster.exchange.adopt(plan, epoch)
         self._cluster.beat()
 
     async def _look_for(self, agreed: PlanRef) -> tuple[PlacementPlan, bytes] | None:
@@ -200,7 +200,7 @@ class Leader:
         for member in members:
             if member.beat.plan_digest == agreed.digest and members.is_alive(member.peer.node):
                 with contextlib.suppress(PeerError):
-                    return await self._cluster.fetch(member.peer.node, agreed.digest)
+                    return await self._cluster.exchange.fetch(member.peer.node, agreed.digest)
         return None
 
     def _shape(self) -> PlacedModel | None:

@@ -104,7 +104,7 @@ async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: P
         await until(lambda: a.members["d"].card is not None)
         found["d"].plane.beat = lambda: None  # type: ignore[method-assign]
         found["d"].plane.channel.tell("a", Beat(leading=epoch + 3))
-        await until(lambda: a.unentitled == 1)
+        await until(lambda: a.obedience.unentitled == 1)
         assert (a.leader, a.epoch) == (first, epoch)
 
 
@@ -180,11 +180,11 @@ async def test_a_plan_is_taken_from_no_leader_that_is_deposed(tmp_path: Path) ->
         plan = PlacementPlan(epoch, 1, "m", 1, 8, ("a",), bits)
         a.fence.admit(epoch + 1)
         with pytest.raises(PeerRefused, match="the highest seen is"):
-            a.adopt(plan, epoch)
+            a.exchange.adopt(plan, epoch)
         with pytest.raises(PeerRefused, match="the highest seen is"):
-            a.adopt(msgspec.structs.replace(plan, epoch=epoch + 2), epoch + 1)
+            a.exchange.adopt(msgspec.structs.replace(plan, epoch=epoch + 2), epoch + 1)
         assert a.plans.plan is None
-        a.adopt(plan, epoch + 1)
+        a.exchange.adopt(plan, epoch + 1)
 
 
 def test_a_plan_of_another_digest_than_agreed_is_refused() -> None:

@@ -96,9 +96,9 @@ async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
     plane, other = three[leader].plane, next(n for n in ABC if n != leader)
     target = three[next(n for n in ABC if n not in (leader, other))].plane
     target.fence.admit(plane.epoch + 5)
-    stale, ref = target.stale, target.plans.ref
+    stale, ref = target.obedience.stale, target.plans.ref
     three[other].plane.channel.tell(target.node, Beat(leading=plane.epoch, plan_version=9, plan_digest="0" * 64))
-    await until(lambda: target.stale > stale)
+    await until(lambda: target.obedience.stale > stale)
     await until(lambda: target.leader == "")
     assert target.plans.ref == ref
 
@@ -154,7 +154,7 @@ async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_dow
     for node, front in three.items():
         front.plane.load = lambda boot=f"engine-{node}": Beat(engine=boot, slots=1, capacity=1)  # type: ignore[misc]
     a = three["a"].plane
-    await until(lambda: a.members.serving(a.model) == {"engine-b": "b", "engine-c": "c"})
+    await until(lambda: a.members.serving(a.announcer.model) == {"engine-b": "b", "engine-c": "c"})
     three["c"].has(card("engine-c", model="x" * 32))
     await until(lambda: bool(a.members["c"].refused))
     three["a"].has(None)
@@ -163,10 +163,10 @@ async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_dow
         lambda: (c := a.members["c"].card) is not None and c.engine is not None and c.engine.budget_experts == 5
     )
     assert a.members["c"].refused
-    assert a.members.serving(a.model) == {"engine-b": "b"}
+    assert a.members.serving(a.announcer.model) == {"engine-b": "b"}
     three["b"].plane.load = lambda: Beat(engine="restarted", slots=1, capacity=1)
     await until(lambda: a.members["b"].beat.engine == "restarted")
-    assert not a.members.serving(a.model)  # until it has said what that engine serves
+    assert not a.members.serving(a.announcer.model)  # until it has said what that engine serves
 
 
 async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(three: dict[str, Front]) -> None:
@@ -248,7 +248,7 @@ async def test_a_plan_older_than_what_is_held_is_not_gone_by(three: dict[str, Fr
     newer = msgspec.structs.replace(plan, version=plan.version + 1)
     a.plans.adopt(newer)
     with pytest.raises(PeerRefused, match="older than the one held"):
-        a.adopt(plan, a.epoch)
+        a.exchange.adopt(plan, a.epoch)
     assert a.plans.plan == newer
 
 
@@ -263,7 +263,7 @@ async def test_a_plan_of_a_later_release_is_kept_and_handed_on_as_it_came(three:
     digest = digest_of(later)
     assert digest != plan.digest()
     a.plane.plans.adopt(plan, later)
-    assert await b.plane.fetch(a.node, digest) == (plan, later)
+    assert await b.plane.exchange.fetch(a.node, digest) == (plan, later)
     again = PlanStore(Path(a.settings.state_dir) / "plan")
     assert again.ref is not None
     assert (again.plan, again.ref.digest, again.bytes_of(digest)) == (plan, digest, later)
@@ -277,7 +277,7 @@ async def test_a_new_leader_that_was_behind_does_not_have_all_go_back_to_its_pla
     named: set[str] = set()
     rest = [front for node, front in three.items() if node != first]
     for front in rest:
-        front.plane.fetch = nothing  # type: ignore[method-assign]
+        front.plane.exchange.fetch = nothing  # type: ignore[method-assign]
         front.plane.plans.adopt(behind)
         front.plane.on_beat = lambda node, beat: named.add(beat.plan_digest) if beat.leading and node != first else None
     await three[first].die()

@@ -50,7 +50,7 @@ async def test_a_peer_that_always_has_another_fault_does_not_fill_the_log(
     async with fronts(tmp_path) as found:
         plane = found["a"].plane
         member, said = plane.members["b"], found["b"].plane.announce
-        plane.model = "ours"
+        plane.announcer.model = "ours"
         for n in range(FLOOD):
             engine = msgspec.structs.replace(card(f"engine {n}"), model=f"theirs {n}")
             with pytest.raises(PeerRefused):
