@@ -98,7 +98,7 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     first_free = _gpu_free(settings, machine, devices[0]) - needs.dense_bytes if on_gpu else host_free
     context_tokens = min(settings.engine.context_tokens or needs.context_tokens, needs.context_tokens)
     kv_bytes = _kv_bytes(settings, needs, first_free, context_tokens)
-    ram_bytes = _arena(
+    ram_bytes = _slots_bytes(
         settings.memory.ram_bytes,
         host_free - (0 if on_gpu else kv_bytes),
         needs,
@@ -158,7 +158,7 @@ def _slab(device: DeviceSettings, needs: ModelNeeds) -> int:
     return min(device.expert_bytes, needs.all_bytes) // needs.stride_bytes * needs.stride_bytes
 
 
-def _arena(stated: int, free: int, needs: ModelNeeds, what: str, setting: str) -> int:
+def _slots_bytes(stated: int, free: int, needs: ModelNeeds, what: str, setting: str) -> int:
     """Returns the bytes of whole slots: as stated, else as free, at most all experts. Raises CapacityError."""
     size_bytes = min(stated or free, needs.all_bytes)
     _demand(size_bytes, needs.min_slots * needs.stride_bytes, what, setting)
@@ -172,7 +172,7 @@ def _device_budget(index: int, device: DeviceSettings, free: int, needs: ModelNe
         return DeviceBudget("cpu", 0)
     if device.kind == "emulated":
         free = device.expert_bytes  # already subtracted from host RAM
-    slab = _arena(device.expert_bytes, free, needs, f"experts on {device.kind}", f"device.{index}.expert_bytes")
+    slab = _slots_bytes(device.expert_bytes, free, needs, f"experts on {device.kind}", f"device.{index}.expert_bytes")
     return DeviceBudget(device.kind, slab, device.link_bytes_per_s)
 
 

@@ -30,12 +30,12 @@ def describe(works: Sequence[Work]) -> StepMeta:
 def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> Batch:
     """Returns the decoder's batch, which asks for logits of two kinds of tokens, sequence by sequence.
 
-    First those of `places_to_tell`, then the last token of the sequence where the step computes it.
+    First those of `prompt_logprob_positions`, then the last token of the sequence where the step computes it.
     """
     wanted: list[int] = []
     for work, start in zip(works, np.cumsum(meta.query_lens) - meta.query_lens, strict=True):
         first = int(start) - work.seq.computed
-        wanted += [first + place for place in work.seq.places_to_tell(work.tokens)]
+        wanted += [first + place for place in work.seq.prompt_logprob_positions(work.tokens)]
         if completes(work):
             wanted.append(int(start) + work.tokens - 1)
     return Batch(

@@ -57,7 +57,7 @@ class BlockManager:
 
         Returns 0 where log probabilities of the prompt are wanted: they take logits, which are not cached.
         """
-        if seq.tells_prompt:
+        if seq.wants_prompt_logprobs:
             return 0
         keys = self.keys(seq, (len(seq.tokens) - 1) // BLOCK_TOKENS)
         return bisect_left(keys, True, key=lambda key: key not in self._known)

@@ -31,7 +31,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 AGING_SHARE = 0.4  # of the speed of prefill: overtaken for at most 2.5 times what one's own prompt takes
 PROMPT_ROWS = 64  # a step's tokens of prompts whose log probabilities are wanted: logits are large
-PATIENCE_S = 2.0  # a user with nothing running waits at most this long before another's surplus is paused
+FIRST_SEQUENCE_TIMEOUT_S = 2.0  # a user with nothing running waits at most this long before another's surplus is paused
 
 
 class Work(NamedTuple):
@@ -143,10 +143,10 @@ class Scheduler:
     def _chunks(self, now_s: float, budget: int) -> list[Work]:
         works, rows = [], PROMPT_ROWS
         for waiter in self._in_order([Waiter(seq, seq.uncomputed) for seq in self._prefilling()], now_s):
-            tells = waiter.seq.tells_prompt
-            tokens = min(budget, waiter.tokens, rows if tells else waiter.tokens)
+            reports = waiter.seq.wants_prompt_logprobs
+            tokens = min(budget, waiter.tokens, rows if reports else waiter.tokens)
             budget -= tokens
-            rows -= tokens * tells
+            rows -= tokens * reports
             if tokens:
                 works.append(Work(waiter.seq, tokens))
         return works
@@ -241,11 +241,12 @@ class Scheduler:
     def _may_displace(self, seq: Sequence, now_s: float) -> bool:
         """Returns whether `seq` may displace another user's sequence.
 
-        Its own user must have nothing running, some user several sequences, and it must have waited PATIENCE_S.
+        Its own user must have nothing running, some user must have several sequences, and it must have waited
+        FIRST_SEQUENCE_TIMEOUT_S.
         """
         counts = Counter(other.user for other in self.running)
         waited_s = now_s - self.fairness.heading_since(seq.user, seq.arrived_s)
-        return not counts[seq.user] and max(counts.values()) > 1 and waited_s >= PATIENCE_S
+        return not counts[seq.user] and max(counts.values()) > 1 and waited_s >= FIRST_SEQUENCE_TIMEOUT_S
 
     def _would_get_tokens(self, seq: Sequence, tokens: int, now_s: float) -> bool:
         budget = self._chunk_budget.prefill_tokens(sum(other.decoding for other in self.running))

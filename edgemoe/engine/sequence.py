@@ -57,14 +57,14 @@ class Sequence:
         return np.unique(np.array(self.request.prompt, np.int64))
 
     @property
-    def tells_prompt(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Returns whether log probabilities of prompt tokens were asked for and are still to be computed."""
         wanted = self.request.sampling.prompt_logprobs is not None and not self.first_index
         return wanted and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
-    def places_to_tell(self, tokens: int) -> range:
+    def prompt_logprob_positions(self, tokens: int) -> range:
         """Returns those positions of the next `tokens` whose logits give a wanted log probability of the prompt."""
-        if not self.tells_prompt:
+        if not self.wants_prompt_logprobs:
             return range(0)
         return range(max(self.computed, len(self.prompt_logprobs)), min(self.computed + tokens, self.prompt_tokens - 1))
 

@@ -88,7 +88,7 @@ class Steps:
         prompt_logprobs, logits, row = [], computed.logits, 0
         last: list[int] = []
         for work in works:
-            if places := work.seq.places_to_tell(work.tokens):
+            if places := work.seq.prompt_logprob_positions(work.tokens):
                 prompt_logprobs.append((work.seq, tell_prompt(work.seq, logits[row : row + len(places)], places)))
             row += len(places) + completes(work)
             last += [row - 1] * completes(work)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.bounds import MAX_TOLD
+from edgemoe.types.bounds import MAX_LOGPROBS
 from edgemoe.types.request import Request
 
 
@@ -43,8 +43,10 @@ def check_request(request: Request, emitted: Sequence[int], bounds: RequestLimit
     _check_tokens("logit_bias", list(request.sampling.logit_bias), bounds.vocab)
     _check_tokens("stop_token_ids", request.sampling.stop_token_ids, bounds.vocab)
     asked = request.sampling.prompt_logprobs
-    if asked is not None and len(request.prompt) * (1 + asked) > MAX_TOLD:
-        raise _invalid("logprobs", f"are of more than {MAX_TOLD} tokens with those of the prompt; shorten the prompt")
+    if asked is not None and len(request.prompt) * (1 + asked) > MAX_LOGPROBS:
+        raise _invalid(
+            "logprobs", f"are of more than {MAX_LOGPROBS} tokens with those of the prompt; shorten the prompt"
+        )
     if request.sampling.grammar is not None and not bounds.grammars:
         raise _invalid("response_format", "cannot be followed: the model's tokenizer does not say what its tokens are")
 

@@ -16,8 +16,8 @@ from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 
 LEDGER_DECAY = 0.99  # per outcome
-TRIAL, GOOD_SHARE = 20.0, 0.55  # outcomes before wishes are carried out, and the share of good ones that it takes
-WATCHED = 64  # wishes at once
+TRIAL, GOOD_SHARE = 20.0, 0.55  # outcomes before requests are carried out, and the share of good ones that it takes
+WATCHED = 64  # requests at once
 
 
 class Side(NamedTuple):
@@ -49,14 +49,14 @@ def _densest(wanted: BoolArray, side: Side, sizes: IntArray, source: Tier, targe
 
 
 class Ledger:
-    """Whether wishes are right: of a wish and of what it would replace, which is needed first?
+    """Judges prefetch requests: which is needed first, the requested expert or the one that it would replace?
 
-    Not in the source. Both are watched, whether the wish is carried out or not, so that holding back can end.
+    Not in the source. Both are watched, whether the request is carried out or not, so that holding back can end.
     """
 
     def __init__(self) -> None:
         self.outcomes, self.good = 0.0, 0.0  # decayed
-        self._wish: IntArray = np.zeros(WATCHED, np.int64)  # layer * E + expert
+        self._requested: IntArray = np.zeros(WATCHED, np.int64)  # layer * E + expert
         self._rival: IntArray = np.zeros(WATCHED, np.int64)
         self._since: IntArray = np.full(WATCHED, -1, np.int64)  # the step after which needs count; -1: none
         self._next = 0
@@ -68,20 +68,20 @@ class Ledger:
 
     @property
     def trusted(self) -> bool:
-        """Whether wishes should be carried out."""
+        """Returns whether requests should be carried out."""
         return self.outcomes >= TRIAL and self.share >= GOOD_SHARE
 
     def watch(self, prefetch_request: int, rival: int, step: int) -> None:
         """From the step after `step` on; not again while it is watched."""
-        if ((self._wish == prefetch_request) & (self._since >= 0)).any():
+        if ((self._requested == prefetch_request) & (self._since >= 0)).any():
             return
         at, self._next = self._next, (self._next + 1) % WATCHED
-        self._wish[at], self._rival[at], self._since[at] = prefetch_request, rival, step
+        self._requested[at], self._rival[at], self._since[at] = prefetch_request, rival, step
 
     def settle(self, last: IntArray) -> None:
         """Books what has been decided by each expert's latest need [L * E], in steps."""
         live = np.flatnonzero(self._since >= 0)
-        prefetch_request, rival = last[self._wish[live]], last[self._rival[live]]
+        prefetch_request, rival = last[self._requested[live]], last[self._rival[live]]
         came, lost = prefetch_request > self._since[live], rival > self._since[live]
         decided = came | lost
         for good in np.where(came & lost, 0.5, came)[decided].tolist():  # both in one step: nothing was gained

@@ -2,7 +2,7 @@
 
 Layer-steps run one after another: misses travel over the links in order, then the layer computes. A prefetch begins
 only where it ends within the running layer's compute time, so that it never delays a demand. What it can cost is the
-expert that it replaces; a ledger of what came first, the use of the one or of the other, decides whether wishes are
+expert that it replaces; a ledger of what came first, the use of the one or of the other, decides whether requests are
 carried out or only watched. Imports numba.
 """
 
@@ -20,7 +20,7 @@ from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 DoubleArray = npt.NDArray[np.float64]
 NONE = -1
 LEDGER_DECAY = 0.99  # per outcome
-TRIAL = 20.0  # outcomes before wishes are carried out, and the share of good ones that it takes
+TRIAL = 20.0  # outcomes before requests are carried out, and the share of good ones that it takes
 GOOD_SHARE = 0.55
 METRICS = 8
 STALL, COMPUTE, TO_VRAM, TO_RAM, WASTED, PREFETCHED, GOOD, BAD = range(METRICS)
@@ -36,7 +36,7 @@ class BoxSpec:
     nvme_bytes_per_s: float  # NVMe -> RAM
     ram_share: float  # of all experts that RAM holds
     prefetch: bool
-    margin: float  # how much higher a wished-for expert must rank than the one that it replaces
+    margin: float  # how much higher a requested expert must rank than the one that it replaces
 
     @property
     def link_s(self) -> float:
@@ -72,8 +72,8 @@ class ReplayBox:
             self._free[1] = 0
         self._pinned: IntArray = np.full(total, NONE, np.int64)
         self._unused: BoolArray = np.zeros(total, np.bool_)  # prefetched, and not demanded since
-        self._rival: IntArray = np.full(total, NONE, np.int64)  # of a wish: what it replaces, and the reverse
-        self._wished: BoolArray = np.zeros(total, np.bool_)  # of the two, the one that was wished for
+        self._rival: IntArray = np.full(total, NONE, np.int64)  # of a request: what it replaces, and the reverse
+        self._requested: BoolArray = np.zeros(total, np.bool_)  # of the two, the one that was requested
         self._times = np.zeros(3)  # now, and when each link is idle
         self._ledger = np.zeros(2)  # outcomes, and good ones
         self._clock = 0
@@ -92,7 +92,7 @@ class ReplayBox:
             self._pinned,
             self._unused,
             self._rival,
-            self._wished,
+            self._requested,
             self._times,
             self._ledger,
             self.metrics,
@@ -115,7 +115,7 @@ def _run(
     pinned: IntArray,
     unused: BoolArray,
     rival: IntArray,
-    wished: BoolArray,
+    requested: BoolArray,
     times: DoubleArray,
     ledger: DoubleArray,
     metrics: DoubleArray,
@@ -129,7 +129,7 @@ def _run(
     ready = began
     for key in demanded:
         pinned[key] = clock
-        _settle(key, rival, wished, ledger, metrics)
+        _settle(key, rival, requested, ledger, metrics)
     for key in demanded:
         unused[key] = False
         if vram[key]:
@@ -155,7 +155,21 @@ def _run(
     times[0] = ready + compute_s
     if prefetch:
         _request_prefetch(
-            rank, clock, vram, ram, free, pinned, unused, rival, wished, times, ledger, metrics, ready, link_s, margin
+            rank,
+            clock,
+            vram,
+            ram,
+            free,
+            pinned,
+            unused,
+            rival,
+            requested,
+            times,
+            ledger,
+            metrics,
+            ready,
+            link_s,
+            margin,
         )
 
 
@@ -178,17 +192,17 @@ def _take(
 
 
 @njit(nogil=True)
-def _settle(key: int, rival: IntArray, wished: BoolArray, ledger: DoubleArray, metrics: DoubleArray) -> None:
-    """An expert is needed: if it was part of a wish, the wish was good or bad."""
+def _settle(key: int, rival: IntArray, requested: BoolArray, ledger: DoubleArray, metrics: DoubleArray) -> None:
+    """Settles the request that a needed expert was part of, as good or bad."""
     other = rival[key]
     if other < 0:
         return
-    good = wished[key]
+    good = requested[key]
     ledger[0] = LEDGER_DECAY * ledger[0] + 1
     ledger[1] = LEDGER_DECAY * ledger[1] + (1 if good else 0)
     metrics[GOOD if good else BAD] += 1
     rival[key] = rival[other] = NONE
-    wished[key] = wished[other] = False
+    requested[key] = requested[other] = False
 
 
 @njit(nogil=True)
@@ -201,7 +215,7 @@ def _request_prefetch(
     pinned: IntArray,
     unused: BoolArray,
     rival: IntArray,
-    wished: BoolArray,
+    requested: BoolArray,
     times: DoubleArray,
     ledger: DoubleArray,
     metrics: DoubleArray,
@@ -225,7 +239,7 @@ def _request_prefetch(
         if best < 0 or victim < 0 or highest <= lowest + margin or not math.isfinite(lowest):
             return
         rival[best], rival[victim] = victim, best
-        wished[best] = True
+        requested[best] = True
         if not trusted:
             return
         times[1] += link_s

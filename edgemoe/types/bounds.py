@@ -35,8 +35,8 @@ Temperature = Annotated[float, Meta(ge=0, le=1e6)]
 Bias = Annotated[float, Meta(ge=-1e6, le=1e6)]  # on a logit
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(ge=0.01, le=100)]  # divisor of the logits of tokens that have occurred
-Told = Annotated[int, Meta(ge=0, le=20)]  # most probable tokens reported at each position
-MAX_TOLD = 1 << 20  # log probabilities of one prompt, which are sent in one message
+LogprobCount = Annotated[int, Meta(ge=0, le=20)]  # most probable tokens reported at each position
+MAX_LOGPROBS = 1 << 20  # log probabilities of one prompt, which are sent in one message
 Logprob = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 Name = Annotated[str, Meta(min_length=1, max_length=REQUEST_CHARS)]

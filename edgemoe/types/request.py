@@ -13,6 +13,7 @@ from edgemoe.types.bounds import (
     Grammar,
     Label,
     Logprob,
+    LogprobCount,
     LongText,
     Name,
     Penalty,
@@ -26,7 +27,6 @@ from edgemoe.types.bounds import (
     TokenCount,
     TokenId,
     Tokens,
-    Told,
     Word,
 )
 
@@ -45,8 +45,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Repetition = 1.0  # applies to tokens of prompt and output
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1 << 16)] = {}
-    logprobs: Told | None = None  # None: none; 0: of the chosen token; n: also of the n most probable
-    prompt_logprobs: Told | None = None  # the same for the prompt's tokens, except the first
+    logprobs: LogprobCount | None = None  # None: none; 0: of the chosen token; n: also of the n most probable
+    prompt_logprobs: LogprobCount | None = None  # the same for the prompt's tokens, except the first
     stop_token_ids: StopTokens = ()  # end-of-sequence ids included; never delivered
     max_tokens: TokenCount = 16
     min_tokens: TokenCount = 0

@@ -50,7 +50,7 @@ from edgemoe.worker.cache_policy import POLICIES, controller_for, scout_for
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PATIENCE_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
+MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
 PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
 
 
@@ -257,11 +257,11 @@ def _engine(
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
     cache = KVCache(spec, kv_blocks, decoder.device)
-    patience_s = PATIENCE_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
+    timeout_s = MISSING_EXPERT_TIMEOUT_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
         settings.engine,
-        EngineBudget(kv_blocks, budgets.context_tokens, parking_bytes, patience_s),
+        EngineBudget(kv_blocks, budgets.context_tokens, parking_bytes, timeout_s),
         emit,
         watchers=Watchers(_to_all(observers), _to_all(expecting)),
     )

@@ -214,7 +214,7 @@ def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
     drive = Drive(missing_expert_timeout_s=10.0)
     for n, length in enumerate(lengths):
         drive.submit(prompt(length, n), f"r{n}", seed=n, max_tokens=12, **STYLES[n % len(STYLES)])
-    for missing in (set(), {(0, 3)}, {(0, 3), (1, 2)}, set(), {(1, 5)}):  # each for less than the patience
+    for missing in (set(), {(0, 3)}, {(0, 3), (1, 2)}, set(), {(1, 5)}):  # each for less than the timeout
         drive.model.decoder.experts.missing = missing
         for _ in range(5):
             drive.step()

@@ -26,7 +26,7 @@ from tools.fuzzing.values import Values
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
 HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")
 SEND_S = 300  # that the box has to read what is under way
-PATIENCE_S = 20  # before another connection is tried
+ANSWER_TIMEOUT_S = 20  # before another connection is tried
 WINDOW = 100  # messages that are under way at most
 FIRST_MARK = 1 << 61  # a question whose answer says that what was sent before it was read
 
@@ -84,7 +84,7 @@ class HostilePeer:
         while time.monotonic() < ends:
             self._mark += 1
             self._socket.send_multipart(envelope.seal(Failure("failed", "read?"), id=self._mark))
-            while self._socket.poll(PATIENCE_S * 1000):
+            while self._socket.poll(ANSWER_TIMEOUT_S * 1000):
                 frames = self._socket.recv_multipart()
                 if _id(frames) == self._mark:
                     return

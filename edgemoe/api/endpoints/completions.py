@@ -9,7 +9,7 @@ from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.generate.sampling import Span, check_ids, room, sampling
 from edgemoe.api.http.refusals import error_body
-from edgemoe.api.http.sse import DONE, FINGERPRINT, Told, event, text_logprobs
+from edgemoe.api.http.sse import DONE, FINGERPRINT, LogprobEntry, event, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest, RequestError
@@ -94,7 +94,7 @@ class CompletionFormat:
             text.vocabulary.text(request.prompt, skip_special=True) if body.echo else "" for request in job.requests
         ]
         self._offsets = [0] * len(job.choices)
-        self._tells_prompt = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
+        self._prompt_logprobs_due = [bool(body.echo) and body.logprobs is not None] * len(job.choices)
 
     def events(self, deltas: list[Delta]) -> Iterable[bytes]:
         for delta in deltas:
@@ -131,9 +131,9 @@ class CompletionFormat:
 
     def _choice(self, delta: Delta, echo: str) -> Json:
         logprobs, at = None, delta.choice
-        tokens: list[Told] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
-        if self._tells_prompt[at]:
-            self._tells_prompt[at] = False
+        tokens: list[LogprobEntry] = [(one.token or 0, one.logprob, one.top) for one in delta.logprobs]
+        if self._prompt_logprobs_due[at]:
+            self._prompt_logprobs_due[at] = False
             first, *rest = self._job.requests[at].prompt
             of_rest = zip(rest, delta.prompt_logprobs, strict=True)
             tokens = [(first, None, ()), *((token, *likely) for token, likely in of_rest), *tokens]

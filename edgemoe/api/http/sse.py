@@ -17,7 +17,7 @@ from edgemoe.types.request import Emission
 DONE = b"data: [DONE]\n\n"
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot express
 FINGERPRINT = f"edgemoe-{edgemoe.__version__}"
-Told = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, its logprob, the most probable tokens
+LogprobEntry = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, its logprob, the most probable tokens
 _encode = msgspec.json.Encoder().encode
 
 
@@ -52,7 +52,7 @@ def _token(token: int, logprob: float, vocabulary: Vocabulary) -> Json:
     }
 
 
-def text_logprobs(tokens: Iterable[Told], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
+def text_logprobs(tokens: Iterable[LogprobEntry], vocabulary: Vocabulary, offset: int) -> tuple[Json, int]:
     """Returns the `logprobs` of a completion's tokens, and the text offset after them.
 
     `offset` is the text offset of the first token, in characters.

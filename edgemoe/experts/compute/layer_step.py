@@ -19,7 +19,7 @@ from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
 
-SCAN_SHARE = 8  # prefill loads at most one slot in so many at a time
+PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in so many at a time
 
 
 class DeviceShare:
@@ -35,7 +35,7 @@ class DeviceShare:
         self.waiting: dict[int, int] = {}  # expert on its way -> index
         # indices without a slot yet, those that decode needs first
         self.left: IntArray = np.arange(n) if prefill_only is None else np.argsort(prefill_only, kind="stable")
-        self._most = n if prefill_only is None else max(1, slots // SCAN_SHARE)
+        self._most = n if prefill_only is None else max(1, slots // PREFILL_ONLY_SHARE)
 
     @property
     def limit(self) -> int:

@@ -14,7 +14,7 @@ from edgemoe.experts.compute.dispatch import Compute, Group
 from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.observations import Observations
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.compute.prefetch_wishes import NOBODY, PrefetchWishes
+from edgemoe.experts.compute.prefetch_requester import NOBODY, PrefetchRequester
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
@@ -27,7 +27,7 @@ from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
 from edgemoe.types.routing import StepMeta, StepRouting
 
-SCAN_CALLS = 2  # expert calls per expert of a layer; from here on nearly all experts are needed
+WHOLE_LAYER_CALLS = 2  # expert calls per expert of a layer; from here on nearly all experts are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class TieredExperts:
         self.lookahead = int(fetching.prefetch or fetching.keep_hints)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
         self._gap = loader.gap if fetching.prefetch else IdleWindow(shape.layers)
-        self._wishes = PrefetchWishes(residency, loader, shape.layers, shape.top_k)
+        self._requester = PrefetchRequester(residency, loader, shape.layers, shape.top_k)
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._fetching = fetching
         self._step: Observations | None = None
@@ -92,7 +92,7 @@ class TieredExperts:
             prefill_only = self._step.prefill_only(chosen, group)
         self._next_layer = layer + 1
         self._gap.demand(layer)
-        self._wishes.demand(layer, chosen)
+        self._requester.demand(layer, chosen)
         return self.compute(layer, hidden, group, prefill_only)
 
     def compute(
@@ -129,8 +129,8 @@ class TieredExperts:
         scores: FloatArray = probs.numpy(force=True)
         if self._fetching.keep_hints and self._step is not None:
             self._step.hint(layer, layer - self._next_layer, scores)
-        if self._fetching.prefetch and len(scores) * self.shape.top_k < SCAN_CALLS * self.shape.experts:
-            self._wishes.hear(layer, scores)
+        if self._fetching.prefetch and len(scores) * self.shape.top_k < WHOLE_LAYER_CALLS * self.shape.experts:
+            self._requester.hear(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -244,6 +244,6 @@ class TieredExperts:
 
     def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
         """Prefetches all of the next layer's experts where a large prefill needs nearly all of them."""
-        whole = prefill_only is not None and calls >= SCAN_CALLS * self.shape.experts
+        whole = prefill_only is not None and calls >= WHOLE_LAYER_CALLS * self.shape.experts
         if whole and self._fetching.prefetch and layer + 1 < self.shape.layers:
-            self._wishes.replace(layer + 1, np.arange(self.shape.experts), PrefetchPriority.SCAN)
+            self._requester.replace(layer + 1, np.arange(self.shape.experts), PrefetchPriority.PREFILL_ONLY)

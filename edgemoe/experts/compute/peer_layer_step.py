@@ -35,7 +35,7 @@ CALL_S = 0.01  # that a part takes on the link, there and back,
 CALL_BYTES = (128 << 10, 1 << 20)  # within these bounds
 LATE_FACTOR, LATE_S = 4.0, 0.05  # a call is late after so many times its expected time, and at least so long
 AGAIN_S = 0.2  # between searches for another way where there was none
-PATIENCE_CALLS = 2  # time-outs of calls for which a layer-step asks peers; local work does not count
+LAYER_STEP_TIMEOUT_CALLS = 2  # time-outs of calls for which a layer-step asks peers; local work does not count
 NOWHERE = "it is not on the disk, and no box that can be reached has it"
 
 Tried = dict[str, float]  # peers that were asked -> when they may be asked again
@@ -73,7 +73,7 @@ class PeerExperts:
 
         The rest is computed by `local`.
         """
-        end_s = time.monotonic() + PATIENCE_CALLS * self.peers.timeout_s
+        end_s = time.monotonic() + LAYER_STEP_TIMEOUT_CALLS * self.peers.timeout_s
         return PeerLayerStep(self, layer, hidden, prefill_only, local, end_s).run(group)
 
     def elsewhere(self, layer: int, experts: IntArray) -> BoolArray:

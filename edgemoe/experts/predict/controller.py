@@ -104,7 +104,7 @@ class Controller:
         self.planned = 0  # moves
         self.studies = self.glances = 0  # steps that were followed; those only glanced at
         self._shape, self._hysteresis, self._state_file = (layers, experts, top_k), hysteresis, state_file
-        self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a wish over what has to go for it
+        self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a request over what has to go for it
         self._forecaster = forecaster
         self._forecast: ExpertForecast | None = None  # of the running step
         self._clock, self._spent_s = clock, 0.0  # processor time, up to the latest step's end
@@ -232,7 +232,7 @@ class Controller:
             self._blend.listen(self._forecast)
         if came or looked:
             self._publish(0, len(self.ranks))
-            self._plan()  # what was wished for layers that have run is not worth it any more
+            self._plan()  # what was requested for layers that have run is not worth it any more
         elif fits:
             self._publish(touch.layer, touch.layer + 1)
 

@@ -1,4 +1,4 @@
-"""What the controller has fetched in idle time: prices for the tiers, plans from ranks, and whether plans are right."""
+"""Decides what is prefetched in idle time: prices for the tiers, plans from ranks, and whether plans are right."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ MOST_MOVES = 12  # in one plan: a few times a step another one is made
 
 
 class PrefetchRequests(Protocol):
-    """The mover's side of a plan."""
+    """Takes the moves of a plan: the loader, or a stand-in."""
 
     def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = ...) -> None:
-        """Replaces the wishes of one horizon, best first."""
+        """Replaces the requests of one priority by `moves`, best first."""
 
 
 class Plans:
-    """Prices and plans for the tiers. On the controller's thread."""
+    """Makes prices and plans for the tiers. On the controller's thread."""
 
     def __init__(self, residency: Residency, loader: PrefetchRequests, expert_bytes: int, hysteresis: float) -> None:
         self._residency, self._loader = residency, loader
         self._sizes: IntArray = np.full(residency.device_of.shape, expert_bytes, np.int64)
         self._budget_bytes = float(MOST_MOVES * expert_bytes)
         self.ledger = Ledger()
-        self._wished = False  # something, at present
+        self._has_requests = False  # the loader has requests of the last plan
         slots = {tier: max(1, residency.usage(tier).slots) for tier in (Tier.VRAM, Tier.RAM)}
         self._marks = {tier: Watermark(n * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
 
     def make(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
-        """Moves the prices a step, and tells the mover what to fetch; how many moves.
+        """Moves the prices a step, and requests the moves of a new plan. Returns their number.
 
-        While wishes have not been right more often than what they would have replaced, none.
+        Requests nothing while the plans have not been right more often than what they would have replaced.
         """
         moves: list[Move] = []
         self.ledger.settle(predictor.last.ravel())
         if self._watch(ranks, predictor.step - 1) or self.ledger.trusted:
             moves = self._moves(ranks, predictor)
-        if moves or self._wished:
+        if moves or self._has_requests:
             self._loader.prefetch(moves, PrefetchPriority.FAR)
-        self._wished = bool(moves)
+        self._has_requests = bool(moves)
         return len(moves)
 
     def _watch(self, ranks: FloatArray, step: int) -> bool:
-        """Watches the best wish and its rival; True where it has none, because there is room."""
+        """Watches the best candidate and what it would replace. Returns True where there is room for it anyway."""
         if self._residency.has_room:
             return True
         here = self._residency.resident_mask(self._residency.fastest)

@@ -7,14 +7,14 @@ import enum
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.slots import TRANSIENT, UNUSED
 
-SCAN_WORTH = -1e29  # prefetched for prefill only: replaces prefill-only experts only
+PREFILL_ONLY_UTILITY = -1e29  # prefetched for prefill only: replaces prefill-only experts only
 
 
 class PrefetchPriority(enum.IntEnum):
     """The reason of a prefetch request. Lower numbers are served first."""
 
     NEAR = 0  # the layers that come next
-    SCAN = 1  # the next layer of a prefill
+    PREFILL_ONLY = 1  # the next layer of a prefill
     HOME = 2  # what the boxes agreed to keep here
     USED = 3  # what the CPU has just computed in a device's stead
     FAR = 4  # everything later: the controller's
@@ -27,4 +27,4 @@ class PrefetchPriority(enum.IntEnum):
 
     def utility(self, score: float) -> float:
         """Returns the utility of a request with `score`, which replaces experts of lower rank."""
-        return (score, SCAN_WORTH, ALWAYS, ALWAYS, score, -ALWAYS)[self]
+        return (score, PREFILL_ONLY_UTILITY, ALWAYS, ALWAYS, score, -ALWAYS)[self]

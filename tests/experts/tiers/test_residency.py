@@ -170,7 +170,7 @@ def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
     desk.use(0, 0, 1)
     policy.ranks[0] = 3.0
     assert desk.residency.reserve(prefetch_request(0, 2, score=2.0), PrefetchPriority.FAR) is None
-    assert desk.residency.reserve(prefetch_request(0, 2, score=4.0), PrefetchPriority.SCAN) is None
+    assert desk.residency.reserve(prefetch_request(0, 2, score=4.0), PrefetchPriority.PREFILL_ONLY) is None
     assert desk.residency.reserve(prefetch_request(0, 2, score=4.0), PrefetchPriority.FILL) is None
     load = desk.residency.reserve(prefetch_request(0, 2, score=4.0), PrefetchPriority.FAR)
     assert load is not None
@@ -296,7 +296,7 @@ def test_any_sequence_of_operations_keeps_the_books(
             horizon = (
                 PrefetchPriority.FILL
                 if name == "fill"
-                else [PrefetchPriority.NEAR, PrefetchPriority.FAR, PrefetchPriority.SCAN][experts[-1] % 3]
+                else [PrefetchPriority.NEAR, PrefetchPriority.FAR, PrefetchPriority.PREFILL_ONLY][experts[-1] % 3]
             )
             load = residency.reserve(prefetch_request(layer, experts[0], score, target), horizon)
             desk.start([load] if load else [])

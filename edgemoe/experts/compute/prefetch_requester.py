@@ -1,4 +1,4 @@
-"""What the compute thread wishes for: the likely experts of the layers to come, until the layer runs."""
+"""Requests, on the compute thread, the likely experts of the layers to come, until the layer runs."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ NOBODY: IntArray = np.empty(0, np.int64)
 CERTAIN = (1.0, ALWAYS)  # chance and utility
 
 
-class PrefetchWishes:
-    """The wishes of each horizon, as the loader has them. Compute thread only."""
+class PrefetchRequester:
+    """Knows the prefetch requests of each priority that the loader has at present. Compute thread only."""
 
     def __init__(self, residency: Residency, loader: ExpertLoader, layers: int, top_k: int) -> None:
         self._residency, self._loader, self._top_k = residency, loader, top_k
         self._ahead = GateLookAhead(layers, top_k)
         self._policy = residency.policy
-        self._wished: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
+        self._requested: dict[PrefetchPriority, int] = {}  # priorities with prefetch requests, and the layer of these
 
     def demand(self, layer: int, chosen: IntArray) -> None:
-        """Learns from what the gate of a layer chose [T, k], and drops the wishes for layers up to it."""
+        """Learns from what the gate of a layer chose [T, k], and cancels the requests for layers up to it."""
         self._ahead.learn(layer, chosen)
-        if self._wished:
+        if self._requested:
             self._drop(layer)
 
     def hear(self, layer: int, probs: FloatArray) -> None:
-        """Wishes for what a hint [T, E] makes likely."""
+        """Learns from a hint [T, E], and requests the experts that it makes likely."""
         self._ahead.hear(layer, probs)
-        self._wish_likely(layer, probs)
+        self._request_likely(layer, probs)
 
-    def _wish_likely(self, layer: int, probs: FloatArray) -> None:
+    def _request_likely(self, layer: int, probs: FloatArray) -> None:
         """Requests the missing experts that a hint [T, E] makes likely, each with its chance and utility."""
         likely = _likely(probs, self._top_k)
         if self._residency.all_on_top(layer, likely):
@@ -76,15 +76,15 @@ class PrefetchWishes:
                 for expert, tier, (chance, utility) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
                 if tier is not fastest
             ]
-        if moves or horizon in self._wished:
+        if moves or horizon in self._requested:
             self._loader.prefetch(moves, horizon)
-            self._wished.pop(horizon, None)
+            self._requested.pop(horizon, None)
             if moves:
-                self._wished[horizon] = layer
+                self._requested[horizon] = layer
 
     def _drop(self, layer: int) -> None:
         """Cancels prefetch requests for layers that have started."""
-        for horizon in [horizon for horizon, wished in self._wished.items() if wished <= layer]:
+        for horizon in [horizon for horizon, requested in self._requested.items() if requested <= layer]:
             self.replace(layer, NOBODY, horizon)
 
 
