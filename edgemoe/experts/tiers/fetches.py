@@ -1,4 +1,7 @@
-"""Loads of experts that are demanded and absent: into RAM, or through it into a device. Residency holds the lock."""
+"""Begins the loads of experts that are demanded and absent: into RAM, or through RAM into a device.
+
+Residency calls it, and holds its lock meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from edgemoe.experts.tiers.slots import SlotPool, Transfer
 def fetch(
     evictor: Evictor, ram: SlotPool, top: SlotPool, layer: int, experts: list[int], flags: list[int]
 ) -> tuple[list[Transfer | None], list[Transfer]]:
-    """Loads of absent experts into the top tier, None where there is no room, and those that can start now."""
+    """Places loads of absent `experts` [n] of a layer into the top tier; each slot gets its `flags` [n].
+
+    Returns the loads [n], None where there is no room, and the transfers that can start now.
+    """
     if top is ram:
         jobs = zip(evictor.take(top, len(experts)), experts, flags, strict=False)
         loads = [top.place(slot, layer, expert, flag, evictor.clock) for slot, expert, flag in jobs]
@@ -22,11 +28,15 @@ def fetch(
 def _fetch_through_ram(
     evictor: Evictor, ram: SlotPool, top: SlotPool, layer: int, experts: list[int], flags: list[int]
 ) -> tuple[list[Transfer | None], list[Transfer]]:
-    """`fetch` for a device: copies from RAM, behind reads into RAM for what is not there."""
+    """Does what `fetch` does for a device.
+
+    An expert in RAM is copied from there at once. Another one is read into RAM first; its copy waits in the read's
+    `then`. Experts in RAM are the first to get a slot.
+    """
     base = layer * top.experts
     sources = ram.where[layer, experts]  # [n]
     ram.pins[sources[sources >= 0]] += 1
-    order = np.argsort(sources < 0, kind="stable").tolist()  # what is in RAM first
+    order = np.argsort(sources < 0, kind="stable").tolist()  # those in RAM first
     slots = evictor.take(top, len(order))
     unread = [i for i in order[: len(slots)] if sources[i] < 0 and base + experts[i] not in ram.loads]
     reads = dict(zip(unread, evictor.take(ram, len(unread)), strict=False))

@@ -1,4 +1,4 @@
-"""Experts at home: what the boxes agreed to keep here is, once it is in RAM, not dropped from it."""
+"""Keeps the home experts: those that the boxes agreed to hold here stay in RAM once they are in it."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ from edgemoe.experts.tiers.eviction import Evictor
 from edgemoe.experts.tiers.slots import BoolArray, SlotPool
 from edgemoe.types.experts import ExpertId
 
-MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are nobody's home: so many, or one in so many
+MIN_PASSING, PASSING_SHARE = 2, 16  # slots of RAM that are left to other experts: at least so many, and one in so many
 
 
 class HomeExperts:
-    """The plan's part for this box. Thread-safe: `lock` is residency's."""
+    """Holds this box's part of the placement plan. Thread-safe: `lock` is residency's."""
 
     def __init__(self, ram: SlotPool, evictor: Evictor, lock: threading.Lock) -> None:
         self._ram, self._evictor, self._lock = ram, evictor, lock
 
     def keep(self, homes: BoolArray) -> None:
-        """Experts [L, E] that, once in RAM, stay there; replaces earlier ones. Raises CapacityError."""
+        """Replaces the home experts by those set in `homes` [L, E].
+
+        Raises CapacityError where RAM lacks room for them.
+        """
         if (count := int(np.count_nonzero(homes))) > self.slots:
             raise CapacityError(f"{count} experts are to be at home here, RAM has room for {self.slots}")
         with self._lock:
             self._evictor.keep(homes)
 
     def forget_former(self) -> None:
-        """Ranks the homes of the plan before like other experts; until then they are evicted last."""
+        """Ranks the homes of the former plan like other experts. Before this call they are the last to be evicted."""
         with self._lock:
             self._evictor.forget_former()
 
     def in_ram(self) -> BoolArray:
-        """Experts [L, E] that are at home here and in RAM: no other load takes their place."""
+        """Returns which experts [L, E] are at home here and in RAM, where no other load takes their place."""
         here = self._ram.where >= 0
         return here & self._evictor.homes.reshape(here.shape) if self._evictor.homes is not None else here & False
 
     @property
     def slots(self) -> int:
-        """Returns the most experts that can be at home here; some slots stay free for others."""
+        """Returns how many experts can be at home here at most. Some slots stay for other experts."""
         return max(0, self._ram.slots - max(MIN_PASSING, self._ram.slots // PASSING_SHARE))
 
     def missing(self) -> list[ExpertId]:
-        """Returns the homes that are not in RAM."""
+        """Returns the home experts that are not in RAM."""
         homes = self._evictor.homes
         if homes is None:
             return []

@@ -1,9 +1,9 @@
-"""Owns the knowledge of where every expert is.
+"""Knows where every expert is: in RAM, in a device, or on its way.
 
-An expert is in a tier when `where` names its slot; while it is on its way a `Transfer` holds the slot. A slot is pinned
-by whoever needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
-Evicting is forgetting: weights are read-only, nothing is ever copied back. With containment, what is in a device
-is in RAM too, so that dropping it from RAM drops it from the device.
+An expert is in a tier when `where` names its slot there. While it is on its way, a `Transfer` holds the slot. A slot is
+pinned by what needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
+Evicting only forgets: weights are read-only, so nothing is copied back. With containment, every expert in a device is
+in RAM too; dropping it from RAM drops it from the device.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from edgemoe.types.experts import Move, Tier
 
 
 class SlotClaim(NamedTuple):
-    """The result of `acquire`; every slot in it is pinned until `release`."""
+    """Holds the result of `acquire`. Every slot in it is pinned until `release`."""
 
     slots: IntArray  # [n] slot of each expert; NONE where there was no room
-    ready: BoolArray  # [n] its bytes are there; else it is on its way
+    ready: BoolArray  # [n] whether its bytes are there; else it is on its way
     loads: Sequence[Transfer]  # to hand to the loader
     version: int  # for `wait_for_change`
 
 
 class Residency(TierPools):
-    """The verbs that move experts between the tiers. Thread-safe: every verb is one short critical section."""
+    """Moves experts between the tiers. Thread-safe: every method is one short critical section."""
 
     def __init__(self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True) -> None:
-        """With `containment`, what is in a device is in RAM too."""
+        """Takes over the pools. With `containment`, what is in a device is in RAM too."""
         super().__init__(ram, devices)
         self.containment = containment
         self.served = [0, 0, 0]  # demanded experts by the tier that had them
@@ -53,16 +53,17 @@ class Residency(TierPools):
     # --- the compute thread's calls -------------------------------------------------------------------------
 
     def begin(self, layer: int, demanded: IntArray) -> None:
-        """Opens a layer-step: the policies see what decoding tokens demand of it, distinct experts [n]."""
+        """Opens a layer-step. Tells the policies the distinct experts [n] that decoding tokens demand of the layer."""
         with self._lock:
             self._begin(layer, demanded)
 
     def pin_if_all_resident(
         self, device: int, layer: int, experts: IntArray, prefill_only: BoolArray | None
     ) -> IntArray | None:
-        """`begin`, and where all of the experts [n] are in the device, their slots, pinned until `release`.
+        """Opens a layer-step as `begin` does, and pins the experts [n] if all of them are in the device.
 
-        `prefill_only` [n] marks those that only prefill needs: they are no demand to the policies.
+        Returns their slots [n], pinned until `release`; None, with nothing pinned, where one is missing.
+        `prefill_only` [n] marks those that only prefill needs: the policies do not see them as demanded.
         """
         top = self.tops[device]
         with self._lock:
@@ -86,8 +87,8 @@ class Residency(TierPools):
     ) -> SlotClaim:
         """Pins the distinct `experts` [n] that are in the device, and slots for as many others as there is room.
 
-        What is loaded for experts marked in `prefill_only` goes first. At most `limit` loads are begun. Each expert on
-        its way is put into `arrivals` when it is there, or has failed.
+        Experts marked in `prefill_only` [n] are the first to be evicted again. Begins at most `limit` loads. Puts each
+        load under way into `arrivals` when its bytes are there, or when it has failed.
         """
         top = self.tops[device]
         with self._lock:
@@ -106,7 +107,7 @@ class Residency(TierPools):
             return SlotClaim(slots, ready, starts, self._version)
 
     def release(self, device: int, slots: IntArray) -> None:
-        """Unpins the distinct slots [n] of an earlier claim."""
+        """Unpins the distinct slots [n] of an earlier claim on the device."""
         with self._lock:
             self.tops[device].unpin(slots)
             if self._waiting:  # another thread's layer-step may find room now
@@ -118,9 +119,10 @@ class Residency(TierPools):
         self._evictor.done(layer, experts)
 
     def pin_in_ram(self, layer: int, experts: IntArray, prefill_only: BoolArray | None) -> IntArray:
-        """`acquire` for the CPU beside devices: slots of RAM, pinned until `unpin`; NONE where an expert is gone.
+        """Pins experts [n] in RAM, from where the CPU computes them beside a device.
 
-        `prefill_only` [n] as in `pin_if_all_resident`.
+        Returns their slots [n], pinned until `unpin`; NONE where an expert is not in RAM any more. `prefill_only` [n]
+        marks those that only prefill needs.
         """
         with self._lock:
             slots: IntArray = self.ram.where[layer].take(experts)
@@ -130,7 +132,10 @@ class Residency(TierPools):
             return slots
 
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
-        """Waits until a load has ended, or slots were unpinned, since the claim. Returns False after `timeout_s`."""
+        """Waits until a load has ended or slots were unpinned since the claim of this version.
+
+        Returns False where nothing changed within `timeout_s`.
+        """
         with self._changed:
             self._waiting += 1
             try:
@@ -141,9 +146,9 @@ class Residency(TierPools):
     # --- the loader's calls -----------------------------------------------------------------------------------
 
     def reserve(self, move: Move, horizon: PrefetchPriority) -> Transfer | None:
-        """Returns a load for a prefetch request, or None where no slot is free or of lower utility.
+        """Begins the load of a prefetch request. Returns None where no slot is free or of lower utility.
 
-        Returns None also where the expert is there already, and for a copy whose source is not in RAM.
+        Returns None also where the expert is there already, or on its way, and for a copy whose source is not in RAM.
         """
         layer, expert = move.expert
         pool = self.ram if move.target is Tier.RAM else self.tops[self.device_of[layer, expert]]
@@ -164,7 +169,7 @@ class Residency(TierPools):
             return load
 
     def arrive(self, load: Transfer) -> Sequence[Transfer]:
-        """The load's bytes are in place. Returns the copies that waited for them, their source pinned."""
+        """Records that the load's bytes are in place. Returns the copies that waited for them, their source pinned."""
         with self._lock:
             load.pool.settle(load)
             for copy in load.then:
@@ -174,14 +179,14 @@ class Residency(TierPools):
             return load.then
 
     def unpin(self, slots: int | IntArray) -> None:
-        """Drops a pin of one slot of RAM, or of each of several distinct ones, that was read or held."""
+        """Drops one pin of a slot of RAM, or of each of several distinct slots."""
         with self._lock:
             self.ram.pins[slots] -= 1
             self._version += 1
             self._changed.notify_all()
 
     def fail(self, load: Transfer, error: Exception) -> None:
-        """Fails the load, and the copies that waited for it."""
+        """Ends the load, and the copies that waited for it, with `error`. Their slots become free once unpinned."""
         with self._lock:
             for failed in (load, *load.then):
                 failed.error = error
@@ -189,7 +194,7 @@ class Residency(TierPools):
                 self._tell(failed)
 
     def pin(self, layer: int, expert: int) -> int:
-        """Pins the RAM slot of an expert until `unpin` and returns it; NONE where the expert is not there."""
+        """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
         with self._lock:
             slot = int(self.ram.where[layer, expert])
             if slot >= 0:
@@ -199,7 +204,7 @@ class Residency(TierPools):
     # --- integrity ----------------------------------------------------------------------------------------------
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Asserts every invariant; with `idle`, also that nothing is pinned or on its way."""
+        """Asserts every invariant; with `idle`, also that nothing is pinned or on its way. Raises AssertionError."""
         with self._lock:
             for pool in (self.ram, *self.devices):
                 pool.check_integrity(idle=idle)
@@ -215,6 +220,7 @@ class Residency(TierPools):
     # --- under the lock -------------------------------------------------------------------------------------------
 
     def _begin(self, layer: int, demanded: IntArray) -> None:
+        """Does what `begin` does."""
         self._evictor.begin(layer)
         if len(demanded):
             for policy in self._policies:
@@ -250,6 +256,7 @@ class Residency(TierPools):
         return load.slot
 
     def _tell(self, load: Transfer) -> None:
+        """Hands an ended load to those that wait for it, and wakes `wait_for_change`."""
         for waiter in load.waiters:
             waiter.put(load)
         self._version += 1

@@ -1,8 +1,9 @@
-"""Attention of single new tokens over paged keys and values (grouped queries).
+"""Computes the attention of single new tokens over paged keys and values, with grouped queries.
 
-Memory of one layer: block b's keys of one KV head are a run of [16, head_dim], so a tile is read like a weight
-matrix. A context is cut into at most SPLITS parts by its own length alone, so that long contexts use all threads
-and a token's result is the same bits in any batch; each part keeps its largest score, sum and weighted values.
+A block's keys of one KV head lie together as [16, head_dim], so they are read like the rows of a weight matrix. A
+context is cut into at most SPLITS parts, so that all threads work on a long one. Each part keeps its largest score, the
+sum of its exponentials and its weighted values; `combine` puts the parts together. The cut depends on
+the context's length alone, so a token's result is the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import exp32, softmax
 
 BLOCK = 16  # tokens
-SPLITS = 64
-SHORTEST = 256  # tokens of the shortest part
+SPLITS = 64  # parts of a context at most
+SHORTEST = 256  # tokens of a part at least
 TILE = 4  # values added side by side
 
+# The record of one call; arrays are addresses.
 # `queries` [tokens, heads, head_dim] float32, packed and scaled; `out` [tokens, heads * head_dim] float32, packed
-# unless `plain`;
-# `tables` [tokens, table_width] int64 block ids; `contexts` [tokens] int64; `keys` and `values` of block 0, KV head
-# 0, and bytes between blocks and between KV heads; scratch `scores` and `parts` as in `scratch_floats`.
+# unless `plain`; `tables` [tokens, table_width] int64, block ids; `contexts` [tokens] int64, tokens of each context,
+# the new one among them; `longest` the largest of these; `keys` and `values` those of block 0 and KV head 0;
+# `block_stride` and `head_stride` bytes from block to block and from KV head to KV head; `scores` and `parts` scratch
+# memory, see `scratch_floats`; `iota` 0, 1, 2, ... int64.
 ATTENTION = fields(
     *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "tables", "table_width", "contexts"),
     *("keys", "values", "block_stride", "head_stride", "scores", "parts", "longest", "iota", "plain"),
@@ -34,12 +37,12 @@ ATTENTION = fields(
 
 
 def part_tokens(context: int) -> int:
-    """Tokens in one part of a context: a whole number of blocks."""
+    """Returns the tokens in one part of a context: a whole number of blocks."""
     return max(SHORTEST, (context + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK)
 
 
 def most_parts(longest: int) -> int:
-    """No context up to `longest` has more parts."""
+    """Returns the most parts that a context of up to `longest` tokens has."""
     return min(SPLITS, (longest + SHORTEST - 1) // SHORTEST)
 
 
@@ -47,7 +50,7 @@ _part_tokens, _most_parts = jit(part_tokens), jit(most_parts)
 
 
 def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict[str, int]:
-    """Sizes of the scratch arrays when the longest context has so many tokens."""
+    """Returns the sizes of the scratch arrays, in float32, where the longest context has `longest` tokens."""
     parts = most_parts(longest)
     return {
         "scores": tokens * heads * parts * part_tokens(longest),
@@ -56,12 +59,12 @@ def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict
 
 
 def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int], None]:
-    """Makes what adds weighted values up."""
+    """Makes the function that adds up weighted values, which are bf16 or float32."""
     size, load = (2, load_bf16) if bf16 else (4, load_f32)
 
     @jit
     def add_values(values: int, head_dim: int, count: int, probs: int, out: int) -> None:
-        """out += probs [count] . values [count, head_dim]."""
+        """Computes out [head_dim] += probs [count] . values [count, head_dim]."""
         p, o, line = f32_at(probs), f32_at(out), head_dim * size
         full = count - count % TILE
         for j in range(0, full, TILE):
@@ -81,7 +84,7 @@ def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int], None]:
 
 
 def _make_attend(bf16: bool, row_code: Code) -> Code:
-    """Makes the chunk that takes one part of a context for the query heads of one KV head."""
+    """Makes the chunk that computes one part of a context for the query heads of one KV head."""
     rows, add_values = address_of(row_code), _make_add_values(bf16)
     size = 2 if bf16 else 4
 
@@ -122,12 +125,12 @@ def _make_attend(bf16: bool, row_code: Code) -> Code:
 
 
 def _make_combine(bf16: bool) -> Code:
-    """Makes the chunk that puts the parts together."""
+    """Makes the chunk that puts the parts of a context together."""
     place = make_place(bf16)
 
     @chunk
     def combine(job: int, number: int) -> None:
-        """One query head of one token: its parts, weighted by their sums, to their places in `out`."""
+        """Writes the result of one query head of one token, the mean of its parts weighted by their sums."""
         a = record(job, ATTENTION)
         splits = _most_parts(a.longest)
         token, head, group = number // a.heads, number % a.heads, a.heads // a.kv_heads
@@ -157,7 +160,10 @@ def _make_combine(bf16: bool) -> Code:
 
 @cache
 def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[Code, ...]]:
-    """(run(control, address of an ATTENTION record) for kernels, the same for Python, all code that they refer to)."""
+    """Makes the attention kernel: run(control, address of an ATTENTION record).
+
+    Returns it for kernels, the same for Python, and all code that they refer to.
+    """
     row_code = make_rows(bf16)
     attend, combine = _make_attend(bf16, row_code), _make_combine(bf16)
     attending, combining = address_of(attend), address_of(combine)

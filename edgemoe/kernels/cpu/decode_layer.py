@@ -1,8 +1,8 @@
-"""The dense part of a decoder layer for single new tokens, in one call: residual, norm, q/k/v, rotary, cache,
-attention, output, norm, gate and choice of experts. Then, once a step, the head.
+"""Computes the dense part of a decoder layer for single new tokens in one call; once a step, also the head.
 
-Everything between two products is a few hundred operations a token, so it runs as one chunk per token; what is
-left to Python per layer is this call and the experts'.
+The dense part is: residual, norm, q/k/v, rotary, cache, attention, output, norm, gate and choice of experts. The work
+between two products is a few hundred operations a token, so it runs as one chunk per token. Python makes two calls per
+layer: this one, and the one for the experts.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import make_pack, norm_scale, softmax, top_k
 
-# One step: sizes; `residual` and `delta` [tokens, hidden] float32, `delta` (or 0) is added to it first; positions
-# [tokens] int64; cos and sin [tokens, head_dim / 2] float32; `attention` and `linear` are records to work with;
-# results `hidden` [tokens, hidden] in the model's type, ids [tokens, k] int64, weights [tokens, k] and probs
-# [tokens, experts] float32; scratch packed, qkv, attended and mixed, as wide as their names' tensors.
+# The record of one step; arrays are addresses. `width` is the hidden size.
+# `residual` and `delta` [tokens, width] float32: `delta`, unless it is 0, is added to `residual` first; `positions`
+# [tokens] int64; `cos` and `sin` [tokens, head_dim / 2] float32; `attention` and `linear` records that the kernel fills
+# and uses. Results: `hidden` [tokens, width] in the model's type, `ids` [tokens, k] int64, `weights` [tokens, k] and
+# `probs` [tokens, experts] float32. Scratch, float32: `packed` and `mixed` [tokens, width], `qkv` [tokens, (heads + 2 *
+# kv_heads) * head_dim], `attended` [tokens, heads * head_dim].
 STEP = np.dtype(
     [
         *fields(
@@ -33,14 +35,17 @@ STEP = np.dtype(
         ("eps", np.float64),
     ]
 )
-# Both begin with the step and a norm's weight [hidden] float32. The other weights are in the model's type, but for
-# the head norms (float32, or 0); `keys` and `values` as in `attention`.
+# The records of a layer and of the head. Both begin with the STEP record and a norm's weight [width] float32, so that
+# one chunk reads either. `q_norm` and `k_norm` [head_dim] are float32, or 0 where the model has none; `post_norm`
+# [width] is float32. The other weights are in the model's type. `keys` and `values` as in ATTENTION; `rows` [count]
+# int64 are the tokens that get `logits` [count, vocab] float32.
 LAYER = fields("step", "norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate", "keys", "values")
 HEAD = fields("step", "norm", "weight", "vocab", "rows", "count", "logits")
 
 
 @jit
 def _add(residual: int, delta: int, n: int) -> None:
+    """Computes residual [n] += delta [n], float32."""
     r, d = f32_at(residual), f32_at(delta)
     for k in range(n):
         r[k] += d[k]
@@ -48,6 +53,7 @@ def _add(residual: int, delta: int, n: int) -> None:
 
 @jit
 def _normalise(vector: int, norm: int, n: int, eps: float) -> None:
+    """Applies RMSNorm with the weight `norm` [n] to `vector` [n] in place; does nothing where `norm` is 0."""
     if norm:
         v, w, scale = f32_at(vector), f32_at(norm), norm_scale(vector, n, eps)
         for k in range(n):
@@ -56,6 +62,7 @@ def _normalise(vector: int, norm: int, n: int, eps: float) -> None:
 
 @jit
 def _turn(vector: int, cos: int, sin: int, n: int) -> None:
+    """Rotates `vector` [n] in place by the angles whose `cos` and `sin` [n / 2] are given."""
     v, c, s, half = f32_at(vector), f32_at(cos), f32_at(sin), n // 2
     for k in range(half):
         low, high = v[k], v[k + half]
@@ -63,7 +70,7 @@ def _turn(vector: int, cos: int, sin: int, n: int) -> None:
 
 
 def _make_enter(bf16: bool) -> Code:
-    """Makes the chunk that adds to one token's residual what is new, and packs its norm."""
+    """Makes the chunk that adds `delta` to one token's residual, normalises the sum and packs it."""
     place = make_place(bf16)
 
     @chunk
@@ -82,13 +89,13 @@ def _make_enter(bf16: bool) -> Code:
 
 
 def _make_rotate(bf16: bool) -> Code:
-    """Makes the chunk that takes one token from q/k/v to attention."""
+    """Makes the chunk that takes one token from the q/k/v product to attention."""
     place = make_place(bf16)
     size, store = (2, store_bf16) if bf16 else (4, store_f32)
 
     @chunk
     def rotate(job: int, token: int) -> None:
-        """Queries to their packed places, scaled; keys and values to the cache."""
+        """Normalises and rotates queries and keys; packs the queries, scaled; writes keys and values to the cache."""
         l = record(job, LAYER)  # noqa: E741
         s = record(l.step, STEP)
         a = record(s.attention, ATTENTION)
@@ -118,13 +125,13 @@ def _make_rotate(bf16: bool) -> Code:
 
 
 def _make_prepare(bf16: bool) -> Code:
-    """Makes the chunk that takes one token from attention to its experts."""
+    """Makes the chunk that takes one token from attention's output to the gate."""
     pack = make_pack(bf16)
     size, model_bf16, store = (2, 1, store_bf16) if bf16 else (4, 0, store_f32)
 
     @chunk
     def prepare(job: int, token: int) -> None:
-        """The experts' and the gate's input."""
+        """Adds attention's output to the residual, and writes its norm as the input of experts and gate."""
         l = record(job, LAYER)  # noqa: E741
         s = record(l.step, STEP)
         residual, norm = s.residual + token * s.width * 4, f32_at(l.post_norm)
@@ -139,7 +146,10 @@ def _make_prepare(bf16: bool) -> Code:
 
 
 def _make_choose() -> Code:
-    """Makes the chunk that chooses one token's experts; each weight type has its own, as each is linked by itself."""
+    """Makes the chunk that chooses one token's experts.
+
+    Each weight type has a chunk of its own, because each is linked by itself.
+    """
 
     @chunk
     def choose(job: int, token: int) -> None:
@@ -157,7 +167,10 @@ def _make_choose() -> Code:
 
 @cache
 def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
-    """(layer(control, LAYER record), head(control, HEAD record), all code that they refer to)."""
+    """Makes the kernels layer(control, LAYER record) and head(control, HEAD record).
+
+    Returns both, and all code that they refer to.
+    """
     linear, _, linear_code = make_linear(bf16)
     attention, _, attention_code = make_attention(bf16)
     enter, rotate, prepare, choose = _make_enter(bf16), _make_rotate(bf16), _make_prepare(bf16), _make_choose()

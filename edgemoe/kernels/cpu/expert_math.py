@@ -1,7 +1,7 @@
-"""Experts of one layer on the CPU, by whichever way is the fastest: the kernels, or torch's products where these are
-better at many tokens per expert.
+"""Computes the experts of one layer on the CPU in the fastest way.
 
-All read the experts in their slots; nothing is gathered. Only this file of the package needs torch.
+The ways are the kernels, and torch's products where these are faster at many tokens per expert. All read the experts
+in their slots and gather nothing. This is the only file of the package that needs torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from edgemoe.kernels.cpu.runtime import FloatArray, IntArray, Kernels
 
 TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at which the ways are timed
-FEW_TOKENS = 128  # of one expert; up to here their number is rounded up to an eighth of this, then to a half
+FEW_TOKENS = 128  # of one expert; up to here rounded up to a multiple of an eighth of this, beyond of a half
 SCRATCH_BYTES = 32 << 20  # of intermediate values of one call, if one expert alone needs no more
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
 Part = tuple[IntArray, IntArray, IntArray, FloatArray]  # slots, offsets, index and weights, as in `ExpertMath.add`
@@ -24,10 +24,10 @@ Way = Callable[..., None]
 
 
 class ExpertSlab:
-    """Slots of experts as matrices: gate and up rows [S, 2I, H], then down [S, H, I]. Owns nothing."""
+    """Views slots of experts as matrices: gate and up rows [S, 2I, H], and down [S, H, I]. Owns no memory."""
 
     def __init__(self, slab: torch.Tensor, hidden: int, width: int, bf16: bool) -> None:
-        """`slab` is uint8 [S, stride], with the experts' bytes at the front of each slot."""
+        """Views `slab`, uint8 [S, stride], in which each slot begins with an expert's bytes."""
         self.hidden, self.width, self.bf16 = hidden, width, bf16
         dtype = torch.bfloat16 if bf16 else torch.float32
         item, split = dtype.itemsize, 2 * width * hidden
@@ -38,10 +38,10 @@ class ExpertSlab:
 
 
 class ExpertMath:
-    """Called on the compute thread only.
+    """Computes experts in one of three ways, by the mean number of tokens per expert. Compute thread only.
 
-    Three ways, by the mean number of tokens per expert: dot products for a few, tiles from `tiles_from` on, torch's
-    products from `products_from` on, and always without kernels.
+    The ways are dot products for a few tokens, tiles from `tiles_from` tokens on, and torch's products from
+    `products_from` on. Without kernels all are torch's products.
     """
 
     def __init__(self, kernels: Kernels | None = None, tiles_from: float = 8.0, products_from: float = np.inf) -> None:
@@ -59,7 +59,7 @@ class ExpertMath:
     ) -> None:
         """Adds the weighted outputs of the experts in `slots` [n] to `out` [T, H] float32.
 
-        Slot i serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x` [T, H], in the slab's
+        Slot i serves the pairs offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [T, H], in the slab's
         type, with routing weight `weights[p]`.
         """
         tokens = len(index) / max(len(slots), 1)
@@ -75,7 +75,7 @@ class ExpertMath:
                 self._kernels.experts(*job, slab.bf16, out.data_ptr(), len(x), slab.hidden, slab.width)
 
     def calibrate(self, hidden: int, width: int, bf16: bool) -> None:
-        """Measures from where on which way is the fastest for experts of this shape; takes some tenths of a second."""
+        """Measures at which numbers of tokens the ways change for experts of this shape. Takes tenths of a second."""
         if self._kernels is None:
             return
         trial = _Trial(hidden, width, bf16)
@@ -84,12 +84,12 @@ class ExpertMath:
         self.products_from = trial.first_faster(one_by_one, ExpertMath(self._kernels, self.tiles_from).add)
 
     def twin(self, kernels: Kernels | None) -> ExpertMath:
-        """One for another thread, with kernels of its own."""
+        """Returns one for another thread, with kernels of its own and the same limits."""
         return ExpertMath(kernels, self.tiles_from, self.products_from)
 
 
 def _pieces(slab: ExpertSlab, slots: IntArray, offsets: IntArray, index: IntArray, weights: FloatArray) -> list[Part]:
-    """Runs of slots whose intermediate values fit, mostly one; a run has at least one slot."""
+    """Cuts the slots into runs of at least one slot whose intermediate values fit into SCRATCH_BYTES."""
     most = max(1, SCRATCH_BYTES // (4 * (slab.hidden + slab.width)))  # pairs
     if len(index) <= most:
         return [(slots, offsets, index, weights)]
@@ -112,9 +112,10 @@ def one_by_one(
     x: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """As `ExpertMath.add`: each expert's own products, weights on the left, up to twice as fast as grouped products.
+    """Does what `ExpertMath.add` does with torch's products, one expert after the other.
 
-    Numbers of tokens are rounded up, for each shape that oneDNN has not met lately costs it a millisecond.
+    The weights are the left factor: this is up to twice as fast as grouped products. Numbers of tokens are rounded up,
+    because each shape that oneDNN has not met lately costs it a millisecond.
     """
     counts = np.diff(offsets)
     step = np.where(counts <= FEW_TOKENS, FEW_TOKENS // 8, FEW_TOKENS // 2)
@@ -132,7 +133,7 @@ def one_by_one(
 
 
 class _Trial:
-    """Random experts that the two ways are timed on."""
+    """Times the ways on random experts."""
 
     def __init__(self, hidden: int, width: int, bf16: bool) -> None:
         size = 3 * hidden * width * (2 if bf16 else 4)
@@ -142,11 +143,11 @@ class _Trial:
         self._slab = ExpertSlab(weights.view(torch.uint8), hidden, width, bf16)
 
     def first_faster(self, way: Way, than: Way) -> float:
-        """From how many tokens per expert on `way` is faster; infinite where it never is."""
+        """Returns from how many tokens per expert on `way` is faster than `than`; infinite where it never is."""
         return next((float(n) for n in TRIED_TOKENS if self.seconds(way, n) < self.seconds(than, n)), np.inf)
 
     def seconds(self, way: Way, tokens: int) -> float:
-        """The best of three, with so many tokens for each expert."""
+        """Returns the shortest of three runs of `way`, in seconds, with `tokens` tokens for each expert."""
         slots, offsets = np.arange(self._experts), np.arange(self._experts + 1) * tokens
         index = np.tile(np.arange(tokens), self._experts)
         weights = np.ones(len(index), np.float32)

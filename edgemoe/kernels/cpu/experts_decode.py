@@ -1,8 +1,8 @@
-"""SwiGLU experts of one layer, computed where they lie in the slab.
+"""Computes the SwiGLU experts of one layer for a few tokens each, where they lie in the slab.
 
-Two regions: gate and up rows into `mid` (scaled by the routing weight), then down rows into `out`. Both walk rows
-in the order of memory; each weight is read once for all of its tokens. Contributions of a token's experts are
-added in the order of `slots`.
+Two parallel regions do it: gate and up rows give `mid`, scaled by the routing weight, then down rows add to `out`. Both
+read rows in the order of memory, each weight once from memory for all of its tokens. The outputs of a token's experts
+are added in the order of `slots`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import make_pack, swiglu
 
-# All addresses but the sizes: `x` [tokens, hidden] in the weights' type or float32, `out` [tokens, hidden] float32
-# is added to; slots [count], offsets [count + 1], index [m] int64 and weights [m] float32 as in `Kernels.experts`;
-# scratch packed [tokens, hidden], mid [m, width], both and part of the sizes in `scratch_floats`.
+# The record of one call; arrays are addresses.
+# `x` [tokens, hidden] bf16 where `x_bf16`, else float32; `out` [tokens, hidden] float32, which is added to; `slots`
+# [count], `offsets` [count + 1] and `index` [m] int64 and `weights` [m] float32 as in `Kernels.experts`; `packed`
+# [tokens, hidden], `mid` [m, width], `both` and `part` scratch memory, see `scratch_floats`; `stride` bytes from slot
+# to slot; `iota` 0, 1, 2, ... int64; `threads` those of the pool; `down_rows` is set by the kernel.
 EXPERTS = fields(
     *("slab", "stride", "slots", "count", "offsets", "index", "weights", "x", "x_bf16", "out", "tokens"),
     *("hidden", "width", "packed", "mid", "both", "part", "iota", "threads", "down_rows"),
 )
-GATE_ROWS = 128  # rows of gate and of up in one chunk: where a run of rows begins, memory is slow
+GATE_ROWS = 128  # rows of gate and of up in one chunk; few and long runs, because reading is slow where a run begins
 MOST_DOWN_ROWS = 128
-GROUP = 16  # tokens for which a chunk's rows are read from memory once, and from the cache for further ones
+GROUP = 16  # tokens that a chunk's rows are multiplied with in one pass; for further passes they come from the cache
 
 
 def scratch_floats(hidden: int, width: int, tokens: int, pairs: int, slots: int) -> dict[str, int]:
-    """Sizes of the scratch arrays for at most so many tokens, (token, expert) pairs and slots."""
+    """Returns the sizes of the scratch arrays, in float32, for so many tokens, (token, expert) pairs and slots."""
     return {
         "packed": tokens * hidden,
         "mid": pairs * width,
@@ -51,7 +53,7 @@ def _make_pack_token(bf16: bool) -> Code:
 
 
 def _make_gate_up(bf16: bool, row_code: Code) -> Code:
-    """Makes the chunk that takes some rows of gate and of up of one slot, for all of its tokens."""
+    """Makes the chunk that multiplies some rows of gate and of up of one slot with all of its tokens."""
     rows, place = address_of(row_code), make_place(bf16)
     size = 2 if bf16 else 4
 
@@ -66,7 +68,7 @@ def _make_gate_up(bf16: bool, row_code: Code) -> Code:
         ups = gates + GROUP * GATE_ROWS * 4
         for first in range(i64_at(e.offsets)[slot], after, GROUP):
             n, index = min(GROUP, after - first), e.index + 8 * first
-            # After the gate's rows come up's; after those, what the other threads do not take.
+            # Up's rows are prefetched beside the gate's; beside up's, the rows that this thread probably takes next.
             v, soon = w + e.width * line, w + e.threads * GATE_ROWS * line
             call_rows(rows(), w, line, count, v, e.packed, e.hidden * 4, index, n, e.hidden, gates, GATE_ROWS * 4)
             call_rows(rows(), v, line, count, soon, e.packed, e.hidden * 4, index, n, e.hidden, ups, GATE_ROWS * 4)
@@ -81,7 +83,7 @@ def _make_gate_up(bf16: bool, row_code: Code) -> Code:
 
 
 def _make_down(bf16: bool, row_code: Code) -> Code:
-    """Makes the chunk that takes some rows of down of all slots."""
+    """Makes the chunk that multiplies some rows of down of every slot, and adds to `out`."""
     rows = address_of(row_code)
     size = 2 if bf16 else 4
 
@@ -109,7 +111,7 @@ def _make_down(bf16: bool, row_code: Code) -> Code:
 
 @cache
 def make_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
-    """(run(control, address of an EXPERTS record), all code that it refers to)."""
+    """Makes the kernel run(control, address of an EXPERTS record). Returns it and all code that it refers to."""
     row_code = make_rows(bf16)
     pack_token, gate_up, down = _make_pack_token(bf16), _make_gate_up(bf16, row_code), _make_down(bf16, row_code)
     packing, gating, adding = address_of(pack_token), address_of(gate_up), address_of(down)

@@ -1,9 +1,9 @@
-"""SwiGLU experts of one layer for many tokens each, computed where they lie in the slab.
+"""Computes the SwiGLU experts of one layer for many tokens each, where they lie in the slab.
 
-A group is at most GROUP tokens of one expert. Their vectors are put into a panel, a column each; gate and up rows give
-the panel of the next product, scaled by the routing weight, and down rows add to `out`. Each piece of work takes a
-run of rows through all groups, so that weights come from memory once. Contributions of a token's experts are added in
-the order of `slots`.
+A group is at most GROUP tokens of one expert. Their vectors are the columns of a panel. Gate and up rows turn it into
+the panel of the next product, scaled by the routing weight; down rows add to `out`. Each chunk multiplies a run of rows
+with all groups, so that weights are read from memory once. The outputs of a token's experts are added in the order of
+`slots`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import swiglu
 
-GROUP = 2 * LANES  # tokens
+GROUP = 2 * LANES  # tokens of a group at most
 LINE = 4 * GROUP  # bytes of a panel's line
-GATE_ROWS = 64  # rows of gate and of up in one piece of work
-DOWN_ROWS = 64
+GATE_ROWS = 64  # rows of gate and of up in one chunk
+DOWN_ROWS = 64  # rows of down in one chunk
 
-# `x` [tokens, hidden] in the weights' type, `out` [tokens, hidden] float32 is added to; slots [count], index [m] and
-# weights [m] as in `Kernels.experts`; `groups` [n, 3]: slot's number, first pair and pairs of each, those of one
-# slot together; `firsts` [count + 1] the first group of each slot; scratch in `scratch_floats`.
+# The record of one call; arrays are addresses.
+# `x` [tokens, hidden] in the weights' type; `out` [tokens, hidden] float32, which is added to; `slots` [count] and
+# `index` [m] int64 and `weights` [m] float32 as in `Kernels.experts`; `groups` [group_count, 3] int64: index into
+# `slots`, first pair and number of pairs of each group, in the order of `slots`; `firsts` [count + 1] int64, the first
+# group of each slot; `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`.
 PREFILL_EXPERTS = fields(
     *("slab", "stride", "slots", "count", "index", "weights", "x", "out", "hidden", "width"),
     *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
@@ -35,7 +37,7 @@ PREFILL_EXPERTS = fields(
 
 
 def scratch_floats(hidden: int, width: int, groups: int, slots: int) -> dict[str, int]:
-    """Sizes of the scratch arrays for so many groups and slots."""
+    """Returns the sizes of the scratch arrays, in float32, for so many groups and slots."""
     return {
         "panels": groups * hidden * GROUP,
         "mid": groups * width * GROUP,
@@ -45,7 +47,7 @@ def scratch_floats(hidden: int, width: int, groups: int, slots: int) -> dict[str
 
 
 def group_pairs(offsets: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """`groups` and `firsts` of slots that serve the pairs offsets[i]:offsets[i + 1]."""
+    """Returns `groups` and `firsts` of a PREFILL_EXPERTS record; slot i serves the pairs offsets[i]:offsets[i + 1]."""
     counts = np.diff(offsets)
     each = -(-counts // GROUP)
     firsts = np.concatenate(([0], np.cumsum(each)))
@@ -72,7 +74,7 @@ def _make_fill_panel(bf16: bool) -> Code:
 
 
 def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
-    """Makes the chunk that takes some rows of gate and of up of one slot, for all of its groups."""
+    """Makes the chunk that multiplies some rows of gate and of up of one slot with all of its groups."""
     size, per_word = (2, 2) if bf16 else (4, 1)
     multiply, (_, lines) = address_of(tile_code), make_fill(bf16)
 
@@ -106,7 +108,7 @@ def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
 
 
 def _make_down(bf16: bool, tile_code: Code) -> Code:
-    """Makes the chunk that takes some rows of down of all slots."""
+    """Makes the chunk that multiplies some rows of down of every slot, and adds to `out`."""
     size, per_word = (2, 2) if bf16 else (4, 1)
     multiply = address_of(tile_code)
 
@@ -136,7 +138,7 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
 
 @cache
 def make_prefill_experts(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
-    """(run(control, address of a PREFILL_EXPERTS record), all code that it refers to)."""
+    """Makes the kernel run(control, address of a PREFILL_EXPERTS record). Returns it and all code that it refers to."""
     tile_code = make_tile(bf16)
     fill, gate_up, down = _make_fill_panel(bf16), _make_gate_up(bf16, tile_code), _make_down(bf16, tile_code)
     filling, gating, adding = address_of(fill), address_of(gate_up), address_of(down)

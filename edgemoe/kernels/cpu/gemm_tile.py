@@ -1,9 +1,9 @@
-"""The inner loop of products with many vectors: rows of a matrix, read where they lie, against a panel of columns.
+"""Multiplies rows of a matrix, read where they lie, with many vectors, the columns of a panel.
 
-A row's elements come in words of 32 bits, one float32 or two bf16. Each word is broadcast and multiplied with a line
-of the panel, so that sums stay in registers from the first element to the last and nothing is added across lanes.
-A panel's line holds one element of every column (float32), or two bf16 where the processor multiplies pairs of them
-(AVX-512 BF16); without that a word of bf16 takes two lines of float32. Sums are float32, in the order of the elements.
+A row is read in words of 32 bits: one float32 or two bf16. Each word is broadcast and multiplied with a line of the
+panel, so that the sums stay in registers until the row ends and nothing is added across lanes. A line holds one
+float32 of every column. Where the processor multiplies pairs of bf16 (AVX-512 BF16), it holds two bf16 of every column;
+else a word of bf16 takes two lines of float32. Sums are float32, in the order of the elements.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, bits_of, cgutils, code
 from edgemoe.kernels.cpu.object_cache import Code
 
 PAIRS = WIDE and bool(llvm.get_host_cpu_features().get("avx512bf16")) and llvm.llvm_version_info >= (16,)
-ROWS = 8 if WIDE else 4  # whose sums are kept in registers, for two vectors of columns
+ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into the registers
 _HIGH = np.uint32(0xFFFF0000)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not name."""
+    """Stands for LLVM's type bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -39,7 +39,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
 
 
 class _Emitter:
-    """Writes the loop for `rows` rows and `vectors` vectors of columns."""
+    """Writes the LLVM code of the loop for `rows` rows and `vectors` vectors of columns."""
 
     def __init__(self, builder: Any, rows: int, vectors: int, bf16: bool, paired: bool) -> None:
         self.b, self.rows, self.vectors, self.bf16, self.paired = builder, rows, vectors, bf16, paired
@@ -53,7 +53,7 @@ class _Emitter:
         return self.b.load(self.at(base, offset, kind), align=4)
 
     def spread(self, word: Any) -> list[Any]:
-        """A word in all lanes, as it is multiplied with each of its lines."""
+        """Returns a word in all lanes, once for each line of the panel that it is multiplied with."""
         undefined = ir.Constant(self.words, ir.Undefined)
         first = self.b.insert_element(undefined, word, ir.Constant(ir.IntType(32), 0))
         zeros = ir.Constant(self.words, [0] * LANES)
@@ -79,7 +79,7 @@ class _Emitter:
     def run(
         self, a: Any, a_stride: Any, soon: Any, b: Any, b_stride: Any, words: Any, c: Any, c_stride: Any, fresh: Any
     ) -> None:
-        """c [rows, vectors] = (or, where `fresh` is 0, +=) a . b; words of `a` are prefetched at `soon`."""
+        """Computes c [rows, vectors] = a . b, or += where `fresh` is 0. Prefetches as much as `a` has at `soon`."""
         build, kind = self.b, self.words if self.paired else self.vector
         starts = [build.add(a, build.mul(a_stride, self.size(row))) for row in range(self.rows)]
         places = [
@@ -126,6 +126,8 @@ class _Emitter:
 
 
 def _block(rows: int, vectors: int, bf16: bool, paired: bool) -> Callable[..., None]:
+    """Makes the intrinsic that runs the loop of `_Emitter` for so many rows and vectors."""
+
     @intrinsic
     def block(
         typing: Any,
@@ -150,11 +152,12 @@ def _block(rows: int, vectors: int, bf16: bool, paired: bool) -> Callable[..., N
 
 @cache
 def make_tile(bf16: bool, pairs: bool = PAIRS) -> Code:
-    """tile(a, a_stride, rows, next, b, b_stride, words, c, c_stride, columns, fresh): c = a . b, or c += a . b.
+    """Makes tile(a, a_stride, rows, following, b, b_stride, words, c, c_stride, columns, fresh).
 
-    `a` rows of `words` words, `a_stride` bytes apart; `b` a panel, `b_stride` bytes between lines; `c` [rows, columns]
-    float32. Columns come in whole vectors. What is prefetched beside the last rows lies at `next`. Call it by its
-    address with `call_rows`.
+    It computes c = a . b, or c += a . b where `fresh` is 0. `a` has `rows` rows of `words` words each, `a_stride` bytes
+    apart; `b` is a panel, its lines `b_stride` bytes apart; `c` [rows, columns] is float32, its rows `c_stride` bytes
+    apart; `columns` is a multiple of LANES. Beside the last rows it prefetches from `following`. Call it by its address
+    with `call_rows`.
     """
     paired = bf16 and pairs
     wide, narrow = _block(ROWS, 2, bf16, paired), _block(ROWS, 1, bf16, paired)
@@ -201,22 +204,23 @@ def make_tile(bf16: bool, pairs: bool = PAIRS) -> Code:
 
 @jit
 def rounded(value: float) -> Any:
-    """The bits of a float32 rounded to bf16 (to nearest, ties to even), in the upper half."""
+    """Returns a float32 rounded to bf16, to nearest and ties to even, as bits: the upper half of a uint32."""
     bits = np.uint32(bits_of(np.float32(value)))
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & _HIGH
 
 
 def panel_words(elements: int, bf16: bool, pairs: bool = PAIRS) -> int:
-    """Lines of a panel whose columns have so many elements."""
+    """Returns the lines of a panel whose columns have so many elements."""
     return elements // 2 if bf16 and pairs else elements
 
 
 @cache
 def make_fill(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
-    """(column, lines): what puts vectors into panels.
+    """Makes the functions that put vectors into a panel whose lines are `stride` bytes apart. Returns both.
 
-    column(panel, stride, number, source, words) writes a vector in the model's type as one column;
-    lines(panel, stride, pair, low, high, count) writes elements 2 x pair and 2 x pair + 1 of `count` columns, float32.
+    column(panel, stride, number, source, words) writes a vector in the model's type as column `number`.
+    lines(panel, stride, pair, low, high, count) writes elements 2 * pair and 2 * pair + 1 of `count` columns, which are
+    `low` [count] and `high` [count], float32.
     """
     paired, split = bf16 and pairs, bf16 and not pairs
 

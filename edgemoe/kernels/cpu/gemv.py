@@ -1,12 +1,12 @@
-"""The one inner loop that all products share: a row of weights against T packed vectors.
+"""Multiplies rows of weights with T packed vectors, for decode-sized batches.
 
-Weights are read where they lie, once for T tokens. bf16 comes in pairs as uint32: the low half shifted, the high
-half masked, both bit-cast to float32; so a packed vector holds, for every 2 x LANES elements, the even ones and then
-the odd ones. Sums are float32, and the order of additions does not depend on T: a token's result is the same bits
-in any batch.
+Weights are read where they lie, once for T tokens. bf16 is read in pairs as uint32: the low half is shifted, the high
+half masked, and both are bit-cast to float32. So a packed vector holds, of every 2 * LANES elements, first the even
+ones and then the odd ones. Sums are float32. The order of additions does not depend on T, so a token's result is the
+same bits in any batch.
 
-LLVM's own vectoriser keeps to 256 bits and loses half the speed from T = 4 on, hence explicit vectors; they are
-split into what the machine has, so this is portable.
+LLVM's own vectoriser uses 256 bits at most and loses half the speed from T = 4 on, so the vectors are explicit here.
+LLVM splits them into what the machine has, so the code is portable.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from edgemoe.kernels.cpu.intrinsics import (
 from edgemoe.kernels.cpu.object_cache import Code
 
 WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
-LANES = 16 if WIDE else 8
+LANES = 16 if WIDE else 8  # float32 in a vector
 AHEAD_BYTES = 4096  # prefetched into the second-level cache: 35 GB/s on two cores, 23 without
 
 Dots = Callable[[int, int, int, int, int, int, int, int], None]
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """Writes a prefetch into the second-level cache."""
+    """Writes the LLVM code of a prefetch into the second-level cache."""
     byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
     fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -54,11 +54,12 @@ def prefetch(builder: Any, address: Any) -> None:
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Writes the LLVM code of a * b + c, which may become one instruction."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
 class _Emitter:
-    """Writes the loop over one row of weights and `tokens` vectors."""
+    """Writes the LLVM code of the loop over one row of weights and `tokens` vectors."""
 
     def __init__(self, builder: Any, tokens: int, bf16: bool) -> None:
         self.b, self.tokens, self.bf16 = builder, tokens, bf16
@@ -69,12 +70,12 @@ class _Emitter:
         return self.b.load(self.b.inttoptr(self.b.add(base, offset), kind.as_pointer()), align=4)
 
     def vectors(self, x: Any, x_stride: Any, index: Any) -> list[Any]:
-        """Addresses of the packed vectors that `index` names."""
+        """Returns the addresses of the packed vectors [tokens] whose numbers lie at `index`."""
         rows = [self.load(index, ir.Constant(I64, 8 * token), I64) for token in range(self.tokens)]
         return [self.b.add(x, self.b.mul(x_stride, row)) for row in rows]
 
     def weights(self, w: Any, offset: Any) -> list[Any]:
-        """One vector of float32, or the even and the odd ones of bf16."""
+        """Returns one vector of float32, or two for bf16: the even elements and the odd ones."""
         if not self.bf16:
             return [self.load(w, offset, self.vector)]
         pairs = self.load(w, offset, self.integers)
@@ -83,7 +84,7 @@ class _Emitter:
         return [self.b.bitcast(half, self.vector) for half in (even, odd)]
 
     def loop(self, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, blocks: Any) -> list[Any]:
-        """Sums [tokens] over `blocks` (at least one) blocks, each still a vector; prefetches as much at `soon`."""
+        """Returns the sums [tokens] over `blocks` blocks, at least one, as vectors. Prefetches as much at `soon`."""
         b, entry = self.b, self.b.block
         vectors = self.vectors(x, x_stride, index)
         body, after = b.append_basic_block("body"), b.append_basic_block("after")
@@ -117,7 +118,7 @@ class _Emitter:
         return ir.Constant(I64, 4 * LANES * vectors)
 
     def total(self, vector: Any) -> Any:
-        """Sum of a vector's lanes, pairwise."""
+        """Returns the sum of a vector's lanes, added pairwise."""
         name = f"llvm.vector.reduce.fadd.v{LANES}f32"
         kind = ir.FunctionType(F32, [F32, self.vector])
         add = cgutils.get_or_insert_function(self.b.module, kind, name)
@@ -125,7 +126,7 @@ class _Emitter:
 
 
 def _blocks(tokens: int, bf16: bool) -> Any:
-    """out[token] = sum over full blocks; `out_stride` bytes between tokens."""
+    """Makes the intrinsic that writes the sum over full blocks to out[token], `out_stride` bytes apart."""
 
     @intrinsic
     def blocks(
@@ -145,12 +146,12 @@ def _blocks(tokens: int, bf16: bool) -> Any:
 
 
 def block_elements(bf16: bool) -> int:
-    """Elements of a row that one turn of the loop takes."""
+    """Returns the elements of a row that one turn of the loop takes."""
     return LANES * (2 if bf16 else 1)
 
 
 def _dots(tokens: int, bf16: bool) -> Dots:
-    """out[token] = w . x[index[token]] over n elements; strides in bytes."""
+    """Makes the function that computes out[token] = w . x[index[token]] over n elements; strides in bytes."""
     blocks, block, rest = _blocks(tokens, bf16), block_elements(bf16), _rest(bf16)
 
     @jit
@@ -167,7 +168,7 @@ def _dots(tokens: int, bf16: bool) -> Dots:
 
 @cache
 def _rest(bf16: bool) -> Callable[[int, int, int, int, int], None]:
-    """The elements that fill no vector."""
+    """Makes the function that adds the last elements of a row, which fill no block, to one sum."""
     weight = load_bf16 if bf16 else load_f32
 
     @jit
@@ -182,29 +183,32 @@ def _rest(bf16: bool) -> Callable[[int, int, int, int, int], None]:
 
 @jit
 def load_bf16(address: int, index: int) -> float:
+    """Returns element `index` of the bf16 array at `address`, as float32."""
     return bf16_to_f32(np.uint32(u16_at(address)[index]))  # type: ignore[no-any-return]
 
 
 @jit
 def load_f32(address: int, index: int) -> float:
+    """Returns element `index` of the float32 array at `address`."""
     return f32_at(address)[index]  # type: ignore[no-any-return]
 
 
 @jit
 def store_bf16(address: int, index: int, value: float) -> None:
-    """Rounds to nearest, ties to even."""
+    """Stores a float32 as bf16, rounded to nearest, ties to even."""
     bits = np.uint32(bits_of(np.float32(value)))
     u16_at(address)[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
 
 
 @jit
 def store_f32(address: int, index: int, value: float) -> None:
+    """Stores element `index` of the float32 array at `address`."""
     f32_at(address)[index] = value
 
 
 @cache
 def make_place(bf16: bool) -> Callable[[int, int], int]:
-    """Where element k of a vector of n goes when packed."""
+    """Makes place(k, n): the index of element k of a vector of n elements once it is packed."""
     block = block_elements(bf16)
 
     @jit
@@ -218,11 +222,12 @@ def make_place(bf16: bool) -> Callable[[int, int], int]:
 
 @cache
 def make_rows(bf16: bool) -> Code:
-    """rows(w, stride, count, next, x, x_stride, index, tokens, n, out, out_stride): any number of rows and tokens.
+    """Makes rows(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride).
 
-    Rows are read one after the other; tokens go in groups, for which a row comes from the first-level cache.
-    What is prefetched while the last rows are computed lies at `next`, where the caller will probably go on.
-    Call it by its address with `call_rows`.
+    It multiplies `count` rows of n weights at `w` with the packed vectors x[index[t]] of `tokens` tokens, into
+    out[t][row]; strides are in bytes. It reads rows one after the other. Tokens go in groups; from the second group on
+    a row comes from the first-level cache. Beside the last rows it prefetches from `following`, where the caller will
+    probably go on. Call it by its address with `call_rows`.
     """
     by1, by2 = _dots(1, bf16), _dots(2, bf16)
     by4 = _dots(4, bf16) if WIDE else by2  # sums for four tokens need 32 wide registers

@@ -1,7 +1,7 @@
-"""The few things that a kernel needs below Numba's own level: pointers, bf16 bits, atomics, pause, semaphores.
+"""Gives kernels what Numba itself lacks: pointers, bf16 bits, atomics, pause and semaphores.
 
-Kernels take addresses, not arrays: one call then costs a fraction of a microsecond whatever it works on, and
-several threads can be handed the same job (see `pool`). An address is an int64; `record` reads a job's fields.
+Kernels take addresses, not arrays. So a call costs a fraction of a microsecond whatever it works on, and several
+threads can work on the same job (see `thread_pool`). An address is an int64; `record` reads a job's fields.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ types: Any = numba.types
 cgutils: Any = numba.core.cgutils
 intrinsic: Decorator = numba.extending.intrinsic
 _INNER: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # called from other kernels only
+jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # for functions that only kernels call
 summing: Decorator = numba.njit(fastmath={"contract", "reassoc"}, **_INNER)
-entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # called from Python, compiled when first called
+entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # for Python; compiled when first called
 INT: Any = types.int64
 
 
 def code(*arguments: Any) -> Callable[[Any], Code]:
-    """A function that is called by its address; compiled, or taken from the disk, by `machine_code.link`."""
+    """Decorates a function that is called by its address. `object_cache.link` compiles it or reads it from disk."""
     return lambda function: Code(arguments, function)
 
 
-chunk = code(INT, INT)  # a part of a kernel: (address of its record, number of the chunk); see `pool.parallel`
+chunk = code(INT, INT)  # a part of a kernel: (address of its record, number of the chunk); see `thread_pool.parallel`
 
 _libc = ctypes.CDLL(None, use_errno=True)
 sem_init = _libc.sem_init
@@ -47,12 +47,12 @@ sem_post.argtypes, sem_post.restype = (ctypes.c_size_t,), ctypes.c_int
 
 
 def fields(*names: str) -> np.dtype[np.void]:
-    """A record type of int64 fields."""
+    """Returns a record type with these fields, each an int64."""
     return np.dtype([(name, np.int64) for name in names])
 
 
 def address_of(code: Code) -> Callable[[], int]:
-    """What kernels call to get its address, which the linker fills in."""
+    """Makes the function that kernels call for the address of `code`, which the linker fills in."""
 
     @intrinsic
     def address(typing: Any) -> Any:
@@ -67,12 +67,14 @@ def address_of(code: Code) -> Callable[[], int]:
 
 
 def place_of(dtype: np.dtype[np.void], field: str) -> int:
-    """The field's index in an int64 view of the record."""
+    """Returns the field's index in an int64 view of the record."""
     assert dtype.fields is not None
     return int(dtype.fields[field][1]) // 8
 
 
 def _pointer(element: Any) -> Any:
+    """Makes the function that turns an address into a pointer to elements of this type."""
+
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:
         kind = types.CPointer(element)
@@ -93,7 +95,7 @@ u16_at = _pointer(types.uint16)
 
 @intrinsic
 def record(typing: Any, address: Any, dtype: Any) -> Any:
-    """The record of type `dtype` (a NumPy structured dtype) at `address`."""
+    """Returns the record of type `dtype`, a NumPy structured dtype, at `address`."""
 
     def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(dtype.dtype))
@@ -102,32 +104,32 @@ def record(typing: Any, address: Any, dtype: Any) -> Any:
 
 
 def _libc_call(builder: Any, name: str, arguments: list[Any]) -> Any:
-    """By name: kept machine code cannot have the address of a shared library's function in it."""
+    """Calls a function of libc by its name; its address differs in each process, so kept code cannot have it."""
     kind = ir.FunctionType(ir.IntType(32), [argument.type for argument in arguments])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
 @intrinsic
 def wait_for(typing: Any, semaphore: Any) -> Any:
-    """sem_wait at an address."""
+    """Calls sem_wait for the semaphore at an address."""
     return types.int32(types.int64), lambda _, builder, __, args: _libc_call(builder, "sem_wait", [args[0]])
 
 
 @intrinsic
 def wake(typing: Any, semaphore: Any) -> Any:
-    """sem_post at an address."""
+    """Calls sem_post for the semaphore at an address."""
     return types.int32(types.int64), lambda _, builder, __, args: _libc_call(builder, "sem_post", [args[0]])
 
 
 @intrinsic
 def give_way(typing: Any) -> Any:
-    """sched_yield."""
+    """Calls sched_yield: lets another thread have this core."""
     return types.int32(), lambda _, builder, __, ___: _libc_call(builder, "sched_yield", [])
 
 
 @intrinsic
 def bf16_to_f32(typing: Any, bits: Any) -> Any:
-    """float32 of the bf16 in the low half of a uint32."""
+    """Returns the bf16 in the low half of a uint32 as float32."""
 
     def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.bitcast(builder.shl(args[0], ir.Constant(ir.IntType(32), 16)), F32)
@@ -137,18 +139,20 @@ def bf16_to_f32(typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of(typing: Any, value: Any) -> Any:
-    """The bits of a float32."""
+    """Returns the bits of a float32 as uint32."""
     return types.uint32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
 
 
 @intrinsic
 def f32_of(typing: Any, bits: Any) -> Any:
-    """The float32 with these bits."""
+    """Returns the float32 with these bits, a uint32."""
     return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], F32)
 
 
 @intrinsic
 def atomic_load(typing: Any, address: Any) -> Any:
+    """Returns the int64 at an address."""
+
     def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
 
@@ -157,6 +161,8 @@ def atomic_load(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def atomic_store(typing: Any, address: Any, value: Any) -> Any:
+    """Stores an int64 at an address."""
+
     def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
         builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "seq_cst", 8)
         return context.get_dummy_value()
@@ -166,7 +172,7 @@ def atomic_store(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_add(typing: Any, address: Any, value: Any) -> Any:
-    """Adds, and returns what was there before."""
+    """Adds to the int64 at an address. Returns what was there before."""
 
     def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -176,7 +182,7 @@ def atomic_add(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_swap(typing: Any, address: Any, value: Any) -> Any:
-    """Stores, and returns what was there before."""
+    """Stores an int64 at an address. Returns what was there before."""
 
     def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
         return builder.atomic_rmw("xchg", builder.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
@@ -186,7 +192,7 @@ def atomic_swap(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def atomic_replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Stores `value` if `expected` is there; returns whether it was."""
+    """Stores `value` at an address if `expected` is there. Returns whether it was."""
 
     def emit(_: Any, builder: Any, __: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], I64.as_pointer())
@@ -197,7 +203,7 @@ def atomic_replace(typing: Any, address: Any, expected: Any, value: Any) -> Any:
 
 @intrinsic
 def pause(typing: Any) -> Any:
-    """Tells the processor that this is a spin loop."""
+    """Tells the processor that this thread spins."""
     names = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [1])}
 
     def emit(context: Any, builder: Any, _: Any, __: Any) -> Any:
@@ -212,6 +218,7 @@ def pause(typing: Any) -> Any:
 
 
 def _call(_: Any, builder: Any, __: Any, args: Any) -> Any:
+    """Calls the function at the address args[0] with the other arguments, int64."""
     kind = ir.FunctionType(ir.VoidType(), [I64] * (len(args) - 1))
     builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
     return ir.Constant(ir.IntType(8).as_pointer(), None)
@@ -219,7 +226,7 @@ def _call(_: Any, builder: Any, __: Any, args: Any) -> Any:
 
 @intrinsic
 def call_chunk(typing: Any, function: Any, job: Any, number: Any) -> Any:
-    """Calls the `chunk` at an address. (Called by name, LLVM would optimise it again inside each caller.)"""
+    """Calls the `chunk` at an address. By name, LLVM would optimise it again inside each caller."""
     return types.void(*[types.int64] * 3), _call
 
 
@@ -227,5 +234,5 @@ def call_chunk(typing: Any, function: Any, job: Any, number: Any) -> Any:
 def call_rows(
     typing: Any, fn: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
 ) -> Any:
-    """Calls what `dot.make_rows` or `tile.make_tile` made."""
+    """Calls what `gemv.make_rows` or `gemm_tile.make_tile` made, by its address."""
     return types.void(*[types.int64] * 12), _call

@@ -1,4 +1,4 @@
-"""Dense product for decode-sized batches: every weight is read once, by whichever thread gets to it."""
+"""Computes a dense product for decode-sized batches. Every weight is read once, by whichever thread is free."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_rows, chunk, co
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
 
-# out[t] = weight [rows, n] . x[index[t]] for `tokens` tokens; `x` packed float32, `out` [tokens, rows] float32.
-# `step` is set by the kernel; `threads` are those of the pool.
+# The record of one call, out[t] = weight [rows, n] . x[index[t]]; arrays are addresses.
+# `x` packed float32; `index` [tokens] int64; `out` [tokens, rows] float32; `step`, rows in one chunk, is set by the
+# kernel; `threads` those of the pool.
 LINEAR = fields("weight", "rows", "n", "x", "index", "tokens", "out", "step", "threads")
 LONG, SHORT = 128, 8  # rows in one chunk of a large matrix, and of a small one such as a gate
 
 
 @cache
 def make_linear(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[Code, ...]]:
-    """(run(control, address of a LINEAR record) for kernels, the same for Python, all code that they refer to)."""
+    """Makes the product kernel: run(control, address of a LINEAR record).
+
+    Returns it for kernels, the same for Python, and all code that they refer to.
+    """
     rows = make_rows(bf16)
     multiply = address_of(rows)
     size = 2 if bf16 else 4

@@ -1,8 +1,8 @@
-"""Compiled kernels, kept on disk as an object file: an engine that starts again does not compile for ten seconds.
+"""Keeps compiled kernels on disk as an object file. An engine that starts again saves ten seconds of compiling.
 
-Compiling is Numba's; what it made is turned into one object file by LLVM, and the linker puts the addresses in. Nothing
-is pickled. Whoever can write the directory can run code as the service, as with the package's own files, so
-it is used only where it belongs to this user and nobody else can write it.
+Numba compiles; LLVM makes one object file of the result; the linker fills in the addresses. Nothing is pickled. Whoever
+can write the directory can run code as the service, so it is used only where it belongs to this user and nobody else
+can write it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
-KEPT = 4  # files of other versions or types that may lie beside
+KEPT = 4  # object files in the directory at most: of other versions, weight types or processors
 DIGEST_BYTES = 16
-COMPILE_S = 120.0  # that an engine waits for another one that compiles
+COMPILE_S = 120.0  # how long an engine waits for another one that compiles
 C_TYPES: dict[str, Any] = {"int64": ctypes.c_int64, "float32": ctypes.c_float}
-_linked: list[Any] = []  # whatever holds machine code that has addresses; never freed
+_linked: list[Any] = []  # what holds machine code in use; never freed
 
 
 class Code:
-    """A function of numbers without a result, called by its address, from kernels or from Python."""
+    """Holds a function of numbers without a result. Kernels and Python call it by its address."""
 
     def __init__(self, arguments: tuple[Any, ...], function: Any) -> None:
         self.arguments, self._function, self._linked = arguments, function, ("", 0)
@@ -46,37 +46,40 @@ class Code:
 
     @cached_property
     def compiled(self) -> Any:
-        """By Numba, now."""
+        """Returns Numba's compiled function; compiles it at the first use."""
         options: Any = {"fastmath": {"contract"}, "error_model": "numpy"}
         return numba.cfunc(types.void(*self.arguments), **options)(self._function)
 
     @property
     def symbol(self) -> str:
-        """Its name in object code."""
+        """Returns its name in object code."""
         return self._linked[0] or str(self.compiled.native_name)
 
     @property
     def address(self) -> int:
+        """Returns its address; compiles it where it has not been linked."""
         return self._linked[1] or int(self.compiled.address)
 
     @cached_property
     def call(self) -> Callable[..., None]:
-        """For Python; releases the GIL."""
+        """Returns the function for Python. It releases the GIL."""
         return ctypes.CFUNCTYPE(None, *(C_TYPES[str(kind)] for kind in self.arguments))(self.address)
 
     @property
     def is_linked(self) -> bool:
+        """Returns whether `place` has given it an address."""
         return self._linked[1] != 0
 
     def place(self, symbol: str, address: int) -> None:
-        """It has been linked."""
+        """Records the symbol and the address that the linker gave it."""
         self._linked = (symbol, address)
 
 
 def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> None:
-    """Sees that all have addresses, from the file in `directory` if there is one.
+    """Gives all `codes` addresses, from the object file in `directory` where there is one.
 
-    They may refer to each other but to no further ones; `variant` tells apart functions that have the same source.
+    Compiles them where there is none. They may refer to each other but to no further ones. `variant` tells apart
+    functions that have the same source.
     """
     if all(code.is_linked for code in codes):
         return
@@ -99,13 +102,13 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> No
 
 
 def _kept(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes] | None:
-    """What an earlier process compiled of these; None where it is missing, damaged or not of all."""
+    """Returns the kept symbols by names, and the object file; None where it is missing, damaged or incomplete."""
     kept = _read(path)
     return kept if kept is not None and set(kept[0]) == {code.name for code in codes} else None
 
 
 def _compile_once(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
-    """Compiles and keeps them; engines that start together wait for the first, at most `COMPILE_S`."""
+    """Compiles and keeps them. Engines that start together wait for the first one, at most `COMPILE_S`."""
     with contextlib.ExitStack() as stack:
         try:
             lock = stack.enter_context((path.parent / "lock").open("wb"))
@@ -120,7 +123,7 @@ def _compile_once(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], by
 
 
 def _take(lock: int, end_s: float) -> None:
-    """Locks the file, which whoever holds it lets go of when it ends; goes on without the lock after `end_s`."""
+    """Locks the file, and goes on without the lock after `end_s`. A process that ends frees its lock."""
     while time.monotonic() < end_s:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,7 +132,7 @@ def _take(lock: int, end_s: float) -> None:
 
 
 def _is_private(directory: Path) -> bool:
-    """Makes it if it is not there."""
+    """Returns whether only this user can write the directory; makes it where it is missing."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
@@ -143,7 +146,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def _fingerprint(codes: Sequence[Code], variant: str) -> str:
-    """Of all that the machine code depends on."""
+    """Returns a hash of all that the machine code depends on."""
     digest = xxhash.xxh3_128()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
@@ -153,6 +156,7 @@ def _fingerprint(codes: Sequence[Code], variant: str) -> str:
 
 
 def _target_machine() -> Any:
+    """Returns LLVM's target: this processor with all its features."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target, features = llvm.Target.from_default_triple(), llvm.get_host_cpu_features().flatten()
@@ -162,7 +166,7 @@ def _target_machine() -> Any:
 
 
 def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
-    """Symbols by names, and one object file of all."""
+    """Compiles all. Returns their symbols by names, and one object file."""
     symbols = {code.name: str(code.compiled.native_name) for code in codes}
     assert len(symbols) == len(codes), "two kernels of one name"
     whole = llvm.parse_assembly("")
@@ -172,7 +176,7 @@ def _compile(codes: Sequence[Code]) -> tuple[dict[str, str], bytes]:
 
 
 def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
-    """What `_write` wrote; nothing where it is missing or damaged."""
+    """Returns what `_write` wrote; None where it is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -184,6 +188,7 @@ def _read(path: Path) -> tuple[dict[str, str], bytes] | None:
 
 
 def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
+    """Keeps the object file, with a hash in front, and deletes the oldest beyond KEPT. Logs where it cannot."""
     data = json.dumps(symbols).encode() + b"\n" + machine_code
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -196,5 +201,5 @@ def _write(path: Path, symbols: dict[str, str], machine_code: bytes) -> None:
 
 
 def symbol_type(arguments: int) -> Any:
-    """Of a `Code` of so many int64."""
+    """Returns the LLVM type of a `Code` with so many int64 arguments."""
     return ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * arguments)

@@ -1,9 +1,9 @@
-"""Attention of a prompt's chunk over paged keys and values (grouped queries, causal), in one pass over the context.
+"""Computes the causal attention of a prompt's chunk over paged keys and values, with grouped queries.
 
-As [FlashAttention, Algorithm 1], on tiles that stay in the second-level cache: one piece
-of work is SPAN tokens of all query heads that share a KV head, and takes the context TILE tokens at a time. Tiles
-begin at multiples of TILE of the context, and what a token does not see is added as zero; so its result is the same
-bits however the prompt is cut into chunks.
+It passes over the context once, on tiles that stay in the second-level cache [FlashAttention, Algorithm 1]. One piece
+of work is `span` tokens of all query heads that share a KV head; it takes the context TILE tokens at a time. Tiles
+begin at multiples of TILE of the context, and what a token does not see is added as zero. So a token's result is the
+same bits however the prompt is cut into chunks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import exp32
 
 TILE = 64  # tokens of context
-MOST_ROWS = 512  # of one piece of work: tokens times query heads
+MOST_ROWS = 512  # of one piece of work at most: tokens times query heads
 KEY_LINE, VALUE_LINE = 4 * TILE, 4  # bytes of a panel's line, of values per element
 LOWEST = np.float32(-3e38)
 
-# `queries` and `out` [tokens, heads, head_dim] in the model's type, the last `tokens` of `context`; `table` [blocks]
-# int64; `keys` to `head_stride` as in `attention`; `scratch` has `scratch_floats` for each piece of work.
+# The record of one call; arrays are addresses.
+# `queries` and `out` [tokens, heads, head_dim] in the model's type, of the last `tokens` of `context`; `table` [blocks]
+# int64, block ids; `keys`, `values`, `block_stride` and `head_stride` as in ATTENTION; `scratch` `piece_bytes` for each
+# piece of work, see `scratch_floats`; `span` tokens of one piece.
 PREFILL = fields(
     *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "table", "context"),
     *("keys", "values", "block_stride", "head_stride", "scratch", "span", "piece_bytes"),
@@ -55,18 +57,18 @@ PREFILL = fields(
 
 
 def span_tokens(heads: int, kv_heads: int, tokens: int, threads: int) -> int:
-    """Tokens of one piece of work: few enough for its scores to stay in the cache and for all threads to have one."""
+    """Returns the tokens of one piece of work: its scores stay in the cache, and each thread has a piece."""
     return max(1, min(MOST_ROWS * kv_heads // heads, -(-tokens * kv_heads // threads)))
 
 
 def scratch_floats(heads: int, kv_heads: int, head_dim: int, span: int) -> int:
-    """Of one piece of work: a tile of keys, of values and of scores, the sums and their scales."""
+    """Returns the scratch float32 of one piece: a tile of keys, of values and of scores, the sums and their scales."""
     rows, wide = heads // kv_heads * span, padded(head_dim)
     return TILE * head_dim + TILE * wide + rows * (TILE + wide + 2) + TILE
 
 
 def padded(head_dim: int) -> int:
-    """Whole vectors."""
+    """Returns `head_dim` rounded up to whole vectors."""
     return -(-head_dim // LANES) * LANES
 
 
@@ -74,7 +76,7 @@ _padded = jit(padded)
 
 
 def _folded(name: str, combine: Callable[[Any, Any, Any], Any]) -> Callable[[int], Any]:
-    """What turns the TILE float32 at an address into one; LLVM by itself does it one by one."""
+    """Makes the function that folds the TILE float32 at an address into one, by vectors; LLVM would go one by one."""
 
     @intrinsic
     def fold(typing: Any, address: Any) -> Any:
@@ -98,12 +100,12 @@ mass = _folded("fadd", lambda b, x, y: b.fadd(x, y))
 
 
 def _make_fill_keys(bf16: bool) -> Callable[..., None]:
-    """Makes what gathers a tile of keys."""
+    """Makes the function that gathers a tile of keys."""
     size, (column, _) = 2 if bf16 else 4, make_fill(bf16)
 
     @jit
     def fill_keys(p: int, head: int, start: int, count: int, panel: int) -> None:
-        """Keys as columns; those beyond the context are whatever was there, finite, and masked."""
+        """Writes keys as columns. Columns beyond the context keep what was there, finite, and are masked."""
         a = record(p, PREFILL)
         table, words = i64_at(a.table), a.head_dim * size // 4
         for j in range(count):
@@ -153,11 +155,11 @@ def _make_fill_values(bf16: bool) -> Callable[..., None]:
 
 
 def _make_weigh(bf16: bool) -> Callable[..., None]:
-    """Makes the running softmax of one row."""
+    """Makes the function that carries on the softmax of one row by a tile."""
 
     @jit
     def weigh(scores: int, seen: int, scale: float, state: int, sums: int, wide: int, probs: int) -> None:
-        """One row: scores to probabilities in the model's type; `state` is its largest score and its mass so far."""
+        """Turns scores into probabilities in the model's type. `state` is the largest score and the mass so far."""
         s, p, m = f32_at(scores), f32_at(probs), f32_at(state)
         if seen > 0:
             for k in range(seen, TILE):
@@ -186,7 +188,7 @@ def _make_weigh(bf16: bool) -> Callable[..., None]:
 
 
 def _make_attend(bf16: bool, tile_code: Code) -> Code:
-    """Makes the chunk that takes one piece of work."""
+    """Makes the chunk that computes one piece of work."""
     multiply, weigh = address_of(tile_code), _make_weigh(bf16)
     fill_keys, fill_values = _make_fill_keys(bf16), _make_fill_values(bf16)
     size, store = (2, store_bf16) if bf16 else (4, store_f32)
@@ -236,7 +238,7 @@ def _make_attend(bf16: bool, tile_code: Code) -> Code:
 
 @cache
 def make_prefill_attention(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
-    """(run(control, address of a PREFILL record), all code that it refers to)."""
+    """Makes the kernel run(control, address of a PREFILL record). Returns it and all code that it refers to."""
     tile_code = make_tile(bf16)
     attend = _make_attend(bf16, tile_code)
     attending = address_of(attend)

@@ -1,4 +1,4 @@
-"""The door to the kernels: one object per engine, with its threads, compiled functions and scratch memory."""
+"""Runs the kernels for Python: one object per engine holds the threads, the compiled functions and scratch memory."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ FloatArray = npt.NDArray[np.float32]
 
 SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
 SLOTS, OFFSETS, INDEX, WEIGHTS = (place_of(EXPERTS, name) for name in ("slots", "offsets", "index", "weights"))
-MOST_TOKENS = 1024  # of one call that takes vectors one after the other
+MOST_TOKENS = 1024  # of one call of a kernel for single tokens
 
 
 class Paged(NamedTuple):
-    """Where one layer's keys and values lie; addresses and strides in bytes."""
+    """Says where one layer's keys and values lie. Strides are in bytes."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    keys: int  # of block 0, KV head 0
-    values: int
-    block_stride: int
-    head_stride: int
+    keys: int  # address of block 0, KV head 0
+    values: int  # the same
+    block_stride: int  # from block to block
+    head_stride: int  # from KV head to KV head
 
 
 class Kernels:
-    """Compiled for one weight type; `threads` includes the caller's.
+    """Runs the kernels for one weight type on `threads` threads, the caller's among them.
 
-    Compiling takes ten seconds; machine code is kept in `directory`, where one is given. Not for several threads at
-    once: the scratch memory is shared. Close it, or let it be collected.
+    Compiling takes ten seconds; the machine code is kept in `directory`, where one is given. Only one thread may call
+    at a time, because the scratch memory is shared. Close it, or let it be collected.
     """
 
     def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
@@ -77,7 +77,10 @@ class Kernels:
         self._expert_sizes = (0, 0, 0, 0, 0)
 
     def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
-        """Address of a 64-byte aligned array of at least `count` elements, kept until a larger one is asked for."""
+        """Returns the address of an array of at least `count` elements, aligned to 64 bytes.
+
+        The array stays until a larger one of this name is asked for.
+        """
         size = count * np.dtype(dtype).itemsize + 64
         if name not in self._scratch or self._scratch[name].nbytes < size:
             self._scratch[name] = np.zeros(size, np.uint8)
@@ -100,9 +103,9 @@ class Kernels:
     ) -> None:
         """Adds the weighted outputs of some experts to `out` [tokens, hidden] float32.
 
-        `slab` is the address of slot 0, a slot holds gate and up [2 x width, hidden] and down [hidden, width].
-        Slot `slots[i]` serves the pairs offsets[i]:offsets[i + 1]; pair p is token `index[p]` of `x`
-        [tokens, hidden] with routing weight `weights[p]`.
+        `slab` is the address of slot 0; a slot holds gate and up [2 * width, hidden] and down [hidden, width].
+        Slot `slots[i]` serves the pairs offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [tokens, hidden],
+        bf16 where `x_bf16`, else float32, with routing weight `weights[p]`. For a few tokens per expert.
         """
         sizes = (hidden, width, tokens, len(index), len(slots))
         if sizes != self._expert_sizes:
@@ -114,6 +117,7 @@ class Kernels:
         self._experts(self.pool.control, self._job_address)
 
     def _size_experts(self, hidden: int, width: int, tokens: int, pairs: int, slots: int) -> None:
+        """Sets the sizes and the scratch memory of the EXPERTS record."""
         job = self._job
         for name, count in experts.scratch_floats(hidden, width, tokens, pairs, slots).items():
             job[name] = self.scratch(name, count)
@@ -134,7 +138,10 @@ class Kernels:
         hidden: int,
         width: int,
     ) -> None:
-        """As `experts`, for many tokens each; `x` is in the weights' type, `hidden` and `width` are even."""
+        """Does what `experts` does, for many tokens per expert.
+
+        `x` is in the weights' type; `hidden` and `width` are even.
+        """
         job = np.zeros(1, PREFILL_EXPERTS)
         groups, firsts = prefill_experts.group_pairs(offsets)
         for name, count in prefill_experts.scratch_floats(hidden, width, len(groups), len(slots)).items():
@@ -146,7 +153,7 @@ class Kernels:
         self._prefill_experts(self.pool.control, job.ctypes.data)
 
     def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
-        """out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
+        """Computes out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
         packed = self.scratch("linear.x", tokens * n)
         self._pack(x, x_bf16, tokens, n, packed, 1.0)
         job = self.linear_record
@@ -155,10 +162,11 @@ class Kernels:
         self._linear(self.pool.control, job.ctypes.data)
 
     def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:
-        """One new token each of several sequences: out [tokens, heads * head_dim] float32.
+        """Computes the attention of one new token each of several sequences: out [tokens, heads * head_dim] float32.
 
-        `queries` [tokens, heads, head_dim] in the weights' type, after rotary; `tables` [tokens, blocks] and
-        `contexts` [tokens] as in `attention`. The new tokens' keys and values are in the cache already.
+        `queries` [tokens, heads, head_dim] are in the weights' type, after rotary; `tables` [tokens, blocks] are block
+        ids, `contexts` [tokens] the tokens of each context, the new one among them. The new tokens' keys and
+        values are in the cache already.
         """
         packed = self.scratch("attend.queries", tokens * cache.heads * cache.head_dim)
         scale = cache.head_dim**-0.5
@@ -168,9 +176,10 @@ class Kernels:
         self._attention(self.pool.control, job.ctypes.data)
 
     def prefill(self, queries: int, tokens: int, table: IntArray, context: int, cache: Paged, out: int) -> None:
-        """The last `tokens` of one sequence's `context`: out [tokens, heads, head_dim] in the model's type.
+        """Computes the attention of one sequence's last `tokens`: out [tokens, heads, head_dim] in the model's type.
 
-        `queries` as `out`, after rotary; `table` [blocks]. The chunk's own keys and values are in the cache already.
+        `queries` are like `out`, after rotary; `table` [blocks] are block ids; `context` is the number of tokens with
+        these. The chunk's own keys and values are in the cache already.
         """
         shape = (cache.heads, cache.kv_heads)
         span = prefill.span_tokens(*shape, tokens, self.pool.threads)
@@ -185,7 +194,7 @@ class Kernels:
         self._prefill(self.pool.control, job.ctypes.data)
 
     def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged) -> npt.NDArray[np.void]:
-        """An ATTENTION record with everything but queries, out and plain. Keep the arrays while it is used."""
+        """Returns the ATTENTION record with all but `queries`, `out` and `plain`. Keep the arrays while it is used."""
         job, longest = self._attention_job, int(contexts.max())
         job["tokens"], job["heads"], job["kv_heads"] = tokens, cache.heads, cache.kv_heads
         job["head_dim"], job["keys"], job["values"] = cache.head_dim, cache.keys, cache.values

@@ -1,11 +1,11 @@
-"""A fork-join pool for kernels that run for microseconds.
+"""Runs the chunks of a kernel on several threads: a fork-join pool for kernels that take microseconds.
 
-OpenMP's two pools (Numba's and torch's) spin against each other, and where a core is busy with something else
-every parallel region waits for the scheduler: measured 6.8 ms a region on two busy cores. Here the caller hands
-out numbered chunks and takes part; a helper that is late finds nothing left to do, so it costs nothing. Helpers
-spin for a moment between regions, then sleep on a semaphore.
+OpenMP's two pools, Numba's and torch's, spin against each other. Where a core is busy with something else, each of
+their parallel regions waits for the scheduler (measured: 6.8 ms a region on two busy cores). Here the caller hands out
+numbered chunks and computes some itself; a helper that is late finds none left, and nobody waits for it. Helpers spin
+for a moment between regions, then sleep on a semaphore.
 
-Any thread may call; if the helpers are busy with another caller's region, the caller does all chunks itself.
+Any thread may call. Where the helpers are busy with another caller's region, the caller computes all chunks itself.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ STOP = 328
 SEMAPHORE = 384
 CONTROL_BYTES = 448
 
-SPIN_S = 200e-6
-_LEFT = 0xFFFFFFFF
+SPIN_S = 200e-6  # that a helper spins before it sleeps
+_LEFT = 0xFFFFFFFF  # the bits of TURN that count chunks
 
 
 @jit
 def _take(control: int) -> int:
-    """The number of a chunk that is now ours, or -1.
+    """Takes a chunk. Returns its number, or -1 where none is left.
 
-    The fields of a region are rewritten only when none of its chunks is outstanding, and then TURN has none left;
-    so they are valid after a successful exchange, and only then.
+    The fields of a region are rewritten only when none of its chunks is outstanding, and TURN has none left then. So
+    they are valid after a successful exchange, and only then.
     """
     while True:
         turn = atomic_load(control + TURN)
@@ -70,6 +70,7 @@ def _take(control: int) -> int:
 
 @jit
 def _work(control: int) -> None:
+    """Computes chunks until none is left."""
     while True:
         chunk = _take(control)
         if chunk < 0:
@@ -80,7 +81,7 @@ def _work(control: int) -> None:
 
 @code(INT)
 def HELP(control: int) -> None:
-    """A helper's life."""
+    """Runs a helper thread: computes chunks, spins, sleeps, and returns once STOP is set."""
     idle = 0
     while i64_at(control + STOP)[0] == 0:
         if atomic_load(control + TURN) & _LEFT:
@@ -97,7 +98,7 @@ def HELP(control: int) -> None:
 
 @entry
 def parallel(control: int, function: int, job: int, chunks: int) -> None:
-    """Calls `function(job, chunk)` for every chunk, and returns when all are done."""
+    """Calls the function at an address for every chunk: function(job, chunk). Returns when all are done."""
     if chunks == 1 or control == 0 or not atomic_replace(control + BUSY, 0, 1):
         for chunk in range(chunks):
             call_chunk(function, job, chunk)
@@ -121,12 +122,13 @@ def parallel(control: int, function: int, job: int, chunks: int) -> None:
 
 @code(INT)
 def PAUSES(count: int) -> None:
+    """Pauses so many times."""
     for _ in range(count):
         pause()
 
 
 class ThreadPool:
-    """`threads` threads, the caller's among them. Close it, or let it be collected."""
+    """Holds `threads` threads, the caller's among them. Close it, or let it be collected."""
 
     def __init__(self, threads: int) -> None:
         if threads < 1:
@@ -147,6 +149,7 @@ class ThreadPool:
 
     @staticmethod
     def _spins() -> int:
+        """Returns how many pauses take SPIN_S on this machine."""
         PAUSES.call(1)
         start = time.perf_counter()
         PAUSES.call(10_000)
@@ -154,6 +157,7 @@ class ThreadPool:
 
 
 def _stop(view: Any, control: int, helpers: list[threading.Thread]) -> None:
+    """Ends the helpers, and waits for them."""
     view[STOP >> 3] = 1
     for _ in helpers:
         sem_post(control + SEMAPHORE)

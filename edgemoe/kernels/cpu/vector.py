@@ -1,4 +1,4 @@
-"""Serial pieces that run on one token's vectors: packing, RMSNorm, exp, softmax and top-k."""
+"""Computes on one token's vectors, in one thread: packing, RMSNorm, exp, softmax and top-k."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _ONE, _HALF, _ZERO = np.float32(1.0), np.float32(0.5), np.float32(0.0)
 
 @jit
 def exp32(value: float) -> Any:
-    """exp in float32, error 1e-7, no call and no branch so that loops over it vectorise (Cephes' expf)."""
+    """Returns exp(value) in float32, with an error of 1e-7.
+
+    Has no call and no branch, so that loops over it vectorise. The coefficients are those of Cephes' expf.
+    """
     x = min(max(np.float32(value), _LOWEST), _HIGHEST)
     whole = np.floor(x * _LOG2E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
@@ -33,7 +36,7 @@ def exp32(value: float) -> Any:
 
 @jit
 def swiglu(gate: int, up: int, count: int, scale: float) -> None:
-    """gate = scale * silu(gate) * up, in place, for `count` float32."""
+    """Computes gate = scale * silu(gate) * up in place, for `count` float32."""
     g, u = f32_at(gate), f32_at(up)
     for k in range(count):
         g[k] = np.float32(scale) * u[k] * g[k] / (_ONE + exp32(-g[k]))
@@ -41,6 +44,7 @@ def swiglu(gate: int, up: int, count: int, scale: float) -> None:
 
 @summing
 def total(values: int, count: int) -> Any:
+    """Returns the sum of `count` float32."""
     v = f32_at(values)
     result = _ZERO
     for k in range(count):
@@ -50,7 +54,7 @@ def total(values: int, count: int) -> Any:
 
 @jit
 def softmax(values: int, count: int) -> Any:
-    """Replaces float32 values by exp(value - largest); returns the largest, and the sum of the results."""
+    """Replaces `count` float32 by exp(value - largest). Returns the largest, and the sum of the results."""
     v = f32_at(values)
     largest = v[0]
     for k in range(1, count):
@@ -62,7 +66,10 @@ def softmax(values: int, count: int) -> Any:
 
 @jit
 def top_k(probs: int, experts: int, k: int, renormalise: int, ids: int, weights: int) -> None:
-    """The k largest of `probs`, which sum to 1 already; the lower id first where two are equal."""
+    """Writes the k largest of `probs` [experts] into `weights` [k] float32, and their ids into `ids` [k] int64.
+
+    `probs` sum to 1. Of two equal ones the lower id comes first. With `renormalise` the weights sum to 1.
+    """
     p, chosen, w = f32_at(probs), i64_at(ids), f32_at(weights)
     mass = _ZERO
     for place in range(k):
@@ -84,7 +91,7 @@ def top_k(probs: int, experts: int, k: int, renormalise: int, ids: int, weights:
 
 @cache
 def make_pack(bf16: bool) -> Callable[[int, int, int, int], None]:
-    """pack(source, from_bf16, n, out): one vector of n elements as `dot` wants it beside such weights."""
+    """Makes pack(source, from_bf16, n, out), which packs a vector of n elements as `gemv` reads it."""
     place = make_place(bf16)
 
     @jit
@@ -102,7 +109,7 @@ def make_pack(bf16: bool) -> Callable[[int, int, int, int], None]:
 
 @cache
 def make_pack_all(bf16: bool) -> Code:
-    """pack_all(source, from_bf16, count, n, out, scale): `count` vectors, times `scale`."""
+    """Makes pack_all(source, from_bf16, count, n, out, scale), which packs `count` vectors, times `scale`."""
     pack = make_pack(bf16)
 
     @code(INT, INT, INT, INT, INT, types.float32)
@@ -118,7 +125,7 @@ def make_pack_all(bf16: bool) -> Code:
 
 @summing
 def norm_scale(x: int, n: int, eps: float) -> Any:
-    """1 / root mean square of a float32 vector."""
+    """Returns 1 / sqrt(mean square + eps) of a float32 vector of n elements."""
     values = f32_at(x)
     total = _ZERO
     for k in range(n):

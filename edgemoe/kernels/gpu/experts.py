@@ -1,8 +1,8 @@
-"""SwiGLU experts of one layer on a GPU, read where they lie in the slab: two launches for all experts together.
+"""Computes the SwiGLU experts of one layer on a GPU, where they lie in the slab, in two launches for all experts.
 
-Calls (token, expert) come sorted by expert and cut into blocks of one expert each, so that a weight is read once
-per block of tokens. Each call's output goes to a row of its own; who sums the rows decides the order. Parameters of
-what Triton compiles are not annotated: it would look the annotations up.
+Calls (token, expert) come sorted by expert and cut into blocks of one expert each, so that a weight is read once per
+block. Each call's output goes to a row of its own; the caller sums the rows, in the order that it wants. Parameters of
+what Triton compiles have no annotations, because Triton would evaluate them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 jit: Callable[[Any], Any] = triton.jit
 
 BLOCK_COLS = 32  # outputs of one program
-BLOCK_INNER_BYTES = 256  # inputs of one step of its sum; of twice as many, float32 outgrows a block's shared memory
+BLOCK_INNER_BYTES = 256  # inputs of one step of its sum; twice as many float32 outgrow a block's shared memory
 
 OPTIONS = {"enable_fp_fusion": True}  # whose default depends on the release of Triton
 
@@ -94,7 +94,7 @@ def down(  # type: ignore[no-untyped-def]
 
 
 def block_shape(rows: int, item_bytes: int) -> dict[str, int]:
-    """What one program computes at a time, of so many calls."""
+    """Returns the tile sizes of a program for blocks of up to `rows` calls of items of `item_bytes`."""
     return {"ROWS": rows, "COLS": BLOCK_COLS, "INNER": BLOCK_INNER_BYTES // item_bytes}
 
 
@@ -103,8 +103,8 @@ def experts(
 ) -> None:
     """Writes rows `calls` of `out` [T * k, H]: the weighted outputs of the calls [m] that `blocks` [B, 3] covers.
 
-    `x` [T, H] and `slab`, flat, in the model's type; `sizes` are k, H, I and the items from slot to slot;
-    `rows`, a power of two from 16, is the most calls of any block. All on one GPU.
+    `x` [T, H] and `slab`, flat, are in the model's type; `sizes` are k, H, I and the items from slot to slot; `rows`, a
+    power of two from 16 on, is the most calls of any block. All tensors are on one GPU.
     """
     import torch
 
