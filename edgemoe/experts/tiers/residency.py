@@ -145,7 +145,7 @@ class Residency(TierPools):
 
     # --- the loader's calls -----------------------------------------------------------------------------------
 
-    def reserve(self, move: Move, horizon: PrefetchPriority) -> Transfer | None:
+    def reserve(self, move: Move, priority: PrefetchPriority) -> Transfer | None:
         """Begins the load of a prefetch request. Returns None where no slot is free or of lower utility.
 
         Returns None also where the expert is there already, or on its way, and for a copy whose source is not in RAM.
@@ -158,12 +158,12 @@ class Residency(TierPools):
                 return None
             if source >= 0:
                 self.ram.pins[source] += 1
-            slot = self._evictor.take_below(pool, horizon.utility(move.score))
+            slot = self._evictor.take_below(pool, priority.utility(move.score))
             if slot is None:
                 if source >= 0:
                     self.ram.pins[source] -= 1
                 return None
-            load = pool.place(slot, layer, expert, horizon.flags, self._evictor.clock, demand=False)
+            load = pool.place(slot, layer, expert, priority.flags, self._evictor.clock, demand=False)
             load.source = source
             pool.utility[load.slot] = move.score
             return load

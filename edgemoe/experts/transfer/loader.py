@@ -78,21 +78,21 @@ class ExpertLoader:
         if reads:
             self._queue_reads(reads)
 
-    def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = PrefetchPriority.FAR) -> None:
+    def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = PrefetchPriority.FAR) -> None:
         """Replaces the requests of one priority, best first. Earlier ones that have not started are cancelled.
 
         A request from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there.
         """
         with self._lock:
             for lanes in (self._stages, *self._copies):
-                lanes[horizon].clear()
+                lanes[priority].clear()
             self._onward = {
                 expert: prefetch_request
                 for expert, prefetch_request in self._onward.items()
-                if prefetch_request[1] != horizon
+                if prefetch_request[1] != priority
             }
             for move in moves:
-                self._lanes_of(move)[horizon].append(move)
+                self._lanes_of(move)[priority].append(move)
         self.start_prefetches()
 
     def start_prefetches(self) -> None:
@@ -157,23 +157,23 @@ class ExpertLoader:
                 return self._demanded.popleft()
             if self._reading[1] or self._reading[0] >= self._idle_readers:
                 return None
-            for horizon, queue in zip(PrefetchPriority, self._stages, strict=True):
+            for priority, queue in zip(PrefetchPriority, self._stages, strict=True):
                 while queue and self.gap.pays(queue[0].chance, self.stats.seconds):
-                    if (load := self._stage(queue.popleft(), horizon)) is not None:
+                    if (load := self._stage(queue.popleft(), priority)) is not None:
                         return load
         return None
 
-    def _stage(self, move: Move, horizon: PrefetchPriority) -> Transfer | None:
+    def _stage(self, move: Move, priority: PrefetchPriority) -> Transfer | None:
         """Returns the read that a prefetch request starts with, if it needs one and there is room."""
-        away = self.elsewhere if horizon not in (PrefetchPriority.HOME, PrefetchPriority.FILL) else None
+        away = self.elsewhere if priority not in (PrefetchPriority.HOME, PrefetchPriority.FILL) else None
         if away is not None and away(move.expert.layer, np.array([move.expert.expert]))[0]:
             return None
-        load = self.residency.reserve(move._replace(target=Tier.RAM), horizon)
+        load = self.residency.reserve(move._replace(target=Tier.RAM), priority)
         if move.target is Tier.VRAM and self.links:
             if load is None:
-                self._copies[self.residency.device_of[move.expert]][horizon].append(move)
+                self._copies[self.residency.device_of[move.expert]][priority].append(move)
             else:
-                self._onward[move.expert] = move, horizon
+                self._onward[move.expert] = move, priority
         return load
 
     def _pass_on(self, expert: ExpertId) -> None:
@@ -208,9 +208,9 @@ class ExpertLoader:
         """Starts prefetch requests on the idle link."""
         lanes = self._copies[self.links.index(link)]
         with self._lock:
-            for horizon, queue in zip(PrefetchPriority, lanes, strict=True):
+            for priority, queue in zip(PrefetchPriority, lanes, strict=True):
                 while queue and link.idle() and self.gap.pays(queue[0].chance, link.stats.seconds):
-                    if (load := self.residency.reserve(queue.popleft(), horizon)) is not None:
+                    if (load := self.residency.reserve(queue.popleft(), priority)) is not None:
                         link.copy(load)
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ class ExpertLoader:
             self._closed = True
             left = list(self._demanded)
             self._demanded.clear()
-        for horizon in PrefetchPriority:
-            self.prefetch((), horizon)
+        for priority in PrefetchPriority:
+            self.prefetch((), priority)
         self._fail_all(left)
 
     def _fail_all(self, loads: Iterable[Transfer]) -> None:

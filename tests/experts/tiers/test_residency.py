@@ -293,12 +293,12 @@ def test_any_sequence_of_operations_keeps_the_books(
             residency.release(*claims.pop(experts[0] % len(claims)))
         elif name in ("wish", "fill"):
             target = Tier.VRAM if residency.devices and experts[0] % 2 else Tier.RAM
-            horizon = (
+            priority = (
                 PrefetchPriority.FILL
                 if name == "fill"
                 else [PrefetchPriority.NEAR, PrefetchPriority.FAR, PrefetchPriority.PREFILL_ONLY][experts[-1] % 3]
             )
-            load = residency.reserve(prefetch_request(layer, experts[0], score, target), horizon)
+            load = residency.reserve(prefetch_request(layer, experts[0], score, target), priority)
             desk.start([load] if load else [])
         elif name == "arrive" and desk.reading:
             desk.start(residency.arrive(desk.reading.pop(0)))
@@ -326,10 +326,10 @@ def bits(*experts: tuple[int, int]) -> BoolArray:
     return found
 
 
-def read(desk: Desk, horizon: PrefetchPriority, score: float, *experts: tuple[int, int]) -> None:
+def read(desk: Desk, priority: PrefetchPriority, score: float, *experts: tuple[int, int]) -> None:
     """Reads them into RAM, as far as there is a place worth less."""
     for layer, expert in experts:
-        load = desk.residency.reserve(prefetch_request(layer, expert, score), horizon)
+        load = desk.residency.reserve(prefetch_request(layer, expert, score), priority)
         desk.start([load] if load is not None else [])
         desk.finish()
 

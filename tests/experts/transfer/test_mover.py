@@ -123,13 +123,13 @@ async def test_wishes_that_have_not_started_are_replaced(store: FileStore) -> No
 async def test_what_another_box_has_is_read_ahead_only_as_a_home_or_into_free_slots(store: FileStore) -> None:
     async with moving(small_tiers(store, 8)) as tiers:
         tiers.loader.elsewhere = lambda layer, experts: experts % 2 == 0
-        for horizon in (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY, PrefetchPriority.FAR):
-            tiers.loader.prefetch(stage(0, 0, 1, 2, 3), horizon)
+        for priority in (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY, PrefetchPriority.FAR):
+            tiers.loader.prefetch(stage(0, 0, 1, 2, 3), priority)
             await settled()
         assert all(expert % 2 for _, expert in store.reads)
         assert store.reads
-        for expert, horizon in ((4, PrefetchPriority.HOME), (2, PrefetchPriority.FILL)):
-            tiers.loader.prefetch(stage(0, expert), horizon)
+        for expert, priority in ((4, PrefetchPriority.HOME), (2, PrefetchPriority.FILL)):
+            tiers.loader.prefetch(stage(0, expert), priority)
             await settled()
             assert store.reads[-1] == (0, expert)
         claim, _ = demand(tiers, 0, 6)
