@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,30 @@ class BoxSpec:
         return metrics
 
 
+class _State(NamedTuple):
+    """Where experts are, and what is awaited of prefetches; expert e of layer l is key l * E + e."""
+
+    vram: BoolArray  # [L * E]
+    ram: BoolArray  # [L * E]
+    free: IntArray  # [2] slots of VRAM and RAM
+    pinned: IntArray  # [L * E] the layer-step that last demanded it
+    unused: BoolArray  # [L * E] prefetched, and not demanded since
+    rival: IntArray  # [L * E] of a request: what it replaces, and the reverse
+    requested: BoolArray  # [L * E] of the two, the one that was requested
+    times: DoubleArray  # [3] now, and when each link is idle
+    ledger: DoubleArray  # [2] outcomes, and good ones
+    metrics: DoubleArray  # one for each of STALL, COMPUTE, ...
+
+
+class _Speed(NamedTuple):
+    """What things take, and how much higher a requested expert must rank."""
+
+    compute_s: float
+    link_s: float
+    nvme_s: float
+    margin: float
+
+
 class ReplayBox:
     """One box and its metrics."""
 
@@ -63,85 +88,52 @@ class ReplayBox:
         self.machine, self.experts = machine, experts
         total = layers * experts
         self.metrics = np.zeros(METRICS)
-        self._vram: BoolArray = np.zeros(total, np.bool_)
-        self._ram: BoolArray = np.zeros(total, np.bool_)
         ram_slots = max(slots, round(machine.ram_share * total))
-        self._free: IntArray = np.array([slots, ram_slots], np.int64)
-        if ram_slots >= total:
-            self._ram[:] = True
-            self._free[1] = 0
-        self._pinned: IntArray = np.full(total, NONE, np.int64)
-        self._unused: BoolArray = np.zeros(total, np.bool_)  # prefetched, and not demanded since
-        self._rival: IntArray = np.full(total, NONE, np.int64)  # of a request: what it replaces, and the reverse
-        self._requested: BoolArray = np.zeros(total, np.bool_)  # of the two, the one that was requested
-        self._times = np.zeros(3)  # now, and when each link is idle
-        self._ledger = np.zeros(2)  # outcomes, and good ones
+        whole = ram_slots >= total
+        self._state = _State(
+            vram=np.zeros(total, np.bool_),
+            ram=np.full(total, whole, np.bool_),
+            free=np.array([slots, 0 if whole else ram_slots], np.int64),
+            pinned=np.full(total, NONE, np.int64),
+            unused=np.zeros(total, np.bool_),
+            rival=np.full(total, NONE, np.int64),
+            requested=np.zeros(total, np.bool_),
+            times=np.zeros(3),
+            ledger=np.zeros(2),
+            metrics=self.metrics,
+        )
+        nvme_s = machine.expert_bytes / machine.nvme_bytes_per_s
+        self._speed = _Speed(machine.compute_s, machine.link_s, nvme_s, machine.margin)
         self._clock = 0
 
     def run(self, layer: int, experts: IntArray, rank: FloatArray, prefetch_requests: bool) -> None:
         """One layer-step that demands distinct experts [n]; `rank` [L, E]; `prefetch_requests`: it foretells needs."""
         self._clock += 1
-        machine = self.machine
-        _run(
-            layer * self.experts + experts,
-            rank.ravel(),
-            self._clock,
-            self._vram,
-            self._ram,
-            self._free,
-            self._pinned,
-            self._unused,
-            self._rival,
-            self._requested,
-            self._times,
-            self._ledger,
-            self.metrics,
-            machine.compute_s,
-            machine.link_s,
-            machine.expert_bytes / machine.nvme_bytes_per_s,
-            machine.prefetches and prefetch_requests,
-            machine.margin,
-        )
+        prefetch = self.machine.prefetches and prefetch_requests
+        _run(layer * self.experts + experts, rank.ravel(), self._clock, self._state, self._speed, prefetch)
 
 
 @njit(nogil=True)
-def _run(
-    demanded: IntArray,
-    rank: FloatArray,
-    clock: int,
-    vram: BoolArray,
-    ram: BoolArray,
-    free: IntArray,
-    pinned: IntArray,
-    unused: BoolArray,
-    rival: IntArray,
-    requested: BoolArray,
-    times: DoubleArray,
-    ledger: DoubleArray,
-    metrics: DoubleArray,
-    compute_s: float,
-    link_s: float,
-    nvme_s: float,
-    prefetch: bool,
-    margin: float,
-) -> None:
+def _run(demanded: IntArray, rank: FloatArray, clock: int, state: _State, speed: _Speed, prefetch: bool) -> None:
+    vram, ram, free, pinned, unused = state.vram, state.ram, state.free, state.pinned, state.unused
+    times, metrics = state.times, state.metrics
     began = times[0]
     ready = began
     for key in demanded:
         pinned[key] = clock
-        _settle(key, rival, requested, ledger, metrics)
+        _settle(key, state)
     for key in demanded:
         unused[key] = False
         if vram[key]:
             continue
         source_s = began
         if not ram[key]:
-            times[2] = max(times[2], began) + nvme_s
+            times[2] = max(times[2], began) + speed.nvme_s
             source_s = times[2]
             _take(ram, vram, rank, pinned, clock, free, 1)
             ram[key] = True
             metrics[TO_RAM] += 1
-        times[1] = max(times[1], source_s) + link_s
+        times[1] = max(times[1], source_s) + speed.link_s
         ready = max(ready, times[1])
         metrics[TO_VRAM] += 1
         victim = _take(vram, vram, rank, pinned, clock, free, 0)
@@ -151,26 +143,10 @@ def _run(
                 unused[victim] = False
                 metrics[WASTED] += 1
     metrics[STALL] += ready - began
-    metrics[COMPUTE] += compute_s
-    times[0] = ready + compute_s
+    metrics[COMPUTE] += speed.compute_s
+    times[0] = ready + speed.compute_s
     if prefetch:
-        _request_prefetch(
-            rank,
-            clock,
-            vram,
-            ram,
-            free,
-            pinned,
-            unused,
-            rival,
-            requested,
-            times,
-            ledger,
-            metrics,
-            ready,
-            link_s,
-            margin,
-        )
+        _request_prefetch(rank, clock, state, speed, ready)
 
 
 @njit(nogil=True)
@@ -192,58 +168,45 @@ def _take(
 
 
 @njit(nogil=True)
-def _settle(key: int, rival: IntArray, requested: BoolArray, ledger: DoubleArray, metrics: DoubleArray) -> None:
+def _settle(key: int, state: _State) -> None:
     """Settles the request that a needed expert was part of, as good or bad."""
+    rival, requested, ledger = state.rival, state.requested, state.ledger
     other = rival[key]
     if other < 0:
         return
     good = requested[key]
     ledger[0] = LEDGER_DECAY * ledger[0] + 1
     ledger[1] = LEDGER_DECAY * ledger[1] + (1 if good else 0)
-    metrics[GOOD if good else BAD] += 1
+    state.metrics[GOOD if good else BAD] += 1
     rival[key] = rival[other] = NONE
     requested[key] = requested[other] = False
 
 
 @njit(nogil=True)
-def _request_prefetch(
-    rank: FloatArray,
-    clock: int,
-    vram: BoolArray,
-    ram: BoolArray,
-    free: IntArray,
-    pinned: IntArray,
-    unused: BoolArray,
-    rival: IntArray,
-    requested: BoolArray,
-    times: DoubleArray,
-    ledger: DoubleArray,
-    metrics: DoubleArray,
-    idle_from: float,
-    link_s: float,
-    margin: float,
-) -> None:
+def _request_prefetch(rank: FloatArray, clock: int, state: _State, speed: _Speed, idle_from: float) -> None:
     """Prefetches that fit into the layer's compute time, best first; or one that is only watched."""
+    vram, ram, unused, rival, times = state.vram, state.ram, state.unused, state.rival, state.times
+    ledger, link_s = state.ledger, speed.link_s
     trusted = ledger[0] >= TRIAL and ledger[1] >= GOOD_SHARE * ledger[0]
     times[1] = max(times[1], idle_from)
     while times[1] + link_s <= times[0]:
         best, victim, highest, lowest = NONE, NONE, -np.inf, np.inf
         for key in range(len(vram)):
-            if pinned[key] == clock or rival[key] >= 0:
+            if state.pinned[key] == clock or rival[key] >= 0:
                 continue
             if vram[key]:
                 if rank[key] < lowest and not unused[key]:
                     victim, lowest = key, rank[key]
             elif ram[key] and rank[key] > highest:
                 best, highest = key, rank[key]
-        if best < 0 or victim < 0 or highest <= lowest + margin or not math.isfinite(lowest):
+        if best < 0 or victim < 0 or highest <= lowest + speed.margin or not math.isfinite(lowest):
             return
         rival[best], rival[victim] = victim, best
-        requested[best] = True
+        state.requested[best] = True
         if not trusted:
             return
         times[1] += link_s
         vram[victim] = False
         vram[best] = unused[best] = True
-        metrics[TO_VRAM] += 1
-        metrics[PREFETCHED] += 1
+        state.metrics[TO_VRAM] += 1
+        state.metrics[PREFETCHED] += 1
