@@ -256,7 +256,7 @@ def _keygen(commands: Any) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="the secret key to write (0600); must not exist yet")
     parser.add_argument("--node", metavar="NAME", help="the box's name among the boxes")
-    parser.add_argument("--address", metavar="HOST:PORT", help="where the others reach its control lane")
+    parser.add_argument("--address", metavar="HOST:PORT", help="where the others reach its control channel")
 
 
 def _witness(commands: Any) -> None:

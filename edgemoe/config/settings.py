@@ -108,7 +108,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
 class ClusterSettings(Section, frozen=True, kw_only=True):
     node: NodeName = ""  # this box's name among the boxes; "" is a box on its own
     key_file: Text = ""  # its secret key
-    listen: Text = ""  # HOST:PORT of the control lane; the engine's lanes are on the same host
+    listen: Text = ""  # HOST:PORT of the control channel; the engine's are on the same host
     address: Text = ""  # HOST:PORT where the others reach it; "": as listen, where that names a host
     peers_file: Text = ""  # the list of boxes: node, address and public key of each
     join: Text = ""  # NODE,HOST:PORT,KEY of a box of a cluster to join, instead of a list
@@ -127,8 +127,8 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     absent_s: Seconds = 30.0  # a box that has been gone for so long loses its homes to others
     share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
     route: Literal["local", "spread"] = "local"  # requests: to this box while it has room, or to the least loaded
-    calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for expert calls; 0: any free one
-    bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the lane for experts themselves
+    calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for expert calls; 0: any free one
+    bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for experts themselves
     call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed
 
 
