@@ -1,27 +1,13 @@
-"""The main model's token embedding, from a checkpoint or a packed store."""
+"""The main model's token embedding, for training."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from edgemoe.experts.predict.scoutgate.embedding import load_embedding
 from scoutgate.data import Recording
-
-
-def load_embedding(directory: Path) -> torch.Tensor:
-    """[V, d_emb] in the model's dtype. Raises ValueError where the directory holds none."""
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    if name.endswith("embed_tokens.weight"):
-                        found: torch.Tensor = tensors.get_tensor(name)
-                        return found
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
-    raise ValueError(f"no token embedding in {directory}; give a checkpoint or a packed store of the recorded model")
 
 
 def embedding_for(recording: Recording, model: Path | None) -> torch.Tensor:

@@ -120,6 +120,9 @@ def typing_only_lines(file: Path) -> set[int]:
 def test_imports_go_downward_only(file: Path) -> None:
     module = inside(module_of(file))
     room = room_of(module)
+    if not within(module, "scoutgate"):
+        trained = [line for name, line in imports(file) if within(name, "scoutgate")]
+        assert not trained, f"{file}:{trained}: scoutgate imports edgemoe, never the other way"
     if room in COMPOSERS or module in ("edgemoe", "__main__"):
         return
     assert room, f"{file} is in no room that this test knows: say in LAYERS what it may import"

@@ -9,13 +9,13 @@ from pathlib import Path
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict.scoutgate.embedding import load_embedding
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel
 from edgemoe.families.spec import ModelSpec
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.experts import LivePolicy
-from scoutgate.embedding import load_embedding
 
 log = logging.getLogger(__name__)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name

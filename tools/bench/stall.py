@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from edgemoe.experts.predict.scoutgate.embedding import load_embedding
 from edgemoe.kernels.env import WORKER_ENV
 
 os.environ.update(WORKER_ENV)  # before anything loads torch
@@ -57,7 +58,6 @@ from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import Store, Tier
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
-from scoutgate.embedding import load_embedding
 from tools.bench.decode import RandomStore, _random_decoder
 from tools.bench.make_model import make_config
 from tools.bench.stats import interval
