@@ -43,7 +43,7 @@ from edgemoe.telemetry.recording import Header
 from edgemoe.types.experts import LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, controller_for, scout_for
 
@@ -131,14 +131,12 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             opened.callback(recorder.close)
         engine = _engine(
             settings,
-            spec,
             budgets,
             decoder,
             tiers,
             _grammars(directory, spec),
             emit,
-            _observers(controller, recorder, scout),
-            [each.look for each in (scout, controller) if each is not None],
+            _watchers(controller, recorder, scout),
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
@@ -212,10 +210,8 @@ def _recorder(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Record
     return Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
 
 
-def _observers(
-    controller: Controller | None, recorder: Recorder | None, scout: ScoutGateForecaster | None
-) -> list[Callable[[StepRouting], None]]:
-    """Who is told which experts a step was routed to, in this order."""
+def _watchers(controller: Controller | None, recorder: Recorder | None, scout: ScoutGateForecaster | None) -> Watchers:
+    """Returns who hears of each step, in this order."""
     observers: list[Callable[[StepRouting], None]] = []
     if controller is not None:
         observers.append(controller.observe)
@@ -223,7 +219,7 @@ def _observers(
         observers.append(recorder.add)
     if scout is not None:
         observers.append(scout.learn)
-    return observers
+    return Watchers(_to_all(observers), _to_all([each.look for each in (scout, controller) if each is not None]))
 
 
 def _to_all(listeners: Sequence[Callable[[T], None]]) -> Callable[[T], None] | None:
@@ -239,16 +235,14 @@ def _to_all(listeners: Sequence[Callable[[T], None]]) -> Callable[[T], None] | N
 
 def _engine(
     settings: Settings,
-    spec: ModelSpec,
     budgets: Budgets,
     decoder: Decoder,
     tiers: ExpertTiers,
     grammars: Grammars | None,
     emit: Emit,
-    observers: Sequence[Callable[[StepRouting], None]],
-    expecting: Sequence[Callable[[StepMeta], None]],
+    watchers: Watchers,
 ) -> Engine:
-    on_gpu = decoder.device.type == "cuda"
+    spec, on_gpu = decoder.spec, decoder.device.type == "cuda"
     parking_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // PARKED_SHARE
     if settings.engine.preemption != "park":
         parking_bytes = 0
@@ -263,7 +257,7 @@ def _engine(
         settings.engine,
         EngineBudget(kv_blocks, budgets.context_tokens, parking_bytes, timeout_s),
         emit,
-        watchers=Watchers(_to_all(observers), _to_all(expecting)),
+        watchers=watchers,
     )
 
 

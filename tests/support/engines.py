@@ -16,7 +16,7 @@ from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngin
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
 from edgemoe.families.config import spec_from_config
-from edgemoe.policy.placement import uniform
+from edgemoe.policy.placement import NodeCapacity, uniform
 from edgemoe.store.files import padded
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.placement import PlacementPlan, pack_bits
@@ -159,18 +159,13 @@ def meet(*boxes: EngineBox) -> None:
 def plan_for(boxes: Sequence[EngineBox], replicas: int = 1, version: int = 1) -> PlacementPlan:
     """The uniform plan, as a leader would make it of what the boxes say."""
     model = boxes[0].assembly.model
-    nodes = tuple(box.node for box in boxes)
     homes = uniform(
-        nodes,
-        {box.node: box.tiers.residency.homes.slots for box in boxes},
-        {box.node: box.tiers.on_disk for box in boxes},
-        model.layers,
-        model.experts,
+        {box.node: NodeCapacity(box.tiers.residency.homes.slots, box.tiers.on_disk) for box in boxes},
         replicas,
-        expert_bytes=model.expert_bytes,
+        model.expert_bytes,
     )
-    bits = tuple(pack_bits(homes[node]) for node in nodes)
-    return PlacementPlan(1, version, model.digest, model.layers, model.experts, nodes, bits)
+    bits = tuple(pack_bits(home) for home in homes.values())
+    return PlacementPlan(1, version, model.digest, model.layers, model.experts, tuple(homes), bits)
 
 
 def adopt(plan: PlacementPlan, *boxes: EngineBox) -> None:

@@ -2,9 +2,9 @@
 
     python -m tools.bench.scheduling --trace conv.csv.gz --seeds 10 --json
 
-The daemon's own scheduler, block manager and pace run on a simulated clock; only the decoder is replaced, by a step
-that takes fixed + prefill tokens x p + decoding sequences x d. Each seed is another stretch of the trace, at the same
-share of the rate at which the queue would grow for ever. Every order sees the same arrivals, so differences are
+The daemon's own scheduler, block manager and chunk budget run on a simulated clock; only the decoder is replaced, by a
+step that takes fixed + prefill tokens x p + decoding sequences x d. Each seed is another stretch of the trace, at the
+same share of the rate at which the queue would grow for ever. Every order sees the same arrivals, so differences are
 paired; intervals are 95 % (Student's t over seeds). The last line is one JSON object.
 """
 
@@ -81,15 +81,13 @@ def stretch_of(trace: Load, seed: int, count: int) -> Load:
 def simulate(load: Load, settings: EngineSettings, costs: Costs, blocks: int) -> npt.NDArray[np.float64]:
     """Seconds to the first token of each request, [n]."""
     manager = BlockManager(blocks, layers=1, experts=1, prefix_cache=False)
-    pace = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
-    scheduler = Scheduler(settings, manager, pace)
+    chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
+    scheduler = Scheduler(settings, manager, chunk_budget)
     first_s = np.full(len(load.at_s), np.nan)
-    now_s, arrived, live = 0.0, 0, {}
+    now_s, arrived = 0.0, 0
     while np.isnan(first_s).any() or not scheduler.idle:
         while arrived < len(load.at_s) and load.at_s[arrived] <= now_s:
-            seq = _sequence(arrived, load)
-            live[id(seq)] = arrived
-            scheduler.add(seq)
+            scheduler.add(_sequence(arrived, load))
             arrived += 1
         works = scheduler.schedule(now_s)
         if not works:
@@ -98,10 +96,12 @@ def simulate(load: Load, settings: EngineSettings, costs: Costs, blocks: int) ->
         prefill = sum(w.tokens for w in works if not w.seq.decoding)
         step_s = costs.step_s(prefill, sum(w.seq.decoding for w in works))
         if prefill:
-            pace.observe(prefill, step_s)
+            chunk_budget.observe(prefill, step_s)
         now_s += step_s
         for work in works:
-            _advance(scheduler, manager, work.seq, work.tokens, now_s, first_s, live, load)
+            manager.advance(work.seq, work.tokens)
+            if not work.seq.uncomputed:
+                _emit(scheduler, work.seq, now_s, first_s, load)
     return first_s - load.at_s
 
 
@@ -111,20 +111,9 @@ def _sequence(n: int, load: Load) -> Sequence:
     return Sequence(request, (), 1, float(load.at_s[n]), float("inf"))
 
 
-def _advance(
-    scheduler: Scheduler,
-    manager: BlockManager,
-    seq: Sequence,
-    tokens: int,
-    now_s: float,
-    first_s: npt.NDArray[np.float64],
-    live: dict[int, int],
-    load: Load,
-) -> None:
-    manager.advance(seq, tokens)
-    if seq.uncomputed:
-        return
-    n = live[id(seq)]
+def _emit(scheduler: Scheduler, seq: Sequence, now_s: float, first_s: npt.NDArray[np.float64], load: Load) -> None:
+    """Gives the sequence a token, its first one at `first_s` [n], or ends it."""
+    n = int(seq.request.id)
     seq.tokens.append(0)
     scheduler.fairness.serve(seq.user, 0, 1)
     if np.isnan(first_s[n]):
@@ -132,7 +121,6 @@ def _advance(
     if seq.emitted >= load.output[n]:
         scheduler.fairness.finish(seq.user, seq.emitted)
         scheduler.remove(seq)
-        del live[id(seq)]
 
 
 def saturation(load: Load, settings: EngineSettings, costs: Costs, blocks: int) -> float:

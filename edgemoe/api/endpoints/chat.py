@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
-from edgemoe.api.generate.sampling import Span, room, sampling
+from edgemoe.api.generate.sampling import Span, output_tokens, sampling
 from edgemoe.api.http.refusals import error_body
 from edgemoe.api.http.sse import DONE, FINGERPRINT, call_body, chat_logprobs, event
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
@@ -29,11 +29,11 @@ def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, pref
     prompt_text = render(body, tools, text)
     marks = _marks(prompt_text, text, calls, tools)
     prompt = text.encode(prompt_text, add_special_tokens=False)
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     settings = sampling(
         body,
         text,
-        room_tokens=room(prompt, span, "messages"),
-        wanted_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens=output_tokens(prompt, span, "messages", wanted),
         vocab=span.vocab,
         logprobs=_logprobs(body),
         grammar=_grammar(body, tools, marks, text),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import response_grammar
-from edgemoe.api.generate.sampling import Span, check_ids, room, sampling
+from edgemoe.api.generate.sampling import Span, check_ids, output_tokens, sampling
 from edgemoe.api.http.refusals import error_body
 from edgemoe.api.http.sse import DONE, FINGERPRINT, LogprobEntry, event, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
@@ -37,8 +37,7 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
             sampling(
                 body,
                 text,
-                room_tokens=room(prompt, span, "prompt"),
-                wanted_tokens=max(1, wanted),
+                max_tokens=output_tokens(prompt, span, "prompt", max(1, wanted)),
                 vocab=span.vocab,
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,

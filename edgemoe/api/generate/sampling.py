@@ -23,18 +23,13 @@ def sampling(
     body: RequestBody,
     text: TextModel,
     *,
-    room_tokens: int,
-    wanted_tokens: int | None,
+    max_tokens: int,
     vocab: int,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
     grammar: str | None = None,
 ) -> Sampling:
-    """Returns the Sampling of `body`, with the model's defaults for absent fields. Raises InvalidRequest.
-
-    The answer may have `wanted_tokens`, but at most `room_tokens`; None allows all of `room_tokens`.
-    """
-    max_tokens = room_tokens if wanted_tokens is None else min(wanted_tokens, room_tokens)
+    """Returns the Sampling of `body`, with the model's defaults for absent fields. Raises InvalidRequest."""
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens: {min_tokens} is more than the {max_tokens} allowed", param="min_tokens")
@@ -60,8 +55,12 @@ def sampling(
     )
 
 
-def room(prompt: Sequence[int], span: Span, param: str) -> int:
-    """Counts the tokens that may follow `prompt`. Raises InvalidRequest where it is empty or fills the context."""
+def output_tokens(prompt: Sequence[int], span: Span, param: str, wanted_tokens: int | None) -> int:
+    """Returns how many tokens may follow `prompt`: `wanted_tokens`, or fewer where the context ends before.
+
+    Without `wanted_tokens` they are all that the context has room for. Raises InvalidRequest where the prompt is empty
+    or fills the context.
+    """
     if not prompt:
         raise InvalidRequest(f"{param}: the prompt is empty", param=param)
     if len(prompt) >= span.context_tokens:
@@ -71,7 +70,8 @@ def room(prompt: Sequence[int], span: Span, param: str) -> int:
             param=param,
             code="context_length_exceeded",
         )
-    return span.context_tokens - len(prompt)
+    room_tokens = span.context_tokens - len(prompt)
+    return room_tokens if wanted_tokens is None else min(wanted_tokens, room_tokens)
 
 
 def check_ids(ids: Sequence[int] | Mapping[int, float], vocab: int, param: str) -> None:

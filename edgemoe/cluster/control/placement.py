@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement import uniform
+from edgemoe.policy.placement import NodeCapacity, uniform
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPlan, pack_bits
 
@@ -62,19 +62,13 @@ def make_plan(
     shape: PlacedModel, boxes: Sequence[ExpertHome], replicas: int, epoch: int, version: int
 ) -> PlacementPlan:
     """The uniform plan over the boxes that are there. Raises PlacementInfeasible."""
-    there = sorted((box for box in boxes if box.there and box.room), key=lambda box: box.node)
-    if not there:
+    nodes = {
+        box.node: NodeCapacity(box.room, box.disk, box.ram)
+        for box in sorted(boxes, key=lambda box: box.node)
+        if box.there and box.room and box.disk is not None
+    }
+    if not nodes:
         raise PlacementInfeasible("no box has room for experts yet", shape.layers * shape.experts * shape.expert_bytes)
-    homes = uniform(
-        [box.node for box in there],
-        {box.node: box.room for box in there},
-        {box.node: box.disk for box in there if box.disk is not None},
-        shape.layers,
-        shape.experts,
-        replicas,
-        in_ram={box.node: box.ram for box in there if box.ram is not None},
-        expert_bytes=shape.expert_bytes,
-    )
-    nodes = tuple(box.node for box in there)
-    bits = tuple(pack_bits(homes[node]) for node in nodes)
-    return PlacementPlan(epoch, version, shape.digest, shape.layers, shape.experts, nodes, bits)
+    homes = uniform(nodes, replicas, shape.expert_bytes)
+    bits = tuple(pack_bits(home) for home in homes.values())
+    return PlacementPlan(epoch, version, shape.digest, shape.layers, shape.experts, tuple(homes), bits)
