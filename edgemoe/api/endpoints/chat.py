@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.generate.sampling import Span, output_tokens, sampling
-from edgemoe.api.http.refusals import error_body
-from edgemoe.api.http.sse import DONE, FINGERPRINT, call_body, chat_logprobs, event
+from edgemoe.api.http.sse import call_body, chat_logprobs
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
 from edgemoe.api.text.chat_messages import for_template, tools_for_template
 from edgemoe.api.text.output_parser import END_THINK, THINK, Marks
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 
 MANY_CALLS = 128
@@ -130,13 +130,14 @@ def _logprobs(body: Chat) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-class ChatFormat:
+class ChatFormat(OpenAIFormat):
     """Writes deltas as chat.completion.chunk objects, or joined as one chat.completion."""
 
+    chunk_object = "chat.completion.chunk"
+
     def __init__(self, job: Generation, body: Chat, text: TextModel) -> None:
-        self._job = job
+        super().__init__(job, body)
         self._vocabulary = text.vocabulary
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
         self._begun: set[int] = set()
         self._calls = [0] * len(job.choices)
 
@@ -149,15 +150,6 @@ class ChatFormat:
             last = self._job.finished and delta is deltas[-1]
             choice = self._choice(delta.choice, self._delta(delta), logprobs, delta.finish or None)
             yield self._chunk([choice], last=last)
-
-    def end(self) -> Iterable[bytes]:
-        if self._usage:
-            yield self._chunk([], self._job.usage(), last=True)
-        yield DONE
-
-    def error(self, error: RequestError) -> Iterable[bytes]:
-        yield event(error_body(error))
-        yield DONE
 
     def whole(self, choices: list[Delta]) -> Json:
         return self._head("chat.completion") | {
@@ -173,21 +165,6 @@ class ChatFormat:
             "usage": self._job.usage(),
             "timings": self._job.timings(),
         }
-
-    def _head(self, kind: str) -> Json:
-        job = self._job
-        return {
-            "id": job.id,
-            "object": kind,
-            "created": job.created,
-            "model": job.model,
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    def _chunk(self, choices: list[Json], usage: Json | None = None, last: bool = False) -> bytes:
-        head = self._head("chat.completion.chunk") | {"choices": choices}
-        head |= {"timings": self._job.timings()} if last else {}
-        return event(head | {"usage": usage} if self._usage else head)
 
     def _choice(self, index: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

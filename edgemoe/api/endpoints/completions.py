@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import response_grammar
 from edgemoe.api.generate.sampling import Span, check_ids, output_tokens, sampling
-from edgemoe.api.http.refusals import error_body
-from edgemoe.api.http.sse import DONE, FINGERPRINT, LogprobEntry, event, text_logprobs
+from edgemoe.api.http.sse import LogprobEntry, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
 from edgemoe.api.text.tokenizer import TextModel
-from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 
 DEFAULT_TOKENS = 16  # OpenAI's default
@@ -82,13 +82,14 @@ def _one(prompt: str | int | list[int], at: int, text: TextModel, vocab: int) ->
     return prompt
 
 
-class CompletionFormat:
+class CompletionFormat(OpenAIFormat):
     """Writes deltas as text_completion objects."""
 
+    chunk_object = "text_completion"
+
     def __init__(self, job: Generation, body: Completion, text: TextModel) -> None:
-        self._job = job
+        super().__init__(job, body)
         self._vocabulary = text.vocabulary
-        self._usage = bool(body.stream_options and body.stream_options.include_usage)
         self._echoes = [
             text.vocabulary.text(request.prompt, skip_special=True) if body.echo else "" for request in job.requests
         ]
@@ -100,33 +101,10 @@ class CompletionFormat:
             echo, self._echoes[delta.choice] = self._echoes[delta.choice], ""
             yield self._chunk([self._choice(delta, echo)], last=self._job.finished and delta is deltas[-1])
 
-    def end(self) -> Iterable[bytes]:
-        if self._usage:
-            yield self._chunk([], self._job.usage(), last=True)
-        yield DONE
-
-    def error(self, error: RequestError) -> Iterable[bytes]:
-        yield event(error_body(error))
-        yield DONE
-
     def whole(self, choices: list[Delta]) -> Json:
         done = [self._choice(delta, self._echoes[delta.choice]) for delta in choices]
-        return self._head() | {"choices": done, "usage": self._job.usage(), "timings": self._job.timings()}
-
-    def _head(self) -> Json:
-        job = self._job
-        return {
-            "id": job.id,
-            "object": "text_completion",
-            "created": job.created,
-            "model": job.model,
-            "system_fingerprint": FINGERPRINT,
-        }
-
-    def _chunk(self, choices: list[Json], usage: Json | None = None, last: bool = False) -> bytes:
-        head = self._head() | {"choices": choices}
-        head |= {"timings": self._job.timings()} if last else {}
-        return event(head | {"usage": usage} if self._usage else head)
+        rest = {"choices": done, "usage": self._job.usage(), "timings": self._job.timings()}
+        return self._head(self.chunk_object) | rest
 
     def _choice(self, delta: Delta, echo: str) -> Json:
         logprobs, at = None, delta.choice
