@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "demo": {"errors"},
     "policy": {"types", "errors"},
     "telemetry": NOUNS | {"config.sizes"},
-    "families": {"errors"},
+    "families": {"errors", "types"},
     "store": NOUNS | {"config.sizes", "demo", "durable", "families"},
     "kernels": set(),
     "kernels.cpu": {"kernels.env"},

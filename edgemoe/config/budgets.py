@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from edgemoe.config.settings import DeviceSettings, Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CapacityError
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Machine
 from edgemoe.types.step import BLOCK_TOKENS
 
-PAGE_BYTES = 4096
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
 KV_SHARE = 0.25  # the default KV budget takes at most this part of what dense weights leave
 
@@ -27,20 +27,8 @@ class ModelNeeds:
 
     dense_bytes: int  # all weights except the experts
     kv_bytes_per_token: int
-    expert_bytes: int  # one expert
-    experts: int  # of all layers together
+    experts: ExpertGeometry
     context_tokens: int
-    min_slots: int = 1  # fewest experts that a tier must hold for a step to run
-
-    @property
-    def stride_bytes(self) -> int:
-        """Returns the size of one slot: an expert, rounded up to whole pages."""
-        return -(-self.expert_bytes // PAGE_BYTES) * PAGE_BYTES
-
-    @property
-    def all_bytes(self) -> int:
-        """Returns the size of a slab that holds every expert."""
-        return self.experts * self.stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +51,14 @@ class Budgets:
     threads: int
     context_tokens: int  # longest sequence: the model's or the setting's limit, at most what KV holds
     containment: bool  # what is in VRAM is in RAM too
-    stride_bytes: int
-    all_bytes: int
+    experts: ExpertGeometry
 
     @property
     def all_fit(self) -> bool:
         """Returns whether the fastest tier holds every expert, so that none is ever evicted."""
         slabs = [device.expert_bytes for device in self.devices if device.kind != "cpu"] or [self.ram_bytes]
-        return sum(size_bytes // self.stride_bytes for size_bytes in slabs) * self.stride_bytes >= self.all_bytes
+        stride_bytes = self.experts.stride_bytes
+        return sum(size_bytes // stride_bytes for size_bytes in slabs) * stride_bytes >= self.experts.all_bytes
 
     def lines(self) -> list[str]:
         """Returns the lines to print at start."""
@@ -83,8 +71,8 @@ class Budgets:
         return [*rows, f"{self.threads} threads, context of {self.context_tokens} tokens"]
 
     def _row(self, name: str, size_bytes: int) -> str:
-        share = size_bytes / self.all_bytes
-        slots = size_bytes // self.stride_bytes
+        share = size_bytes / self.experts.all_bytes
+        slots = size_bytes // self.experts.stride_bytes
         return f"{name} {format_size(size_bytes)} ({slots} slots, {share:.0%} of all experts)"
 
 
@@ -117,8 +105,7 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
         threads=settings.engine.threads or machine.cpus,
         context_tokens=min(context_tokens, kv_bytes // needs.kv_bytes_per_token),
         containment=_containment(settings, ram_bytes, slabs, needs),
-        stride_bytes=needs.stride_bytes,
-        all_bytes=needs.all_bytes,
+        experts=needs.experts,
     )
 
 
@@ -155,16 +142,16 @@ def _kv_bytes(settings: Settings, needs: ModelNeeds, free: int, context_tokens: 
 
 
 def _slab(device: DeviceSettings, needs: ModelNeeds) -> int:
-    return min(device.expert_bytes, needs.all_bytes) // needs.stride_bytes * needs.stride_bytes
+    return min(device.expert_bytes, needs.experts.all_bytes) // needs.experts.stride_bytes * needs.experts.stride_bytes
 
 
 def _slots_bytes(stated: int, free: int, needs: ModelNeeds, what: str, setting: str) -> int:
     """Returns the bytes of whole slots: as stated, else as free, at most all experts. Raises CapacityError."""
-    size_bytes = min(stated or free, needs.all_bytes)
-    _demand(size_bytes, needs.min_slots * needs.stride_bytes, what, setting)
+    size_bytes = min(stated or free, needs.experts.all_bytes)
+    _demand(size_bytes, needs.experts.stride_bytes, what, setting)
     if stated:
         _demand(free, size_bytes, what, f"a lower {setting}, or another budget")
-    return size_bytes // needs.stride_bytes * needs.stride_bytes
+    return size_bytes // needs.experts.stride_bytes * needs.experts.stride_bytes
 
 
 def _device_budget(index: int, device: DeviceSettings, free: int, needs: ModelNeeds) -> DeviceBudget:
@@ -184,7 +171,7 @@ def _containment(settings: Settings, ram_bytes: int, slabs: Sequence[DeviceBudge
     slabs_bytes = sum(slab.expert_bytes for slab in slabs)
     if not settings.cache.containment or not slabs_bytes:
         return False
-    held = min(slabs_bytes + needs.stride_bytes, needs.all_bytes)
+    held = min(slabs_bytes + needs.experts.stride_bytes, needs.experts.all_bytes)
     if ram_bytes < held and not settings.memory.ram_bytes and not any(d.expert_bytes for d in settings.device):
         return False
     _demand(ram_bytes, held, "RAM for experts, which holds VRAM's too", "memory.ram_bytes, or cache.containment=false")

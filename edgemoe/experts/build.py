@@ -20,14 +20,14 @@ from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.metrics import tier_metrics
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
+from edgemoe.experts.tiers.slab import HostSlab, slots_in
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.experts import ExpertId, LivePolicy, Move, Store, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Store, Tier
 from edgemoe.types.peers import ExpertPeers
 
 
@@ -58,7 +58,7 @@ class ExpertTiers:
 
     def __init__(
         self,
-        shape: ExpertShape,
+        geometry: ExpertGeometry,
         store: Store,
         memory: TierMemory,
         policies: Mapping[Tier, LivePolicy],
@@ -72,31 +72,33 @@ class ExpertTiers:
         `on_disk` [L, E] marks what the store can read without help, where that is not everything. Raises
         CapacityError for a budget that holds no expert.
         """
-        ram = HostSlab(shape.slots(memory.ram_bytes, "RAM for experts"), shape.stride_bytes, lock=memory.lock_ram)
-        self.shape, self.ram, self.ram_bytes = shape, ram, ram.size_bytes
-        self.on_disk = np.ones((shape.layers, shape.experts), np.bool_) if on_disk is None else on_disk
+        ram = HostSlab(
+            slots_in(memory.ram_bytes, geometry, "RAM for experts"), geometry.stride_bytes, lock=memory.lock_ram
+        )
+        self.geometry, self.ram, self.ram_bytes = geometry, ram, ram.size_bytes
+        self.on_disk = np.ones((geometry.layers, geometry.experts), np.bool_) if on_disk is None else on_disk
         math = ExpertMath(kernels)
-        math.calibrate(shape.hidden, shape.width, shape.bf16)
+        math.calibrate(geometry.hidden, geometry.width, geometry.bf16)
         self._math = math
-        self.devices = [_open(device, shape, ram, math) for device in memory.devices if device.kind != "cpu"]
+        self.devices = [_open(device, geometry, ram, math) for device in memory.devices if device.kind != "cpu"]
         pools = [
-            SlotPool(Tier.VRAM, shape.layers, shape.experts, device.slots, policies[Tier.VRAM])
+            SlotPool(Tier.VRAM, geometry.layers, geometry.experts, device.slots, policies[Tier.VRAM])
             for device in self.devices
         ]
-        ram_pool = SlotPool(Tier.RAM, shape.layers, shape.experts, ram.slots, policies[Tier.RAM])
-        host = HostCompute(_matrices(ram, shape), math)
+        ram_pool = SlotPool(Tier.RAM, geometry.layers, geometry.experts, ram.slots, policies[Tier.RAM])
+        host = HostCompute(_matrices(ram, geometry), math)
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=memory.containment)
         self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
         self.experts = TieredExperts(
-            shape,
+            geometry,
             self.residency,
             self.loader,
             computes,
             CpuExperts(
                 self.residency,
                 host,
-                CostModel(self.residency, self.loader, shape.stride_bytes, cpu_helps=fetching.cpu_helps),
+                CostModel(self.residency, self.loader, geometry.stride_bytes, cpu_helps=fetching.cpu_helps),
             ),
             fetching,
         )
@@ -104,7 +106,7 @@ class ExpertTiers:
     def join(self, peers: ExpertPeers) -> None:
         """From here on peers help with what is missing here."""
         self.experts.remote = remote = PeerExperts(
-            self.shape, self.residency, self.experts.cpu_experts.costs, peers, self.on_disk
+            self.geometry, self.residency, self.experts.cpu_experts.costs, peers, self.on_disk
         )
         self.loader.elsewhere = remote.elsewhere
 
@@ -113,10 +115,10 @@ class ExpertTiers:
         math = self._math.twin(kernels)
         computes = [compute.twin(math) for compute in self._computes]
         cpu_experts = self.experts.cpu_experts.twin(
-            math, CostModel(self.residency, self.loader, self.shape.stride_bytes)
+            math, CostModel(self.residency, self.loader, self.geometry.stride_bytes)
         )
         fetching = Fetching(prefetch=False, deadline_s=deadline_s)
-        return TieredExperts(self.shape, self.residency, self.loader, computes, cpu_experts, fetching)
+        return TieredExperts(self.geometry, self.residency, self.loader, computes, cpu_experts, fetching)
 
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""
@@ -146,18 +148,18 @@ class ExpertTiers:
             yield Move(expert, Tier.NVME, target, 0.0)
 
 
-def _open(device: DeviceBudget, shape: ExpertShape, ram: HostSlab, math: ExpertMath) -> Device:
-    slots = shape.slots(device.expert_bytes, f"experts on {device.kind}")
+def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: ExpertMath) -> Device:
+    slots = slots_in(device.expert_bytes, geometry, f"experts on {device.kind}")
     if device.kind == "emulated":
-        slab = HostSlab(slots, shape.stride_bytes)
+        slab = HostSlab(slots, geometry.stride_bytes)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s)
-        return Device(slots, link, HostCompute(_matrices(slab, shape), math))
+        return Device(slots, link, HostCompute(_matrices(slab, geometry), math))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.compute.cuda import open_cuda
 
-        return Device(slots, *open_cuda(device.kind, slots, shape, ram))
+        return Device(slots, *open_cuda(device.kind, slots, geometry, ram))
     raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
 
 
-def _matrices(slab: HostSlab, shape: ExpertShape) -> ExpertSlab:
-    return ExpertSlab(torch.from_numpy(slab.slab), shape.hidden, shape.width, shape.bf16)
+def _matrices(slab: HostSlab, geometry: ExpertGeometry) -> ExpertSlab:
+    return ExpertSlab(torch.from_numpy(slab.slab), geometry.hidden, geometry.width, geometry.bf16)

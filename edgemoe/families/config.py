@@ -11,8 +11,9 @@ from typing import Any
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config_values import integer, real
 from edgemoe.families.rope_config import read_rope
-from edgemoe.families.spec import DTYPE_BYTES, ModelSpec
+from edgemoe.families.spec import ModelSpec
 from edgemoe.families.table import FAMILIES, Family
+from edgemoe.types.experts import DTYPE_BYTES
 
 MAX_EXPERTS = 1 << 17  # of all layers together
 MOST = {  # of anything that is to come; what is larger is nonsense

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edgemoe.families.table import FAMILIES, Family
+from edgemoe.types.experts import DTYPE_BYTES, ExpertGeometry
 
 Shape = tuple[int, ...]
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,14 @@ class ModelSpec:
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def expert_bytes(self) -> int:
-        """One expert: gate and up rows [2I, H], then down [H, I]."""
-        return 3 * self.expert_width * self.hidden * self.dtype_bytes
+    def geometry(self) -> ExpertGeometry:
+        """Of its experts."""
+        return ExpertGeometry(self.layers, self.experts, self.top_k, self.hidden, self.expert_width, self.dtype)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
-
-    @property
-    def gate_up_shape(self) -> Shape:
-        return 2 * self.expert_width, self.hidden
-
-    @property
-    def down_shape(self) -> Shape:
-        return self.hidden, self.expert_width
 
 
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:

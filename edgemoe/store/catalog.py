@@ -18,11 +18,12 @@ from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import lock_store, padded, page_memory
+from edgemoe.store.files import lock_store, page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import JOURNAL, Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copy, verify_weights
+from edgemoe.types.experts import padded
 
 P = ParamSpec("P")
 

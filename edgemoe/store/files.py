@@ -24,18 +24,13 @@ import numpy as np
 import xxhash
 
 from edgemoe.errors import StoreError, StoreInUse
+from edgemoe.types.experts import PAGE_BYTES, padded
 
-ALIGN = 4096  # experts start and end at multiples of it, in the file as in an arena's slot
 BLOCK_BYTES = 4 << 20  # what one read takes and one digest covers
 LOCK = ".lock"
 LOCK_WAIT_S = 2.0
 
 Buffer = bytes | bytearray | memoryview
-
-
-def padded(size_bytes: int) -> int:
-    """The size rounded up to whole pages."""
-    return -(-size_bytes // ALIGN) * ALIGN
 
 
 class Checksum:
@@ -108,8 +103,8 @@ class PageFile:
         direct = self._direct
         done = 0
         while done < size_bytes:
-            whole_pages = (len(view) - done) // ALIGN * ALIGN
-            aligned = (address + done) % ALIGN == (offset + done) % ALIGN == 0
+            whole_pages = (len(view) - done) // PAGE_BYTES * PAGE_BYTES
+            aligned = (address + done) % PAGE_BYTES == (offset + done) % PAGE_BYTES == 0
             try:
                 if direct is not None and whole_pages and aligned:
                     got = os.preadv(direct, [view[done : done + whole_pages]], offset + done)

@@ -15,8 +15,8 @@ from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint, Tensor
-from edgemoe.store.files import padded
 from edgemoe.store.manifest import DENSE, layer_file
+from edgemoe.types.experts import padded
 
 STORED_AS = {"F32": "F32", "BF16": "BF16", "F16": "BF16"}  # safetensors dtype of the source -> of the store
 DTYPES = {"F32": "float32", "BF16": "bfloat16"}
@@ -172,7 +172,7 @@ def _dense_plan(tensors: _Tensors) -> FilePlan:
 
 
 def _layer_plan(tensors: _Tensors, layer: int) -> FilePlan:
-    spec = tensors.spec
+    spec, geometry = tensors.spec, tensors.spec.geometry
     take = _take_stacked if tensors.has(spec.names.stacked(layer)[0]) else _take_separate
     entries: list[tuple[str, str, Shape]] = []
     runs: list[Run] = []
@@ -183,8 +183,8 @@ def _layer_plan(tensors: _Tensors, layer: int) -> FilePlan:
         if len(dtypes) > 1:
             raise CheckpointError(f"{pieces[0].tensor.file}: expert {expert} of layer {layer} is of several types")
         dtype = dtypes.pop()
-        entries.append((f"experts.{expert}.gate_up_proj", dtype, spec.gate_up_shape))
-        entries.append((f"experts.{expert}.down_proj", dtype, spec.down_shape))
+        entries.append((f"experts.{expert}.gate_up_proj", dtype, geometry.gate_up_shape))
+        entries.append((f"experts.{expert}.down_proj", dtype, geometry.down_shape))
         if run.padding:
             entries.append((f"pad.{expert}", "U8", (run.padding,)))
         runs.append(run)
@@ -192,8 +192,8 @@ def _layer_plan(tensors: _Tensors, layer: int) -> FilePlan:
 
 
 def _take_stacked(tensors: _Tensors, layer: int) -> Iterator[tuple[Piece, ...]]:
-    spec = tensors.spec
-    shapes = ((spec.experts, *spec.gate_up_shape), (spec.experts, *spec.down_shape))
+    spec, geometry = tensors.spec, tensors.spec.geometry
+    shapes = ((spec.experts, *geometry.gate_up_shape), (spec.experts, *geometry.down_shape))
     whole = [tensors.take(name, shape) for name, shape in zip(spec.names.stacked(layer), shapes, strict=True)]
     for expert in range(spec.experts):
         yield tuple(_share(tensor, expert, spec.experts) for tensor in whole)
@@ -207,7 +207,7 @@ def _share(tensor: Tensor, index: int, count: int) -> Piece:
 def _take_separate(tensors: _Tensors, layer: int) -> Iterator[tuple[Piece, ...]]:
     spec = tensors.spec
     rows = (spec.expert_width, spec.hidden)
-    shapes = (rows, rows, spec.down_shape)
+    shapes = (rows, rows, spec.geometry.down_shape)
     for expert in range(spec.experts):
         names = spec.names.separate(layer, expert)
         found = [tensors.take(name, shape) for name, shape in zip(names, shapes, strict=True)]

@@ -16,8 +16,9 @@ from msgspec import Meta
 
 from edgemoe.durable import replace_file
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
-from edgemoe.store.files import ALIGN, checksum, file_bytes, padded
+from edgemoe.store.files import checksum, file_bytes
 from edgemoe.types.arrays import Json
+from edgemoe.types.experts import PAGE_BYTES, padded
 
 VERSION = 1
 MANIFEST, DENSE = "manifest.json", "dense.safetensors"
@@ -185,7 +186,7 @@ def _check_layer(directory: Path, layer: int, entry: LayerEntry) -> None:
     end = 0
     found = file_bytes(directory / entry.file)
     for expert in sorted(entry.experts, key=lambda expert: expert.offset):
-        if expert.offset % ALIGN or expert.offset < end or not expert.bytes:
+        if expert.offset % PAGE_BYTES or expert.offset < end or not expert.bytes:
             raise StoreError(f"{where}: expert {expert.expert} of layer {layer} has an impossible place")
         end = expert.offset + padded(expert.bytes)
         if end > found:

@@ -17,8 +17,9 @@ import aiofiles.os
 import xxhash
 
 from edgemoe.errors import CorruptExpert, MissingExpert, StoreError
-from edgemoe.store.files import LOCK, PageFile, blocks, combine, lock_store, padded
+from edgemoe.store.files import LOCK, PageFile, blocks, combine, lock_store
 from edgemoe.store.manifest import ExpertEntry, Manifest
+from edgemoe.types.experts import padded
 
 
 class ExpertStore:

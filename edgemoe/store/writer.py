@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from edgemoe.durable import sync_directory
 from edgemoe.errors import CheckpointError
-from edgemoe.store.files import ALIGN, BLOCK_BYTES, Buffer, Checksum, PageFile, blocks, open_direct, padded, page_memory
+from edgemoe.store.files import BLOCK_BYTES, Buffer, Checksum, PageFile, blocks, open_direct, page_memory
 from edgemoe.store.layout import NO_DIGEST, FilePlan, Piece, Run
+from edgemoe.types.experts import PAGE_BYTES, padded
 
 AHEAD = 4  # blocks read before they are wanted
 
@@ -103,7 +104,7 @@ class _Output:
     def finish(self, header: bytes) -> None:
         """Puts the final header in the first one's place and the file where it belongs."""
         filled = self.position % BLOCK_BYTES
-        whole = filled // ALIGN * ALIGN
+        whole = filled // PAGE_BYTES * PAGE_BYTES
         self._put(self._pages[:whole], self.position - filled)
         self._put_rest(self._pages[whole:filled], self.position - filled + whole)
         self._put_rest(memoryview(header), 0)
@@ -133,7 +134,7 @@ class _Source:
 
     def __init__(self) -> None:
         self._files: dict[Path, PageFile] = {}
-        self._buffers = [page_memory(BLOCK_BYTES + ALIGN) for _ in range(1 + AHEAD)]
+        self._buffers = [page_memory(BLOCK_BYTES + PAGE_BYTES) for _ in range(1 + AHEAD)]
         self._reader = ThreadPoolExecutor(1, "pack-reader")
 
     def __enter__(self) -> _Source:
@@ -157,7 +158,7 @@ class _Source:
     def _read_span(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
         """Reads the pages that the span lies in."""
         tensor = span.piece.tensor
-        before = span.offset % ALIGN
+        before = span.offset % PAGE_BYTES
         try:
             if tensor.file not in self._files:
                 self._files[tensor.file] = PageFile(tensor.file)

@@ -1,11 +1,72 @@
-"""Experts, the tiers that hold them, and the protocol of cache policies, which rank them."""
+"""Experts and their sizes, the tiers that hold them, and the protocol of cache policies, which rank them."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from edgemoe.types.arrays import FloatArray, IntArray
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+PAGE_BYTES = 4096  # experts start and end at multiples of it, in a store's files as in a slab
+
+
+def padded(size_bytes: int) -> int:
+    """Returns the size rounded up to whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGeometry:
+    """States the sizes of a model's experts: L layers of E experts, k of them per token, each SwiGLU of width I.
+
+    An expert's bytes are its gate and up rows [2I, H], then down [H, I].
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    dtype: str  # "float32" | "bfloat16"
+
+    @property
+    def bf16(self) -> bool:
+        """Returns whether weights and hidden states are bfloat16, else they are float32."""
+        return self.dtype == "bfloat16"
+
+    @property
+    def item_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def gate_up_shape(self) -> tuple[int, int]:
+        return 2 * self.width, self.hidden
+
+    @property
+    def down_shape(self) -> tuple[int, int]:
+        return self.hidden, self.width
+
+    @property
+    def row_bytes(self) -> int:
+        """Returns the bytes of one row of hidden states."""
+        return self.hidden * self.item_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Returns the bytes of one expert, without padding."""
+        return 3 * self.width * self.row_bytes
+
+    @property
+    def stride_bytes(self) -> int:
+        """Returns the bytes of one slot: an expert, rounded up to whole pages."""
+        return padded(self.expert_bytes)
+
+    @property
+    def all_bytes(self) -> int:
+        """Returns the bytes of a slab that holds every expert."""
+        return self.layers * self.experts * self.stride_bytes
 
 
 class Tier(enum.IntEnum):

@@ -27,7 +27,6 @@ from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
@@ -108,7 +107,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         kernels = None
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
             say("kernels")
-            kernels = Kernels(budgets.threads, spec.dtype == "bfloat16", kernel_dir(settings))
+            kernels = Kernels(budgets.threads, spec.geometry.bf16, kernel_dir(settings))
             opened.callback(kernels.close)
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
@@ -125,7 +124,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         if controller is not None:
             opened.callback(controller.close)
             if settings.cache.prefetch:
-                controller.attach(tiers.residency, tiers.loader, spec.expert_bytes)
+                controller.attach(tiers.residency, tiers.loader, spec.geometry.expert_bytes)
         recorder = _recorder(settings, manifest, spec)
         if recorder is not None:
             opened.callback(recorder.close)
@@ -152,8 +151,7 @@ def _needs(manifest: Manifest, spec: ModelSpec) -> ModelNeeds:
     return ModelNeeds(
         dense_bytes=manifest.dense.bytes,
         kv_bytes_per_token=spec.kv_bytes_per_token + -(-spec.layers * spec.experts // BLOCK_TOKENS),
-        expert_bytes=spec.expert_bytes,
-        experts=spec.layers * spec.experts,
+        experts=spec.geometry,
         context_tokens=spec.context_tokens,
     )
 
@@ -169,13 +167,13 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         experts=spec.experts,
         top_k=spec.top_k,
         dtype=spec.dtype,
-        expert_bytes=spec.expert_bytes,
+        expert_bytes=spec.geometry.expert_bytes,
     )
 
 
 def _sharing(manifest: Manifest, spec: ModelSpec, store: ExpertStore) -> Sharing:
-    shelf = ExpertShelf(manifest, store, spec.expert_bytes)
-    return Sharing(shelf, PeerStore(store, shelf, checksum, spec.expert_bytes))
+    shelf = ExpertShelf(manifest, store, spec.geometry)
+    return Sharing(shelf, PeerStore(store, shelf, checksum, spec.geometry.expert_bytes))
 
 
 def _tiers(
@@ -187,17 +185,14 @@ def _tiers(
     kernels: Kernels | None,
     policy: LivePolicy,
 ) -> ExpertTiers:
-    shape = ExpertShape(
-        spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=spec.dtype == "bfloat16"
-    )
     tiers = ExpertTiers(
-        shape,
+        spec.geometry,
         store if sharing is None else sharing.store,
         TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         fetching=Fetching(prefetch=settings.cache.prefetch),
-        on_disk=None if sharing is None else sharing.shelf.on_disk(spec.layers, spec.experts),
+        on_disk=None if sharing is None else sharing.shelf.on_disk(),
     )
     if sharing is not None:
         sharing.shelf.attach(tiers.residency, tiers.ram)

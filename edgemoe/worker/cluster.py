@@ -44,9 +44,9 @@ class ClusterSide:
         self._adopted_s = float("-inf")
         self._kernels: Kernels | None = None
         if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
-            self._kernels = Kernels(assembly.budgets.threads, info.dtype == "bfloat16")
-        shape = tiers.shape
-        model = Model(info.digest, info.layers, info.experts, shape.hidden * shape.item_bytes, shape.expert_bytes)
+            self._kernels = Kernels(assembly.budgets.threads, tiers.geometry.bf16)
+        sizes = tiers.geometry
+        model = Model(info.digest, sizes.layers, sizes.experts, sizes.row_bytes, sizes.expert_bytes)
         self._host = PeerCompute(tiers.second(self._kernels, deadline_s=settings.call_timeout_s), tiers.on_disk)
         self.plane = DataPlane(
             settings.node,

@@ -5,12 +5,12 @@ import pytest
 from edgemoe.config.budgets import ModelNeeds, resolve_budgets
 from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSettings, MemorySettings, Settings
 from edgemoe.errors import CapacityError
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Gpu, Machine
 
 GIB = 1 << 30
-NEEDS = ModelNeeds(
-    dense_bytes=GIB, kv_bytes_per_token=1 << 16, expert_bytes=5_000_000, experts=2000, context_tokens=8192
-)
+EXPERTS = ExpertGeometry(layers=20, experts=100, top_k=8, hidden=1000, width=833, dtype="bfloat16")  # of 5 MB each
+NEEDS = ModelNeeds(dense_bytes=GIB, kv_bytes_per_token=1 << 16, experts=EXPERTS, context_tokens=8192)
 HOST = Machine(ram_total_bytes=24 * GIB, ram_available_bytes=20 * GIB, cpus=8, memlock_bytes=None)
 GPU_HOST = Machine(24 * GIB, 20 * GIB, 8, None, (Gpu(0, "A", 24 * GIB, 8 * GIB), Gpu(1, "B", 24 * GIB, 6 * GIB)))
 
@@ -27,13 +27,13 @@ def test_on_a_cpu_everything_together_leaves_the_headroom_free() -> None:
     found = resolve_budgets(settings(headroom_bytes=12 * GIB), HOST, NEEDS)
     assert found.devices[0].kind == "cpu"
     assert found.dense_bytes + found.kv_bytes + found.ram_bytes <= 8 * GIB
-    assert found.ram_bytes % NEEDS.stride_bytes == 0
+    assert found.ram_bytes % EXPERTS.stride_bytes == 0
     assert found.threads == 8
 
 
 def test_an_arena_never_exceeds_the_model() -> None:
     found = resolve_budgets(settings(), HOST, NEEDS)
-    assert found.ram_bytes == found.all_bytes
+    assert found.ram_bytes == EXPERTS.all_bytes
 
 
 def test_auto_takes_the_first_gpu_and_keeps_its_headroom() -> None:
@@ -63,13 +63,13 @@ def test_the_slab_of_an_emulated_device_counts_as_ram() -> None:
         resolve_budgets(free, HOST, NEEDS),
         resolve_budgets(settings(headroom_bytes=12 * GIB), HOST, NEEDS),
     )
-    assert with_slab.devices[0].expert_bytes == GIB // NEEDS.stride_bytes * NEEDS.stride_bytes
+    assert with_slab.devices[0].expert_bytes == GIB // EXPERTS.stride_bytes * EXPERTS.stride_bytes
     assert without.ram_bytes - with_slab.ram_bytes > 0.7 * GIB
 
 
 def test_a_stated_budget_is_kept_in_whole_slots_and_blocks() -> None:
     found = resolve_budgets(settings(ram_bytes=GIB, kv_bytes=100 << 20), HOST, NEEDS)
-    assert found.ram_bytes == GIB // NEEDS.stride_bytes * NEEDS.stride_bytes
+    assert found.ram_bytes == GIB // EXPERTS.stride_bytes * EXPERTS.stride_bytes
     assert found.kv_bytes == 100 << 20
 
 
@@ -102,7 +102,7 @@ def test_containment_is_given_up_where_ram_is_the_smaller_and_nothing_was_stated
 
 def test_it_is_told_whether_the_fastest_tier_holds_every_expert() -> None:
     assert resolve_budgets(settings(), HOST, NEEDS).all_fit
-    assert not resolve_budgets(settings(ram_bytes=NEEDS.all_bytes - NEEDS.stride_bytes), HOST, NEEDS).all_fit
+    assert not resolve_budgets(settings(ram_bytes=EXPERTS.all_bytes - EXPERTS.stride_bytes), HOST, NEEDS).all_fit
     device = DeviceSettings(kind="emulated", expert_bytes=GIB, link_bytes_per_s=8e9)
     assert not resolve_budgets(settings(device), HOST, NEEDS).all_fit
 

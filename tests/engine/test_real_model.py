@@ -21,7 +21,6 @@ from support.waiting import wait_until
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
@@ -80,16 +79,16 @@ def model(
     directory = tmp_path_factory.mktemp("store")
     manifest = pack(checkpoint, directory)
     spec = spec_from_config(manifest.spec_config)
-    shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=False)
+    geometry = spec.geometry
     policy, slow = LRU(spec.layers, spec.experts), request.param[0] == "a"
-    link_bytes_per_s = shape.stride_bytes / 5e-3 if slow else 1e12
+    link_bytes_per_s = geometry.stride_bytes / 5e-3 if slow else 1e12
     with ExpertStore(directory, manifest) as store:
         tiers = ExpertTiers(
-            shape,
+            geometry,
             store,
             TierMemory(
-                ram * shape.stride_bytes,
-                [DeviceBudget("emulated", slots * shape.stride_bytes, link_bytes_per_s) for slots in devices],
+                ram * geometry.stride_bytes,
+                [DeviceBudget("emulated", slots * geometry.stride_bytes, link_bytes_per_s) for slots in devices],
             ),
             {Tier.RAM: policy, Tier.VRAM: policy},
             kernels,

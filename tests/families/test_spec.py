@@ -90,7 +90,7 @@ def test_qwen3_30b_as_published() -> None:
         context_tokens=40960,
     )
     assert spec.rope == RopeSpec(1e6)
-    assert spec.expert_bytes == 3 * 2048 * 768 * 2
+    assert spec.geometry.expert_bytes == 3 * 2048 * 768 * 2
     assert spec.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2
 
 
@@ -116,8 +116,8 @@ def test_shapes_are_those_of_transformers(config: dict[str, Any]) -> None:
     theirs = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     spec = spec_from_config(small)
     gate_up, down = spec.names.stacked(1)
-    assert theirs[gate_up] == (spec.experts, *spec.gate_up_shape)
-    assert theirs[down] == (spec.experts, *spec.down_shape)
+    assert theirs[gate_up] == (spec.experts, *spec.geometry.gate_up_shape)
+    assert theirs[down] == (spec.experts, *spec.geometry.down_shape)
     assert dense_shapes(spec) == {name: shape for name, shape in theirs.items() if ".experts." not in name}
 
 

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 import edgemoe.cli
 from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.cluster.rpc.keys import load_peers, load_secret
-from edgemoe.store.files import padded
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
+from edgemoe.types.experts import padded
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 NODES = ("a", "b", "c")

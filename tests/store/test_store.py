@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from edgemoe.errors import CorruptExpert, MissingExpert, StoreError
 from edgemoe.store import files
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import ALIGN, BLOCK_BYTES, checksum, combine, lock_store, padded, page_memory
+from edgemoe.store.files import BLOCK_BYTES, checksum, combine, lock_store, page_memory
 from edgemoe.store.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
+from edgemoe.types.experts import PAGE_BYTES, padded
 
 Make = Callable[..., Path]
 
@@ -91,13 +92,13 @@ async def test_an_expert_of_several_blocks_reads_back_exactly(checkpoint: Make, 
     with ExpertStore(tmp_path, manifest) as store:
         size = store.expert_bytes(0, 1)
         assert size > 2 * BLOCK_BYTES
-        assert size % ALIGN
+        assert size % PAGE_BYTES
         slots = [page_memory(padded(size)), page_memory(padded(size))]
         await asyncio.gather(*(store.read(0, expert, slot) for expert, slot in enumerate(slots)))
         for expert, slot in enumerate(slots):
             assert slot[:size] == bytes_of(tmp_path, manifest, 0, expert)
             assert checksum(slot[:size]) == manifest.entry(0, expert).xxh3_128
-        unaligned = page_memory(padded(size) + ALIGN)[8 : 8 + size]
+        unaligned = page_memory(padded(size) + PAGE_BYTES)[8 : 8 + size]
         await store.read(0, 1, unaligned)
         assert unaligned == slots[1][:size]
 
@@ -124,7 +125,7 @@ async def test_a_disk_that_fails_is_an_error_that_names_the_expert(
 
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(CorruptExpert, match=r"layer_001\.safetensors: expert 4 of layer 1 .*Input/output error"):
-            await opened.read(1, 4, page_memory(ALIGN * 4))
+            await opened.read(1, 4, page_memory(PAGE_BYTES * 4))
 
 
 async def test_a_flipped_bit_names_file_layer_and_expert(store: Path) -> None:
@@ -134,7 +135,7 @@ async def test_a_flipped_bit_names_file_layer_and_expert(store: Path) -> None:
     raw[manifest.entry(1, 2).offset + 77] ^= 4
     path.write_bytes(raw)
     with ExpertStore(store, Manifest.load(store)) as opened:
-        memory = page_memory(ALIGN * 4)
+        memory = page_memory(PAGE_BYTES * 4)
         for expert in (0, 1, 3, 4, 5):
             await opened.read(1, expert, memory)
         with pytest.raises(CorruptExpert) as caught:
@@ -149,7 +150,7 @@ async def test_a_file_truncated_while_it_is_open_is_found_out(store: Path) -> No
     with ExpertStore(store, manifest) as opened:
         os.truncate(store / manifest.layers[0].file, manifest.entry(0, 3).offset + 100)
         with pytest.raises(CorruptExpert, match="expert 3 of layer 0"):
-            await opened.read(0, 3, page_memory(ALIGN * 4))
+            await opened.read(0, 3, page_memory(PAGE_BYTES * 4))
 
 
 def test_a_truncated_file_is_refused_at_load_naming_the_first_expert_lost(store: Path) -> None:
@@ -179,10 +180,10 @@ async def test_experts_that_are_not_listed_are_missing_and_the_others_are_there(
     present = {(layer, expert) for layer in range(4) for expert in range(7) if manifest.present(layer, expert)}
     assert present == {(0, 2), (0, 3), *((1, expert) for expert in range(6))}
     with ExpertStore(store, manifest) as opened:
-        await opened.read(0, 3, page_memory(ALIGN * 4))
+        await opened.read(0, 3, page_memory(PAGE_BYTES * 4))
         for layer, expert in ((0, 0), (2, 1), (0, -1), (-1, 0), (99, 0)):
             with pytest.raises(MissingExpert, match=f"expert {expert} of layer {layer}"):
-                await opened.read(layer, expert, page_memory(ALIGN * 4))
+                await opened.read(layer, expert, page_memory(PAGE_BYTES * 4))
 
 
 async def test_a_cancelled_read_has_stopped_writing_when_it_returns(
@@ -199,7 +200,7 @@ async def test_a_cancelled_read_has_stopped_writing_when_it_returns(
         return real(fd, buffers, offset)
 
     with ExpertStore(store, manifest) as opened:
-        memory = page_memory(ALIGN * 4)
+        memory = page_memory(PAGE_BYTES * 4)
         monkeypatch.setattr(os, "preadv", slow)
         reading = asyncio.ensure_future(opened.read(0, 0, memory))
         await asyncio.wait_for(begun.wait(), 10)
@@ -364,4 +365,4 @@ async def test_an_error_of_the_disk_is_not_read_around(store: Path, monkeypatch:
     monkeypatch.setattr(os, "preadv", failing)
     opened_store = ExpertStore(store, Manifest.load(store))
     with opened_store, pytest.raises(CorruptExpert, match="Input/output error"):
-        await opened_store.read(0, 0, page_memory(ALIGN * 4))
+        await opened_store.read(0, 0, page_memory(PAGE_BYTES * 4))

@@ -17,7 +17,6 @@ from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
 from edgemoe.families.config import spec_from_config
 from edgemoe.policy.placement import NodeCapacity, uniform
-from edgemoe.store.files import padded
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling
@@ -39,7 +38,7 @@ class EngineBox:
         spec = spec_from_config(Manifest.load(store).spec_config)
         self.settings = Settings(
             model=ModelSettings(path=str(store)),
-            memory=MemorySettings(ram_bytes=slots * padded(spec.expert_bytes), kv_bytes=4 << 20),
+            memory=MemorySettings(ram_bytes=slots * spec.geometry.stride_bytes, kv_bytes=4 << 20),
             engine=EngineSettings(threads=1, step_tokens=64, prefix_cache=False),
             cluster=ClusterSettings(
                 node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=timeout_s

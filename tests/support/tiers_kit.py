@@ -16,14 +16,13 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import CorruptExpert
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
-from edgemoe.types.experts import ExpertId, Store, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Store, Tier
 
 torch.set_num_threads(1)  # the matrices are tiny
 
-SMALL = ExpertShape(layers=3, experts=8, top_k=2, hidden=32, width=24, bf16=False)
+SMALL = ExpertGeometry(layers=3, experts=8, top_k=2, hidden=32, width=24, dtype="float32")
 
 
 def emulated(expert_bytes: int, link_bytes_per_s: float = 1e12) -> DeviceBudget:
@@ -33,13 +32,13 @@ def emulated(expert_bytes: int, link_bytes_per_s: float = 1e12) -> DeviceBudget:
 class Weights:
     """Random experts, and what they compute when all are at hand."""
 
-    def __init__(self, shape: ExpertShape, seed: int = 0) -> None:
-        self.shape = shape
+    def __init__(self, geometry: ExpertGeometry, seed: int = 0) -> None:
+        self.geometry = geometry
         generator = torch.Generator().manual_seed(seed)
-        dtype = torch.bfloat16 if shape.bf16 else torch.float32
-        size = (shape.layers, shape.experts)
-        self.gate_up = torch.randn(*size, 2 * shape.width, shape.hidden, generator=generator).to(dtype) * 0.2
-        self.down = torch.randn(*size, shape.hidden, shape.width, generator=generator).to(dtype) * 0.2
+        dtype = torch.bfloat16 if geometry.bf16 else torch.float32
+        size = (geometry.layers, geometry.experts)
+        self.gate_up = torch.randn(*size, 2 * geometry.width, geometry.hidden, generator=generator).to(dtype) * 0.2
+        self.down = torch.randn(*size, geometry.hidden, geometry.width, generator=generator).to(dtype) * 0.2
 
     def bytes_of(self, layer: int, expert: int) -> bytes:
         parts = (self.gate_up[layer, expert], self.down[layer, expert])
@@ -59,12 +58,12 @@ class Weights:
 
     def route(self, tokens: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states [T, H], distinct experts and their weights [T, k]."""
-        shape = self.shape
-        hidden = torch.from_numpy(rng.standard_normal((tokens, shape.hidden)).astype(np.float32))
-        if shape.bf16:
+        geometry = self.geometry
+        hidden = torch.from_numpy(rng.standard_normal((tokens, geometry.hidden)).astype(np.float32))
+        if geometry.bf16:
             hidden = hidden.bfloat16()
-        ids = np.argsort(rng.random((tokens, shape.experts)), axis=1)[:, : shape.top_k]
-        weights = rng.random((tokens, shape.top_k)).astype(np.float32)
+        ids = np.argsort(rng.random((tokens, geometry.experts)), axis=1)[:, : geometry.top_k]
+        weights = rng.random((tokens, geometry.top_k)).astype(np.float32)
         return hidden, torch.from_numpy(ids), torch.from_numpy(weights)
 
 
@@ -72,11 +71,11 @@ class FileStore:
     """Implements `types.Store` on one file. Reads of experts in `held` wait; those in `damaged` fail."""
 
     def __init__(self, weights: Weights) -> None:
-        self.shape = weights.shape
+        self.geometry = weights.geometry
         self.reads: list[ExpertId] = []
         self.damaged: set[ExpertId] = set()
         self.gates: dict[ExpertId, asyncio.Event] = {}
-        layers, experts = range(self.shape.layers), range(self.shape.experts)
+        layers, experts = range(self.geometry.layers), range(self.geometry.experts)
         self._file = os.memfd_create("experts")
         os.write(self._file, b"".join(weights.bytes_of(layer, expert) for layer in layers for expert in experts))
 
@@ -89,7 +88,7 @@ class FileStore:
             self.gates.pop(ExpertId(layer, expert)).set()
 
     def expert_bytes(self, layer: int, expert: int) -> int:
-        return self.shape.expert_bytes
+        return self.geometry.expert_bytes
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         key = ExpertId(layer, expert)
@@ -99,8 +98,8 @@ class FileStore:
             await self.gates[key].wait()
         if key in self.damaged:
             raise CorruptExpert("a file", layer, expert, "as the test wants it")
-        offset = (layer * self.shape.experts + expert) * self.shape.expert_bytes
-        assert os.preadv(self._file, [into[: self.shape.expert_bytes]], offset) == self.shape.expert_bytes
+        offset = (layer * self.geometry.experts + expert) * self.geometry.expert_bytes
+        assert os.preadv(self._file, [into[: self.geometry.expert_bytes]], offset) == self.geometry.expert_bytes
 
     def __del__(self) -> None:
         os.close(self._file)
@@ -111,18 +110,18 @@ def small_tiers(
     ram_slots: int,
     device_slots: tuple[int, ...] = (),
     kernels: Kernels | None = None,
-    shape: ExpertShape = SMALL,
+    geometry: ExpertGeometry = SMALL,
     link_bytes_per_s: float = 1e12,
     containment: bool = True,
     **fetching: Any,
 ) -> ExpertTiers:
     """Tiers with so many slots in RAM and in each emulated device."""
-    policy = LRU(shape.layers, shape.experts)
-    devices = [emulated(slots * shape.stride_bytes, link_bytes_per_s) for slots in device_slots]
+    policy = LRU(geometry.layers, geometry.experts)
+    devices = [emulated(slots * geometry.stride_bytes, link_bytes_per_s) for slots in device_slots]
     return ExpertTiers(
-        shape,
+        geometry,
         store,
-        TierMemory(ram_slots * shape.stride_bytes, devices, containment=containment),
+        TierMemory(ram_slots * geometry.stride_bytes, devices, containment=containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         fetching=Fetching(**fetching),

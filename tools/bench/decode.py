@@ -34,7 +34,6 @@ from safetensors.torch import save_file  # noqa: E402
 
 from edgemoe.experts.build import ExpertTiers, TierMemory  # noqa: E402
 from edgemoe.experts.compute.moe import Fetching  # noqa: E402
-from edgemoe.experts.tiers.slab import ExpertShape  # noqa: E402
 from edgemoe.families.config import spec_from_config  # noqa: E402
 from edgemoe.families.spec import ModelSpec, dense_shapes  # noqa: E402
 from edgemoe.kernels.cpu.intrinsics import chunk, fields, i64_at, record  # noqa: E402
@@ -69,7 +68,7 @@ class RandomStore:
     """Experts made on the spot."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._bytes = spec.expert_bytes
+        self._bytes = spec.geometry.expert_bytes
         dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
         values = torch.randn(self._bytes // dtype.itemsize) * 0.02
         self._values = values.to(dtype).view(torch.uint8).numpy()
@@ -91,13 +90,11 @@ class Ours:
         self.spec = spec = spec_from_config(config)
         self.kernels = Kernels(threads, spec.dtype == "bfloat16")
         self.decoder = _random_decoder(spec, self.kernels)
-        shape = ExpertShape(
-            spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=self.kernels.bf16
-        )
+        geometry = spec.geometry
         policy = LRU(spec.layers, spec.experts)
-        everything = spec.layers * spec.experts * shape.stride_bytes
+        everything = geometry.all_bytes
         self.tiers = ExpertTiers(
-            shape,
+            geometry,
             RandomStore(spec),
             TierMemory(everything),
             {Tier.RAM: policy, Tier.VRAM: policy},
@@ -146,7 +143,7 @@ class Ours:
         start = time.perf_counter()
         touched = sum(self.feed(step) for step in steps)
         taken = (time.perf_counter() - start) / len(steps)
-        return taken, touched / len(steps) * self.spec.expert_bytes + dense_bytes(self.spec)
+        return taken, touched / len(steps) * self.spec.geometry.expert_bytes + dense_bytes(self.spec)
 
     def stream(self, size_bytes: int) -> float:
         """Seconds to read so many bytes of experts, in one go and as fast as the box can."""

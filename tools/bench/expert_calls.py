@@ -38,10 +38,9 @@ from edgemoe.cluster.rpc.transport import Answer, Failure, Question
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
-from edgemoe.types.experts import Tier
+from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from tools.testbed.bed import Bed
 
@@ -84,9 +83,9 @@ class NoShelf:
 class RandomStore:
     """Experts of random weights."""
 
-    def __init__(self, shape: ExpertShape) -> None:
-        dtype = torch.bfloat16 if shape.bf16 else torch.float32
-        size = shape.expert_bytes // shape.item_bytes
+    def __init__(self, geometry: ExpertGeometry) -> None:
+        dtype = torch.bfloat16 if geometry.bf16 else torch.float32
+        size = geometry.expert_bytes // geometry.item_bytes
         self._bytes = (torch.randn(size) * 0.02).to(dtype).view(torch.uint8).numpy()
 
     def expert_bytes(self, layer: int, expert: int) -> int:
@@ -99,15 +98,15 @@ class RandomStore:
 class Box:
     """A box with so many of 16 experts of one layer, and an echo channel beside its calls channel. Made on its loop."""
 
-    def __init__(self, node: str, key: Secret, shape: ExpertShape, threads: int, experts: int) -> None:
-        kernels = Kernels(threads, shape.bf16, Path(tempfile.gettempdir()) / "edgemoe-kernels")
+    def __init__(self, node: str, key: Secret, geometry: ExpertGeometry, threads: int, experts: int) -> None:
+        kernels = Kernels(threads, geometry.bf16, Path(tempfile.gettempdir()) / "edgemoe-kernels")
         policy = LRU(1, EXPERTS)
-        store = PeerStore(RandomStore(shape), NoShelf(), lambda _: "", shape.expert_bytes)
+        store = PeerStore(RandomStore(geometry), NoShelf(), lambda _: "", geometry.expert_bytes)
         policies = {Tier.RAM: policy, Tier.VRAM: policy}
         here = np.arange(EXPERTS)[None] < experts
-        slots = max(experts, shape.top_k) * shape.stride_bytes
-        self.tiers = ExpertTiers(shape, store, TierMemory(slots), policies, kernels, on_disk=here)
-        model = Model("m", 1, EXPERTS, shape.hidden * shape.item_bytes, shape.expert_bytes)
+        slots = max(experts, geometry.top_k) * geometry.stride_bytes
+        self.tiers = ExpertTiers(geometry, store, TierMemory(slots), policies, kernels, on_disk=here)
+        model = Model("m", 1, EXPERTS, geometry.hidden * geometry.item_bytes, geometry.expert_bytes)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
         own = OwnExperts(model, holdings, host, NoShelf(), store)
@@ -131,21 +130,21 @@ def told() -> dict[str, Any]:
     return dict(json.loads(sys.stdin.readline()))
 
 
-async def serve(shape: ExpertShape, threads: int) -> None:
+async def serve(geometry: ExpertGeometry, threads: int) -> None:
     """One process: reads both keys, says its ports, serves until killed."""
     keys = told()
     box = Box(
-        "server", Secret(*(keys["server"][name].encode() for name in ("secret", "public"))), shape, threads, EXPERTS
+        "server", Secret(*(keys["server"][name].encode() for name in ("secret", "public"))), geometry, threads, EXPERTS
     )
     box.plane._transport.allowed.allow("client", keys["client"]["public"])
     print(json.dumps({"ports": box.ports}), flush=True)
     await box.run()
 
 
-def work_of(shape: ExpertShape, rows: int, experts: int, rng: np.random.Generator) -> ExpertWork:
+def work_of(geometry: ExpertGeometry, rows: int, experts: int, rng: np.random.Generator) -> ExpertWork:
     """Every row calls each of the experts."""
-    hidden = torch.from_numpy(rng.standard_normal((rows, shape.hidden)).astype(np.float32))
-    dtype = torch.bfloat16 if shape.bf16 else torch.float32
+    hidden = torch.from_numpy(rng.standard_normal((rows, geometry.hidden)).astype(np.float32))
+    dtype = torch.bfloat16 if geometry.bf16 else torch.float32
     chosen = np.sort(rng.choice(EXPERTS, experts, replace=False))
     weights = np.full(rows * experts, 1 / experts, np.float32)
     index = np.tile(np.arange(rows), experts)
@@ -154,7 +153,7 @@ def work_of(shape: ExpertShape, rows: int, experts: int, rng: np.random.Generato
     )
 
 
-def measure(box: Box, shape: ExpertShape, rows: int, experts: int, rounds: int) -> dict[str, float]:
+def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds: int) -> dict[str, float]:
     """On the compute thread."""
     rng, loop = np.random.default_rng(0), box.plane.calls._loop
     peer = box.plane.calls.peers["server"]
@@ -164,7 +163,7 @@ def measure(box: Box, shape: ExpertShape, rows: int, experts: int, rounds: int) 
     served: list[float] = []
     peer.measure_work = lambda units, seconds: served.append(seconds)  # type: ignore[method-assign]
     for _ in range(rounds):
-        work = work_of(shape, rows, experts, rng)
+        work = work_of(geometry, rows, experts, rng)
         _, tensors = box.plane.calls._model.call(work)
         began_s = time.perf_counter()
         box.plane.calls.call("server", work, answers)
@@ -191,11 +190,11 @@ def measure(box: Box, shape: ExpertShape, rows: int, experts: int, rounds: int) 
     }
 
 
-def fill(box: Box, shape: ExpertShape, experts: int, rows: int, seconds: float) -> dict[str, float]:
+def fill(box: Box, geometry: ExpertGeometry, experts: int, rows: int, seconds: float) -> dict[str, float]:
     """Layer-steps of `rows` tokens, one after the other, all of whose experts are the peer's. On the compute thread."""
     rng = np.random.default_rng(0)
-    hidden = torch.from_numpy(rng.standard_normal((rows, shape.hidden)).astype(np.float32))
-    hidden = hidden.to(torch.bfloat16 if shape.bf16 else torch.float32)
+    hidden = torch.from_numpy(rng.standard_normal((rows, geometry.hidden)).astype(np.float32))
+    hidden = hidden.to(torch.bfloat16 if geometry.bf16 else torch.float32)
     ids = np.argsort(rng.random((rows, EXPERTS)), axis=1)[:, :experts]
     group = Group.of(ids, np.full((rows, experts), 1 / experts, np.float32))
     remote = box.tiers.experts.remote
@@ -207,7 +206,7 @@ def fill(box: Box, shape: ExpertShape, experts: int, rows: int, seconds: float) 
         steps += 1
     took_s = time.perf_counter() - began_s
     out, back = (b - a for a, b in zip(sent, link_bytes(), strict=True))
-    payload = steps * rows * shape.hidden * shape.item_bytes
+    payload = steps * rows * geometry.hidden * geometry.item_bytes
     return {
         "rows": rows,
         "steps": steps,
@@ -227,10 +226,10 @@ def link_bytes() -> tuple[int, int]:
     return shown[0]["stats64"]["tx"]["bytes"], shown[0]["stats64"]["rx"]["bytes"]
 
 
-async def call(args: argparse.Namespace, shape: ExpertShape) -> None:
+async def call(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
     """The other process: reads keys and where the server is, measures, says what it found."""
     keys = told()
-    box = Box("client", Secret(*(keys["client"][name].encode() for name in ("secret", "public"))), shape, 1, 0)
+    box = Box("client", Secret(*(keys["client"][name].encode() for name in ("secret", "public"))), geometry, 1, 0)
     server = told()
     running = asyncio.create_task(box.run())
     box.plane.set_peers({"server": (keys["server"]["public"],)}, [engine("server", server)])
@@ -241,12 +240,12 @@ async def call(args: argparse.Namespace, shape: ExpertShape) -> None:
         while not (box.echo.is_up("server") and (p := box.plane.calls.peers["server"]).ready and p.ram.all()):
             await asyncio.sleep(0.05)
     for rows in args.fill or ():
-        await asyncio.to_thread(fill, box, shape, args.experts, rows, 0.5)
-        found = await asyncio.to_thread(fill, box, shape, args.experts, rows, args.seconds)
+        await asyncio.to_thread(fill, box, geometry, args.experts, rows, 0.5)
+        found = await asyncio.to_thread(fill, box, geometry, args.experts, rows, args.seconds)
         print(json.dumps(found), flush=True)
     for rows in args.rows if not args.fill else ():
-        await asyncio.to_thread(measure, box, shape, rows, args.experts, 20)
-        found = await asyncio.to_thread(measure, box, shape, rows, args.experts, args.rounds)
+        await asyncio.to_thread(measure, box, geometry, rows, args.experts, 20)
+        found = await asyncio.to_thread(measure, box, geometry, rows, args.experts, args.rounds)
         print(json.dumps(found), flush=True)
     running.cancel()
 
@@ -294,8 +293,10 @@ def main() -> None:
     if args.role is None:
         return compare(args)
     torch.set_num_threads(args.threads)
-    shape = ExpertShape(1, EXPERTS, args.experts, args.hidden, args.width, bf16=not args.float32)
-    asyncio.run(serve(shape, args.threads) if args.role == "server" else call(args, shape))
+    geometry = ExpertGeometry(
+        1, EXPERTS, args.experts, args.hidden, args.width, dtype="float32" if args.float32 else "bfloat16"
+    )
+    asyncio.run(serve(geometry, args.threads) if args.role == "server" else call(args, geometry))
     sys.stdout.flush()
     os._exit(0)
 

@@ -30,7 +30,6 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe.families.config import spec_from_config
-from edgemoe.store.files import padded
 from edgemoe.store.manifest import Manifest
 from tools.bench.fault_rows import ROWS, Kind
 from tools.bench.fault_trial import NODES, TOKENS, Answers, Record, Trial
@@ -48,7 +47,7 @@ POLICY = "ewma"  # every box has its homes in memory: what else would be worth k
 
 def common(store: Path, experts: int) -> dict[str, object]:
     """Settings of a box with memory for so many experts at home."""
-    slot_bytes = padded(spec_from_config(Manifest.load(store).spec_config).expert_bytes)
+    slot_bytes = spec_from_config(Manifest.load(store).spec_config).geometry.stride_bytes
     return {
         "model.path": store,
         "model.name": "m",

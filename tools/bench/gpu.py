@@ -27,13 +27,12 @@ from safetensors.torch import save_file
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
-from edgemoe.types.experts import Tier
+from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 CONTEXT = 256  # tokens in the cache before a decode step is timed
@@ -43,11 +42,11 @@ BATCHES = (1, 8, 64, 512)
 class BlankStore:
     """Experts of zeros, at once."""
 
-    def __init__(self, shape: ExpertShape) -> None:
-        self._shape = shape
+    def __init__(self, geometry: ExpertGeometry) -> None:
+        self._geometry = geometry
 
     def expert_bytes(self, layer: int, expert: int) -> int:
-        return self._shape.expert_bytes
+        return self._geometry.expert_bytes
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         await asyncio.sleep(0)
@@ -59,7 +58,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.spec = _spec(args)
         spec = self.spec
-        self.shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=True)
+        self.geometry = spec.geometry
         self.kind = args.device
         self.gpu = self.kind.startswith("cuda")
         self.device = torch.device(self.kind if self.gpu else "cpu")
@@ -71,9 +70,9 @@ class Bench:
             link = tiers.loader.links[0].stats
             fixed_s, per_byte_s = link.cost()
             found: dict[str, object] = {
-                "expert_mb": self.shape.expert_bytes / 1e6,
+                "expert_mb": self.geometry.expert_bytes / 1e6,
                 "h2d_gb_per_s": link.bytes_per_s / 1e9,
-                "h2d_expert_us": (fixed_s + per_byte_s * self.shape.stride_bytes) * 1e6,
+                "h2d_expert_us": (fixed_s + per_byte_s * self.geometry.stride_bytes) * 1e6,
                 "hits": [self._hits(tiers, tokens) for tokens in BATCHES],
                 "decode": [self._decode(tiers, batch) for batch in (1, 8)],
             }
@@ -83,11 +82,13 @@ class Bench:
     @contextlib.contextmanager
     def tiers(self, share: float, *, prefetch: bool = False) -> Iterator[ExpertTiers]:
         """Everything in RAM, and a share of it on the device."""
-        shape, policy = self.shape, LRU(self.shape.layers, self.shape.experts)
-        everything = shape.layers * shape.experts * shape.stride_bytes
+        geometry, policy = self.geometry, LRU(self.geometry.layers, self.geometry.experts)
+        everything = geometry.all_bytes
         memory = TierMemory(everything, [DeviceBudget(self.kind, int(share * everything), 8e9)])
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
-        tiers = ExpertTiers(shape, BlankStore(shape), memory, policies, None, fetching=Fetching(prefetch=prefetch))
+        tiers = ExpertTiers(
+            geometry, BlankStore(geometry), memory, policies, None, fetching=Fetching(prefetch=prefetch)
+        )
         loop = asyncio.new_event_loop()
         task = loop.create_task(tiers.run())
         thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
@@ -113,7 +114,7 @@ class Bench:
         def layer() -> None:
             nonlocal touched
             hidden, ids, weights = inputs[touched % len(inputs)]
-            tiers.experts.forward(touched % self.shape.layers, hidden, ids, weights)
+            tiers.experts.forward(touched % self.geometry.layers, hidden, ids, weights)
             touched += 1
 
         inputs = [self._route(tokens) for _ in range(16)]
@@ -123,8 +124,14 @@ class Bench:
             "tokens": tokens,
             "layer_us": seconds * 1e6,
             "experts": distinct,
-            "gb_per_s": distinct * self.shape.expert_bytes / seconds / 1e9,
-            "tflop_per_s": tokens * self.shape.top_k * 6 * self.shape.hidden * self.shape.width / seconds / 1e12,
+            "gb_per_s": distinct * self.geometry.expert_bytes / seconds / 1e9,
+            "tflop_per_s": tokens
+            * self.geometry.top_k
+            * 6
+            * self.geometry.hidden
+            * self.geometry.width
+            / seconds
+            / 1e12,
         }
 
     def _decode(self, tiers: ExpertTiers, batch: int) -> dict[str, float]:
@@ -148,14 +155,14 @@ class Bench:
         """Single tokens with a quarter of the experts on the device; with `prefetch` the next layer is known."""
         with self.tiers(0.25, prefetch=prefetch) as tiers:
             self._fill(tiers)
-            layers, number = self.shape.layers, 0
+            layers, number = self.geometry.layers, 0
             inputs = [self._route(1) for _ in range(64 * layers)]
 
             def layer() -> None:
                 nonlocal number
                 at, following = number % layers, inputs[(number + 1) % len(inputs)][1]
                 if prefetch and at + 1 < layers:
-                    probs = torch.zeros((1, self.shape.experts), device=self.device)
+                    probs = torch.zeros((1, self.geometry.experts), device=self.device)
                     tiers.experts.hint(at + 1, probs.scatter_(1, following, 1.0))
                 tiers.experts.forward(at, *inputs[number % len(inputs)])
                 number += 1
@@ -163,23 +170,23 @@ class Bench:
             before = list(tiers.residency.served)
             seconds = self._time(layer, 32 * layers, rounds=1)
             served = np.subtract(tiers.residency.served, before)
-            misses = served[1:].sum() / served.sum() * self.shape.top_k
+            misses = served[1:].sum() / served.sum() * self.geometry.top_k
             rate = tiers.loader.links[0].stats.bytes_per_s
             return {
                 "prefetch": prefetch,
                 "layer_us": seconds * 1e6,
                 "misses_per_layer": float(misses),
-                "copy_us_per_layer": float(misses * self.shape.stride_bytes / rate * 1e6),
-                "wasted_mb": tiers.residency.devices[0].wasted * self.shape.stride_bytes / 1e6,
+                "copy_us_per_layer": float(misses * self.geometry.stride_bytes / rate * 1e6),
+                "wasted_mb": tiers.residency.devices[0].wasted * self.geometry.stride_bytes / 1e6,
             }
 
     def _route(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape = self.shape
-        ids = np.argsort(self._rng.random((tokens, shape.experts)), axis=1)[:, : shape.top_k]
+        geometry = self.geometry
+        ids = np.argsort(self._rng.random((tokens, geometry.experts)), axis=1)[:, : geometry.top_k]
         return (
-            torch.randn(tokens, shape.hidden, dtype=torch.bfloat16, device=self.device),
+            torch.randn(tokens, geometry.hidden, dtype=torch.bfloat16, device=self.device),
             torch.from_numpy(ids).to(self.device),
-            torch.full((tokens, shape.top_k), 1 / shape.top_k, device=self.device),
+            torch.full((tokens, geometry.top_k), 1 / geometry.top_k, device=self.device),
         )
 
     def _decoder(self) -> Decoder:

@@ -99,13 +99,13 @@ def tensors(spec: ModelSpec, layout: str) -> Tensors:
 def _experts(spec: ModelSpec, family: Family, layer: int, layout: str) -> Iterable[tuple[str, tuple[int, ...]]]:
     if layout == "stacked":
         gate_up, down = family.stacked(layer)
-        yield gate_up, (spec.experts, *spec.gate_up_shape)
-        yield down, (spec.experts, *spec.down_shape)
+        yield gate_up, (spec.experts, *spec.geometry.gate_up_shape)
+        yield down, (spec.experts, *spec.geometry.down_shape)
         return
     row = (spec.expert_width, spec.hidden)
     for expert in range(spec.experts):
         names = (family.spellings(name)[-1] for name in family.separate(layer, expert))
-        yield from zip(names, (row, row, spec.down_shape), strict=True)
+        yield from zip(names, (row, row, spec.geometry.down_shape), strict=True)
 
 
 def shards(spec: ModelSpec, all_tensors: Tensors) -> Iterator[Tensors]:

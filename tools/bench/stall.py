@@ -44,7 +44,6 @@ from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -156,7 +155,7 @@ class Runner:
     def __init__(self, model: Model, contender: Contender, link: float, args: Namespace, state: Path | None) -> None:
         self.model, self.contender = model, contender
         spec = model.spec
-        shape = ExpertShape(spec.layers, spec.experts, spec.top_k, spec.hidden, spec.expert_width, bf16=False)
+        geometry = spec.geometry
         self.scout = None
         if contender.scout and args.scoutgate and model.path:
             self.scout = ScoutGateForecaster(ServedModel("", "", spec.layers, spec.experts, spec.top_k))
@@ -167,11 +166,11 @@ class Runner:
             self.controller.wait_idle(120)
         policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
         self.policy = policy
-        total = spec.layers * spec.experts * shape.stride_bytes
-        device = DeviceBudget("emulated", int(total * args.share), link * shape.stride_bytes / args.expert_bytes)
+        total = geometry.all_bytes
+        device = DeviceBudget("emulated", int(total * args.share), link * geometry.stride_bytes / args.expert_bytes)
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
         self.tiers = ExpertTiers(
-            shape,
+            geometry,
             model.store,
             TierMemory(total, [device]),
             policies,
@@ -181,7 +180,7 @@ class Runner:
         if not contender.gate:
             self.tiers.experts.lookahead = 0
         if self.controller and contender.plans:
-            self.controller.attach(self.tiers.residency, self.tiers.loader, spec.expert_bytes)
+            self.controller.attach(self.tiers.residency, self.tiers.loader, spec.geometry.expert_bytes)
         self._kv = KVCache(spec, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.tiers.run())

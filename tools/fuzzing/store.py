@@ -27,7 +27,7 @@ from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import dense_shapes
 from edgemoe.store import catalog as models
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import padded, page_memory
+from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
@@ -140,7 +140,7 @@ def _use(store: Path) -> Experts:
     verify_dense(store, manifest.dense, lambda share: None)
     experts: Experts = {}
     with ExpertStore(store, manifest, threads=1) as opened:
-        room = page_memory(padded(spec.expert_bytes))
+        room = page_memory(spec.geometry.stride_bytes)
         for layer, entry in enumerate(manifest.layers):
             for expert in entry.experts:
                 opened.read_into(layer, expert.expert, room)
@@ -192,7 +192,7 @@ def _write_checkpoint(folder: Path) -> None:
         for expert in range(spec.experts):
             gate, up, down = spec.names.separate(layer, expert)
             rows = (spec.expert_width, spec.hidden)
-            shapes |= {gate: rows, up: rows, down: (spec.hidden, spec.expert_width)}
+            shapes |= {gate: rows, up: rows, down: spec.geometry.down_shape}
     draw = np.random.default_rng(1)
     tensors = {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")

@@ -21,11 +21,12 @@ import torch
 from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.compute.dispatch import Group, Spent
 from edgemoe.experts.compute.gpu_calls import GpuCalls
-from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
+from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
 from edgemoe.experts.transfer.links import LinkStats, TransferListener
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.peers import work_units
 
 log = logging.getLogger(__name__)
@@ -35,22 +36,22 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 MARKS = 64  # computations remembered; instead of an older one, the oldest remembered is waited for
 
 
-def open_cuda(kind: str, slots: int, shape: ExpertShape, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
+def open_cuda(kind: str, slots: int, geometry: ExpertGeometry, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
     """Returns the link and the computation of device `cuda:N`.
 
     Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
     """
     device = torch.device(kind)
     try:
-        slab = torch.empty((slots, shape.stride_bytes), dtype=torch.uint8, device=device)
+        slab = torch.empty((slots, geometry.stride_bytes), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         raise CapacityError(
-            f"{kind} has {free_bytes} bytes free, the slab of its experts takes {slots * shape.stride_bytes}; "
+            f"{kind} has {free_bytes} bytes free, the slab of its experts takes {slots * geometry.stride_bytes}; "
             "lower the device's expert_bytes"
         ) from error
     order = Order(slots)
-    return CudaLink(ram, slab, order), CudaCompute(slab, shape, order)
+    return CudaLink(ram, slab, order), CudaCompute(slab, geometry, order)
 
 
 class Order:
@@ -180,12 +181,12 @@ class CudaLink:
 class CudaCompute:
     """Computes experts in place in the slab, by two kernels for all experts of a layer."""
 
-    def __init__(self, slab: torch.Tensor, shape: ExpertShape, order: Order) -> None:
+    def __init__(self, slab: torch.Tensor, geometry: ExpertGeometry, order: Order) -> None:
         """Compiles the kernels. Raises ConfigError where that fails."""
-        self._shape, self._order, self._device = shape, order, slab.device
+        self._geometry, self._order, self._device = geometry, order, slab.device
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:
-            self._fused = GpuCalls(slab, shape)
+            self._fused = GpuCalls(slab, geometry)
         except Exception as error:  # no Triton, no C compiler, or too old a GPU; `error` says which
             raise ConfigError(
                 f"the experts' kernels cannot be compiled for {slab.device}: {error!r}; install the Triton that this "
@@ -194,8 +195,8 @@ class CudaCompute:
 
     def begin(self, hidden: torch.Tensor) -> None:
         self._hidden = hidden.to(self._device, non_blocking=True).contiguous()
-        rows = len(hidden) * self._shape.top_k
-        self._out = torch.zeros((rows, self._shape.hidden), dtype=torch.float32, device=self._device)
+        rows = len(hidden) * self._geometry.top_k
+        self._out = torch.zeros((rows, self._geometry.hidden), dtype=torch.float32, device=self._device)
 
     def add(self, slots: IntArray, group: Group) -> None:
         stream, read = torch.cuda.current_stream(self._device), slots.tolist()
@@ -207,7 +208,7 @@ class CudaCompute:
             self._timed.append((float(work_units(group.offsets).sum()), [began, ready, _moment(stream)]))
 
     def end(self) -> torch.Tensor:
-        return self._out.view(len(self._hidden), self._shape.top_k, -1).sum(1)
+        return self._out.view(len(self._hidden), self._geometry.top_k, -1).sum(1)
 
     def spent(self) -> Spent:
         units = waited_s = computed_s = 0.0

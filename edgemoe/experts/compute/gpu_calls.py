@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import ExpertGeometry
 
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
 
@@ -16,18 +16,18 @@ ROWS = (16, 32, 64)  # calls of one expert that one program computes
 class GpuCalls:
     """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
 
-    def __init__(self, slab: torch.Tensor, shape: ExpertShape) -> None:
+    def __init__(self, slab: torch.Tensor, geometry: ExpertGeometry) -> None:
         """Compiles the kernels for all block sizes. Raises what Triton raises."""
         from edgemoe.kernels.gpu import experts as gpu_experts
 
         self._experts = gpu_experts.experts
-        self._slab = slab.view(torch.bfloat16 if shape.bf16 else torch.float32).view(-1)
-        self._sizes = (shape.top_k, shape.hidden, shape.width, shape.stride_bytes // shape.item_bytes)
-        hidden = torch.zeros((1, shape.hidden), dtype=self._slab.dtype, device=slab.device)
+        self._slab = slab.view(torch.bfloat16 if geometry.bf16 else torch.float32).view(-1)
+        self._sizes = (geometry.top_k, geometry.hidden, geometry.width, geometry.stride_bytes // geometry.item_bytes)
+        hidden = torch.zeros((1, geometry.hidden), dtype=self._slab.dtype, device=slab.device)
         for calls in ROWS:
             repeated = np.zeros(calls, np.int64)  # the same call of one token, repeated
             group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
-            self.add(repeated[:1], group, hidden, torch.zeros((shape.top_k, shape.hidden), device=slab.device))
+            self.add(repeated[:1], group, hidden, torch.zeros((geometry.top_k, geometry.hidden), device=slab.device))
 
     def add(self, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the weighted outputs of the group's calls."""

@@ -18,12 +18,11 @@ from edgemoe.experts.compute.prefetch_requester import NOBODY, PrefetchRequester
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.experts.transfer.idle_window import IdleWindow
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
 from edgemoe.types.routing import StepMeta, StepRouting
 
@@ -52,7 +51,7 @@ class TieredExperts:
 
     def __init__(
         self,
-        shape: ExpertShape,
+        geometry: ExpertGeometry,
         residency: Residency,
         loader: ExpertLoader,
         computes: Sequence[Compute],
@@ -60,11 +59,11 @@ class TieredExperts:
         fetching: Fetching = AS_USUAL,
     ) -> None:
         """`computes` in the order of the residency's devices."""
-        self.shape, self.residency, self.loader = shape, residency, loader
+        self.geometry, self.residency, self.loader = geometry, residency, loader
         self.lookahead = int(fetching.prefetch or fetching.keep_hints)
         self.stall_s = [0.0, 0.0, 0.0]  # in all, by the tier that was waited for
-        self._gap = loader.gap if fetching.prefetch else IdleWindow(shape.layers)
-        self._requester = PrefetchRequester(residency, loader, shape.layers, shape.top_k)
+        self._gap = loader.gap if fetching.prefetch else IdleWindow(geometry.layers)
+        self._requester = PrefetchRequester(residency, loader, geometry.layers, geometry.top_k)
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
         self._fetching = fetching
         self._step: Observations | None = None
@@ -73,7 +72,7 @@ class TieredExperts:
 
     def begin_step(self, meta: StepMeta) -> None:
         """Starts collecting. Drops what was collected of a step that failed before its end."""
-        self._step = Observations(meta, self.shape)
+        self._step = Observations(meta, self.geometry)
         self._next_layer = 0
 
     def end_step(self) -> StepRouting:
@@ -129,7 +128,7 @@ class TieredExperts:
         scores: FloatArray = probs.numpy(force=True)
         if self._fetching.keep_hints and self._step is not None:
             self._step.hint(layer, layer - self._next_layer, scores)
-        if self._fetching.prefetch and len(scores) * self.shape.top_k < WHOLE_LAYER_CALLS * self.shape.experts:
+        if self._fetching.prefetch and len(scores) * self.geometry.top_k < WHOLE_LAYER_CALLS * self.geometry.experts:
             self._requester.hear(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -244,6 +243,6 @@ class TieredExperts:
 
     def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
         """Prefetches all of the next layer's experts where a large prefill needs nearly all of them."""
-        whole = prefill_only is not None and calls >= WHOLE_LAYER_CALLS * self.shape.experts
-        if whole and self._fetching.prefetch and layer + 1 < self.shape.layers:
-            self._requester.replace(layer + 1, np.arange(self.shape.experts), PrefetchPriority.PREFILL_ONLY)
+        whole = prefill_only is not None and calls >= WHOLE_LAYER_CALLS * self.geometry.experts
+        if whole and self._fetching.prefetch and layer + 1 < self.geometry.layers:
+            self._requester.replace(layer + 1, np.arange(self.geometry.experts), PrefetchPriority.PREFILL_ONLY)

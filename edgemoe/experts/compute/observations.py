@@ -7,21 +7,21 @@ import time
 import numpy as np
 
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.routing import StepMeta, StepRouting
 
 
 class Observations:
     """Collects the gates' choices of one step, layer by layer."""
 
-    def __init__(self, meta: StepMeta, shape: ExpertShape) -> None:
+    def __init__(self, meta: StepMeta, geometry: ExpertGeometry) -> None:
         self.meta = meta
         self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
         if not meta.decode.all():
             self.decode = np.repeat(meta.decode, meta.query_lens)
-        self.ids = np.empty((shape.layers, len(meta.tokens), shape.top_k), np.int16)
+        self.ids = np.empty((geometry.layers, len(meta.tokens), geometry.top_k), np.int16)
         self.weights = np.empty(self.ids.shape, np.float32)
         self.hints: dict[int, FloatArray] = {}
         self.stall_s = 0.0

@@ -19,7 +19,7 @@ from edgemoe.experts.tiers.slots import NONE
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray, IntArray
-from edgemoe.types.experts import ExpertId, Store
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Store
 from edgemoe.types.peers import ExpertWork
 
 KEPT_READS = 2  # experts read for peers and kept while their parts are fetched
@@ -31,15 +31,15 @@ class PeerCompute:
     def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
         """Takes `experts`, which that thread owns; `on_disk` [L, E] says what the store can read."""
         self._experts, self._on_disk = experts, on_disk
-        self._residency, self._shape = experts.residency, experts.shape
+        self._residency, self._geometry = experts.residency, experts.geometry
         self.experts = 0  # of layer-steps, computed for peers
-        self._dtype = torch.bfloat16 if self._shape.bf16 else torch.float32
+        self._dtype = torch.bfloat16 if self._geometry.bf16 else torch.float32
         self._threads: int | None = torch.get_num_threads()  # OpenMP keeps this by thread
 
     def refuses(self, work: ExpertWork) -> str:
         """Returns why the work cannot be done here, or ""."""
-        if len(work.rows) > self._shape.top_k and np.bincount(work.rows).max() > self._shape.top_k:
-            return f"a row with more calls than the {self._shape.top_k} that a token has"
+        if len(work.rows) > self._geometry.top_k and np.bincount(work.rows).max() > self._geometry.top_k:
+            return f"a row with more calls than the {self._geometry.top_k} that a token has"
         absent = self._residency.missing_from_ram(work.layer, work.experts) & ~self._on_disk[work.layer, work.experts]
         if absent.any():
             return f"expert {int(work.experts[absent][0])} of layer {work.layer} is not here"
@@ -52,7 +52,7 @@ class PeerCompute:
             torch.set_num_threads(self._threads)
             self._threads = None
         first = list(itertools.accumulate((len(work.hidden) for work in works), initial=0))
-        group = _merge(works, first, self._shape.top_k)
+        group = _merge(works, first, self._geometry.top_k)
         hidden = self._hidden(np.concatenate([work.hidden for work in works]))
         rows = self._bytes(self._experts.compute(works[0].layer, hidden, group))
         self.experts += len(group.experts)
@@ -61,7 +61,7 @@ class PeerCompute:
     @torch.inference_mode()
     def compute_at_once(self, work: ExpertWork) -> memoryview | None:
         """Returns the work's result if all its experts are in the top tier, else None. Never runs beside `compute`."""
-        group = _merge([work], [0], self._shape.top_k)
+        group = _merge([work], [0], self._geometry.top_k)
         sums = self._experts.compute_if_there(work.layer, self._hidden(work.hidden.copy()), group)
         if sums is None:
             return None
@@ -104,8 +104,8 @@ def _places(rows: IntArray, k: int) -> IntArray:
 class ExpertShelf:
     """Provides experts as bytes, from RAM or else from the disk. Used on the event loop."""
 
-    def __init__(self, manifest: Manifest, store: Store, expert_bytes: int) -> None:
-        self._manifest, self._store, self._size = manifest, store, expert_bytes
+    def __init__(self, manifest: Manifest, store: Store, geometry: ExpertGeometry) -> None:
+        self._manifest, self._store, self._geometry = manifest, store, geometry
         self._residency: Residency | None = None
         self._learned: dict[ExpertId, str] = {}
         self._reads: OrderedDict[ExpertId, asyncio.Task[memoryview]] = OrderedDict()
@@ -114,9 +114,9 @@ class ExpertShelf:
         """Sets the RAM tier to take experts from."""
         self._residency, self._ram = residency, ram
 
-    def on_disk(self, layers: int, experts: int) -> BoolArray:
+    def on_disk(self) -> BoolArray:
         """Returns what the store can read, [L, E]."""
-        present: npt.NDArray[np.bool_] = np.zeros((layers, experts), np.bool_)
+        present: npt.NDArray[np.bool_] = np.zeros((self._geometry.layers, self._geometry.experts), np.bool_)
         for layer, entry in enumerate(self._manifest.layers):
             present[layer, list(entry.by_expert)] = True
         return present
@@ -155,6 +155,6 @@ class ExpertShelf:
         return task
 
     async def _load(self, expert: ExpertId) -> memoryview:
-        room = page_memory(-(-self._size // 4096) * 4096)
+        room = page_memory(self._geometry.stride_bytes)
         await self._store.read(expert.layer, expert.expert, room)
         return room

@@ -20,12 +20,11 @@ from edgemoe.errors import MissingExpert
 from edgemoe.experts.compute.cost_model import BULK, COMPUTE, DISK, FIRST_ELSEWHERE, TOP, CostModel
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import Ways, candidates, resolve
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import Tier
+from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertPeers, ExpertWork, Offer, RemoteCall, work_units
 
 HERE = -1
@@ -58,10 +57,10 @@ class PeerExperts:
     """Runs layer-steps with peers, and holds what they share: costs, counts, peers."""
 
     def __init__(
-        self, shape: ExpertShape, residency: Residency, costs: CostModel, peers: ExpertPeers, on_disk: BoolArray
+        self, geometry: ExpertGeometry, residency: Residency, costs: CostModel, peers: ExpertPeers, on_disk: BoolArray
     ) -> None:
         """Takes this box's `costs`; `on_disk` [L, E] says what its store can read."""
-        self.shape, self.residency, self.costs, self.peers, self.on_disk = shape, residency, costs, peers, on_disk
+        self.geometry, self.residency, self.costs, self.peers, self.on_disk = geometry, residency, costs, peers, on_disk
         self.asked = self.hedged = self.redone = 0  # calls; late ones tried again; failed ones
         self.experts = 0  # computed by peers
         self.stall_s = 0.0  # waiting for answers
@@ -103,7 +102,7 @@ class PeerLayerStep:
 
     def run(self, group: Group) -> torch.Tensor | None:
         if self.prefill_only is not None:
-            self.scanned = np.zeros(self.remote.shape.experts, np.bool_)
+            self.scanned = np.zeros(self.remote.geometry.experts, np.bool_)
             self.scanned[group.experts] = self.prefill_only
         self._assign(group, {})
         while any(not job.done for job in self.jobs.values()):
@@ -172,7 +171,7 @@ class PeerLayerStep:
     def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: Tried) -> None:
         """Sends one call for all experts of the peer, or several where there are many rows."""
         tokens = np.unique(group.tokens)
-        least, most = (max(1, size // (self.remote.shape.hidden * self.remote.shape.item_bytes)) for size in CALL_BYTES)
+        least, most = (max(1, size // self.remote.geometry.row_bytes) for size in CALL_BYTES)
         most = int(min(most, max(least, CALL_S / max(offer.row_s, 1e-9))))
         parts = -(-len(tokens) // most)
         units = parts * float(work_units(-(-group.offsets // parts)).sum())
@@ -254,7 +253,7 @@ class PeerLayerStep:
     def _add(self, rows: IntArray, result: memoryview) -> bool:
         """Adds a call's sums. Returns False and adds nothing where they are not finite but the hidden states are."""
         sums: FloatArray
-        if self.remote.shape.bf16:
+        if self.remote.geometry.bf16:
             sums = np.left_shift(np.frombuffer(result, np.uint16), 16, dtype=np.uint32).view(np.float32)
         else:
             sums = np.frombuffer(result, np.float32)

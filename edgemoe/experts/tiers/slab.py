@@ -5,48 +5,22 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from edgemoe.errors import CapacityError
-from edgemoe.store.files import padded
+from edgemoe.types.experts import ExpertGeometry
 
 Slab = npt.NDArray[np.uint8]
 
 
-class ExpertShape(NamedTuple):
-    """The sizes of a model's experts: L layers of E experts, k of them per token, each SwiGLU of width I."""
-
-    layers: int
-    experts: int
-    top_k: int
-    hidden: int
-    width: int
-    bf16: bool  # else float32
-
-    @property
-    def item_bytes(self) -> int:
-        return 2 if self.bf16 else 4
-
-    @property
-    def expert_bytes(self) -> int:
-        """Returns the bytes of one expert: gate and up rows [2I, H], then down [H, I]."""
-        return 3 * self.width * self.hidden * self.item_bytes
-
-    @property
-    def stride_bytes(self) -> int:
-        """Returns the bytes of one slot: an expert, rounded up to whole pages."""
-        return padded(self.expert_bytes)
-
-    def slots(self, budget_bytes: int, what: str) -> int:
-        """Returns the slots that fit a budget, at most all experts. Raises CapacityError for less than one."""
-        if budget_bytes < self.stride_bytes:
-            raise CapacityError(
-                f"{what}: {budget_bytes} bytes hold no expert, one takes {self.stride_bytes}; raise the budget"
-            )
-        return min(budget_bytes // self.stride_bytes, self.layers * self.experts)
+def slots_in(budget_bytes: int, geometry: ExpertGeometry, what: str) -> int:
+    """Returns the slots that fit a budget, at most all experts. Raises CapacityError for less than one."""
+    stride_bytes = geometry.stride_bytes
+    if budget_bytes < stride_bytes:
+        raise CapacityError(f"{what}: {budget_bytes} bytes hold no expert, one takes {stride_bytes}; raise the budget")
+    return min(budget_bytes, geometry.all_bytes) // stride_bytes
 
 
 class HostSlab:

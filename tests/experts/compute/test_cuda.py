@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,14 +25,14 @@ from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
+from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.policy.baselines import LRU
-from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 
 gpu = pytest.mark.gpu
-WIDE = ExpertShape(layers=2, experts=16, top_k=4, hidden=256, width=192, bf16=True)
+WIDE = ExpertGeometry(layers=2, experts=16, top_k=4, hidden=256, width=192, dtype="bfloat16")
 
 
 def test_calls_are_cut_into_blocks_of_one_expert() -> None:
@@ -117,24 +118,24 @@ class Desk:
 
 
 def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **fetching: Any) -> ExpertTiers:
-    shape, policy = store.shape, LRU(store.shape.layers, store.shape.experts)
-    stride = shape.stride_bytes
+    geometry, policy = store.geometry, LRU(store.geometry.layers, store.geometry.experts)
+    stride = geometry.stride_bytes
     memory = TierMemory(ram_slots * stride, [DeviceBudget("cuda:0", slots * stride)])
     policies = {Tier.VRAM: policy, Tier.RAM: policy}
-    return ExpertTiers(shape, store, memory, policies, None, fetching=Fetching(**fetching))
+    return ExpertTiers(geometry, store, memory, policies, None, fetching=Fetching(**fetching))
 
 
 @gpu
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("ram", "slots"), [(32, 32), (16, 8), (3, 2), (1, 1)])
 @pytest.mark.parametrize("wide", [False, True], ids=["small", "wide"])
-def test_a_gpu_computes_what_resident_experts_do(wide: bool, bf16: bool, ram: int, slots: int) -> None:
-    weights = Weights((WIDE if wide else SMALL)._replace(bf16=bf16))
+def test_a_gpu_computes_what_resident_experts_do(wide: bool, dtype: str, ram: int, slots: int) -> None:
+    weights = Weights(replace(WIDE if wide else SMALL, dtype=dtype))
     store, rng = FileStore(weights), np.random.default_rng(1)
-    tolerance = 3e-2 if bf16 else 1e-4
+    tolerance = 3e-2 if dtype == "bfloat16" else 1e-4
     with running(gpu_tiers(store, ram, slots)) as tiers:
         for tokens in (1, 2, 33, 200, 1, 1, 5):
-            for layer in range(weights.shape.layers):
+            for layer in range(weights.geometry.layers):
                 hidden, ids, shares = weights.route(tokens, rng)
                 out = tiers.experts.forward(layer, hidden.cuda(), ids.cuda(), shares.cuda())
                 want = weights.forward(layer, hidden, ids, shares)
@@ -146,21 +147,23 @@ def test_a_gpu_computes_what_resident_experts_do(wide: bool, bf16: bool, ram: in
 
 
 @gpu
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(bf16: bool) -> None:
-    shape = WIDE._replace(bf16=bf16)
-    weights, rng = Weights(shape), np.random.default_rng(2)
-    slots = rng.permutation(3000)[: shape.experts]
-    slab = torch.full((3000, shape.stride_bytes), 255, dtype=torch.uint8)  # NaN wherever nobody calls
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(dtype: str) -> None:
+    geometry = replace(WIDE, dtype=dtype)
+    weights, rng = Weights(geometry), np.random.default_rng(2)
+    slots = rng.permutation(3000)[: geometry.experts]
+    slab = torch.full((3000, geometry.stride_bytes), 255, dtype=torch.uint8)  # NaN wherever nobody calls
     for expert, slot in enumerate(slots.tolist()):
-        slab[slot, : shape.expert_bytes] = torch.frombuffer(bytearray(weights.bytes_of(0, expert)), dtype=torch.uint8)
-    compute = CudaCompute(slab.cuda(), shape, Order(len(slab)))
+        slab[slot, : geometry.expert_bytes] = torch.frombuffer(
+            bytearray(weights.bytes_of(0, expert)), dtype=torch.uint8
+        )
+    compute = CudaCompute(slab.cuda(), geometry, Order(len(slab)))
     for tokens in (1, 7, 90, 700):
         hidden, ids, shares = weights.route(tokens, rng)
         group = Group.of(ids.numpy(), shares.numpy())
         compute.begin(hidden.cuda())
         compute.add(slots[group.experts], group)
-        want, rounding = weights.forward(0, hidden, ids, shares), 3e-2 if bf16 else 1e-4
+        want, rounding = weights.forward(0, hidden, ids, shares), 3e-2 if dtype == "bfloat16" else 1e-4
         assert (compute.end().cpu().double() - want).abs().max() < rounding * float(want.abs().max())
 
 
@@ -178,15 +181,15 @@ def test_results_do_not_depend_on_how_a_layer_is_cut_into_waves() -> None:
 
 @gpu
 def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
-    shape = WIDE._replace(hidden=2048, width=1024, experts=4)
-    ram = HostSlab(4, shape.stride_bytes)
+    geometry = replace(WIDE, hidden=2048, width=1024, experts=4)
+    ram = HostSlab(4, geometry.stride_bytes)
     ram.slab[:] = 1
-    link, _ = open_cuda("cuda:0", 2, shape, ram)
-    pool = SlotPool(Tier.VRAM, shape.layers, shape.experts, 2, LRU(shape.layers, shape.experts))
+    link, _ = open_cuda("cuda:0", 2, geometry, ram)
+    pool = SlotPool(Tier.VRAM, geometry.layers, geometry.experts, 2, LRU(geometry.layers, geometry.experts))
     listener = Landing()
     link.attach(listener)
     link._slab[0].fill_(7)
-    seen = torch.zeros(shape.stride_bytes, dtype=torch.uint8, device="cuda")
+    seen = torch.zeros(geometry.stride_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream()
     torch.cuda._sleep(200_000_000)  # some 0.1 s
@@ -206,12 +209,12 @@ def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
 
 @gpu
 def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
-    shape = WIDE._replace(hidden=4096, width=4096, experts=4)
-    ram = HostSlab(4, shape.stride_bytes)
+    geometry = replace(WIDE, hidden=4096, width=4096, experts=4)
+    ram = HostSlab(4, geometry.stride_bytes)
     ram.slab[:] = np.arange(1, 5)[:, None]
-    link, _ = open_cuda("cuda:0", 4, shape, ram)
+    link, _ = open_cuda("cuda:0", 4, geometry, ram)
     assert ram.pinned
-    pool = SlotPool(Tier.VRAM, shape.layers, shape.experts, 4, LRU(shape.layers, shape.experts))
+    pool = SlotPool(Tier.VRAM, geometry.layers, geometry.experts, 4, LRU(geometry.layers, geometry.experts))
     link.attach(Landing())
     torch.cuda.synchronize()
     for slot in range(4):
@@ -236,9 +239,9 @@ def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
 
 @gpu
 def test_a_slab_that_does_not_fit_is_a_capacity_error() -> None:
-    shape = WIDE._replace(hidden=1 << 14, width=1 << 14)
+    geometry = replace(WIDE, hidden=1 << 14, width=1 << 14)
     with pytest.raises(CapacityError, match="lower the device's expert_bytes"):
-        open_cuda("cuda:0", 1 << 12, shape, HostSlab(1, 4096))
+        open_cuda("cuda:0", 1 << 12, geometry, HostSlab(1, 4096))
 
 
 class Landing:

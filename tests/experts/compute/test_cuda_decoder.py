@@ -14,7 +14,6 @@ from support.waiting import wait_until
 
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.decoder import Decoder
@@ -40,7 +39,7 @@ SPEC = spec_from_config(
         "dtype": "float32",
     }
 )
-SHAPE = ExpertShape(SPEC.layers, SPEC.experts, SPEC.top_k, SPEC.hidden, SPEC.expert_width, bf16=False)
+SHAPE = SPEC.geometry
 
 
 def dense(directory: Path, spec: ModelSpec) -> Path:

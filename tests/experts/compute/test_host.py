@@ -106,7 +106,7 @@ class Shelf:
             present=lambda layer, expert: expert < 4,
             entry=lambda layer, expert: SimpleNamespace(xxh3_128=f"{layer}{expert}"),
         )
-        self.shelf = ExpertShelf(manifest, self.store, SMALL.expert_bytes)
+        self.shelf = ExpertShelf(manifest, self.store, SMALL)
 
 
 def test_the_manifest_and_then_whoever_sent_it_says_what_an_expert_must_hash_to() -> None:
@@ -116,7 +116,7 @@ def test_the_manifest_and_then_whoever_sent_it_says_what_an_expert_must_hash_to(
     shelf.learn(1, 6, "sent")
     shelf.learn(1, 2, "sent")
     assert (shelf.checksum(1, 6), shelf.checksum(1, 2)) == ("sent", "12")
-    assert shelf.on_disk(SMALL.layers, SMALL.experts).sum(axis=1).tolist() == [4] * SMALL.layers
+    assert shelf.on_disk().sum(axis=1).tolist() == [4] * SMALL.layers
     assert (shelf.has(0, 3), shelf.has(0, 4)) == (True, False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,13 @@ from edgemoe.experts.compute import peer_layer_step as remote
 from edgemoe.experts.compute.cost_model import FIRST_ELSEWHERE, FIRST_LINK, CostModel
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.policy import resolve as resolution
 from edgemoe.policy.resolve import PEERS_EACH, Resolution, Ways
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
-from edgemoe.types.experts import Tier
+from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
 
-SHAPE = ExpertShape(layers=1, experts=4, top_k=2, hidden=8, width=4, bf16=False)
+SHAPE = ExpertGeometry(layers=1, experts=4, top_k=2, hidden=8, width=4, dtype="float32")
 OURS, AWAY = 1, 3  # experts: on our disk, and at peers only
 Ask = Callable[[RemoteCall], bool]  # settles a call; false: it is never answered
 
@@ -90,12 +90,12 @@ def of_ones(call: RemoteCall) -> bool:
     return True
 
 
-def remote_of(peers: FakePeers, read_bytes_per_s: float, shape: ExpertShape = SHAPE) -> PeerExperts:
+def remote_of(peers: FakePeers, read_bytes_per_s: float, geometry: ExpertGeometry = SHAPE) -> PeerExperts:
     """A box with nothing in memory and one expert on its disk."""
     residency: Any = SimpleNamespace(fastest=Tier.RAM, tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
     loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
-    on_disk = np.arange(shape.experts)[None] == OURS
-    return PeerExperts(shape, residency, CostModel(residency, loader, shape.stride_bytes), peers, on_disk)
+    on_disk = np.arange(geometry.experts)[None] == OURS
+    return PeerExperts(geometry, residency, CostModel(residency, loader, geometry.stride_bytes), peers, on_disk)
 
 
 def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 1e9) -> torch.Tensor | None:
@@ -208,19 +208,19 @@ def test_of_two_answers_to_a_call_that_was_asked_twice_the_first_is_added_and_th
     torch.testing.assert_close(out, torch.ones(tokens, SHAPE.hidden))
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_sums_that_are_not_finite_cost_the_call_and_no_more(number: float, bf16: bool) -> None:
+def test_sums_that_are_not_finite_cost_the_call_and_no_more(number: float, dtype: str) -> None:
     def ask(call: RemoteCall) -> bool:
         sums = torch.full((1, SHAPE.hidden), number if call.node == "b" else 1.0)
         sums[0, 1:] = 1.0  # a single one among others
-        call.result = memoryview(sums.to(torch.bfloat16 if bf16 else torch.float32).view(torch.uint8).numpy()).cast("B")
+        call.result = memoryview(sums.to(getattr(torch, dtype)).view(torch.uint8).numpy()).cast("B")
         return True
 
     peers = FakePeers(ask, 1.0, [AWAY])
-    box = remote_of(peers, 1e9, SHAPE._replace(bf16=bf16))
+    box = remote_of(peers, 1e9, replace(SHAPE, dtype=dtype))
     group = Group.of(np.array([[AWAY]]), np.ones((1, 1), np.float32))
-    hidden = torch.zeros(1, SHAPE.hidden, dtype=torch.bfloat16 if bf16 else torch.float32)
+    hidden = torch.zeros(1, SHAPE.hidden, dtype=getattr(torch, dtype))
     out = box.run(0, hidden, group, None, Here())
     assert peers.asked == ["b", "c"]
     assert box.redone == 1

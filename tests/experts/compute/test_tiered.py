@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,10 @@ from support.waiting import wait_until
 from edgemoe.errors import CapacityError, CorruptExpert, MissingExpert
 from edgemoe.experts.build import ExpertTiers
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.slab import ExpertShape
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
-from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.routing import StepMeta
 
 BUDGETS = [  # slots of RAM, of the devices; there are 24 experts
@@ -51,9 +51,9 @@ def meta(tokens: int, prefill: int = 0) -> StepMeta:
     )
 
 
-@pytest.fixture(params=[False, True], ids=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16"])
 def weights(request: pytest.FixtureRequest) -> Weights:
-    return Weights(SMALL._replace(bf16=request.param))
+    return Weights(replace(SMALL, dtype=request.param))
 
 
 @pytest.mark.parametrize("containment", [True, False])
@@ -62,14 +62,14 @@ def test_any_budget_computes_what_resident_experts_do(
     ram: int, devices: tuple[int, ...], containment: bool, weights: Weights
 ) -> None:
     store, rng = FileStore(weights), np.random.default_rng(1)
-    tolerance = 3e-2 if weights.shape.bf16 else 1e-5
-    with running(small_tiers(store, ram, devices, shape=weights.shape, containment=containment)) as tiers:
+    tolerance = 3e-2 if weights.geometry.bf16 else 1e-5
+    with running(small_tiers(store, ram, devices, geometry=weights.geometry, containment=containment)) as tiers:
         for step, (tokens, prefill) in enumerate([(1, 0), (1, 0), (3, 0), (20, 20), (9, 8), (1, 0), (2, 0)]):
             tiers.experts.begin_step(meta(tokens, prefill))
-            for layer in range(weights.shape.layers):
+            for layer in range(weights.geometry.layers):
                 hidden, ids, shares = weights.route(tokens, rng)
-                if step % 2 and layer + 1 < weights.shape.layers:
-                    tiers.experts.hint(layer + 1, torch.rand(tokens, weights.shape.experts))
+                if step % 2 and layer + 1 < weights.geometry.layers:
+                    tiers.experts.hint(layer + 1, torch.rand(tokens, weights.geometry.experts))
                 out = tiers.experts.forward(layer, hidden, ids, shares)
                 want = weights.forward(layer, hidden, ids, shares)
                 assert out.dtype == torch.float32
@@ -212,16 +212,16 @@ def test_a_packed_store_and_the_kernels_compute_what_transformers_does(
     manifest = pack(tmp_path / "checkpoint", tmp_path / "store")
     config = model.config.to_dict()
     width = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shape = ExpertShape(3, 6, config["num_experts_per_tok"], config["hidden_size"], width, bf16=False)
+    geometry = ExpertGeometry(3, 6, config["num_experts_per_tok"], config["hidden_size"], width, dtype="float32")
     rng = np.random.default_rng(3)
     with (
         ExpertStore(tmp_path / "store", manifest) as store,
-        running(small_tiers(store, 5, (3,), kernels, shape=shape)) as tiers,
+        running(small_tiers(store, 5, (3,), kernels, geometry=geometry)) as tiers,
         torch.inference_mode(),
     ):
         for tokens in (1, 5, 40):
-            for layer in range(shape.layers):
-                hidden, ids, shares = Weights(shape).route(tokens, rng)
+            for layer in range(geometry.layers):
+                hidden, ids, shares = Weights(geometry).route(tokens, rng)
                 want = model.model.layers[layer].mlp.experts(hidden, ids, shares)
                 got = tiers.experts.forward(layer, hidden, ids, shares)
                 torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

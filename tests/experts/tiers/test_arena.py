@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.slab import ExpertShape, HostSlab
+from edgemoe.experts.tiers.slab import HostSlab, slots_in
+from edgemoe.types.experts import ExpertGeometry
 
-SHAPE = ExpertShape(layers=2, experts=4, top_k=2, hidden=64, width=48, bf16=True)
+SHAPE = ExpertGeometry(layers=2, experts=4, top_k=2, hidden=64, width=48, dtype="bfloat16")
 
 
 def test_a_slot_is_an_expert_in_whole_pages() -> None:
@@ -22,10 +23,10 @@ def test_a_slot_is_an_expert_in_whole_pages() -> None:
 
 def test_a_budget_buys_whole_slots_and_no_more_than_there_are_experts() -> None:
     stride = SHAPE.stride_bytes
-    assert SHAPE.slots(3 * stride + stride - 1, "RAM") == 3
-    assert SHAPE.slots(100 * stride, "RAM") == 8
+    assert slots_in(3 * stride + stride - 1, SHAPE, "RAM") == 3
+    assert slots_in(100 * stride, SHAPE, "RAM") == 8
     with pytest.raises(CapacityError, match=r"RAM: 4096 bytes hold no expert.*raise the budget"):
-        SHAPE.slots(4096, "RAM")
+        slots_in(4096, SHAPE, "RAM")
 
 
 def test_an_arena_is_page_aligned_and_exactly_its_slots() -> None:
