@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,35 @@ def test_what_a_function_takes_goes_together() -> None:
         if number > MOST_PARAMETERS
     }
     assert not many
+
+
+SHARED = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples, private by name only
+
+
+def privates_inside(made: ast.ClassDef) -> Iterator[ast.AST]:
+    """Attributes that the class has itself: one of its objects may ask another of them."""
+    inside = [node for node in ast.walk(made) if isinstance(node, ast.Attribute)]
+    names = {node.attr for node in inside if ast.unparse(node.value) == "self"}
+    names |= {node.name for node in made.body if isinstance(node, ast.FunctionDef)}
+    yield from (node for node in inside if node.attr in names)
+
+
+def reached_into(file: Path) -> Iterator[str]:
+    """Private attributes of objects that are not of the file's own classes; modules of the standard library may."""
+    tree = ast.parse(file.read_text())
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    mine = {"self", "cls", "super()", *(modules & sys.stdlib_module_names), *(node.name for node in classes)}
+    own = {each for node in classes for each in privates_inside(node)}
+    for node in ast.walk(tree):
+        private = isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__"
+        if private and node not in own and node.attr not in SHARED and ast.unparse(node.value) not in mine:
+            yield f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_nobody_reaches_into_another_object() -> None:
+    files = [*FILES, *sorted((ROOT / "tools").rglob("*.py"))]
+    assert not [place for file in files for place in reached_into(file)]
 
 
 def test_a_public_class_has_a_name_of_its_own() -> None:

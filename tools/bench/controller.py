@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -24,9 +25,12 @@ import torch
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.policy.baselines import LRU
 from edgemoe.replay.cache import Cache
 from edgemoe.replay.trace import chosen, load
-from edgemoe.types.arrays import IntArray
+from edgemoe.telemetry.metrics import LEARNED_SECONDS
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import LivePolicy
 from tools.bench.stats import interval
 
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))
@@ -115,6 +119,31 @@ def cost(args: Namespace) -> None:
         print(f"| {layers} x {experts} | {memory.slots} | {times[0]:.0f} | {times[1]:.0f} |", flush=True)
 
 
+class Switch:
+    """A policy that is now one, now another."""
+
+    def __init__(self, policy: LivePolicy) -> None:
+        self.policy = policy
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        self.policy.touch(layer, experts)
+
+    def rank(self, layer: int) -> FloatArray:
+        return self.policy.rank(layer)
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return self.policy.foresee(layer, experts, chance)
+
+
+def full_memory(path: Path) -> None:
+    """Saves a state in which every token costs what it costs in the long run."""
+    predictor = NextUsePredictor(48, 128, 8)
+    memory = predictor.memory
+    memory.written, memory.before[:] = memory.slots, np.arange(memory.slots) - 1
+    memory.chosen[:] = np.random.default_rng(0).integers(0, 1 << 62, memory.chosen.shape).astype(np.uint64)
+    predictor.save(path)
+
+
 def step(args: Namespace) -> None:
     """Everything is resident, so that the steps differ by the controller alone."""
     from tools.bench.decode import Ours
@@ -125,17 +154,17 @@ def step(args: Namespace) -> None:
     config = make_config(Namespace(family="qwen3_moe", dtype="bfloat16", tied=False, **shape))
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    ours = Ours(config, args.threads)
+    lru = LRU(48, 128)
+    switch = Switch(lru)
+    ours = Ours(config, args.threads, switch)
     tiers = ours.tiers.experts
-    lru = tiers.residency.ram.policy
-    controller = Controller(48, 128, 8)
-    controller.wait_idle(120)
-    memory = controller._predictor.memory  # full, so that every token costs what it costs in the long run
-    memory.written, memory.before[:] = memory.slots, np.arange(memory.slots) - 1
-    memory.chosen[:] = np.random.default_rng(0).integers(0, 1 << 62, memory.chosen.shape).astype(np.uint64)
+    with tempfile.TemporaryDirectory() as scratch:
+        full_memory(Path(scratch) / "state")
+        controller = Controller(48, 128, 8, state_file=Path(scratch) / "state")
+        controller.wait_idle(120)
     plain = tiers.end_step
 
-    def told():  # type: ignore[no-untyped-def]
+    def observed():  # type: ignore[no-untyped-def]
         routing = plain()
         controller.observe(routing)
         return routing
@@ -146,13 +175,13 @@ def step(args: Namespace) -> None:
         for follows in (number % 2 == 0, number % 2 == 1):
             ours.begin(1, args.steps + 16)
             ours.feed(torch.randint(0, 8192, (1, 16)))
-            tiers.residency._policies = (controller.policy if follows else lru,)
-            tiers.end_step = told if follows else plain  # type: ignore[method-assign]
-            spent_s, glanced = controller._spent_s, controller.glances
+            switch.policy = controller.policy if follows else lru
+            tiers.end_step = observed if follows else plain  # type: ignore[method-assign]
+            spent_s, glanced = controller.metrics()[LEARNED_SECONDS], controller.glances
             taken_s, _ = ours.decode(tokens)
             if follows:
                 controller.wait_idle(10)
-                shares.append((controller._spent_s - spent_s) / (taken_s * args.steps))
+                shares.append((controller.metrics()[LEARNED_SECONDS] - spent_s) / (taken_s * args.steps))
                 glances.append((controller.glances - glanced) / args.steps)
             (with_s if follows else without_s).append(taken_s)
     more, half = interval([1e2 * (a / b - 1) for a, b in zip(with_s[2:], without_s[2:], strict=True)])

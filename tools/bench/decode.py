@@ -42,7 +42,7 @@ from edgemoe.kernels.cpu.thread_pool import parallel  # noqa: E402
 from edgemoe.model.decoder import Decoder  # noqa: E402
 from edgemoe.model.kv import KVCache  # noqa: E402
 from edgemoe.policy.baselines import LRU  # noqa: E402
-from edgemoe.types.experts import Tier  # noqa: E402
+from edgemoe.types.experts import LivePolicy, Tier  # noqa: E402
 from edgemoe.types.routing import StepMeta  # noqa: E402
 from edgemoe.types.step import BLOCK_TOKENS, Batch  # noqa: E402
 from tools.bench.make_model import make_config  # noqa: E402
@@ -86,12 +86,12 @@ class RandomStore:
 class Ours:
     """The decoder over tiers whose RAM holds every expert."""
 
-    def __init__(self, config: dict[str, Any], threads: int) -> None:
+    def __init__(self, config: dict[str, Any], threads: int, policy: LivePolicy | None = None) -> None:
         self.spec = spec = spec_from_config(config)
         self.kernels = Kernels(threads, spec.dtype == "bfloat16")
         self.decoder = _random_decoder(spec, self.kernels)
         geometry = spec.geometry
-        policy = LRU(spec.layers, spec.experts)
+        policy = policy or LRU(spec.layers, spec.experts)
         everything = geometry.all_bytes
         self.tiers = ExpertTiers(
             geometry,

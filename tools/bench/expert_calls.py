@@ -105,13 +105,14 @@ class Box:
         policies = {Tier.RAM: policy, Tier.VRAM: policy}
         here = np.arange(EXPERTS)[None] < experts
         slots = max(experts, geometry.top_k) * geometry.stride_bytes
+        self.loop = asyncio.get_running_loop()
         self.tiers = ExpertTiers(geometry, store, TierMemory(slots), policies, kernels, on_disk=here)
-        model = Model("m", 1, EXPERTS, geometry.hidden * geometry.item_bytes, geometry.expert_bytes)
+        self.model = Model("m", 1, EXPERTS, geometry.hidden * geometry.item_bytes, geometry.expert_bytes)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
-        own = OwnExperts(model, holdings, host, NoShelf(), store)
+        own = OwnExperts(self.model, holdings, host, NoShelf(), store)
         self.plane = DataPlane(node, f"boot-{node}", key, own, timeout_s=5)
-        self.echo: Channel[Any] = Channel(self.plane._transport, "echo", ECHO, echo)
+        self.echo: Channel[Any] = Channel(self.plane.transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]
 
     async def run(self) -> None:
@@ -136,7 +137,7 @@ async def serve(geometry: ExpertGeometry, threads: int) -> None:
     box = Box(
         "server", Secret(*(keys["server"][name].encode() for name in ("secret", "public"))), geometry, threads, EXPERTS
     )
-    box.plane._transport.allowed.allow("client", keys["client"]["public"])
+    box.plane.transport.allowed.allow("client", keys["client"]["public"])
     print(json.dumps({"ports": box.ports}), flush=True)
     await box.run()
 
@@ -155,7 +156,7 @@ def work_of(geometry: ExpertGeometry, rows: int, experts: int, rng: np.random.Ge
 
 def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds: int) -> dict[str, float]:
     """On the compute thread."""
-    rng, loop = np.random.default_rng(0), box.plane.calls._loop
+    rng = np.random.default_rng(0)
     peer = box.plane.calls.peers["server"]
     calls: list[float] = []
     echoes: list[float] = []
@@ -164,7 +165,7 @@ def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds:
     peer.measure_work = lambda units, seconds: served.append(seconds)  # type: ignore[method-assign]
     for _ in range(rounds):
         work = work_of(geometry, rows, experts, rng)
-        _, tensors = box.plane.calls._model.call(work)
+        _, tensors = box.model.call(work)
         began_s = time.perf_counter()
         box.plane.calls.call("server", work, answers)
         call = answers.get(timeout=10)
@@ -172,7 +173,7 @@ def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds:
         assert call.error is None, call.error
         began_s = time.perf_counter()
         asked = box.echo.ask("server", Echo(0, rows, experts, rows * experts), tensors, timeout_s=5)
-        asyncio.run_coroutine_threadsafe(asked, loop).result(10)
+        asyncio.run_coroutine_threadsafe(asked, box.loop).result(10)
         echoes.append(time.perf_counter() - began_s)
     best = {name: float(np.quantile(x, 0.05)) * 1e3 for name, x in (("call", calls), ("echo", echoes))}
     p50 = {name: float(np.median(x)) * 1e3 for name, x in (("call", calls), ("echo", echoes), ("served", served))}

@@ -139,7 +139,7 @@ def resealed(frames: Sequence[bytes], rng: random.Random) -> Frames:
         body[rng.randrange(len(body))] = rng.randrange(256)
     row = msgspec.structs.replace(head, body=msgspec.Raw(bytes(body)), remaining_ms=MARK)
     packed = _pack(row)
-    return [envelope._HEAD.pack(envelope.MAGIC, envelope.FRAMING, xxhash.xxh3_64_digest(packed)) + packed, *frames[1:]]
+    return [envelope.HEAD.pack(envelope.MAGIC, envelope.FRAMING, xxhash.xxh3_64_digest(packed)) + packed, *frames[1:]]
 
 
 def _pack(row: Envelope) -> bytes:

@@ -19,6 +19,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -54,6 +55,7 @@ from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
+from edgemoe.telemetry.metrics import LEARNED_ETA, named
 from edgemoe.types.experts import Store, Tier
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -78,6 +80,7 @@ class Contender(NamedTuple):
         return self.gate or self.plans
 
 
+ETAS = [named(LEARNED_ETA, horizon=horizon) for horizon in ("0", "1", "gate")]
 CONTENDERS = {
     "lru": Contender("lru"),
     "lru + prefetch": Contender("lru", gate=True),
@@ -279,7 +282,10 @@ def _policy(name: str, spec: ModelSpec) -> LRU | EWMA:
 
 def measure(model: Model, args: Namespace, state: Path, link: float, lesson: list[StepRouting]) -> dict[str, Any]:
     """All contenders at one link speed, in turns."""
-    runners = {name: Runner(model, CONTENDERS[name], link, args, state) for name in args.contenders}
+    states = {name: state.with_name(f"{name} at {link:g}") for name in args.contenders}  # each learns on in its own
+    for own in states.values():
+        shutil.copyfile(state, own)
+    runners = {name: Runner(model, CONTENDERS[name], link, args, states[name]) for name in args.contenders}
     rounds: list[dict[str, dict[str, Any]]] = []
     names = list(runners)
     try:
@@ -297,14 +303,12 @@ def measure(model: Model, args: Namespace, state: Path, link: float, lesson: lis
             if number >= args.unscored:
                 rounds.append({**results, "different": len(tokens) - 1})  # type: ignore[dict-item]
         etas = {
-            name: [round(runner.controller._blend.mix.eta(h), 2) for h in range(6)] + [runner.controller.glances]
+            name: [round(runner.controller.metrics()[eta], 2) for eta in ETAS] + [runner.controller.glances]
             for name, runner in runners.items()
             if runner.controller
         }
     finally:
         for runner in runners.values():
-            if runner.controller is not None:
-                runner.controller._state_file = None  # the next link starts from the same
             runner.close()
     return {"link": link, "rounds": rounds, "etas": etas}
 

@@ -12,7 +12,7 @@ import hashlib
 import random
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,11 +82,19 @@ def manual_text(source: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
+class Catalogue(gettext.GNUTranslations):
+    """The messages of a file of translations."""
+
+    def messages(self) -> Mapping[str, str]:
+        """Returns the translations by their originals."""
+        return self._catalog  # type: ignore[attr-defined,no-any-return]
+
+
 def catalogue_text(path: Path) -> str:
     """The translated messages of one catalogue, a line each."""
     try:
         with path.open("rb") as file:
-            messages = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
+            messages = Catalogue(file).messages()
     except (OSError, UnicodeDecodeError, ValueError):
         return ""
     texts = [v.strip() for k, v in messages.items() if k and isinstance(v, str) and len(v) > 20]

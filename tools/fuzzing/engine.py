@@ -165,10 +165,18 @@ class Followed:
                 self.over.add(name)
 
 
+class RawFrontEnd(FrontEnd):
+    """A front's end that can send any bytes."""
+
+    async def send_frame(self, boot_id: str, frame: bytes) -> None:
+        """Sends `frame` as it is."""
+        await self._socket.send_multipart([boot_id.encode(), frame])
+
+
 class Target:
     """A running engine, spoken to as its front does."""
 
-    def __init__(self, engine: EngineHandle, wire: FrontEnd) -> None:
+    def __init__(self, engine: EngineHandle, wire: RawFrontEnd) -> None:
         self.engine, self.wire, self.followed = engine, wire, Followed()
 
     async def listen(self) -> None:
@@ -184,7 +192,7 @@ class Target:
         except (RecursionError, OverflowError):
             return
         self.followed.submitted(frame)
-        await self.wire._socket.send_multipart([self.engine.boot_id.encode(), frame])
+        await self.wire.send_frame(self.engine.boot_id, frame)
 
     async def ask(self) -> list[list[int]]:
         """What the others get, asked all at once."""
@@ -222,7 +230,7 @@ async def target() -> AsyncIterator[Target]:
             model=ModelSettings(path=str(store), name="demo", store_dir=str(store.parent)),
             memory=MemorySettings(kv_bytes=KV_BYTES),
         )
-        wire = FrontEnd(Path(name) / "run")
+        wire = RawFrontEnd(Path(name) / "run")
         made = Target(await EngineHandle.start(WORKER, settings, wire.address), wire)
         listening = asyncio.ensure_future(made.listen())
         try:

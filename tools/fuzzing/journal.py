@@ -55,7 +55,7 @@ def _made(directory: Path) -> Path:
         directory / "raft.snapshot", StateSnapshot(CoordState(3, "b", PlanRef(9, "d")), ENTRIES[9], ENTRIES[8])
     )
     journal.deleteEntriesTo(8)
-    journal._destroy()
+    journal.close()
     return directory
 
 
@@ -87,4 +87,4 @@ def _wrong(name: str, directory: Path) -> str:
         journal.add(*ENTRIES[0])
         return "" if journal.getVotedForNodeId() == "b" else "it forgot its vote"
     finally:
-        journal._destroy()
+        journal.close()

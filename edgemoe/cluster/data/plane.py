@@ -50,14 +50,14 @@ class DataPlane:
         timeout_s: float,
     ) -> None:
         model = own.model
-        self._transport = Transport(node, boot, secret, AllowList({}))
+        self.transport = Transport(node, boot, secret, AllowList({}))
         self._calls_channel: Channel[CallMessage] = Channel(
-            self._transport, "calls", CALLS, self._serve, ChannelSettings(longest_s=timeout_s, message_bytes=CALL_BYTES)
+            self.transport, "calls", CALLS, self._serve, ChannelSettings(longest_s=timeout_s, message_bytes=CALL_BYTES)
         )
         self.server = ExpertServer(model, own.host)
         self.bulk = ExpertFetchServer(own.shelf, model.layers, model.experts, model.expert_bytes)
         self._bulk_channel: Channel[BulkMessage] = Channel(
-            self._transport,
+            self.transport,
             "bulk",
             BULK,
             self.bulk.serve,
@@ -78,11 +78,11 @@ class DataPlane:
         Connections stay open to an engine whose box is not heard, so that it can be used at once when it is back.
         They also stay where their key is still one of the box's keys.
         """
-        self._transport.allowed.replace(keys)
+        self.transport.allowed.replace(keys)
         wanted = {
             msgspec.structs.replace(engine, heard=True): keys[engine.node]
             for engine in engines
-            if engine.node != self._transport.node
+            if engine.node != self.transport.node
         }
         for engine in self._known.keys() - wanted.keys():
             self._calls_channel.disconnect(engine.node)
@@ -103,13 +103,13 @@ class DataPlane:
         """Serves and asks peers until cancelled."""
         self.server.start()
         async with asyncio.TaskGroup() as group:
-            for work in (self._transport.run(), self._calls_channel.run(), self._bulk_channel.run(), self.calls.run()):
+            for work in (self.transport.run(), self._calls_channel.run(), self._bulk_channel.run(), self.calls.run()):
                 group.create_task(work)
 
     def close(self) -> None:
         """Frees threads and sockets. Must be called after `run` has ended."""
         self.server.close()
-        self._transport.close()
+        self.transport.close()
 
     async def _serve(self, question: Question[CallMessage]) -> Answer[CallMessage]:
         match question.message:

@@ -29,7 +29,7 @@ MAX_FRAMES = 16
 MAX_ENVELOPE_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 64 << 20
 MAX_REMAINING_MS = 600_000.0
-_HEAD = struct.Struct("<4sB8s")
+HEAD = struct.Struct("<4sB8s")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -72,19 +72,19 @@ def seal(
     packed = _encoder.encode(Envelope(id, answer, speaks or protocol.SPOKEN, remaining_ms, sizes, sums, raw))
     if len(packed) > MAX_ENVELOPE_BYTES:
         raise WireError(f"a {type(body).__name__} of {len(packed)} bytes; {MAX_ENVELOPE_BYTES} fit into an envelope")
-    return [_HEAD.pack(MAGIC, FRAMING, xxhash.xxh3_64_digest(packed)) + packed, *tensors]
+    return [HEAD.pack(MAGIC, FRAMING, xxhash.xxh3_64_digest(packed)) + packed, *tensors]
 
 
 def unseal(frames: Sequence[Buffer]) -> Envelope:
     """Returns the checked envelope of a message, whose tensors are `frames[1:]`. Raises WireError, WireVersionError."""
-    if not frames or not _HEAD.size < (size := memoryview(frames[0]).nbytes) <= MAX_ENVELOPE_BYTES + _HEAD.size:
+    if not frames or not HEAD.size < (size := memoryview(frames[0]).nbytes) <= MAX_ENVELOPE_BYTES + HEAD.size:
         raise WireError("a message without an envelope")
-    magic, framing, checksum = _HEAD.unpack_from(frames[0])
+    magic, framing, checksum = HEAD.unpack_from(frames[0])
     if magic != MAGIC:
         raise WireError(f"{size} bytes that do not start with {MAGIC!r}: not one of ours")
     if framing != FRAMING:
         raise WireVersionError(f"a message of framing {framing} arrived, {FRAMING} is read here: run the same release")
-    packed = memoryview(frames[0])[_HEAD.size :]
+    packed = memoryview(frames[0])[HEAD.size :]
     if xxhash.xxh3_64_digest(packed) != checksum:
         raise WireError("an envelope whose bytes changed on the way")
     try:

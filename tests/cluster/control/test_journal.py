@@ -46,12 +46,12 @@ def test_a_journal_says_after_a_restart_what_it_said_before(tmp_path: Path) -> N
     write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(CoordState(), ENTRIES[3], ENTRIES[2]))
     journal.deleteEntriesTo(2)
     kept = list(journal[:])
-    journal._destroy()
+    journal.close()
     again = open_journal(tmp_path, VOTERS)
     assert again[:] == kept == [*ENTRIES[2:8], (b"\0x", 9, 3)]
     assert (again.getCurrentTerm(), again.getVotedForNodeId(), again.whole) == (3, "b", True)
     assert again.term_at(9) == 3
-    again._destroy()
+    again.close()
 
 
 @pytest.mark.usefixtures("hasty")
@@ -62,7 +62,7 @@ def test_a_journal_cut_or_flipped_anywhere_is_put_aside_and_begins_anew_without_
     """Every byte of the records, and some of the zeros behind them."""
     journal = filled(tmp_path)
     end = journal._end
-    journal._destroy()
+    journal.close()
     file, rng = tmp_path / "raft.journal", random.Random(seed)
     good, vote = file.read_bytes(), (tmp_path / "raft.vote").read_bytes()
     places = [*range(seed, end, 3), *(rng.randrange(end, len(good)) for _ in range(5))]
@@ -75,14 +75,14 @@ def test_a_journal_cut_or_flipped_anywhere_is_put_aside_and_begins_anew_without_
             assert (len(again), again.whole, again.failed) == (0, False, False), at
             assert (again.getCurrentTerm(), again.getVotedForNodeId()) == (3, "b")
             again.add(*ENTRIES[0])
-            again._destroy()
+            again.close()
             assert (tmp_path / "raft.journal.aside").read_bytes() == damage
     assert (tmp_path / "raft.vote").read_bytes() == vote
 
 
 @pytest.mark.usefixtures("hasty")
 def test_a_vote_that_is_lost_or_damaged_costs_the_vote_and_no_entry(tmp_path: Path) -> None:
-    filled(tmp_path)._destroy()
+    filled(tmp_path).close()
     vote = tmp_path / "raft.vote"
     good = vote.read_bytes()
     for at in range(len(good)):
@@ -90,7 +90,7 @@ def test_a_vote_that_is_lost_or_damaged_costs_the_vote_and_no_entry(tmp_path: Pa
             vote.write_bytes(damage)
             again = open_journal(tmp_path, VOTERS)
             assert (again[:], again.whole) == (ENTRIES, False)
-            again._destroy()
+            again.close()
     vote.unlink()
     assert not open_journal(tmp_path, VOTERS).whole
 
@@ -100,7 +100,7 @@ def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_pa
     journal = filled(tmp_path)
     write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(CoordState(epoch=4), ENTRIES[5], ENTRIES[4]))
     journal.deleteEntriesTo(4)
-    journal._destroy()
+    journal.close()
     good = {name: (tmp_path / name).read_bytes() for name in ("raft.journal", "raft.snapshot")}
     size = len(good["raft.snapshot"])
     for at in range(size):
@@ -108,7 +108,7 @@ def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_pa
         (tmp_path / "raft.snapshot").write_bytes(good["raft.snapshot"][:at] + b"\xff" * (at % 2))
         again = open_journal(tmp_path, VOTERS)
         assert (len(again), again.whole) == (0, False)
-        again._destroy()
+        again.close()
         assert not (tmp_path / "raft.snapshot").exists()
     (tmp_path / "raft.journal").write_bytes(good["raft.journal"])
     assert len(open_journal(tmp_path, VOTERS)) == 0  # what came before its first entry is nowhere
@@ -120,7 +120,7 @@ def test_a_snapshot_that_is_damaged_or_lost_is_put_aside_with_the_journal(tmp_pa
 
 def test_a_crash_between_snapshot_and_cutting_the_journal_loses_no_entry(tmp_path: Path) -> None:
     """PySyncObj would take the journal for another one, and drop what follows the snapshot."""
-    filled(tmp_path)._destroy()
+    filled(tmp_path).close()
     write_snapshot(tmp_path / "raft.snapshot", StateSnapshot(CoordState(), ENTRIES[5], ENTRIES[4]))
     again = open_journal(tmp_path, VOTERS)
     assert again[:] == ENTRIES[4:]
@@ -131,7 +131,7 @@ def test_a_crash_between_snapshot_and_cutting_the_journal_loses_no_entry(tmp_pat
 def test_a_journal_of_other_voters_or_of_an_earlier_release_is_put_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    filled(tmp_path)._destroy()
+    filled(tmp_path).close()
     assert not open_journal(tmp_path, b"others!!").whole
     (tmp_path / "raft.journal").write_bytes(b"PYSYNCOBJ" + bytes(1024))
     (tmp_path / "raft.snapshot").write_bytes(msgspec.msgpack.encode({"state": CoordState()}))
@@ -156,7 +156,7 @@ def test_a_journal_grows_beforehand_and_is_never_written_where_there_is_no_room(
             count += 1
     journal.deleteEntriesTo(3)  # where it cannot be shortened either, it stays as it is
     assert len(journal) == count > SEGMENT_BYTES // 4100
-    journal._destroy()
+    journal.close()
     assert len(open_journal(tmp_path, VOTERS)) == count
     monkeypatch.undo()
     again = open_journal(tmp_path, VOTERS)
@@ -171,7 +171,7 @@ def test_what_was_written_in_part_is_taken_back(tmp_path: Path, monkeypatch: pyt
         journal.add(b"\0half", 12, 3)
     monkeypatch.undo()
     journal._take_back(64)
-    journal._destroy()
+    journal.close()
     assert open_journal(tmp_path, VOTERS)[:] == ENTRIES
 
 

@@ -122,5 +122,5 @@ def test_an_envelope_of_a_later_release_may_have_more_at_its_end() -> None:
     opened = envelope.unseal(seal(Echo("x"), id=3))
     row = [*msgspec.msgpack.decode(msgspec.msgpack.encode(opened)), "news"]
     packed = msgspec.msgpack.encode(row)
-    head = envelope._HEAD.pack(envelope.MAGIC, envelope.FRAMING, xxhash.xxh3_64_digest(packed))
+    head = envelope.HEAD.pack(envelope.MAGIC, envelope.FRAMING, xxhash.xxh3_64_digest(packed))
     assert envelope.unseal([head + packed]).id == 3

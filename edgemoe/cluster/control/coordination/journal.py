@@ -121,10 +121,12 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
     def getRaftCommitIndex(self) -> int:
         return 1
 
-    def _destroy(self) -> None:
+    def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    _destroy = close  # as PySyncObj calls it
 
     # --- ours -------------------------------------------------------------------------------------------------
 

@@ -77,9 +77,7 @@ class Replica(SyncObj):  # type: ignore[misc]
             Node(name),
             [Node(other) for other in others],
             conf,
-            transportClass=lambda sync_obj, _self, _others: LinkTransport(
-                sync_obj, others, link, self.journal, voters, clock
-            ),
+            transportClass=lambda *_: LinkTransport(self, self._poller, others, link, self.journal, voters, clock),
         )
         self.transport.listen()
 

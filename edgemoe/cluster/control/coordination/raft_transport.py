@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from pysyncobj import SyncObj
 from pysyncobj.node import Node
-from pysyncobj.poller import POLL_EVENT_TYPE
+from pysyncobj.poller import POLL_EVENT_TYPE, Poller
 from pysyncobj.transport import Transport
 
 from edgemoe.cluster.control.coordination.journal import Journal
@@ -108,6 +108,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
     def __init__(
         self,
         sync_obj: SyncObj,
+        poller: Poller,
         others: Sequence[str],
         link: RaftLink,
         journal: Journal,
@@ -125,7 +126,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         self._inbox_bytes = 0
         self._shared = MAX_COUNT  # up to which entry the log is the leader's, while a message of its is taken in
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = sync_obj._poller
+        self._poller = poller
         self._poller.subscribe(self._wake, self._deliver, POLL_EVENT_TYPE.READ)
 
     def listen(self) -> None:

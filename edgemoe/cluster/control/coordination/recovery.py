@@ -73,7 +73,7 @@ def _open_together(directory: Path, voters: bytes, journal: Path, snapshot: Path
         if not _fits(opened, before):
             raise Damaged("journal and snapshot do not fit together")
     except Damaged:
-        opened._destroy()
+        opened.close()
         raise
     if before is not None:
         opened.align(before)
