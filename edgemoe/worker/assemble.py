@@ -39,9 +39,9 @@ from edgemoe.store.verify import verify_copies, verify_dense
 from edgemoe.telemetry import probes
 from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.recording import Header
-from edgemoe.types.experts import LivePolicy, Tier
+from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
-from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.model_info import ModelInfo, ServedModel
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, controller_for, scout_for
@@ -62,6 +62,7 @@ class Say(Protocol):
 class Sharing(NamedTuple):
     """What a box in a cluster has besides: its experts as bytes, and a store that also reads from peers."""
 
+    model: ServedModel
     shelf: ExpertShelf
     store: PeerStore
 
@@ -95,6 +96,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     directory = Path(settings.model.path)
     manifest = Manifest.load(directory)
     spec = spec_of(manifest)
+    served, geometry = ServedModel(manifest.digest, spec.geometry), spec.geometry
     budgets = resolve_budgets(settings, _machine(), _needs(manifest, spec))
     for line in budgets.lines():
         log.info(line)
@@ -107,25 +109,25 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         kernels = None
         if device.type == "cpu" or not budgets.all_fit:  # the CPU computes experts that a GPU does not hold
             say("kernels")
-            kernels = Kernels(budgets.threads, spec.geometry.bf16, kernel_dir(settings))
+            kernels = Kernels(budgets.threads, geometry.bf16, kernel_dir(settings))
             opened.callback(kernels.close)
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
-        sharing = _sharing(manifest, spec, store) if settings.cluster.node else None
-        scout = scout_for(settings, manifest, spec)
+        sharing = _sharing(manifest, served, store) if settings.cluster.node else None
+        scout = scout_for(settings, manifest, served)
         if scout is not None:
             opened.callback(scout.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
-        controller = controller_for(settings, spec, directory, scout) if name == "learned" else None
-        policy = controller.policy if controller else POLICIES[name](spec)
-        tiers = _tiers(settings, spec, budgets, store, sharing, kernels, policy)
+        controller = controller_for(settings, geometry, directory, scout) if name == "learned" else None
+        policy = controller.policy if controller else POLICIES[name](geometry)
+        tiers = _tiers(settings, geometry, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
         if controller is not None:
             opened.callback(controller.close)
             if settings.cache.prefetch:
-                controller.attach(tiers.residency, tiers.loader, spec.geometry.expert_bytes)
-        recorder = _recorder(settings, manifest, spec)
+                controller.attach(tiers.residency, tiers.loader, geometry.expert_bytes)
+        recorder = _recorder(settings, served)
         if recorder is not None:
             opened.callback(recorder.close)
         engine = _engine(
@@ -171,14 +173,14 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
     )
 
 
-def _sharing(manifest: Manifest, spec: ModelSpec, store: ExpertStore) -> Sharing:
-    shelf = ExpertShelf(manifest, store, spec.geometry)
-    return Sharing(shelf, PeerStore(store, shelf, checksum, spec.geometry.expert_bytes))
+def _sharing(manifest: Manifest, served: ServedModel, store: ExpertStore) -> Sharing:
+    shelf = ExpertShelf(manifest, store, served.geometry)
+    return Sharing(served, shelf, PeerStore(store, shelf, checksum, served.geometry.expert_bytes))
 
 
 def _tiers(
     settings: Settings,
-    spec: ModelSpec,
+    geometry: ExpertGeometry,
     budgets: Budgets,
     store: ExpertStore,
     sharing: Sharing | None,
@@ -186,7 +188,7 @@ def _tiers(
     policy: LivePolicy,
 ) -> ExpertTiers:
     tiers = ExpertTiers(
-        spec.geometry,
+        geometry,
         store if sharing is None else sharing.store,
         TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
@@ -199,10 +201,11 @@ def _tiers(
     return tiers
 
 
-def _recorder(settings: Settings, manifest: Manifest, spec: ModelSpec) -> Recorder | None:
+def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
     if not settings.record.dir:
         return None
-    return Recorder(settings.record, Header(manifest.digest, spec.layers, spec.experts, spec.top_k))
+    sizes = served.geometry
+    return Recorder(settings.record, Header(served.digest, sizes.layers, sizes.experts, sizes.top_k))
 
 
 def _watchers(controller: Controller | None, recorder: Recorder | None, scout: ScoutGateForecaster | None) -> Watchers:

@@ -10,47 +10,47 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate.embedding import load_embedding
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel
-from edgemoe.families.spec import ModelSpec
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA, PublishedPolicy
 from edgemoe.store.manifest import Manifest
-from edgemoe.types.experts import LivePolicy
+from edgemoe.types.experts import ExpertGeometry, LivePolicy
+from edgemoe.types.model_info import ServedModel
 
 log = logging.getLogger(__name__)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
-POLICIES: dict[str, Callable[[ModelSpec], LivePolicy]] = {  # "learned" has a controller besides
-    "lru": lambda spec: baselines.LRU(spec.layers, spec.experts),
-    "lfu": lambda spec: baselines.LFU(spec.layers, spec.experts),
-    "lfru": lambda spec: baselines.LFRU(spec.layers, spec.experts),
-    "ewma": lambda spec: EWMA(spec.layers, spec.experts, spec.top_k),
-    "published": lambda spec: PublishedPolicy(spec.layers, spec.experts, spec.top_k),
+POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # "learned" has a controller besides
+    "lru": lambda sizes: baselines.LRU(sizes.layers, sizes.experts),
+    "lfu": lambda sizes: baselines.LFU(sizes.layers, sizes.experts),
+    "lfru": lambda sizes: baselines.LFRU(sizes.layers, sizes.experts),
+    "ewma": lambda sizes: EWMA(sizes.layers, sizes.experts, sizes.top_k),
+    "published": lambda sizes: PublishedPolicy(sizes.layers, sizes.experts, sizes.top_k),
 }
 
 
 def controller_for(
-    settings: Settings, spec: ModelSpec, directory: Path, scout: ScoutGateForecaster | None
+    settings: Settings, geometry: ExpertGeometry, directory: Path, scout: ScoutGateForecaster | None
 ) -> Controller:
     """What the policy `learned` goes by, with what it has learned before."""
     state = (
         Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
     )
     return Controller(
-        spec.layers,
-        spec.experts,
-        spec.top_k,
+        geometry.layers,
+        geometry.experts,
+        geometry.top_k,
         hysteresis=settings.cache.hysteresis,
         state_file=state.expanduser(),
         forecaster=scout,
     )
 
 
-def scout_for(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ScoutGateForecaster | None:
+def scout_for(settings: Settings, manifest: Manifest, served: ServedModel) -> ScoutGateForecaster | None:
     """Returns the forecaster, idle with a warning where its export cannot be used; None if none is configured."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
-    scout = ScoutGateForecaster(ServedModel(manifest.digest, tokenizer, spec.layers, spec.experts, spec.top_k))
+    scout = ScoutGateForecaster(served, tokenizer)
     try:
         load_scout(scout, settings)
     except ConfigError as error:

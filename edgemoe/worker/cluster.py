@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edgemoe.cluster.data.messages import Model
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
@@ -45,14 +44,12 @@ class ClusterSide:
         self._kernels: Kernels | None = None
         if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
             self._kernels = Kernels(assembly.budgets.threads, tiers.geometry.bf16)
-        sizes = tiers.geometry
-        model = Model(info.digest, sizes.layers, sizes.experts, sizes.row_bytes, sizes.expert_bytes)
         self._host = PeerCompute(tiers.second(self._kernels, deadline_s=settings.call_timeout_s), tiers.on_disk)
         self.plane = DataPlane(
             settings.node,
             boot,
             load_secret(Path(settings.key_file)),
-            OwnExperts(model, self._holdings, self._host, sharing.shelf, sharing.store),
+            OwnExperts(sharing.model, self._holdings, self._host, sharing.shelf, sharing.store),
             timeout_s=settings.call_timeout_s,
         )
         tiers.join(self.plane.calls)

@@ -29,7 +29,7 @@ import torch
 import zmq
 
 from edgemoe.cluster.data.expert_fetch import PeerStore
-from edgemoe.cluster.data.messages import Model
+from edgemoe.cluster.data.messages import Call
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
@@ -41,6 +41,7 @@ from edgemoe.experts.compute.peer_compute import PeerCompute
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertGeometry, Tier
+from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
 from tools.testbed.bed import Bed
 
@@ -107,10 +108,9 @@ class Box:
         slots = max(experts, geometry.top_k) * geometry.stride_bytes
         self.loop = asyncio.get_running_loop()
         self.tiers = ExpertTiers(geometry, store, TierMemory(slots), policies, kernels, on_disk=here)
-        self.model = Model("m", 1, EXPERTS, geometry.hidden * geometry.item_bytes, geometry.expert_bytes)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
-        own = OwnExperts(self.model, holdings, host, NoShelf(), store)
+        own = OwnExperts(ServedModel("m", geometry), holdings, host, NoShelf(), store)
         self.plane = DataPlane(node, f"boot-{node}", key, own, timeout_s=5)
         self.echo: Channel[Any] = Channel(self.plane.transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]
@@ -165,7 +165,7 @@ def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds:
     peer.measure_work = lambda units, seconds: served.append(seconds)  # type: ignore[method-assign]
     for _ in range(rounds):
         work = work_of(geometry, rows, experts, rng)
-        _, tensors = box.model.call(work)
+        _, tensors = Call.of(work)
         began_s = time.perf_counter()
         box.plane.calls.call("server", work, answers)
         call = answers.get(timeout=10)

@@ -44,7 +44,7 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
@@ -57,6 +57,7 @@ from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry.metrics import LEARNED_ETA, named
 from edgemoe.types.experts import Store, Tier
+from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 from tools.bench.decode import RandomStore, _random_decoder
@@ -161,7 +162,7 @@ class Runner:
         geometry = spec.geometry
         self.scout = None
         if contender.scout and args.scoutgate and model.path:
-            self.scout = ScoutGateForecaster(ServedModel("", "", spec.layers, spec.experts, spec.top_k))
+            self.scout = ScoutGateForecaster(ServedModel("", geometry), "")
             self.scout.load(args.scoutgate, load_embedding(model.path))
         self.controller = None
         if contender.policy == "learned":

@@ -1,6 +1,6 @@
 """This box's part in the agreement, and what it does while it leads: it cares for the plan.
 
-A plan is made when one is due (`planning.why_anew`) and that has stood for a moment, agreed by version and digest, and
+A plan is made when one is due (`placement.why_anew`) and that has stood for a moment, agreed by version and digest, and
 from then on named in the leader's beats. What was agreed before is kept, whoever agreed on it.
 """
 
@@ -19,7 +19,7 @@ from edgemoe.cluster.control.coordination.store import CoordStore, PlanRef
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.members import BEAT_S, Members
 from edgemoe.cluster.control.obedience import Obedience
-from edgemoe.cluster.control.placement import ExpertHome, PlacedModel, make_plan, why_anew
+from edgemoe.cluster.control.placement import ExpertHome, make_plan, why_anew
 from edgemoe.cluster.control.plan_exchange import PlanExchange
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
@@ -171,18 +171,20 @@ class Leader:
         if found is not None and not plans.is_newer_than(found[0]):
             self._cluster.exchange.adopt(found[0], epoch, found[1])
             return
-        if (shape := self._shape()) is None:
+        if (serving := self._serving()) is None:
             return
-        boxes = self._boxes(shape)
-        why = why_anew(held, shape, boxes, self._settings.absent_s)
+        boxes = self._boxes(serving)
+        why = why_anew(held, serving, boxes, self._settings.absent_s)
         if why != self._due[0]:
             self._due = (why, self._cluster.clock())
         if why and self._cluster.clock() - self._due[1] >= SETTLE_S:
-            await self._plan_anew(why, shape, boxes, epoch, agreed.version + 1 if agreed else 1)
+            await self._plan_anew(why, serving, boxes, epoch, agreed.version + 1 if agreed else 1)
 
-    async def _plan_anew(self, why: str, shape: PlacedModel, boxes: list[ExpertHome], epoch: int, version: int) -> None:
+    async def _plan_anew(
+        self, why: str, serving: EngineCard, boxes: list[ExpertHome], epoch: int, version: int
+    ) -> None:
         try:
-            plan = make_plan(shape, boxes, self._settings.replicas, epoch, version)
+            plan = make_plan(serving, boxes, self._settings.replicas, epoch, version)
         except PlacementInfeasible as error:
             if self._no_plan != str(error):
                 log.warning("no plan", extra={"because": why, "why": str(error)})
@@ -203,17 +205,12 @@ class Leader:
                     return await self._cluster.exchange.fetch(member.peer.node, agreed.digest)
         return None
 
-    def _shape(self) -> PlacedModel | None:
-        """The model that the cluster serves: this box's, or another's while this one has no engine."""
+    def _serving(self) -> EngineCard | None:
+        """An engine that serves the cluster's model: this box's, or another's while this one has none."""
         cards = [self._cluster.announce, *(m.card for m in self._cluster.members if m.card and not m.refused)]
-        engine = next((card.engine for card in cards if card.engine is not None), None)
-        return (
-            PlacedModel(engine.model, engine.layers, engine.experts, engine.expert_bytes)
-            if engine is not None
-            else None
-        )
+        return next((card.engine for card in cards if card.engine is not None), None)
 
-    def _boxes(self, shape: PlacedModel) -> list[ExpertHome]:
+    def _boxes(self, serving: EngineCard) -> list[ExpertHome]:
         """Every box that is or could be a home."""
         cluster, members = self._cluster, self._cluster.members
         cards = {cluster.node: cluster.announce} | {m.peer.node: m.card for m in members if not m.refused}
@@ -223,7 +220,7 @@ class Leader:
             if card is not None and (card.role == "witness" or (engine is not None and not engine.shares)):
                 continue
             absent_s = members.absent_s(node) if node in members else 0.0
-            disk, ram = _has(engine, shape) if engine is not None else (None, None)
+            disk, ram = _has(engine, serving) if engine is not None else (None, None)
             if disk is not None:
                 self._bare.pop(node, None)
             else:  # nothing to go by: as good as away
@@ -235,12 +232,12 @@ class Leader:
         return boxes
 
 
-def _has(engine: EngineCard, shape: PlacedModel) -> tuple[BoolArray | None, BoolArray | None]:
+def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, BoolArray | None]:
     """Experts [L, E] on the engine's disk and in its memory; None where it serves another model."""
-    if engine.model != shape.digest:
+    if engine.model != serving.model:
         return None, None
     try:
-        disk, ram = (unpack_bits(bits, shape.layers, shape.experts) for bits in (engine.disk, engine.ram))
+        disk, ram = (unpack_bits(bits, serving.layers, serving.experts) for bits in (engine.disk, engine.ram))
         return disk, ram
     except ValueError:
         return None, None

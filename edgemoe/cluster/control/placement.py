@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgemoe.cluster.rpc.control_messages import EngineCard
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement import NodeCapacity, uniform
 from edgemoe.types.arrays import BoolArray
@@ -27,20 +28,13 @@ class ExpertHome:
         return self.disk is not None and not self.absent_s and not self.leaving
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedModel:
-    """The model whose experts are placed."""
+def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
+    """Why a new plan is due for the model that the engine serves.
 
-    digest: str
-    layers: int
-    experts: int
-    expert_bytes: int
-
-
-def why_anew(plan: PlacementPlan | None, shape: PlacedModel, boxes: Sequence[ExpertHome], absent_s: float) -> str:
-    """Why a new plan is due; "" while the present one will do, or something may still come back."""
+    "" while the present one will do, or something may still come back.
+    """
     known = {box.node: box for box in boxes}
-    if plan is None or (plan.model, plan.layers, plan.experts) != (shape.digest, shape.layers, shape.experts):
+    if plan is None or (plan.model, plan.layers, plan.experts) != (engine.model, engine.layers, engine.experts):
         awaited = [box for box in boxes if not box.there and not box.leaving and box.absent_s < absent_s]
         return "" if awaited else "there is none for this model"
     for node in plan.nodes:
@@ -59,16 +53,17 @@ def why_anew(plan: PlacementPlan | None, shape: PlacedModel, boxes: Sequence[Exp
 
 
 def make_plan(
-    shape: PlacedModel, boxes: Sequence[ExpertHome], replicas: int, epoch: int, version: int
+    engine: EngineCard, boxes: Sequence[ExpertHome], replicas: int, epoch: int, version: int
 ) -> PlacementPlan:
-    """The uniform plan over the boxes that are there. Raises PlacementInfeasible."""
+    """The uniform plan over the boxes that are there, for the engine's model. Raises PlacementInfeasible."""
     nodes = {
         box.node: NodeCapacity(box.room, box.disk, box.ram)
         for box in sorted(boxes, key=lambda box: box.node)
         if box.there and box.room and box.disk is not None
     }
     if not nodes:
-        raise PlacementInfeasible("no box has room for experts yet", shape.layers * shape.experts * shape.expert_bytes)
-    homes = uniform(nodes, replicas, shape.expert_bytes)
+        all_bytes = engine.layers * engine.experts * engine.expert_bytes
+        raise PlacementInfeasible("no box has room for experts yet", all_bytes)
+    homes = uniform(nodes, replicas, engine.expert_bytes)
     bits = tuple(pack_bits(home) for home in homes.values())
-    return PlacementPlan(epoch, version, shape.digest, shape.layers, shape.experts, tuple(homes), bits)
+    return PlacementPlan(epoch, version, engine.model, engine.layers, engine.experts, tuple(homes), bits)

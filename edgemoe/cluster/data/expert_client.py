@@ -15,12 +15,13 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from edgemoe.cluster.data.messages import CallMessage, Hello, Model, Result
+from edgemoe.cluster.data.messages import Call, CallMessage, Hello, Result
 from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall, work_units
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ Holdings = Callable[[], tuple[BoolArray, BoolArray]]  # experts [L, E] in memory
 class ExpertClient:
     """Calls the peers of this engine. `add` and `remove` run on the loop; `offers`, `fetch_s`, `call` on any thread."""
 
-    def __init__(self, channel: Channel[CallMessage], model: Model, holdings: Holdings, timeout_s: float) -> None:
+    def __init__(self, channel: Channel[CallMessage], model: ServedModel, holdings: Holdings, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.peers: dict[str, PeerEstimate] = {}  # replaced as a whole, so that any thread may read it
         self._channel, self._model, self._holdings = channel, model, holdings
@@ -48,12 +49,8 @@ class ExpertClient:
 
     def offers(self, layer: int, experts: IntArray) -> Sequence[Offer]:
         """Returns the offers of all reachable peers for experts [n] of a layer."""
-        now_s, model = time.monotonic(), self._model
-        found = (
-            peer.offer(layer, experts, model.row_bytes, model.expert_bytes, now_s)
-            for peer in self.peers.values()
-            if peer.reachable
-        )
+        now_s = time.monotonic()
+        found = (peer.offer(layer, experts, now_s) for peer in self.peers.values() if peer.reachable)
         return [offer for offer in found if offer is not None]
 
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
@@ -62,7 +59,7 @@ class ExpertClient:
         for peer in self.peers.values():
             if peer.reachable and peer.node not in without:
                 has = (peer.ram[layer] | peer.disk[layer])[experts]
-                best[has] = np.minimum(best[has], peer.latency_s + self._model.expert_bytes * peer.s_per_byte)
+                best[has] = np.minimum(best[has], peer.latency_s + self._model.geometry.expert_bytes * peer.s_per_byte)
         return best
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
@@ -87,7 +84,7 @@ class ExpertClient:
 
     def add(self, node: str, boot: str) -> None:
         """Adds a peer that may now be connected."""
-        self.peers = {**self.peers, node: PeerEstimate(node, boot, self._model.layers, self._model.experts)}
+        self.peers = {**self.peers, node: PeerEstimate(node, boot, self._model.geometry)}
 
     def remove(self, node: str) -> None:
         self.peers = {name: peer for name, peer in self.peers.items() if name != node}
@@ -105,11 +102,11 @@ class ExpertClient:
 
     def learn(self, node: str, hello: Hello) -> Hello:
         """Takes a peer's hello and returns ours. Raises PeerRefused for another model."""
-        ram, disk = self._model.read_hello(node, hello)
+        ram, disk = hello.holdings(node, self._model)
         if (peer := self.peers.get(node)) is not None:
             peer.ram, peer.disk = ram, disk
             peer.ready = self._channel.is_up(node)
-        return self._model.hello(*self._holdings())
+        return Hello.of(self._model, *self._holdings())
 
     def _up(self, node: str) -> None:
         if (peer := self.peers.get(node)) is not None:
@@ -124,11 +121,11 @@ class ExpertClient:
         began_s = time.monotonic()
         payload = [bytes(PROBE_BYTES)] if probe else []
         try:
-            hello = self._model.hello(*self._holdings())
+            hello = Hello.of(self._model, *self._holdings())
             answer = await self._channel.ask(peer.node, hello, payload, timeout_s=self.timeout_s)
             if not isinstance(answer.message, Hello):
                 raise PeerRefused(f"{peer.node} answers a hello with a {type(answer.message).__name__}")
-            peer.ram, peer.disk = self._model.read_hello(peer.node, answer.message)
+            peer.ram, peer.disk = answer.message.holdings(peer.node, self._model)
         except PeerRefused as error:
             if not peer.refused:
                 self._say(logging.WARNING, "a peer cannot help", peer.node, why=str(error))
@@ -160,7 +157,7 @@ class ExpertClient:
                 raise PeerUnavailable(f"{call.node} is no member any more")
             peer.under_way[number] = call
             absent = peer.absent(call.work)  # counted now: afterwards they are in its memory
-            body, tensors = self._model.call(call.work)
+            body, tensors = Call.of(call.work)
             answer = await self._channel.ask(call.node, body, tensors, timeout_s=self.timeout_s)
             sizes = [tensor.nbytes for tensor in answer.tensors]
             if not isinstance(answer.message, Result) or sizes != [call.work.hidden.nbytes]:
@@ -199,7 +196,7 @@ class ExpertClient:
                 peer.measure_flow(size, min(way_s / 2, now_s - before_s))
         units = float(work_units(call.work.offsets).sum())
         if absent:
-            peer.measure_reads(absent * self._model.expert_bytes, units, served_s)
+            peer.measure_reads(absent * self._model.geometry.expert_bytes, units, served_s)
         else:
             peer.measure_work(units, served_s)
 

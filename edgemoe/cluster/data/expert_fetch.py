@@ -15,7 +15,7 @@ from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
-from edgemoe.types.experts import Store
+from edgemoe.types.experts import ExpertGeometry, Store
 
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
@@ -45,15 +45,16 @@ class ExpertSource(Protocol):
 class ExpertFetchServer:
     """Answers Fetch messages."""
 
-    def __init__(self, shelf: ExpertSource, layers: int, experts: int, expert_bytes: int) -> None:
+    def __init__(self, shelf: ExpertSource, geometry: ExpertGeometry) -> None:
         self.sent_bytes = 0
-        self._shelf, self._sizes = shelf, (layers, experts, expert_bytes)
+        self._shelf, self._geometry = shelf, geometry
 
     async def serve(self, question: Question[BulkMessage]) -> Answer[BulkMessage]:
-        fetch, (layers, experts, expert_bytes) = question.message, self._sizes
+        fetch, sizes = question.message, self._geometry
         if not isinstance(fetch, Fetch):
             raise PeerRefused("not a question")
-        if fetch.layer >= layers or fetch.expert >= experts or fetch.offset + fetch.bytes > expert_bytes:
+        end = fetch.offset + fetch.bytes
+        if fetch.layer >= sizes.layers or fetch.expert >= sizes.experts or end > sizes.expert_bytes:
             raise PeerRefused(f"there is no such part of expert {fetch.expert} of layer {fetch.layer}")
         wanted = self._shelf.checksum(fetch.layer, fetch.expert)
         if wanted is None:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from edgemoe.cluster.data.messages import CallMessage, Model, Result
+from edgemoe.cluster.data.messages import CallMessage, Result
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused
 from edgemoe.telemetry.unit_time import UnitTime
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.peers import ExpertWork, work_units
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,10 @@ class QueuedCall:
 class ExpertServer:
     """Answers calls: `serve` runs on the loop, `start` and `close` start and end the thread."""
 
-    def __init__(self, model: Model, host: ExpertOwner) -> None:
+    def __init__(self, geometry: ExpertGeometry, host: ExpertOwner) -> None:
         self.served = self.shed = self.batches = 0
         self.busy_s = 0.0
-        self._model, self._host = model, host
+        self._geometry, self._host = geometry, host
         self._say = SparingLog(log)
         self._loop = asyncio.get_running_loop()
         self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
@@ -83,7 +84,7 @@ class ExpertServer:
         """Returns the answer to a Call. Raises PeerBusy, PeerRefused."""
         began_s = time.monotonic()
         call: Any = question.message
-        work = self._model.read_call(call, question.tensors)
+        work = call.work(question.tensors, self._geometry)
         if why := self._host.refuses(work):
             raise PeerRefused(why)
         units = float(work_units(work.offsets).sum())

@@ -11,8 +11,7 @@ float32. Everything received is checked here before it is used; an invalid messa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, get_args
+from typing import Annotated, Self, get_args
 
 import numpy as np
 from msgspec import Meta
@@ -23,6 +22,8 @@ from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.errors import PeerRefused
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.bounds import Bitmap, Bytes, Seconds, Small, Word
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
 
@@ -41,6 +42,25 @@ class Hello(Message, frozen=True, tag="Hello"):
     ram: Bitmap
     disk: Bitmap
 
+    @classmethod
+    def of(cls, model: ServedModel, ram: BoolArray, disk: BoolArray) -> Self:
+        """Returns the hello that names these experts in memory and on the disk, [L, E] each."""
+        return cls(model.digest, *_sizes(model.geometry), pack_bits(ram), pack_bits(disk))
+
+    def holdings(self, node: str, ours: ServedModel) -> tuple[BoolArray, BoolArray]:
+        """Returns what the node has in memory and on its disk, [L, E] each. Raises PeerRefused for another model."""
+        if self.model != ours.digest:
+            raise PeerRefused(
+                f"{node} serves model {self.model[:12]}, not {ours.digest[:12]}; serve the same packed store on both"
+            )
+        layers, experts, *_ = sizes = (self.layers, self.experts, self.row_bytes, self.expert_bytes)
+        if sizes != _sizes(ours.geometry):
+            raise PeerRefused(f"{node} computes the same model in other sizes: {sizes}; run the same release on both")
+        try:
+            return unpack_bits(self.ram, layers, experts), unpack_bits(self.disk, layers, experts)
+        except ValueError as error:
+            raise PeerRefused(f"{node} tells its experts wrongly: {error}") from error
+
 
 class Call(Message, frozen=True, tag="Call"):
     """Asks to compute `experts` experts of a layer, `calls` calls in all, on `rows` rows."""
@@ -49,6 +69,34 @@ class Call(Message, frozen=True, tag="Call"):
     rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     experts: Annotated[int, Meta(ge=1, le=1 << 20)]
     calls: Annotated[int, Meta(ge=1, le=1 << 24)]
+
+    @classmethod
+    def of(cls, work: ExpertWork) -> tuple[Self, list[Buffer]]:
+        """Returns the message and the tensors that carry the work."""
+        n, m = len(work.experts), len(work.rows)
+        index = np.empty(2 * n + 2 * m, np.int32)
+        index[:n], index[n : 2 * n] = work.experts, np.diff(work.offsets)
+        index[2 * n : 2 * n + m] = work.rows
+        index[2 * n + m :] = work.weights.view(np.int32)
+        return cls(work.layer, len(work.hidden), n, m), [work.hidden.data.cast("B"), index.data.cast("B")]
+
+    def work(self, tensors: Sequence[memoryview], geometry: ExpertGeometry) -> ExpertWork:
+        """Returns the work that a peer asks for. Raises PeerRefused where it is not valid."""
+        n, m, rows = self.experts, self.calls, self.rows
+        row_bytes = geometry.row_bytes
+        fits = len(tensors) == 2 and tensors[0].nbytes == rows * row_bytes and tensors[1].nbytes == 8 * (n + m)
+        if not fits or self.layer >= geometry.layers or n > geometry.experts:
+            raise PeerRefused("a call whose sizes do not fit together")
+        index = np.frombuffer(tensors[1], np.int32)
+        numbers, weights = index[: 2 * n + m].astype(np.int64), index[2 * n + m :].view(np.float32)
+        experts, counts, row = numbers[:n], numbers[n : 2 * n], numbers[2 * n :]
+        inside = numbers.min() >= 0 and experts.max() < geometry.experts and row.max() < rows
+        distinct = len(set(experts.tolist())) == n
+        if not (inside and distinct and counts.min() >= 1 and counts.sum() == m and np.isfinite(weights).all()):
+            raise PeerRefused("a call whose numbers cannot be")
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        hidden = np.frombuffer(tensors[0], np.uint8).reshape(rows, row_bytes)
+        return ExpertWork(self.layer, experts, offsets, row, weights, hidden)
 
 
 class Result(Message, frozen=True, tag="Result"):
@@ -78,58 +126,6 @@ CALLS: Language[CallMessage] = Language(*get_args(CallMessage))
 BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model's digest and sizes, which must be equal on two engines that compute for each other."""
-
-    digest: str
-    layers: int
-    experts: int
-    row_bytes: int
-    expert_bytes: int
-
-    def hello(self, ram: BoolArray, disk: BoolArray) -> Hello:
-        """Returns the hello that names these experts in memory and on the disk, [L, E] each."""
-        return Hello(
-            self.digest, self.layers, self.experts, self.row_bytes, self.expert_bytes, pack_bits(ram), pack_bits(disk)
-        )
-
-    def read_hello(self, node: str, hello: Hello) -> tuple[BoolArray, BoolArray]:
-        """Returns what the node has in memory and on its disk, [L, E] each. Raises PeerRefused for another model."""
-        if hello.model != self.digest:
-            raise PeerRefused(
-                f"{node} serves model {hello.model[:12]}, not {self.digest[:12]}; serve the same packed store on both"
-            )
-        sizes = (hello.layers, hello.experts, hello.row_bytes, hello.expert_bytes)
-        if sizes != (self.layers, self.experts, self.row_bytes, self.expert_bytes):
-            raise PeerRefused(f"{node} computes the same model in other sizes: {sizes}; run the same release on both")
-        try:
-            return tuple(unpack_bits(bits, self.layers, self.experts) for bits in (hello.ram, hello.disk))  # type: ignore[return-value]
-        except ValueError as error:
-            raise PeerRefused(f"{node} tells its experts wrongly: {error}") from error
-
-    def call(self, work: ExpertWork) -> tuple[Call, list[Buffer]]:
-        """Returns the message and the tensors that carry the work."""
-        n, m = len(work.experts), len(work.rows)
-        index = np.empty(2 * n + 2 * m, np.int32)
-        index[:n], index[n : 2 * n] = work.experts, np.diff(work.offsets)
-        index[2 * n : 2 * n + m] = work.rows
-        index[2 * n + m :] = work.weights.view(np.int32)
-        return Call(work.layer, len(work.hidden), n, m), [work.hidden.data.cast("B"), index.data.cast("B")]
-
-    def read_call(self, call: Call, tensors: Sequence[memoryview]) -> ExpertWork:
-        """Returns the work that a peer asks for. Raises PeerRefused where it is not valid."""
-        n, m, rows = call.experts, call.calls, call.rows
-        fits = len(tensors) == 2 and tensors[0].nbytes == rows * self.row_bytes and tensors[1].nbytes == 8 * (n + m)
-        if not fits or call.layer >= self.layers or n > self.experts:
-            raise PeerRefused("a call whose sizes do not fit together")
-        index = np.frombuffer(tensors[1], np.int32)
-        numbers, weights = index[: 2 * n + m].astype(np.int64), index[2 * n + m :].view(np.float32)
-        experts, counts, row = numbers[:n], numbers[n : 2 * n], numbers[2 * n :]
-        inside = numbers.min() >= 0 and experts.max() < self.experts and row.max() < rows
-        distinct = len(set(experts.tolist())) == n
-        if not (inside and distinct and counts.min() >= 1 and counts.sum() == m and np.isfinite(weights).all()):
-            raise PeerRefused("a call whose numbers cannot be")
-        offsets = np.concatenate(([0], np.cumsum(counts)))
-        hidden = np.frombuffer(tensors[0], np.uint8).reshape(rows, self.row_bytes)
-        return ExpertWork(call.layer, experts, offsets, row, weights, hidden)
+def _sizes(geometry: ExpertGeometry) -> tuple[int, int, int, int]:
+    """Returns what a hello says of them: all that must be equal on two engines that compute for each other."""
+    return geometry.layers, geometry.experts, geometry.row_bytes, geometry.expert_bytes

@@ -13,6 +13,7 @@ import numpy as np
 
 from edgemoe.telemetry.unit_time import RECENT, UnitTime
 from edgemoe.types.arrays import BoolArray, IntArray
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
 
 SMALL_BYTES = 16 << 10  # messages up to here measure the round trip, larger ones the rate
@@ -25,16 +26,16 @@ RECOVERY = 0.6  # weight of a measurement that is much better than the mean: the
 class PeerEstimate:
     """Holds the estimates of one peer. The event loop writes them; the compute thread reads single fields."""
 
-    def __init__(self, node: str, boot: str, layers: int, experts: int) -> None:
-        self.node, self.boot = node, boot
+    def __init__(self, node: str, boot: str, geometry: ExpertGeometry) -> None:
+        self.node, self.boot, self._geometry = node, boot, geometry
         self.heard = True  # by our front
         self.ready = False  # it has sent a hello for the same model on the current connection
         self.silent = False  # a call timed out, and nothing was received since it was sent
         self.heard_s = -np.inf  # when its last answer came
         self.answered_s = -np.inf  # to a call
         self.refused = ""  # why it cannot help
-        self.ram: BoolArray = np.zeros((layers, experts), np.bool_)  # [L, E] in its memory
-        self.disk: BoolArray = np.zeros((layers, experts), np.bool_)
+        self.ram: BoolArray = np.zeros((geometry.layers, geometry.experts), np.bool_)  # [L, E] in its memory
+        self.disk: BoolArray = np.zeros_like(self.ram)
         self.latency_s, self.s_per_byte = 1e-3, 1 / FIRST_BYTES_PER_S
         self.computing, self.reading = (
             UnitTime(FIRST_UNIT_S),
@@ -48,15 +49,17 @@ class PeerEstimate:
         """Returns whether the peer may be asked."""
         return self.heard and self.ready and not self.silent
 
-    def offer(self, layer: int, wanted: IntArray, row_bytes: int, expert_bytes: int, now_s: float) -> Offer | None:
+    def offer(self, layer: int, wanted: IntArray, now_s: float) -> Offer | None:
         """Returns the peer's offer for the `wanted` experts of the layer; None where it has none of them."""
         ram, disk = self.ram[layer][wanted], self.disk[layer][wanted]
         if not (ram | disk).any():
             return None
-        wait_s = np.where(ram, 0.0, np.where(disk, expert_bytes * self.reading.at(now_s), np.inf)).astype(np.float32)
+        read_s = self._geometry.expert_bytes * self.reading.at(now_s)
+        wait_s = np.where(ram, 0.0, np.where(disk, read_s, np.inf)).astype(np.float32)
         oldest_s = min((call.asked_s for call in list(self.under_way.values())), default=now_s)
         open_s = max(self.latency_s, now_s - oldest_s)
-        return Offer(self.node, open_s, 2 * row_bytes * self.s_per_byte, self.computing.at(now_s), wait_s)
+        row_s = 2 * self._geometry.row_bytes * self.s_per_byte
+        return Offer(self.node, open_s, row_s, self.computing.at(now_s), wait_s)
 
     def absent(self, work: ExpertWork) -> int:
         """Counts the work's experts that are not in the peer's memory."""

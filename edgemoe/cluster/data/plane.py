@@ -12,7 +12,7 @@ import msgspec
 from edgemoe.cluster.data.expert_client import ExpertClient, Holdings
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, ExpertSource, PeerStore
 from edgemoe.cluster.data.expert_server import ExpertOwner, ExpertServer
-from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, Hello, Model
+from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, Hello
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
@@ -20,6 +20,7 @@ from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.errors import PeerRefused
+from edgemoe.types.model_info import ServedModel
 
 log = logging.getLogger(__name__)
 BULK_CREDITS_BYTES = 8 << 20
@@ -30,7 +31,7 @@ CALL_BYTES = 80 << 20  # of one call: rows, experts and weights
 class OwnExperts:
     """What an engine has for its peers, and fills up from them."""
 
-    model: Model
+    model: ServedModel
     holdings: Holdings
     host: ExpertOwner  # computes for peers
     shelf: ExpertSource  # hands out experts
@@ -49,13 +50,12 @@ class DataPlane:
         *,
         timeout_s: float,
     ) -> None:
-        model = own.model
         self.transport = Transport(node, boot, secret, AllowList({}))
         self._calls_channel: Channel[CallMessage] = Channel(
             self.transport, "calls", CALLS, self._serve, ChannelSettings(longest_s=timeout_s, message_bytes=CALL_BYTES)
         )
-        self.server = ExpertServer(model, own.host)
-        self.bulk = ExpertFetchServer(own.shelf, model.layers, model.experts, model.expert_bytes)
+        self.server = ExpertServer(own.model.geometry, own.host)
+        self.bulk = ExpertFetchServer(own.shelf, own.model.geometry)
         self._bulk_channel: Channel[BulkMessage] = Channel(
             self.transport,
             "bulk",
@@ -63,7 +63,7 @@ class DataPlane:
             self.bulk.serve,
             ChannelSettings(credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s),
         )
-        self.calls = ExpertClient(self._calls_channel, model, own.holdings, timeout_s)
+        self.calls = ExpertClient(self._calls_channel, own.model, own.holdings, timeout_s)
         own.store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)
         self._say = SparingLog(log)
         self._known: dict[PeerEngine, tuple[str, ...]] = {}  # with their keys

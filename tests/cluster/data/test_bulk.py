@@ -15,8 +15,10 @@ from edgemoe.cluster.data.messages import CHUNK_BYTES, Chunk, Fetch, Result
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerRefused
+from edgemoe.types.experts import ExpertGeometry
 
 SEVENS = b"\7" * CHUNK_BYTES
+SIZES = ExpertGeometry(layers=2, experts=3, top_k=1, hidden=4, width=4, dtype="bfloat16")
 
 
 def checksum(view: bytes | memoryview) -> str:
@@ -60,7 +62,7 @@ class EmptyShelf:
 
 def store_of(channel: BulkChannel, chunks: float, timeout_s: float, shelf: EmptyShelf | None = None) -> PeerStore:
     """Experts of so many chunks come from the channel's peers, the first one first; their links seem fast."""
-    peers = {node: PeerEstimate(node, "boot", 1, 1) for node in channel.chunk_s}
+    peers = {node: PeerEstimate(node, "boot", SIZES) for node in channel.chunk_s}
     for peer in peers.values():
         peer.ready, peer.s_per_byte = True, 1e-12
         peer.ram[:] = True
@@ -201,13 +203,14 @@ def asked(message: object) -> Any:
 
 
 async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_further() -> None:
-    shelf = FullShelf(bytes(range(100)))
-    server = ExpertFetchServer(shelf, layers=2, experts=3, expert_bytes=100)
-    answer = await server.serve(asked(Fetch(0, 0, 90, 10)))
-    assert answer.message == Chunk(checksum(bytes(range(100))))
-    assert [bytes(part) for part in answer.tensors] == [bytes(range(90, 100))]
+    assert SIZES.expert_bytes == 96
+    shelf = FullShelf(bytes(range(96)))
+    server = ExpertFetchServer(shelf, SIZES)
+    answer = await server.serve(asked(Fetch(0, 0, 86, 10)))
+    assert answer.message == Chunk(checksum(bytes(range(96))))
+    assert [bytes(part) for part in answer.tensors] == [bytes(range(86, 96))]
     assert server.sent_bytes == 10
-    wrong = [Fetch(0, 0, 90, 11), Fetch(0, 0, 100, 1), Fetch(0, 0, 1 << 40, 1), Fetch(2, 0, 0, 1), Fetch(0, 3, 0, 1)]
+    wrong = [Fetch(0, 0, 86, 11), Fetch(0, 0, 96, 1), Fetch(0, 0, 1 << 40, 1), Fetch(2, 0, 0, 1), Fetch(0, 3, 0, 1)]
     for fetch in wrong:
         with pytest.raises(PeerRefused, match="no such part"):
             await server.serve(asked(fetch))
@@ -215,7 +218,7 @@ async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_furt
         await server.serve(asked(Fetch(1, 2, 0, 1)))
     with pytest.raises(PeerRefused, match="not a question"):
         await server.serve(asked(Chunk("0" * 32)))
-    assert shelf.asked == [(90, 10)]
+    assert shelf.asked == [(86, 10)]
     assert server.sent_bytes == 10
 
 

@@ -17,16 +17,19 @@ from support.waiting import until
 
 from edgemoe.cluster.data.expert_client import ExpertClient
 from edgemoe.cluster.data.expert_server import QUEUE_CALLS, ExpertServer
-from edgemoe.cluster.data.messages import CALLS, Call, Hello, Model, Result
+from edgemoe.cluster.data.messages import CALLS, Call, Hello, Result
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.telemetry import unit_time as pace
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
 
-MODEL = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
+SIZES = ExpertGeometry(layers=2, experts=8, top_k=2, hidden=4, width=21, dtype="float32")
+MODEL = ServedModel("d" * 32, SIZES)
 
 
 def work(layer: int = 1, rows: int = 3, seed: int = 0) -> ExpertWork:
@@ -39,13 +42,14 @@ def work(layer: int = 1, rows: int = 3, seed: int = 0) -> ExpertWork:
 
 
 def frames(asked: ExpertWork) -> tuple[Call, list[memoryview]]:
-    call, tensors = MODEL.call(asked)
+    call, tensors = Call.of(asked)
     return call, [memoryview(bytes(t)) for t in tensors]
 
 
 def test_work_arrives_as_it_was_sent() -> None:
     sent = work()
-    read = MODEL.read_call(*frames(sent))
+    call, tensors = frames(sent)
+    read = call.work(tensors, SIZES)
     for got, wanted in zip(read, sent, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -58,7 +62,7 @@ def test_a_call_that_cannot_be_is_refused_and_never_computed() -> None:
         numbers = bytearray(index)
         numbers[rng.randrange(len(numbers))] ^= 1 << rng.randrange(8)
         try:
-            read = MODEL.read_call(call, [hidden, memoryview(bytes(numbers))])
+            read = call.work([hidden, memoryview(bytes(numbers))], SIZES)
         except PeerRefused:
             continue
         survived += 1  # another weight, row or expert, but a possible one
@@ -70,9 +74,9 @@ def test_a_call_that_cannot_be_is_refused_and_never_computed() -> None:
     assert 0 < survived < 3000
     for bad in (Call(9, 3, 2, 6), Call(1, 4, 2, 6), Call(1, 3, 3, 6), Call(1, 3, 2, 7), Call(1, 3, 9, 6)):
         with pytest.raises(PeerRefused):
-            MODEL.read_call(bad, [hidden, index])
+            bad.work([hidden, index], SIZES)
     with pytest.raises(PeerRefused):
-        MODEL.read_call(call, [hidden])
+        call.work([hidden], SIZES)
 
 
 class Gate:
@@ -103,7 +107,7 @@ def question(asked: ExpertWork, within_s: float = 10.0) -> Question[Any]:
 
 async def test_waiting_calls_of_a_layer_are_computed_together() -> None:
     host = Gate()
-    server = ExpertServer(MODEL, host)
+    server = ExpertServer(SIZES, host)
     server.start()
     first = asyncio.create_task(server.serve(question(work(0))))
     await asyncio.to_thread(host.started.wait, 10)
@@ -120,7 +124,7 @@ async def test_waiting_calls_of_a_layer_are_computed_together() -> None:
 
 async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     host = Gate()
-    server = ExpertServer(MODEL, host)
+    server = ExpertServer(SIZES, host)
     server.start()
     server._pace.measure(5.0, time.monotonic())
     with pytest.raises(PeerBusy, match="in time"):
@@ -149,7 +153,7 @@ async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host = Gate()
-    server = ExpertServer(MODEL, host)
+    server = ExpertServer(SIZES, host)
     server.start()
 
     def slow(asked: ExpertWork) -> Any:
@@ -172,19 +176,19 @@ async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever
 
 
 async def test_what_the_host_has_not_is_refused() -> None:
-    server = ExpertServer(MODEL, Gate())
+    server = ExpertServer(SIZES, Gate())
     asked = work()._replace(experts=np.array([2, 7]))
     with pytest.raises(PeerRefused, match="expert 7"):
         await server.serve(question(asked))
 
 
 def test_a_peer_that_stops_answering_costs_more_with_every_moment() -> None:
-    peer = PeerEstimate("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", SIZES)
     peer.ram[:] = True
     experts = np.array([1, 2])
-    fresh = peer.offer(1, experts, 16, 1000, 100.0)
+    fresh = peer.offer(1, experts, 100.0)
     peer.under_way[0] = type("Call", (), {"asked_s": 100.0})()  # type: ignore[assignment]
-    old = peer.offer(1, experts, 16, 1000, 103.0)
+    old = peer.offer(1, experts, 103.0)
     assert fresh is not None
     assert old is not None
     assert fresh.open_s < 0.01
@@ -192,7 +196,7 @@ def test_a_peer_that_stops_answering_costs_more_with_every_moment() -> None:
 
 
 def test_round_trip_and_rate_are_told_apart() -> None:
-    peer = PeerEstimate("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", SIZES)
     for _ in range(60):
         peer.measure_way(1000, 0.002)
         peer.measure_way(1_000_000, 0.002 + 0.016)
@@ -205,7 +209,7 @@ def test_round_trip_and_rate_are_told_apart() -> None:
 
 
 def test_a_rate_that_looked_low_once_is_mended_by_a_few_probes() -> None:
-    peer = PeerEstimate("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", SIZES)
     peer.s_per_byte = 100 / 62.5e6
     for _ in range(5):
         peer.measure_way(1_000_000, peer.latency_s + 0.016)
@@ -213,13 +217,13 @@ def test_a_rate_that_looked_low_once_is_mended_by_a_few_probes() -> None:
 
 
 def offer_of(peer: PeerEstimate, now_s: float) -> Offer:
-    offer = peer.offer(1, np.array([1, 2]), 16, 1000, now_s)
+    offer = peer.offer(1, np.array([1, 2]), now_s)
     assert offer is not None
     return offer
 
 
 def test_a_peer_that_looked_slow_once_is_worth_a_trial_after_a_while() -> None:
-    peer = PeerEstimate("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", SIZES)
     peer.ram[:] = True
     fresh = offer_of(peer, 100.0).unit_s
     for now_s in (100.0, 400.0):
@@ -235,7 +239,7 @@ def test_a_peer_that_looked_slow_once_is_worth_a_trial_after_a_while() -> None:
 
 
 def test_a_peer_that_is_fast_stays_fast_while_it_is_not_asked() -> None:
-    peer = PeerEstimate("b", "boot", 2, 8)
+    peer = PeerEstimate("b", "boot", SIZES)
     peer.ram[:] = True
     for peer.answered_s in range(100, 130):
         peer.measure_work(1.0, 1e-5)
@@ -286,7 +290,7 @@ async def test_a_peer_that_is_not_heard_is_asked_nothing_and_stays_connected() -
         raise AssertionError("it was waited for")
 
     a, b = (Box(node, keys[node], keys, serve=serve, language=CALLS) for node in keys)
-    everything = np.ones((MODEL.layers, MODEL.experts), np.bool_)
+    everything = np.ones((SIZES.layers, SIZES.experts), np.bool_)
     calls = ExpertClient(a.channel, MODEL, lambda: (everything, everything), 30.0)
     async with running(a, b):
         running_calls = asyncio.create_task(calls.run())

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_plane import MODEL, Gate, question, work
+from test_data_plane import MODEL, SIZES, Gate, question, work
 
 from edgemoe.cluster.data import expert_server as server
 from edgemoe.cluster.data.expert_client import ExpertClient
@@ -81,7 +81,7 @@ LIES: dict[str, Reply] = {
     "too many bytes": sized(ROWS + 1),
     "a row too many": sized(ROWS + 16),
     "two tensors": sized(ROWS, ROWS),
-    "a hello": lambda body, tensors: Answer(MODEL.hello(np.ones((2, 8), np.bool_), np.ones((2, 8), np.bool_))),
+    "a hello": lambda body, tensors: Answer(Hello.of(MODEL, np.ones((2, 8), np.bool_), np.ones((2, 8), np.bool_))),
     "its own question": lambda body, tensors: Answer(body, [memoryview(t) for t in tensors]),
 }
 
@@ -108,9 +108,9 @@ async def test_whatever_goes_wrong_with_a_call_its_caller_hears_of_it(calls: Exp
     "lie",
     [
         sized(4),
-        lambda body, _: Answer(Hello("e" * 32, 2, 8, 16, 1000, body.ram, body.disk)),
-        lambda body, _: Answer(Hello("d" * 32, 2, 8, 16, 1001, body.ram, body.disk)),
-        lambda body, _: Answer(Hello("d" * 32, 2, 8, 16, 1000, body.ram + b"\0", body.disk)),
+        lambda body, _: Answer(Hello("e" * 32, 2, 8, 16, 1008, body.ram, body.disk)),
+        lambda body, _: Answer(Hello("d" * 32, 2, 8, 16, 1009, body.ram, body.disk)),
+        lambda body, _: Answer(Hello("d" * 32, 2, 8, 16, 1008, body.ram + b"\0", body.disk)),
     ],
     ids=["a result", "another model", "other sizes", "other bitmaps"],
 )
@@ -156,7 +156,7 @@ class Picky(Gate):
 
 async def test_a_call_that_fails_costs_none_of_those_that_were_to_be_computed_with_it() -> None:
     host = Picky()
-    serving = ExpertServer(MODEL, host)
+    serving = ExpertServer(SIZES, host)
     serving.start()
     first = asyncio.create_task(serving.serve(question(work(0))))
     await asyncio.to_thread(host.started.wait, 10)
@@ -181,7 +181,7 @@ async def test_calls_wait_up_to_so_many_bytes_and_are_computed_up_to_so_many_row
     monkeypatch.setattr(server, "QUEUE_BYTES", 5 * 16)  # five rows
     monkeypatch.setattr(server, "TOGETHER_ROWS", 3)
     host = Picky()
-    serving = ExpertServer(MODEL, host)
+    serving = ExpertServer(SIZES, host)
     serving.start()
     first = asyncio.create_task(serving.serve(question(work(0, rows=1))))
     await asyncio.to_thread(host.started.wait, 10)

@@ -16,7 +16,7 @@ import zmq.asyncio
 from support.boxes import Box, Echo, running, secret
 from support.waiting import until
 
-from edgemoe.cluster.data.messages import Call, Model
+from edgemoe.cluster.data.messages import Call
 from edgemoe.cluster.rpc import keys
 from edgemoe.cluster.rpc.auth import ENDPOINT
 from edgemoe.cluster.rpc.envelope import MAX_FRAMES, MAX_TENSOR_BYTES, seal, unseal
@@ -24,6 +24,7 @@ from edgemoe.cluster.rpc.ipc import private_directory
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.transport import Answer, Credits, Failure, Question
 from edgemoe.errors import ConfigError, PeerRefused, ServiceError, WireError
+from edgemoe.types.experts import ExpertGeometry
 
 
 @asynccontextmanager
@@ -151,10 +152,10 @@ def test_a_directory_of_another_user_is_not_made_private(tmp_path: Path, monkeyp
     ids=["the same expert twice", "more calls than are there", "an expert without a call", "no such expert"],
 )
 def test_a_call_that_contradicts_itself_is_refused(experts: Any, counts: Any, rows: Any) -> None:
-    model = Model("d" * 32, layers=2, experts=8, row_bytes=16, expert_bytes=1000)
+    sizes = ExpertGeometry(layers=2, experts=8, top_k=2, hidden=4, width=21, dtype="float32")
     index = np.array([*experts, *counts, *rows, 0, 0], np.int32)
     hidden = memoryview(bytes(3 * 16))
     good = np.array([2, 5, 1, 1, 0, 1, 0, 0], np.int32)
-    assert model.read_call(Call(1, 3, 2, 2), [hidden, good.data.cast("B")]).experts.tolist() == [2, 5]
+    assert Call(1, 3, 2, 2).work([hidden, good.data.cast("B")], sizes).experts.tolist() == [2, 5]
     with pytest.raises(PeerRefused, match="cannot be"):
-        model.read_call(Call(1, 3, 2, 2), [hidden, index.data.cast("B")])
+        Call(1, 3, 2, 2).work([hidden, index.data.cast("B")], sizes)

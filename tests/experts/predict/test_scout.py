@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,16 @@ from safetensors.torch import save_file
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate import export
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, ServedModel, fitting
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, fitting
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
 from edgemoe.telemetry import metrics as names
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
 
 L, E, K, V, D = 3, 8, 2, 40, 16
-SERVED = ServedModel("digest", "tokenizer", L, E, K)
+SIZES = ExpertGeometry(L, E, K, hidden=D, width=D, dtype="float32")
+SERVED = ServedModel("digest", SIZES)
 MODEL = {"id": "the model", "digest": "digest", "tokenizer": "tokenizer"}
 PROMISED = {"horizons": {"this_token": {"scoutgate": {"log_loss": 0.4}}}}
 
@@ -51,7 +55,7 @@ def routing(of: StepMeta, ids: np.ndarray) -> StepRouting:
 
 @pytest.fixture(params=["source", "context"])
 def scout(request: pytest.FixtureRequest, tmp_path: Path):
-    scout = ScoutGateForecaster(SERVED)
+    scout = ScoutGateForecaster(SERVED, "tokenizer")
     scout.load(exported(tmp_path, variant=request.param), embedding())
     yield scout
     scout.close()
@@ -131,30 +135,30 @@ def test_what_it_remembers_is_bounded(scout: ScoutGateForecaster, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("served", "what"),
+    ("served", "tokenizer", "what"),
     [
-        (ServedModel("other", "tokenizer", L, E, K), "digest"),
-        (ServedModel("digest", "other", L, E, K), "tokenizer"),
-        (ServedModel("digest", "tokenizer", L + 1, E, K), "layers x experts"),
-        (ServedModel("digest", "tokenizer", L, E, K + 1), "experts per token"),
+        (ServedModel("other", SIZES), "tokenizer", "digest"),
+        (SERVED, "other", "tokenizer"),
+        (ServedModel("digest", replace(SIZES, layers=L + 1)), "tokenizer", "layers x experts"),
+        (ServedModel("digest", replace(SIZES, top_k=K + 1)), "tokenizer", "experts per token"),
     ],
 )
-def test_an_export_for_another_model_is_refused(tmp_path: Path, served: ServedModel, what: str) -> None:
+def test_an_export_for_another_model_is_refused(tmp_path: Path, served: ServedModel, tokenizer: str, what: str) -> None:
     with pytest.raises(ConfigError, match=f"ScoutGate for the model: its .*{what}"):
-        fitting(exported(tmp_path), served, embedding())
+        fitting(exported(tmp_path), served, tokenizer, embedding())
 
 
 def test_an_export_that_cannot_be_fed_or_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a ScoutGate export"):
-        fitting(tmp_path, SERVED, embedding())
+        fitting(tmp_path, SERVED, "tokenizer", embedding())
     with pytest.raises(ConfigError, match="embedding width"):
-        fitting(exported(tmp_path / "a"), SERVED, torch.randn(V, D + 1))
+        fitting(exported(tmp_path / "a"), SERVED, "tokenizer", torch.randn(V, D + 1))
     with pytest.raises(ConfigError, match="hidden states"):
-        fitting(exported(tmp_path / "b", variant="context", hidden=4), SERVED, embedding())
+        fitting(exported(tmp_path / "b", variant="context", hidden=4), SERVED, "tokenizer", embedding())
     record = exported(tmp_path / "c") / export.RECORD
     record.write_text(json.dumps({**json.loads(record.read_text()), "sha256": "0"}))
     with pytest.raises(ConfigError, match="damaged"):
-        fitting(tmp_path / "c", SERVED, embedding())
+        fitting(tmp_path / "c", SERVED, "tokenizer", embedding())
 
 
 def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,9 +166,8 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
 
     settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
     save_file({"embed_tokens.weight": embedding()}, tmp_path / "dense.safetensors")
-    manifest = SimpleNamespace(digest="digest", files=())
-    spec = SimpleNamespace(layers=L, experts=E, top_k=K)
-    scout = cache_policy.scout_for(settings, manifest, spec)
+    manifest = SimpleNamespace(files=())
+    scout = cache_policy.scout_for(settings, manifest, SERVED)
     assert scout is not None
     assert "serving without ScoutGate" in caplog.text
     run(scout, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
@@ -178,7 +181,7 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
 
 
 def test_an_export_is_replaced_while_sequences_run_and_a_bad_one_is_not(tmp_path: Path) -> None:
-    scout = ScoutGateForecaster(SERVED)
+    scout = ScoutGateForecaster(SERVED, "tokenizer")
     scout.load(exported(tmp_path / "a"), embedding())
     run(scout, meta(("a",), [[3, 1, 4]], [0], [True]), np.zeros((L, 3, K), int))
     first = scout.forecast

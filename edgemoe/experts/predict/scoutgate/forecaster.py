@@ -24,21 +24,11 @@ from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
 
 NOTES = 64  # that may wait for the thread; older ones are dropped
 TRACKS = 4096  # sequences whose last tokens are kept
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model that an export must have been trained for. Empty strings are not compared."""
-
-    digest: str
-    tokenizer: str  # checksum of tokenizer.json, as in the store's manifest
-    layers: int
-    experts: int
-    top_k: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +39,27 @@ class ScoutGateForecast:
     probs: FloatArray
 
 
-def fitting(directory: Path, served: ServedModel, embedding: torch.Tensor) -> Export:
-    """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used."""
+def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: torch.Tensor) -> Export:
+    """The export in `directory`, which fits the served model. Raises ConfigError saying why it cannot be used.
+
+    `tokenizer` is the checksum of tokenizer.json, as in the store's manifest. An empty digest or checksum fits all.
+    """
     try:
         export = read(directory)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    shape, model = export.shape, export.record["model"]
+    shape, model, ours = export.shape, export.record["model"], served.geometry
     wanted = {
-        "layers x experts": (list(shape.experts), [served.experts] * served.layers),
-        "experts per token": (shape.top_k, served.top_k),
+        "layers x experts": (list(shape.experts), [ours.experts] * ours.layers),
+        "experts per token": (shape.top_k, ours.top_k),
         "embedding width": (shape.embedding, embedding.shape[1]),
         "model digest": (model.get("digest") or served.digest, served.digest or model.get("digest")),
-        "tokenizer": (model.get("tokenizer") or served.tokenizer, served.tokenizer or model.get("tokenizer")),
+        "tokenizer": (model.get("tokenizer") or tokenizer, tokenizer or model.get("tokenizer")),
     }
-    for what, (theirs, ours) in wanted.items():
-        if theirs != ours:
+    for what, (its, wants) in wanted.items():
+        if its != wants:
             name = model.get("id", "another model")
-            raise ConfigError(
-                f"{directory} is a ScoutGate for {name}: its {what} is {theirs}, the served model's {ours}"
-            )
+            raise ConfigError(f"{directory} is a ScoutGate for {name}: its {what} is {its}, the served model's {wants}")
     if shape.hidden:
         raise ConfigError(f"{directory} needs hidden states, which are not recorded while serving; train without them")
     return export
@@ -77,11 +68,12 @@ def fitting(directory: Path, served: ServedModel, embedding: torch.Tensor) -> Ex
 class ScoutGateForecaster:
     """Owns the sequences' last tokens, the forecast and its live score. Idle before `load`; `close` ends the thread."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ServedModel, tokenizer: str) -> None:
+        """Takes what `fitting` compares an export with."""
         self.forecast: ScoutGateForecast | None = None  # the latest; replaced whole, so it may be read from any thread
         self.skipped = 0  # forecasts that were not made because the next step had begun
         self.loads, self.refused = 0, 0  # exports
-        self._served = served
+        self._served, self._tokenizer = served, tokenizer
         self._tables: ForecastTables | None = None  # in use
         self._fresh: ForecastTables | None = None  # to be used from the next note on
         self._tracks: OrderedDict[str, TokenWindow] = OrderedDict()
@@ -101,7 +93,7 @@ class ScoutGateForecaster:
         Raises ConfigError where it cannot be used; the one in use before stays.
         """
         try:
-            export = fitting(directory, self._served, embedding)
+            export = fitting(directory, self._served, self._tokenizer, embedding)
         except ConfigError:
             self.refused += 1
             raise
@@ -236,7 +228,8 @@ class ScoutGateForecaster:
     def _learn(self, step: int, routing: StepRouting) -> None:
         if self._tables is None:
             return
-        layers, experts, top_k = self._served.layers, self._served.experts, self._served.top_k
+        sizes = self._served.geometry
+        layers, experts, top_k = sizes.layers, sizes.experts, sizes.top_k
         rows = np.cumsum(routing.query_lens) - 1  # [S] each sequence's last token
         flat = routing.ids[:, rows].astype(np.int64)  # [L, S, k]
         flat += (np.arange(layers) * experts)[:, None, None]
