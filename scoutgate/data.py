@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
 
 FORMAT = 1
 DTYPES = {
@@ -178,7 +178,7 @@ def flat_ids(ids: npt.NDArray[np.int16], experts: tuple[int, ...]) -> npt.NDArra
     return flat
 
 
-def gather(recording: Recording, positions: npt.NDArray[np.int64], shape: ScoutShape) -> Inputs:
+def gather(recording: Recording, positions: npt.NDArray[np.int64], shape: ScoutGateShape) -> Inputs:
     """Inputs at these tokens."""
     begin = recording.starts[recording.request[positions]]
     end = recording.starts[recording.request[positions] + 1]
@@ -201,7 +201,7 @@ def gather(recording: Recording, positions: npt.NDArray[np.int64], shape: ScoutS
     )
 
 
-def k_hot(inputs: Inputs, shape: ScoutShape) -> Tensor:
+def k_hot(inputs: Inputs, shape: ScoutGateShape) -> Tensor:
     """The chosen experts as zeros and ones, [B, horizons, sum E_l] float32."""
     target = torch.zeros(*inputs.known.shape, shape.total, device=inputs.chosen.device)
     return target.scatter_(-1, inputs.chosen, 1.0)
@@ -211,7 +211,7 @@ class Batches(torch.utils.data.IterableDataset[Inputs]):
     """Whole batches at random positions of a split, a new order every epoch; or all of it in order."""
 
     def __init__(
-        self, recording: Recording, split: str, shape: ScoutShape, size: int, seed: int | None, most: int = 0
+        self, recording: Recording, split: str, shape: ScoutGateShape, size: int, seed: int | None, most: int = 0
     ) -> None:
         """`seed` None: in order. `most` bounds the positions of one pass (0: all)."""
         self.recording, self.shape, self.size, self.seed, self.most = recording, shape, size, seed, most

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from scoutgate import baselines, calibrate
 from scoutgate.baselines import FloatArray, IntArray, Predictor
 from scoutgate.data import Recording, gather
@@ -46,14 +46,14 @@ def load_run(run: Path) -> ScoutGate:
     """The best weights of a training folder. Raises ValueError where there are none."""
     try:
         record = json.loads((run / "best.json").read_text())
-        gate = ScoutGate(ScoutShape.from_dict(record["shape"]))
+        gate = ScoutGate(ScoutGateShape.from_dict(record["shape"]))
         gate.load_state_dict(load_file(run / "best.safetensors"))
     except (OSError, KeyError, RuntimeError, json.JSONDecodeError) as error:
         raise ValueError(f"{run} holds no trained ScoutGate: {error}") from error
     return gate.eval()
 
 
-def scout(gate: ScoutGate, recording: Recording, embedding: Tensor) -> Predictor:
+def scoutgate_predictor(gate: ScoutGate, recording: Recording, embedding: Tensor) -> Predictor:
     """ScoutGate's forecasts, not yet calibrated."""
     shape = gate.shape
     with torch.no_grad():
@@ -144,7 +144,7 @@ def judge(gate: ScoutGate, recording: Recording, embedding: Tensor, most: int = 
         "popularity": baselines.popularity(recording),
         "ewma": smoothed,
         "transition": baselines.transition(recording, gate.shape.horizons),
-        "scoutgate": scout(gate, recording, embedding),
+        "scoutgate": scoutgate_predictor(gate, recording, embedding),
     }
     ahead = baselines.next_layer_gate(recording)
     horizons: dict[str, Any] = {}

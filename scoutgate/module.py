@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from edgemoe.experts.predict.next_use_model import NextUseNet
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape, cardinality
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape, cardinality
 from scoutgate.data import Inputs, k_hot
 
 Network = ScoutGate | NextUseNet
@@ -60,8 +60,8 @@ class Scheduled(L.LightningModule):
         return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * self.progress())))
 
 
-class ScoutModule(Scheduled):
-    def __init__(self, shape: ScoutShape, recipe: Recipe, embedding: Tensor, max_steps: int, max_s: float) -> None:
+class ScoutGateModule(Scheduled):
+    def __init__(self, shape: ScoutGateShape, recipe: Recipe, embedding: Tensor, max_steps: int, max_s: float) -> None:
         """`embedding` [V, d_emb] is the main model's, frozen."""
         super().__init__()
         self.gate, self.recipe = ScoutGate(shape), recipe

@@ -23,7 +23,7 @@ from scoutgate import baselines, calibrate, train
 from scoutgate.convert import recordings
 from scoutgate.data import Recording
 from scoutgate.embedding import embedding_for
-from scoutgate.evaluate import judge_run, positions_for, scout
+from scoutgate.evaluate import judge_run, positions_for, scoutgate_predictor
 from scoutgate.metrics import Score
 
 LEAST_TOKENS = 20_000  # recorded ones; with fewer nothing is trained
@@ -49,7 +49,7 @@ def export_log_loss(directory: Path, recording: Recording, model: Path) -> float
     if (shape.experts, shape.top_k, shape.embedding) != (meta.experts, meta.top_k, embedding.shape[1]) or shape.hidden:
         return None
     at = positions_for(recording, "test", 0, 20_000)
-    scores = calibrate.logits(scout(found.gate, recording, embedding)(at, 0))
+    scores = calibrate.logits(scoutgate_predictor(found.gate, recording, embedding)(at, 0))
     sizes = np.array(meta.experts)
     scale, shift = (t[: meta.layers].numpy().repeat(sizes) for t in (found.scale, found.shift))
     p = calibrate.sigmoid(scale * scores + shift).astype(np.float32)

@@ -21,10 +21,10 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProg
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from edgemoe.experts.predict.scoutgate.model import VARIANTS, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import VARIANTS, ScoutGateShape
 from scoutgate.data import Batches, Recording
 from scoutgate.embedding import embedding_for
-from scoutgate.module import KeepBest, Recipe, ScoutModule
+from scoutgate.module import KeepBest, Recipe, ScoutGateModule
 
 EPOCH_BATCHES = 200  # a short epoch: this many batches, then a validation and a checkpoint
 
@@ -54,7 +54,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def splits(recording: Recording, shape: ScoutShape, options: argparse.Namespace) -> tuple[Batches, Batches]:
+def splits(recording: Recording, shape: ScoutGateShape, options: argparse.Namespace) -> tuple[Batches, Batches]:
     """Training batches in an order that changes every short epoch, and the validation split in order."""
     most = EPOCH_BATCHES * options.batch
     train = Batches(recording, "train", shape, options.batch, options.seed, most)
@@ -109,11 +109,11 @@ def train(options: argparse.Namespace) -> Path:
     embedding = embedding_for(recording, options.model)
     meta = recording.meta
     hidden = meta.hidden if options.variant == "context" and not options.no_hidden else 0
-    shape = ScoutShape(meta.experts, meta.top_k, embedding.shape[1], hidden, variant=options.variant)
+    shape = ScoutGateShape(meta.experts, meta.top_k, embedding.shape[1], hidden, variant=options.variant)
     options.out.mkdir(parents=True, exist_ok=True)
     training, validation = splits(recording, shape, options)
     steps = int(options.passes * -(-len(recording.positions("train")) // options.batch))
-    module = ScoutModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
+    module = ScoutGateModule(shape, Recipe(lr=options.lr), embedding, steps, options.max_minutes * 60)
     described = {"meta": asdict(meta), "recipe": asdict(module.recipe), "seed": options.seed, "data": str(options.data)}
     keep = KeepBest(options.out, module.gate, lambda: described)
     with quiet():

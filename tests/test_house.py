@@ -69,7 +69,7 @@ def test_what_a_function_takes_goes_together() -> None:
 SHARED = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples, private by name only
 
 
-def privates_inside(made: ast.ClassDef) -> Iterator[ast.AST]:
+def privates_inside(made: ast.ClassDef) -> Iterator[ast.Attribute]:
     """Attributes that the class has itself: one of its objects may ask another of them."""
     inside = [node for node in ast.walk(made) if isinstance(node, ast.Attribute)]
     names = {node.attr for node in inside if ast.unparse(node.value) == "self"}
@@ -84,9 +84,14 @@ def reached_into(file: Path) -> Iterator[str]:
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     mine = {"self", "cls", "super()", *(modules & sys.stdlib_module_names), *(node.name for node in classes)}
     own = {each for node in classes for each in privates_inside(node)}
-    for node in ast.walk(tree):
-        private = isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__"
-        if private and node not in own and node.attr not in SHARED and ast.unparse(node.value) not in mine:
+    private = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr[0] == "_")
+    for node in private:
+        if (
+            node.attr[:2] != "__"
+            and node not in own
+            and node.attr not in SHARED
+            and ast.unparse(node.value) not in mine
+        ):
             yield f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
 
 

@@ -103,7 +103,7 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
         f"{select(after, names.SERVED_SHED):,.0f} sent away since the start",
         "Computed here": f"{select(after, names.LOCAL_RATIO):.1%} of this box's own experts, since the start",
         "Requests": f"{select(after, names.FORWARDED):,.0f} handed on, "
-        f"{select(after, names.GUESTS_SERVED):,.0f} taken in",
+        f"{select(after, names.HOSTED_REQUESTS_TOTAL):,.0f} taken in",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():

@@ -113,7 +113,7 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
 def tier_table(metrics: Mapping[str, float]) -> Table:
     """Returns a table with a row per tier: what it holds, its share of expert calls, bytes copied into it, stalls."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("Tier", "Experts", "Arena", "Calls served", "Share", "Bytes in", "Stalls"):
+    for column in ("Tier", "Experts", "Slab", "Calls served", "Share", "Bytes in", "Stalls"):
         table.add_column(column, justify="left" if column == "Tier" else "right")
     calls = select(metrics, names.TIER_HITS)
     for tier in TIERS:

@@ -29,7 +29,7 @@ class EngineBudget:
 
     kv_blocks: int
     context_tokens: int  # of one request, where the blocks hold as many
-    parking_bytes: int = 0  # for keys and values of paused requests
+    kv_swap_bytes: int = 0  # for keys and values of paused requests
     missing_expert_timeout_s: float = 0.0  # how long a request waits for a box that brings an expert that it lacks
 
 
@@ -57,7 +57,7 @@ class Engine:
         chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
         kv_swap = None
         if settings.preemption == "park":
-            kv_swap = KVSwap(model.kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, budget.parking_bytes)
+            kv_swap = KVSwap(model.kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, budget.kv_swap_bytes)
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
         self.runner = Runner(model, self.blocks, chunk_budget, watchers)
         self.loop = StepLoop(
@@ -91,5 +91,5 @@ class Engine:
             self._grammars.close()
 
     def check_integrity(self) -> None:
-        """Asserts that requests, queues, blocks and parked bytes agree. Must be called between steps."""
+        """Asserts that requests, queues, blocks and swapped blocks agree. Must be called between steps."""
         self.loop.check_integrity()

@@ -14,7 +14,7 @@ from edgemoe.engine.sequence import Sequence, blocks_for
 
 
 class Copyable(Protocol):
-    """Reads and writes KV blocks: the part of the KV cache that parking needs."""
+    """Reads and writes KV blocks: the part of the KV cache that swapping needs."""
 
     def gather(self, blocks: list[int]) -> torch.Tensor:
         """Returns a copy of these blocks in host memory, one row each."""
@@ -32,27 +32,27 @@ class SwappedBlocks(NamedTuple):
 
 
 class KVSwap:
-    """Owns parked keys and values. A sequence that does not fit is computed again instead."""
+    """Owns swapped keys and values. A sequence that does not fit is computed again instead."""
 
     def __init__(self, kv: Copyable, blocks: BlockManager, block_bytes: int, budget_bytes: int) -> None:
         self._kv = kv
         self._blocks = blocks
         self._budget = self._room = budget_bytes // block_bytes  # blocks
 
-    def park(self, seq: Sequence) -> bool:
+    def swap_out(self, seq: Sequence) -> bool:
         """Copies the computed blocks of `seq` to host memory. Returns False where there is no room for them."""
         held = seq.blocks[: blocks_for(seq.computed)]
         if not held or len(held) > self._room:
             return False
-        seq.parked = SwappedBlocks(seq.computed, self._kv.gather(held), self._blocks.signatures[held])
+        seq.swapped = SwappedBlocks(seq.computed, self._kv.gather(held), self._blocks.signatures[held])
         self._room -= len(held)
         return True
 
     def restore(self, seq: Sequence) -> None:
-        """Copies the parked blocks that the prefix cache did not supply into the new blocks of `seq`."""
-        if seq.parked is None:
+        """Copies the swapped blocks that the prefix cache did not supply into the new blocks of `seq`."""
+        if seq.swapped is None:
             return
-        tokens, rows, signatures = seq.parked
+        tokens, rows, signatures = seq.swapped
         known = blocks_for(seq.computed)
         if tokens > seq.computed:
             fresh = seq.blocks[known : len(rows)]
@@ -62,13 +62,13 @@ class KVSwap:
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
-        """Frees what is parked of `seq`, if anything is."""
-        if seq.parked is not None:
-            self._room += len(seq.parked.rows)
-            seq.parked = None
+        """Frees what is swapped out of `seq`, if anything is."""
+        if seq.swapped is not None:
+            self._room += len(seq.swapped.rows)
+            seq.swapped = None
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
-        """Asserts that the waiting sequences' parked blocks add up to the room taken."""
-        parked = sum(len(seq.parked.rows) for seq in waiting if seq.parked)
+        """Asserts that the waiting sequences' swapped blocks add up to the room taken."""
+        swapped = sum(len(seq.swapped.rows) for seq in waiting if seq.swapped)
         assert self._room >= 0
-        assert parked + self._room == self._budget
+        assert swapped + self._room == self._budget

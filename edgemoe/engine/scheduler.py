@@ -8,7 +8,7 @@ in order is never overtaken because it does not fit. Others pass it only while i
 blocks that both share.
 
 When blocks run out, the newest sequence of the user with the most running sequences is paused, so that the oldest
-always advances. It is resumed before its user's other requests, from parked keys and values or by computing them again.
+always advances. It is resumed before its user's other requests, from its swapped blocks or by computing them again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Scheduler:
         return refused
 
     def remove(self, seq: Sequence) -> None:
-        """Removes `seq` from its queue and frees its blocks and parked bytes."""
+        """Removes `seq` from its queue and frees its blocks and swapped blocks."""
         (self.running if seq.blocks else self.waiting).remove(seq)
         self._blocks.close(seq)
         if self._kv_swap:
@@ -134,8 +134,8 @@ class Scheduler:
         return max(enumerate(self.running), key=lambda item: (counts[item[1].user], item[0]))[1]
 
     def _pause(self, seq: Sequence) -> None:
-        parked = self._kv_swap is not None and self._kv_swap.park(seq)
-        self.paused_total["park" if parked else "recompute"] += 1
+        swapped = self._kv_swap is not None and self._kv_swap.swap_out(seq)
+        self.paused_total["park" if swapped else "recompute"] += 1
         self.running.remove(seq)
         self._blocks.close(seq)
         insort(self.waiting, seq, key=lambda other: other.arrived_s)
@@ -213,14 +213,14 @@ class Scheduler:
         return heads[best].seq.user, float(keys[best])
 
     def _to_compute(self, seq: Sequence) -> int:
-        known = seq.parked.tokens if seq.parked else self._blocks.known(seq) * BLOCK_TOKENS
+        known = seq.swapped.tokens if seq.swapped else self._blocks.known(seq) * BLOCK_TOKENS
         return len(seq.tokens) - known
 
     def _prefix_in_flight(self, seq: Sequence) -> bool:
         """Returns whether a running prompt is computing the first block that `seq` still needs."""
         known = self._blocks.known(seq)
         missing = seq.keys[known : known + 1]
-        if seq.parked or not missing:
+        if seq.swapped or not missing:
             return False
         promised = (other for other in self._prefilling() if other.computed // BLOCK_TOKENS <= known)
         return any(other.keys[known : known + 1] == missing for other in promised)
@@ -271,7 +271,7 @@ class Scheduler:
         self._admitted_s = now_s
 
     def check_integrity(self) -> None:
-        """Asserts that queues, blocks, users and parked bytes agree."""
+        """Asserts that queues, blocks, users and swapped blocks agree."""
         both = [*self.running, *self.waiting]
         assert len(set(map(id, both))) == len(both)
         assert all(seq.blocks for seq in self.running)

@@ -1,1 +1,1 @@
-"""Experts across NVMe, RAM and VRAM: store, arenas, residency, mover, compute."""
+"""Experts across NVMe, RAM and VRAM: slabs, residency, transfers, forecasts, compute."""

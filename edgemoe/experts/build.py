@@ -1,4 +1,4 @@
-"""From budgets to a working set of tiers: arenas, residency, links and arithmetic, for every kind of device."""
+"""From budgets to a working set of tiers: slabs, residency, links and arithmetic, for every kind of device."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def tier_metrics(tiers: ExpertTiers) -> dict[str, float]:
-    """Hits, moves, stalls, arenas and links. From any thread."""
+    """Counts hits, moves, stalls, slabs and links. From any thread."""
     residency, stride_bytes = tiers.residency, tiers.geometry.stride_bytes
     metrics: dict[str, float] = {}
     for tier in Tier:

@@ -1,1 +1,1 @@
-"""The front's own rooms: the request book, the engine's supervisor, listening sockets, the service manager."""
+"""The front's own rooms: the request log, the engine's supervisor, listening sockets, the service manager."""

@@ -192,8 +192,8 @@ class ClusterFront:
             names.CLUSTER_STALE: plane.obedience.stale,
             names.FORWARDED: self._places.forwarded,
             names.FORGOTTEN: self._places.dropped,
-            names.GUESTS: len(self.hosted_requests),
-            names.GUESTS_SERVED: self.hosted_requests.served,
+            names.HOSTED_REQUESTS: len(self.hosted_requests),
+            names.HOSTED_REQUESTS_TOTAL: self.hosted_requests.served,
         } | {names.named(names.CLUSTER_BOXES, state=state): states.count(state) for state in about.STATES}
 
     def describe(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from edgemoe.types.request import Emission
 
 
 class Supervised(Protocol):
-    """Our own engine and the request book, as the cluster's side of the front uses them."""
+    """Our own engine and the request log, as the cluster's side of the front uses them."""
 
     settings: Settings
     request_log: RequestLog

@@ -1,6 +1,6 @@
 """Other boxes' requests on this box's engine. Their fronts own them: here they are passed in and their tokens out.
 
-At the engine a guest is named "NODE/NUMBER", by the front that sent it and in the order of arrival. Tokens go back in
+At the engine one is named "NODE/NUMBER", by the front that sent it and in the order of arrival. Tokens go back in
 order, each batch once the one before has arrived; what that front no longer waits for, it names in its answer. If it
 cannot be reached for GIVEN_UP_S, or comes back as another incarnation, its requests end here: it has forgotten them, or
 has them elsewhere, or asks for them (`missing`) and runs them again.

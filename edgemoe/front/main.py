@@ -1,4 +1,4 @@
-"""The front's composition root: application, request book, engine supervision, signals, the service manager.
+"""The front's composition root: application, request log, engine supervision, signals, the service manager.
 
 A life in order: runtime directory and its lock, sockets, tokenizer | the engine starts, HTTP serves | ready |
 SIGTERM: new requests are refused, running ones finish within `service.drain_s` | the engine stops, sockets close.

@@ -1,4 +1,4 @@
-"""The request book: every accepted request, what it has emitted, and who waits for it. One owner, one event loop.
+"""The request log: every accepted request, what it has emitted, and who waits for it. One owner, one event loop.
 
 It makes an engine's death invisible: a request's continuation is a function of the request and the tokens emitted so
 far, so `replay` submits each live one again as its next attempt, and `take` lets through only the current attempt's
@@ -37,7 +37,7 @@ class LoggedSubmission:
     def __init__(self, request_log: RequestLog, deadline: float) -> None:
         self.deadline = deadline
         self.live: set[str] = set()
-        self._book = request_log
+        self._request_log = request_log
         self._items: list[Emission] = []
         self._error: RequestError | None = None
         self._news = asyncio.Event()
@@ -56,16 +56,16 @@ class LoggedSubmission:
 
     def cancel(self, request: str) -> None:
         """Ends one of the requests."""
-        self._book.cancel(request)
+        self._request_log.cancel(request)
         self._news.set()
 
     def put(self, emission: Emission) -> None:
-        """Hands over an emission. Called by the book."""
+        """Hands over an emission. Called by the request log."""
         self._items.append(emission)
         self._news.set()
 
     def fail(self, error: RequestError) -> None:
-        """Ends the iteration with `error`, after what is already there. Called by the book."""
+        """Ends the iteration with `error`, after what is already there. Called by the request log."""
         self._error = self._error or error
         self._news.set()
 
@@ -217,7 +217,7 @@ class RequestLog:
         await self._idle.wait()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the book contradicts itself."""
+        """Raises AssertionError where the request log contradicts itself."""
         for name, live in self._live.items():
             assert name == live.request.id, f"{name} is filed under another's name"
             assert name in live.ticket.live, f"{name} is not on its own ticket"

@@ -17,7 +17,7 @@ from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, Taken
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, encode
 from edgemoe.errors import EdgemoeError
-from edgemoe.policy.route import EngineLoad, Rule, choose
+from edgemoe.policy.route import EngineLoad, Rule, route
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ CHECK_S = 1.0  # between questions whether requests are still where they were ta
 
 
 class RoutedRequests(Protocol):
-    """The request book, as far as engines elsewhere are concerned."""
+    """The request log, as far as engines elsewhere are concerned."""
 
     def take(self, emissions: list[Emission]) -> None:
         """Delivers what an engine emitted."""
@@ -75,7 +75,7 @@ class Router:
         own = self._own()
         others = self.elsewhere()
         loads = [self._load(place, node) for place, node in others.items() if place not in self._avoid]
-        place = choose(loads if own is None else [own, *loads], self._rule)
+        place = route(loads if own is None else [own, *loads], self._rule)
         if place in others:
             self.forwarded += 1
             self._spawn(self._forward(place, others[place], message))

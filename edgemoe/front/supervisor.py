@@ -1,4 +1,4 @@
-"""Keeps an engine running, and the book's requests on it.
+"""Keeps an engine running, and the request log's requests on it.
 
     loading --Ready--> ready --death or hang--> loading (again, after a back-off; live requests are replayed)
                          any --too many deaths--> failed: clients get typed errors, and another start is tried once
@@ -98,7 +98,7 @@ class Supervisor:
         return self._served
 
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[LoggedSubmission]:
-        """See Book.open."""
+        """See RequestLog.open."""
         return self.request_log.open(requests, timeout_s)
 
     def describe(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Supervisor:
         self.request_log.fail_all(SHUTTING_DOWN)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where book and engine contradict each other."""
+        """Raises AssertionError where request log and engine contradict each other."""
         self.request_log.check_integrity()
         assert self.state != "ready" or (self._engine is not None and self._engine.ready is not None)
 

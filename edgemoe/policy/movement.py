@@ -26,7 +26,7 @@ class Side(NamedTuple):
     b: FloatArray  # density at this tier's horizon
     resident: BoolArray
     watermark: Watermark
-    idle_bytes: float  # what its link can carry before the next demand, or at this plan's pace
+    idle_bytes: float  # what its link can carry before the next demand, or at this plan's rate
 
 
 def plan(vram: Side, ram: Side, sizes: IntArray) -> list[Move]:
@@ -79,7 +79,7 @@ class Ledger:
         self._requested[at], self._rival[at], self._since[at] = prefetch_request, rival, step
 
     def settle(self, last: IntArray) -> None:
-        """Books what has been decided by each expert's latest need [L * E], in steps."""
+        """Counts what has been decided by each expert's latest need [L * E], in steps."""
         live = np.flatnonzero(self._since >= 0)
         prefetch_request, rival = last[self._requested[live]], last[self._rival[live]]
         came, lost = prefetch_request > self._since[live], rival > self._since[live]

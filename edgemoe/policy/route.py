@@ -18,8 +18,8 @@ class EngineLoad(NamedTuple):
     capacity: int  # that may be there, waiting ones included
 
 
-def choose(loads: Sequence[EngineLoad], rule: Rule) -> str:
-    """The place to send a request to; "" where there is no room anywhere.
+def route(loads: Sequence[EngineLoad], rule: Rule) -> str:
+    """Returns the place to send a request to; "" where there is no room anywhere.
 
     "local" keeps it on this box while that has room; "spread", and "local" beyond that, take the engine with the
     least requests for each that runs at once, this box's among equals.

@@ -25,7 +25,7 @@ from edgemoe.types.experts import padded
 class ExpertStore:
     """An open store: implements `types.Store`. Close it, or use it as a context manager.
 
-    Memory that starts at a page and holds the expert's size rounded up to pages (an arena's slot) is read into
+    Memory that starts at a page and holds the expert's size rounded up to pages (a slab's slot) is read into
     without a copy; what the rounding adds is overwritten with zeros.
     """
 
@@ -54,7 +54,7 @@ class ExpertStore:
         self.close()
 
     def close(self) -> None:
-        """Waits for the reads in flight, then lets go of files and threads."""
+        """Waits for the reads in flight, then frees files and threads."""
         self._closing.close()
 
     def expert_bytes(self, layer: int, expert: int) -> int:

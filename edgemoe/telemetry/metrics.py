@@ -38,14 +38,16 @@ LEARNED_SECONDS = "edgemoe_cache_processor_seconds_total"  # that the policy's o
 LEARNED_MOVES = "edgemoe_cache_planned_moves_total"  # prefetches planned beyond the next layer
 LEARNED_RIGHT = "edgemoe_cache_plans_right_ratio"  # share of recent plans needed before what they would replace
 LEARNED_ETA = "edgemoe_cache_fusion_eta_ratio"  # {horizon}: weight of ScoutGate (gate: of the next layer's own gate)
-SCOUT_RECALL = "edgemoe_scout_recall_ratio"  # {horizon}: chosen experts among ScoutGate's k most probable ones, recent
-SCOUT_LOG_LOSS = "edgemoe_scout_log_loss"  # {horizon}: nats per expert, recent
-SCOUT_CALIBRATION = "edgemoe_scout_calibration_ratio"  # {horizon}: expert calls forecast over calls made
-SCOUT_TRUST = "edgemoe_scout_trust_ratio"  # weight of its forecasts in fusion, by their current accuracy
-SCOUT_SECONDS = "edgemoe_scout_forecast_seconds"  # 99th percentile of the last 512
-SCOUT_SKIPPED = "edgemoe_scout_skipped_total"  # forecasts that would have come too late
-SCOUT_LOADS = "edgemoe_scout_loads_total"  # ScoutGate exports taken into use
-SCOUT_REFUSED = "edgemoe_scout_refused_total"  # exports that were damaged, or for another model
+SCOUTGATE_RECALL = (
+    "edgemoe_scout_recall_ratio"  # {horizon}: chosen experts among ScoutGate's k most probable ones, recent
+)
+SCOUTGATE_LOG_LOSS = "edgemoe_scout_log_loss"  # {horizon}: nats per expert, recent
+SCOUTGATE_CALIBRATION = "edgemoe_scout_calibration_ratio"  # {horizon}: expert calls forecast over calls made
+SCOUTGATE_TRUST = "edgemoe_scout_trust_ratio"  # weight of its forecasts in fusion, by their current accuracy
+SCOUTGATE_SECONDS = "edgemoe_scout_forecast_seconds"  # 99th percentile of the last 512
+SCOUTGATE_SKIPPED = "edgemoe_scout_skipped_total"  # forecasts that would have come too late
+SCOUTGATE_LOADS = "edgemoe_scout_loads_total"  # ScoutGate exports taken into use
+SCOUTGATE_REFUSED = "edgemoe_scout_refused_total"  # exports that were damaged, or for another model
 REMOTE_CALLS = "edgemoe_remote_calls_total"  # {peer}: expert calls that a peer answered
 REMOTE_FAILURES = "edgemoe_remote_failures_total"  # {peer}: expert calls that a peer did not answer
 REMOTE_SECONDS = "edgemoe_remote_call_seconds_total"  # {peer}: from the call to its answer
@@ -71,8 +73,8 @@ CLUSTER_PLAN = "edgemoe_cluster_plan_version"  # version of the plan that this b
 CLUSTER_STALE = "edgemoe_cluster_stale_leaders_total"  # commands of a deposed leader, not obeyed
 FORWARDED = "edgemoe_forwarded_requests_total"  # requests handed to other boxes' engines
 FORGOTTEN = "edgemoe_forgotten_requests_total"  # forwarded requests that ran again because the other box had lost them
-GUESTS = "edgemoe_guest_requests"  # hosted requests: of other boxes, running on this box's engine
-GUESTS_SERVED = "edgemoe_guest_requests_total"
+HOSTED_REQUESTS = "edgemoe_guest_requests"  # hosted requests: of other boxes, running on this box's engine
+HOSTED_REQUESTS_TOTAL = "edgemoe_guest_requests_total"
 
 _MODEL = re.compile(r',?model_name="(?:[^"\\]|\\.)*"')  # the same label on the whole page
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")

@@ -44,13 +44,13 @@ from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.worker.cache_policy import POLICIES, controller_for, scout_for
+from edgemoe.worker.cache_policy import POLICIES, controller_for, scoutgate_for
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
-PARKED_SHARE = 4  # where paused requests are parked: one byte in so many of KV (a GPU's: of the host's headroom)
+KV_SWAP_SHARE = 4  # the share of KV memory for swapping: one byte in so many of KV (a GPU's: of the host's headroom)
 
 
 class Say(Protocol):
@@ -78,7 +78,7 @@ class Assembly:
     tiers: ExpertTiers
     close: Callable[[], None]
     sharing: Sharing | None = None  # without a cluster
-    scout: ScoutGateForecaster | None = None  # without cache.scoutgate
+    scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
     controller: Controller | None = None  # without the policy `learned`, or a need for it
 
 
@@ -115,11 +115,11 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
         sharing = _sharing(manifest, served, store) if settings.cluster.node else None
-        scout = scout_for(settings, manifest, served)
-        if scout is not None:
-            opened.callback(scout.close)
+        scoutgate = scoutgate_for(settings, manifest, served)
+        if scoutgate is not None:
+            opened.callback(scoutgate.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
-        controller = controller_for(settings, geometry, directory, scout) if name == "learned" else None
+        controller = controller_for(settings, geometry, directory, scoutgate) if name == "learned" else None
         policy = controller.policy if controller else POLICIES[name](geometry)
         tiers = _tiers(settings, geometry, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
@@ -137,12 +137,12 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             tiers,
             _grammars(directory, spec),
             emit,
-            _watchers(controller, recorder, scout),
+            _watchers(controller, recorder, scoutgate),
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
     info = _info(settings, manifest, spec)
-    return Assembly(settings, info, budgets, engine, tiers, closing.close, sharing, scout, controller)
+    return Assembly(settings, info, budgets, engine, tiers, closing.close, sharing, scoutgate, controller)
 
 
 def _machine() -> Machine:
@@ -208,16 +208,18 @@ def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
     return Recorder(settings.record, Header(served.digest, sizes.layers, sizes.experts, sizes.top_k))
 
 
-def _watchers(controller: Controller | None, recorder: Recorder | None, scout: ScoutGateForecaster | None) -> Watchers:
+def _watchers(
+    controller: Controller | None, recorder: Recorder | None, scoutgate: ScoutGateForecaster | None
+) -> Watchers:
     """Returns who hears of each step, in this order."""
     observers: list[Callable[[StepRouting], None]] = []
     if controller is not None:
         observers.append(controller.observe)
     if recorder is not None:
         observers.append(recorder.add)
-    if scout is not None:
-        observers.append(scout.learn)
-    return Watchers(_to_all(observers), _to_all([each.look for each in (scout, controller) if each is not None]))
+    if scoutgate is not None:
+        observers.append(scoutgate.learn)
+    return Watchers(_to_all(observers), _to_all([each.look for each in (scoutgate, controller) if each is not None]))
 
 
 def _to_all(listeners: Sequence[Callable[[T], None]]) -> Callable[[T], None] | None:
@@ -241,11 +243,11 @@ def _engine(
     watchers: Watchers,
 ) -> Engine:
     spec, on_gpu = decoder.spec, decoder.device.type == "cuda"
-    parking_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // PARKED_SHARE
+    kv_swap_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // KV_SWAP_SHARE
     if settings.engine.preemption != "park":
-        parking_bytes = 0
+        kv_swap_bytes = 0
     block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token + spec.layers * spec.experts  # with its signature
-    kv_blocks = (budgets.kv_bytes - (0 if on_gpu else parking_bytes)) // block_bytes
+    kv_blocks = (budgets.kv_bytes - (0 if on_gpu else kv_swap_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
     cache = KVCache(spec, kv_blocks, decoder.device)
@@ -253,7 +255,7 @@ def _engine(
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
         settings.engine,
-        EngineBudget(kv_blocks, budgets.context_tokens, parking_bytes, timeout_s),
+        EngineBudget(kv_blocks, budgets.context_tokens, kv_swap_bytes, timeout_s),
         emit,
         watchers=watchers,
     )

@@ -29,7 +29,7 @@ POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # "learned" has
 
 
 def controller_for(
-    settings: Settings, geometry: ExpertGeometry, directory: Path, scout: ScoutGateForecaster | None
+    settings: Settings, geometry: ExpertGeometry, directory: Path, scoutgate: ScoutGateForecaster | None
 ) -> Controller:
     """What the policy `learned` goes by, with what it has learned before."""
     state = (
@@ -41,27 +41,27 @@ def controller_for(
         geometry.top_k,
         hysteresis=settings.cache.hysteresis,
         state_file=state.expanduser(),
-        forecaster=scout,
+        forecaster=scoutgate,
     )
 
 
-def scout_for(settings: Settings, manifest: Manifest, served: ServedModel) -> ScoutGateForecaster | None:
+def scoutgate_for(settings: Settings, manifest: Manifest, served: ServedModel) -> ScoutGateForecaster | None:
     """Returns the forecaster, idle with a warning where its export cannot be used; None if none is configured."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
-    scout = ScoutGateForecaster(served, tokenizer)
+    scoutgate = ScoutGateForecaster(served, tokenizer)
     try:
-        load_scout(scout, settings)
+        load_scoutgate(scoutgate, settings)
     except ConfigError as error:
         log.warning(f"serving without ScoutGate: {error}")
-    return scout
+    return scoutgate
 
 
-def load_scout(scout: ScoutGateForecaster, settings: Settings) -> None:
+def load_scoutgate(scoutgate: ScoutGateForecaster, settings: Settings) -> None:
     """Loads the export that the settings name. Raises ConfigError, and then the earlier export stays in use."""
     try:
         embedding = load_embedding(Path(settings.model.path))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    scout.load(Path(settings.cache.scoutgate), embedding)
+    scoutgate.load(Path(settings.cache.scoutgate), embedding)

@@ -39,7 +39,7 @@ from edgemoe.guard import refuse_pickle
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
-from edgemoe.worker.cache_policy import load_scout
+from edgemoe.worker.cache_policy import load_scoutgate
 from edgemoe.worker.cluster import ClusterSide
 
 log = logging.getLogger(__name__)
@@ -210,8 +210,8 @@ class Worker:
 
     def _stats(self, assembly: Assembly) -> Stats:
         metrics = assembly.engine.metrics() | assembly.tiers.metrics()
-        if assembly.scout is not None:
-            metrics |= assembly.scout.metrics()
+        if assembly.scoutgate is not None:
+            metrics |= assembly.scoutgate.metrics()
         if assembly.controller is not None:
             metrics |= assembly.controller.metrics()
         if self._side is not None:
@@ -222,12 +222,12 @@ class Worker:
 def _reload(assembly: Assembly) -> Reloaded:
     """Reads the ScoutGate export again, on one core, because the others compute."""
     settings = assembly.settings
-    if assembly.scout is None:
+    if assembly.scoutgate is None:
         return Reloaded(message="nothing was loaded again: cache.scoutgate is not set", refused=True)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        load_scout(assembly.scout, settings)
+        load_scoutgate(assembly.scoutgate, settings)
     except ConfigError as error:
         return Reloaded(message=f"nothing was loaded, all stays as it was: {error}"[:MESSAGE_CHARS], refused=True)
     finally:

@@ -31,7 +31,7 @@ def test_on_a_cpu_everything_together_leaves_the_headroom_free() -> None:
     assert found.threads == 8
 
 
-def test_an_arena_never_exceeds_the_model() -> None:
+def test_a_slab_never_exceeds_the_model() -> None:
     found = resolve_budgets(settings(), HOST, NEEDS)
     assert found.ram_bytes == EXPERTS.all_bytes
 

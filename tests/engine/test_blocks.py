@@ -100,11 +100,11 @@ class Blocks(RuleBasedStateMachine):
             else:
                 seq.tokens.pop()
 
-    @rule(seq=live, park=st.booleans())
-    def pause(self, seq: Sequence, park: bool) -> None:
+    @rule(seq=live, swap=st.booleans())
+    def pause(self, seq: Sequence, swap: bool) -> None:
         if seq.blocks and seq.uncomputed:
-            if park:
-                self.kv_swap.park(seq)
+            if swap:
+                self.kv_swap.swap_out(seq)
             self.blocks.close(seq)
 
     @rule(seq=consumes(live))
@@ -128,7 +128,7 @@ class Blocks(RuleBasedStateMachine):
                 assert (self.blocks.signature(seq) == signature(seq.tokens[: seq.computed])).all()
 
     @invariant()
-    def books_balance(self) -> None:
+    def blocks_add_up(self) -> None:
         self.blocks.check_integrity([seq for seq in self.sequences if seq.blocks])
         self.kv_swap.check_integrity(self.sequences)
 

@@ -104,7 +104,7 @@ def test_a_deadline_passes_while_waiting_too() -> None:
     assert not any(one.finish for one in drive.emitted if one.request == "running")
 
 
-def test_what_is_parked_is_let_go_when_its_request_is_cancelled() -> None:
+def test_what_is_swapped_out_is_freed_when_its_request_is_cancelled() -> None:
     drive = Drive(blocks=10, output_reserve=0.0, preemption="park")
     kv_swap = drive.engine.scheduler._kv_swap
     assert kv_swap is not None

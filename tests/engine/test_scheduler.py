@@ -355,7 +355,7 @@ def test_shortest_first_with_aging_beats_first_come_on_the_mean_and_not_at_the_e
     assert np.quantile(waits["linear"], 0.99) < 1.15 * np.quantile(waits["fcfs"], 0.99)
 
 
-# --- pace
+# --- chunk budget
 
 
 def test_chunks_beside_decoders_shrink_until_a_step_takes_the_time_aimed_for() -> None:

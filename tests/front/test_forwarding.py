@@ -26,7 +26,7 @@ from edgemoe.cluster.rpc.keys import generate
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.config.settings import ClusterSettings, Settings
 from edgemoe.errors import PeerUnavailable, WireError
-from edgemoe.front import hosted_requests as guests_module
+from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front import restart_backoff
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.main import Front
@@ -145,7 +145,7 @@ async def test_who_hangs_up_leaves_nothing_behind_elsewhere(two: tuple[Settings,
         await until(lambda: not len(cluster_of(b).hosted_requests))
 
 
-async def test_a_box_that_drains_gives_its_guests_back(two: tuple[Settings, Settings]) -> None:
+async def test_a_box_that_drains_gives_its_hosted_requests_back(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b):
         expected = await texts(a)
         streams = asyncio.ensure_future(texts(a))
@@ -252,7 +252,7 @@ async def test_a_front_whose_address_is_written_in_another_way_keeps_its_request
 async def test_tokens_whose_receipts_are_lost_are_not(
     two: tuple[Settings, Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guests_module, "GIVEN_UP_S", 0.2)
+    monkeypatch.setattr(hosted_module, "GIVEN_UP_S", 0.2)
     async with both(two) as (a, b):
         expected = await texts(a)
         channel, dropped = cluster_of(b).plane.channel, lambda: cluster_of(a).metrics()[names.FORGOTTEN]
@@ -270,7 +270,7 @@ async def test_tokens_whose_receipts_are_lost_are_not(
 
 
 @pytest.mark.parametrize("letters", [1, 256])
-async def test_a_guest_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
+async def test_a_hosted_request_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
     async with both(two) as (a, b):
         channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.announcer.model, engine_pid(b)
         name = "x" * letters

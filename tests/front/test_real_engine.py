@@ -30,7 +30,7 @@ from edgemoe.config.settings import CacheSettings, DeviceSettings, MemorySetting
 from edgemoe.demo import model_path
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.embedding import load_embedding
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.front import engine_handle as engine
 from edgemoe.front.main import WORKER, Front
 from edgemoe.front.supervisor import Supervisor
@@ -142,7 +142,7 @@ async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
     front: Front, http: httpx.AsyncClient, store: Path
 ) -> None:
     folder = Path(front.settings.cache.scoutgate)
-    shape = ScoutShape((6, 6, 6), 2, load_embedding(store).shape[1])
+    shape = ScoutGateShape((6, 6, 6), 2, load_embedding(store).shape[1])
     calibration = torch.ones(shape.horizons * shape.layers), torch.zeros(shape.horizons * shape.layers)
     expected = await texts(front, 6, 120)
     refused = await http.post("/reload")
@@ -162,9 +162,9 @@ async def test_a_forecaster_is_loaded_midstream_and_a_bad_one_refused(
     values = supervisor_of(front).metrics()
     await until(lambda: supervisor_of(front).metrics() is not values)
     metrics = names.parse((await http.get("/metrics")).text)
-    assert names.select(metrics, names.SCOUT_LOADS) == 1
-    assert names.select(metrics, names.SCOUT_REFUSED) == 4  # one at the start, when there was none
-    assert names.select(metrics, names.SCOUT_SECONDS) > 0
+    assert names.select(metrics, names.SCOUTGATE_LOADS) == 1
+    assert names.select(metrics, names.SCOUTGATE_REFUSED) == 4  # one at the start, when there was none
+    assert names.select(metrics, names.SCOUTGATE_SECONDS) > 0
 
 
 async def test_a_hundred_requests_with_rude_clients_leave_nothing_behind(front: Front, http: httpx.AsyncClient) -> None:

@@ -386,7 +386,7 @@ async def test_the_peer_on_the_socket_is_the_user(tmp_path: Path, model_dir: Pat
             await until(lambda: not supervisor_of(front).request_log)
 
 
-async def test_what_the_book_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
+async def test_what_the_request_log_refuses_is_what_the_client_is_told(tmp_path: Path, model_dir: Path) -> None:
     async with running(settings_for(tmp_path, model_dir)) as front:
         supervisor_of(front).request_log.closed = EngineUnavailable("closed for today", code="holiday")
         async with http_client(front.settings) as client:

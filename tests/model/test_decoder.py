@@ -183,13 +183,13 @@ def test_a_long_prompt_takes_memory_that_grows_with_it_and_not_with_its_square(m
     assert _error(session.step(tokens, rows=[1497, 1498, 1499]), reference) < TOLERANCE
 
 
-def test_blocks_can_be_parked_and_brought_back(make_tiny: MakeTiny) -> None:
+def test_blocks_can_be_swapped_out_and_in(make_tiny: MakeTiny) -> None:
     tiny, tokens = make_tiny("qwen3_moe"), _tokens(33)
     session = Session(tiny)
     session.step(tokens[:32])
     table, kv = session._tables[0], session.kv
-    parked = kv.gather(table)
-    assert parked.nbytes == len(table) * kv.block_bytes
+    swapped = kv.gather(table)
+    assert swapped.nbytes == len(table) * kv.block_bytes
     kv.data[table] = torch.nan
-    kv.scatter(table, parked)
+    kv.scatter(table, swapped)
     assert _error(session.step(tokens[32:])[0], tiny.reference(tokens)[-1]) < TOLERANCE

@@ -1,4 +1,4 @@
-"""A ledger tells whether wishes are right, from what is needed first, carried out or not."""
+"""A ledger tells whether prefetches are right, from what is needed first, carried out or not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from edgemoe.policy.movement import GOOD_SHARE, TRIAL, WATCHED, Ledger
 N = 200
 
 
-def book(ledger: Ledger, outcomes: list[str]) -> None:
-    """Each wish (even keys) and its rival (odd keys), one of which is needed in the step after."""
+def settle(ledger: Ledger, outcomes: list[str]) -> None:
+    """Each prefetch (even keys) and its rival (odd keys), one of which is needed in the step after."""
     last: npt.NDArray[np.int64] = np.full(N, -1)
     for step, outcome in enumerate(outcomes):
         prefetch_request = 2 * (step % (N // 2))
@@ -24,11 +24,11 @@ def book(ledger: Ledger, outcomes: list[str]) -> None:
         ledger.settle(last)
 
 
-def test_wishes_are_not_trusted_before_they_have_been_tried() -> None:
+def test_prefetches_are_not_trusted_before_they_have_been_tried() -> None:
     ledger = Ledger()
-    book(ledger, ["good"] * (int(TRIAL) - 1))
+    settle(ledger, ["good"] * (int(TRIAL) - 1))
     assert not ledger.trusted
-    book(ledger, ["good"] * 20)
+    settle(ledger, ["good"] * 20)
     assert ledger.trusted
     assert ledger.share == pytest.approx(1.0)
 
@@ -36,7 +36,7 @@ def test_wishes_are_not_trusted_before_they_have_been_tried() -> None:
 @pytest.mark.parametrize(("pattern", "trusted"), [("good good bad", True), ("good bad bad", False), ("both", False)])
 def test_it_takes_more_good_ones_than_bad_ones(pattern: str, trusted: bool) -> None:
     ledger = Ledger()
-    book(ledger, pattern.split() * 60)
+    settle(ledger, pattern.split() * 60)
     assert ledger.trusted is trusted
     assert (ledger.share >= GOOD_SHARE) is trusted
 
@@ -44,11 +44,11 @@ def test_it_takes_more_good_ones_than_bad_ones(pattern: str, trusted: bool) -> N
 def test_trust_is_lost_and_found_again() -> None:
     ledger = Ledger()
     for good, trusted in ((True, True), (False, False), (True, True)):
-        book(ledger, ["good" if good else "bad"] * 300)
+        settle(ledger, ["good" if good else "bad"] * 300)
         assert ledger.trusted is trusted
 
 
-def test_a_need_in_the_step_of_the_wish_does_not_count_and_nothing_is_booked_twice() -> None:
+def test_a_need_in_the_step_of_the_prefetch_does_not_count_and_nothing_is_counted_twice() -> None:
     ledger, last = Ledger(), np.full(N, -1)
     last[0] = 7
     ledger.watch(0, 1, 7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgemoe.policy.route import EngineLoad, Rule, choose
+from edgemoe.policy.route import EngineLoad, Rule, route
 
 
 def load(place: str, requests: int, here: bool = False, slots: int = 2, capacity: int = 4) -> EngineLoad:
@@ -14,18 +14,18 @@ def load(place: str, requests: int, here: bool = False, slots: int = 2, capacity
 @pytest.mark.parametrize("rule", ["local", "spread"])
 def test_an_engine_that_is_full_gets_nothing(rule: Rule) -> None:
     full = [load("here", 4, here=True), load("there", 4)]
-    assert choose(full, rule) == ""
-    assert choose([*full, load("other", 3)], rule) == "other"
-    assert choose([], rule) == ""
+    assert route(full, rule) == ""
+    assert route([*full, load("other", 3)], rule) == "other"
+    assert route([], rule) == ""
 
 
 def test_local_stays_here_while_there_is_room_and_spread_goes_where_the_least_wait() -> None:
     loads = [load("here", 3, here=True), load("there", 2, slots=4), load("other", 2)]
-    assert choose(loads, "local") == "here"
-    assert choose(loads, "spread") == "there"
+    assert route(loads, "local") == "here"
+    assert route(loads, "spread") == "there"
 
 
 def test_among_equals_this_box_is_first_and_then_the_name_decides() -> None:
-    assert choose([load("a", 1), load("z", 1, here=True)], "spread") == "z"
-    assert choose([load("b", 1), load("a", 1)], "spread") == "a"
-    assert choose([load("a", 1, slots=0, capacity=2), load("b", 2, slots=4)], "spread") == "b"
+    assert route([load("a", 1), load("z", 1, here=True)], "spread") == "z"
+    assert route([load("b", 1), load("a", 1)], "spread") == "a"
+    assert route([load("a", 1, slots=0, capacity=2), load("b", 2, slots=4)], "spread") == "b"

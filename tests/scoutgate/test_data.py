@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from support.synthetic import EXPERTS, TOP_K, dataset, requests
 
-from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
 from edgemoe.types.routing import StepRouting
 from scoutgate.convert import public_meta, public_requests, requests_of
 from scoutgate.data import SPLITS, Batches, Meta, Recording, Routes, flat_ids, gather, k_hot, write
 
-SHAPE = ScoutShape(EXPERTS, TOP_K, embedding=4)
+SHAPE = ScoutGateShape(EXPERTS, TOP_K, embedding=4)
 
 
 def test_what_is_written_comes_back(tmp_path: Path) -> None:

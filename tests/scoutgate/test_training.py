@@ -23,7 +23,7 @@ def run(folder: Path, out: Path, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("scout")
+    path = tmp_path_factory.mktemp("scoutgate")
     dataset(path / "data")
     checkpoint(path / "model")
     return path

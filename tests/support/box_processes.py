@@ -85,7 +85,7 @@ class Box:
 
     async def hosted_requests(self) -> float:
         """Requests of other boxes that run here."""
-        return names.parse(await self.metrics()).get(names.GUESTS, 0.0)
+        return names.parse(await self.metrics()).get(names.HOSTED_REQUESTS, 0.0)
 
     async def kill_engine(self) -> None:
         os.kill((await self.health())["engine"]["pid"], signal.SIGKILL)

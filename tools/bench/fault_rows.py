@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tools.bench.fault_state import STATE_BYTES, disk_full, guest_forgotten, power_loss, suspend, wrong_config
+from tools.bench.fault_state import STATE_BYTES, disk_full, hosted_request_forgotten, power_loss, suspend, wrong_config
 from tools.bench.fault_trial import NODES, Record, Trial
 from tools.bench.intruder import GUEST, INTRUDER, KINDS, Intruder
 from tools.testbed.daemons import Daemon
@@ -169,6 +169,6 @@ ROWS = {
     "disk-full": Kind(disk_full, state_bytes=STATE_BYTES),
     "power-loss": Kind(power_loss),
     "wrong-config": Kind(wrong_config),
-    "guest-forgotten": Kind(guest_forgotten, spread=True),
+    "guest-forgotten": Kind(hosted_request_forgotten, spread=True),
     "wrong-key": Kind(wrong_key, empty=(INTRUDER, GUEST)),
 }

@@ -117,7 +117,7 @@ def wait_refused(daemon: Daemon, hit: Daemon, within_s: float = 30.0) -> None:
         states = {member["node"]: member["state"] for member in members}
 
 
-def guest_forgotten(trial: Trial) -> Record:
+def hosted_request_forgotten(trial: Trial) -> Record:
     """Several requests at one front, which passes some on; a box that runs them does not list the front for a moment.
 
     So the front is one that the box does not know, and its requests are dropped there.

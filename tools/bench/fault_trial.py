@@ -61,19 +61,19 @@ class Trial:
     def forwarded(self, fault: Callable[[Daemon, Daemon], None]) -> tuple[Daemon, Record]:
         """Several requests at one front, which passes some on; `fault` gets a box that runs them, and the front."""
         front = self.cluster[self.rng.choice(NODES)]
-        others, guests = self.others(front), [0.0]
+        others, hosted = self.others(front), [0.0]
         hits = [self.rng.choice(others)]
 
         def come() -> None:
             ends = time.monotonic() + 2.0
-            while time.monotonic() < ends and not guests[0]:
-                read = [(daemon.metrics().get(names.GUESTS, 0.0), daemon) for daemon in others]
-                guests[0], hits[0] = max(read, key=lambda pair: pair[0])
+            while time.monotonic() < ends and not hosted[0]:
+                read = [(daemon.metrics().get(names.HOSTED_REQUESTS, 0.0), daemon) for daemon in others]
+                hosted[0], hits[0] = max(read, key=lambda pair: pair[0])
             self.mark()
             fault(hits[0], front)
 
         found = self.requests([front] * 4, come)
-        return hits[0], {"hit": hits[0].box.name, "requests": found, "guests": guests[0]}
+        return hits[0], {"hit": hits[0].box.name, "requests": found, "guests": hosted[0]}
 
     def mark(self) -> None:
         """Now the fault comes."""

@@ -208,7 +208,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         stack.callback(theirs.close)
         ours = Edgemoe(scratch / "store", group[1], args.ram_mib, scratch / "run")
         stack.callback(ours.close)
-        ours.decode(args.tokens)  # fills the arena
+        ours.decode(args.tokens)  # fills the slab
         before = ours.metrics()
         rounds = [
             (theirs.decode(args.accelerate_tokens), ours.decode(args.tokens))
@@ -260,7 +260,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
     p.add_argument("--memory-mib", type=int, default=1200, help="memory limit of each side, page cache included")
-    p.add_argument("--ram-mib", type=int, default=620, help="of it, our arena of experts")
+    p.add_argument("--ram-mib", type=int, default=620, help="of it, our slab of experts")
     p.add_argument("--accelerate-ram-mib", type=int, default=500, help="of it, what accelerate keeps in RAM")
     p.add_argument("--tokens", type=int, default=24, help="tokens per round, ours")
     p.add_argument("--accelerate-tokens", type=int, default=3, help="tokens per round, theirs")

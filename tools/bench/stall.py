@@ -74,7 +74,7 @@ class Contender(NamedTuple):
     policy: str
     gate: bool = False  # the next layer's own
     plans: bool = False  # the controller's
-    scout: bool = False
+    scoutgate: bool = False
 
     @property
     def prefetch(self) -> bool:
@@ -91,8 +91,8 @@ CONTENDERS = {
     "learned": Contender("learned"),
     "learned + prefetch": Contender("learned", gate=True, plans=True),
     "recall": Contender("learned", plans=True),
-    "recall + ScoutGate": Contender("learned", plans=True, scout=True),
-    "learned fusion": Contender("learned", gate=True, plans=True, scout=True),
+    "recall + ScoutGate": Contender("learned", plans=True, scoutgate=True),
+    "learned fusion": Contender("learned", gate=True, plans=True, scoutgate=True),
 }
 PAIRS = (
     ("lru + prefetch", "lru"),
@@ -160,13 +160,15 @@ class Runner:
         self.model, self.contender = model, contender
         spec = model.spec
         geometry = spec.geometry
-        self.scout = None
-        if contender.scout and args.scoutgate and model.path:
-            self.scout = ScoutGateForecaster(ServedModel("", geometry), "")
-            self.scout.load(args.scoutgate, load_embedding(model.path))
+        self.scoutgate = None
+        if contender.scoutgate and args.scoutgate and model.path:
+            self.scoutgate = ScoutGateForecaster(ServedModel("", geometry), "")
+            self.scoutgate.load(args.scoutgate, load_embedding(model.path))
         self.controller = None
         if contender.policy == "learned":
-            self.controller = Controller(spec.layers, spec.experts, spec.top_k, state_file=state, forecaster=self.scout)
+            self.controller = Controller(
+                spec.layers, spec.experts, spec.top_k, state_file=state, forecaster=self.scoutgate
+            )
             self.controller.wait_idle(120)
         policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
         self.policy = policy
@@ -202,7 +204,7 @@ class Runner:
         self._thread.join(10)
         self._loop.close()
         self.tiers.close()
-        for each in (self.controller, self.scout):
+        for each in (self.controller, self.scoutgate):
             if each is not None:
                 each.close()
 
@@ -254,15 +256,15 @@ class Runner:
         )
         meta = StepMeta((name,), np.array([n]), np.array([n == 1]), batch.tokens.numpy(), batch.positions.numpy())
         self.tiers.experts.begin_step(meta)
-        for each in (self.scout, self.controller):
+        for each in (self.scoutgate, self.controller):
             if each is not None:
                 each.look(meta)
         logits = self.model.decoder.forward(batch, self._kv, self.tiers.experts)
         routing = self.tiers.experts.end_step()
         if self.controller is not None:
             self.controller.observe(routing)
-        if self.scout is not None:
-            self.scout.learn(routing)
+        if self.scoutgate is not None:
+            self.scoutgate.learn(routing)
         return logits, routing
 
     def teach(self, routings: list[StepRouting]) -> None:
@@ -390,7 +392,7 @@ def main() -> None:
         torch.manual_seed(SEED)
         with open_model(args.model, args.threads) as model, tempfile.TemporaryDirectory() as scratch:
             if model.path is None or not args.scoutgate:
-                args.contenders = [name for name in args.contenders if not CONTENDERS[name].scout]
+                args.contenders = [name for name in args.contenders if not CONTENDERS[name].scoutgate]
             state = Path(scratch) / "state"
             lesson = learn(model, args, state)
             settings = {k: vars(args)[k] for k in ("model", "expert_bytes", "share", "tokens", "threads", "contenders")}

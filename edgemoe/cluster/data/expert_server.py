@@ -64,7 +64,7 @@ class ExpertServer:
         self._loop = asyncio.get_running_loop()
         self._pending = self._bytes = 0  # calls that wait or are computed; touched on the loop only
         self._units = 0.0
-        self._pace = UnitTime(FIRST_UNIT_S)
+        self._unit_time = UnitTime(FIRST_UNIT_S)
         self._closed = False
         self._inbox: SimpleQueue[QueuedCall | None] = SimpleQueue()
         self._waiting: deque[QueuedCall] = deque()  # touched on the thread only
@@ -88,7 +88,7 @@ class ExpertServer:
         if why := self._host.refuses(work):
             raise PeerRefused(why)
         units = float(work_units(work.offsets).sum())
-        small = not self._pending and units * self._pace.mean_s < AT_ONCE_S
+        small = not self._pending and units * self._unit_time.mean_s < AT_ONCE_S
         if small and (sums := self._compute_at_once(work, units)) is not None:
             return Answer(Result(time.monotonic() - began_s), [sums])
         job = QueuedCall(work, units, question.deadline, self._loop.create_future())
@@ -119,7 +119,7 @@ class ExpertServer:
         return sums
 
     def _account(self, units: float, took_s: float) -> None:
-        self._pace.measure(took_s / units, time.monotonic())
+        self._unit_time.measure(took_s / units, time.monotonic())
         self.batches += 1
         self.busy_s += took_s
 
@@ -128,7 +128,7 @@ class ExpertServer:
 
         While nothing is computed nothing is measured: the estimate then fades, so that big calls are accepted again.
         """
-        unit_s = self._pace.mean_s if self._pending else self._pace.at(time.monotonic())
+        unit_s = self._unit_time.mean_s if self._pending else self._unit_time.at(time.monotonic())
         late = (self._units + job.units) * unit_s > job.deadline - self._loop.time()
         if late or self._pending >= QUEUE_CALLS or self._bytes > QUEUE_BYTES:
             self.shed += 1

@@ -25,7 +25,7 @@ from edgemoe.types.bounds import MAX_NODES, Bitmap, Bytes, Count, Port, Small, T
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
-Guests = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
+RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
 
 
 class RaftPayload(Message, frozen=True, tag="RaftPayload"):
@@ -105,20 +105,20 @@ class Tokens(Message, frozen=True, tag="Tokens"):
 class Taken(Message, frozen=True, tag="Taken"):
     """Confirms a Forward or Tokens. `unwanted` are the (request, attempt) that nobody waits for."""
 
-    unwanted: Guests = ()
+    unwanted: RequestAttempts = ()
 
 
 class Check(Message, frozen=True, tag="Check"):
     """Asks which of these requests, by (request, attempt), the engine of that boot does not have."""
 
     engine: Text
-    requests: Guests
+    requests: RequestAttempts
 
 
 class Dropped(Message, frozen=True, tag="Dropped"):
     """Names requests that neither run nor are on their way back; their owner must run them again."""
 
-    requests: Guests = ()
+    requests: RequestAttempts = ()
 
 
 ControlMessage = (

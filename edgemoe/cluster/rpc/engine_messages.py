@@ -50,7 +50,7 @@ MAX_FRAME_BYTES = 64 << 20  # a prompt of a million tokens with a large grammar 
 
 
 MAX_EMISSIONS = 1 << 16  # in one message
-MAX_FIGURES = 1 << 14
+MAX_METRICS = 1 << 14
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
@@ -185,7 +185,7 @@ class Stats(Message, frozen=True, kw_only=True, tag="Stats"):
     compute thread is in (0 between steps): how the front sees a compute thread that hangs.
     """
 
-    values: Annotated[dict[LongText, Finite], Meta(max_length=MAX_FIGURES)]
+    values: Annotated[dict[LongText, Finite], Meta(max_length=MAX_METRICS)]
     step_s: Seconds = 0.0
 
 

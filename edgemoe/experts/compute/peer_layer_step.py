@@ -97,13 +97,13 @@ class PeerLayerStep:
     answers: SimpleQueue[RemoteCall] = field(default_factory=SimpleQueue)
     jobs: dict[RemoteCall, PendingCall] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # by peer, why it was of no help
-    scanned: BoolArray | None = None  # [E]
+    prefill_only_of: BoolArray | None = None  # [E]
     host: torch.Tensor | None = None
 
     def run(self, group: Group) -> torch.Tensor | None:
         if self.prefill_only is not None:
-            self.scanned = np.zeros(self.remote.geometry.experts, np.bool_)
-            self.scanned[group.experts] = self.prefill_only
+            self.prefill_only_of = np.zeros(self.remote.geometry.experts, np.bool_)
+            self.prefill_only_of[group.experts] = self.prefill_only
         self._assign(group, {})
         while any(not job.done for job in self.jobs.values()):
             self._wait()
@@ -114,7 +114,7 @@ class PeerLayerStep:
     def _assign(self, group: Group, tried: Tried) -> None:
         """Asks peers to compute their experts, then computes the rest here."""
         offers = self._offers(group, tried)
-        way = self._choose(group, offers, ())
+        way = self._resolve(group, offers, ())
         for i, offer in enumerate(offers):
             if (chosen := way == i).any():
                 self._ask(offer, group.only(chosen), chosen, tried)
@@ -134,7 +134,7 @@ class PeerLayerStep:
             if tried.get(offer.node, 0.0) <= now_s
         ]
 
-    def _choose(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
+    def _resolve(self, group: Group, offers: Sequence[Offer], without: Collection[str]) -> IntArray:
         """Returns for each expert [n] the index of the offer to use, or HERE. Raises MissingExpert."""
         remote, layer = self.remote, self.layer
         way = np.full(len(group.experts), HERE)
@@ -241,7 +241,7 @@ class PeerLayerStep:
             self._call(job, min(whole, key=lambda offer: offer.open_s).node)
             return
         try:
-            self._choose(job.group, offers, job.tried)
+            self._resolve(job.group, offers, job.tried)
         except MissingExpert:
             if time.monotonic() >= self.end_s:
                 raise
@@ -272,7 +272,7 @@ class PeerLayerStep:
 
     def _compute(self, group: Group) -> None:
         began_s = time.perf_counter()
-        self.local(group, None if self.scanned is None else self.scanned[group.experts])
+        self.local(group, None if self.prefill_only_of is None else self.prefill_only_of[group.experts])
         self.end_s += time.perf_counter() - began_s
 
 

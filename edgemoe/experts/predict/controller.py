@@ -277,7 +277,7 @@ class Controller:
         predictor.end()
 
     def _pay(self, share_s: float) -> None:
-        """Books a step's share against what was spent on it, and decides how much the next one may cost."""
+        """Counts a step's share against what was spent on it, and decides how much the next one may cost."""
         spent_s, self._spent_s = self._spent_s, self._clock()
         self._credit_s = min(self._credit_s + share_s - (self._spent_s - spent_s), SAVED_STEPS * share_s)
         self.following = self._credit_s >= 0

@@ -102,7 +102,7 @@ class RoutingHistory:
     def align(self, layers_done: int, neighbours: int) -> None:
         """Chooses the best aligned slots, of those whose token before is known too."""
         known = SHARE_OF_PAST + (1 - SHARE_OF_PAST) * layers_done / self.memory.layers  # of a perfect match
-        self.n, best, self.spread = _choose(
+        self.n, best, self.spread = _select(
             self.match,
             self.memory.before,
             self.memory.filled,
@@ -173,7 +173,7 @@ def _move_on(words: Words, experts: IntArray, slots: IntArray, n: int, after: In
 
 
 @njit(fastmath=True, nogil=True)
-def _choose(
+def _select(
     match: FloatArray,
     before: IntArray,
     n: int,

@@ -154,7 +154,7 @@ class EmulatedLink:
         self.stats = LinkStats(clock)
         self._source, self._target, self._rate = source, target, bytes_per_s
         self._clock, self._sleep = clock, sleep
-        self._lanes: tuple[deque[tuple[Transfer, float]], ...] = (deque(), deque())  # demand, prefetch
+        self._queues: tuple[deque[tuple[Transfer, float]], ...] = (deque(), deque())  # demand, prefetch
         self._changed = threading.Condition()
         self._waiting = 0  # queued or under way
         self._roused = False
@@ -169,7 +169,7 @@ class EmulatedLink:
     def copy(self, load: Transfer) -> None:
         with self._changed:
             if not self.closed:
-                self._lanes[0 if load.demand else 1].append((load, self._clock()))
+                self._queues[0 if load.demand else 1].append((load, self._clock()))
                 self._waiting += 1
                 self.stats.begin()
                 self._changed.notify()
@@ -189,7 +189,7 @@ class EmulatedLink:
             self.closed = True
             self._changed.notify()
         self._thread.join(timeout=10)
-        for load, _ in (*self._lanes[0], *self._lanes[1]):
+        for load, _ in (*self._queues[0], *self._queues[1]):
             self._refuse(load)
 
     def _refuse(self, load: Transfer) -> None:
@@ -224,11 +224,11 @@ class EmulatedLink:
     def _next(self) -> tuple[Transfer, float] | None:
         """Waits for the next copy and returns it; None when roused or closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.closed or self._roused or any(self._lanes))
-            if self.closed or not any(self._lanes):
+            self._changed.wait_for(lambda: self.closed or self._roused or any(self._queues))
+            if self.closed or not any(self._queues):
                 self._roused = False
                 return None
-            return next(lane for lane in self._lanes if lane).popleft()
+            return next(queue for queue in self._queues if queue).popleft()
 
     def _transfer(self, load: Transfer, queued_s: float) -> None:
         """Copies an expert and sleeps to hold the rate; queued copies follow without a gap."""

@@ -26,7 +26,7 @@ from edgemoe.experts.transfer.links import Clock, LinkStats, TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 
-Lanes = tuple[deque[Move], ...]  # one queue of prefetch requests per priority
+Queues = tuple[deque[Move], ...]  # one queue of prefetch requests per priority
 
 
 class ExpertLoader:
@@ -56,8 +56,8 @@ class ExpertLoader:
         self._closed = False
         self._demanded: deque[Transfer] = deque()  # reads, waiting
         self._reading = [0, 0]  # reads under way: prefetched, demanded; changed on the loop only
-        self._stages: Lanes = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
-        self._copies: tuple[Lanes, ...] = tuple(
+        self._stages: Queues = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
+        self._copies: tuple[Queues, ...] = tuple(
             tuple(deque() for _ in PrefetchPriority) for _ in self.links
         )  # RAM -> device
         self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # requests to copy on once they are in RAM
@@ -84,21 +84,21 @@ class ExpertLoader:
         A request from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there.
         """
         with self._lock:
-            for lanes in (self._stages, *self._copies):
-                lanes[priority].clear()
+            for queues in (self._stages, *self._copies):
+                queues[priority].clear()
             self._onward = {
                 expert: prefetch_request
                 for expert, prefetch_request in self._onward.items()
                 if prefetch_request[1] != priority
             }
             for move in moves:
-                self._lanes_of(move)[priority].append(move)
+                self._queues_of(move)[priority].append(move)
         self.start_prefetches()
 
     def start_prefetches(self) -> None:
         """Starts prefetch requests that idle links and idle readers allow."""
-        for link, lanes in zip(self.links, self._copies, strict=True):
-            if any(lanes) and link.idle() and self._any_pays(lanes, link.stats.seconds):
+        for link, queues in zip(self.links, self._copies, strict=True):
+            if any(queues) and link.idle() and self._any_pays(queues, link.stats.seconds):
                 link.rouse()
         readers = not self._reading[1] and self._reading[0] < self._idle_readers
         if any(self._stages) and readers and self._any_pays(self._stages, self.stats.seconds):
@@ -107,7 +107,7 @@ class ExpertLoader:
     @property
     def prefetch_requests(self) -> int:
         """Counts the prefetch requests that have not started."""
-        return sum(len(queue) for lanes in (self._stages, *self._copies) for queue in lanes)
+        return sum(len(queue) for queues in (self._stages, *self._copies) for queue in queues)
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -132,8 +132,8 @@ class ExpertLoader:
                 await self._read(load)
 
     async def _read(self, load: Transfer) -> None:
-        lane = int(load.demand)
-        self._reading[lane] += 1
+        demanded = int(load.demand)
+        self._reading[demanded] += 1
         self.stats.begin()
         try:
             await self._store.read(load.layer, load.expert, self._ram.view(load.slot))
@@ -146,7 +146,7 @@ class ExpertLoader:
             self.stats.end(self._ram.stride_bytes)
             self.start(self.residency.arrive(load))
         finally:
-            self._reading[lane] -= 1
+            self._reading[demanded] -= 1
             self._pass_on(ExpertId(load.layer, load.expert))
         self.start_prefetches()
 
@@ -206,16 +206,16 @@ class ExpertLoader:
 
     def roused(self, link: TierLink) -> None:
         """Starts prefetch requests on the idle link."""
-        lanes = self._copies[self.links.index(link)]
+        queues = self._copies[self.links.index(link)]
         with self._lock:
-            for priority, queue in zip(PrefetchPriority, lanes, strict=True):
+            for priority, queue in zip(PrefetchPriority, queues, strict=True):
                 while queue and link.idle() and self.gap.pays(queue[0].chance, link.stats.seconds):
                     if (load := self.residency.reserve(queue.popleft(), priority)) is not None:
                         link.copy(load)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _lanes_of(self, move: Move) -> Lanes:
+    def _queues_of(self, move: Move) -> Queues:
         if move.source is Tier.NVME or not self.links:
             return self._stages
         return self._copies[self.residency.device_of[move.expert]]
@@ -233,10 +233,10 @@ class ExpertLoader:
             with contextlib.suppress(RuntimeError):  # the loop closed meanwhile; _close has failed the reads
                 self._loop.call_soon_threadsafe(self._rouse, n)
 
-    def _any_pays(self, lanes: Lanes, seconds: float) -> bool:
+    def _any_pays(self, queues: Queues, seconds: float) -> bool:
         """Returns whether the first request of any queue pays now."""
         with self._lock:
-            return any(self.gap.pays(queue[0].chance, seconds) for queue in lanes if queue)
+            return any(self.gap.pays(queue[0].chance, seconds) for queue in queues if queue)
 
     def _close(self) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerBusy, PeerRefused
-from edgemoe.telemetry import unit_time as pace
+from edgemoe.telemetry import unit_time
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall
@@ -126,10 +126,10 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     host = Gate()
     server = ExpertServer(SIZES, host)
     server.start()
-    server._pace.measure(5.0, time.monotonic())
+    server._unit_time.measure(5.0, time.monotonic())
     with pytest.raises(PeerBusy, match="in time"):
         await server.serve(question(work(), within_s=1.5))
-    server._pace.mean_s = 1e-9
+    server._unit_time.mean_s = 1e-9
     under_way = asyncio.create_task(server.serve(question(work())))
     await asyncio.to_thread(host.started.wait, 10)
     too_late = question(work(), within_s=0.5)
@@ -164,10 +164,10 @@ async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever
     await server.serve(question(work()))
     with pytest.raises(PeerBusy, match="in time"):
         await server.serve(question(work(rows=10_000), within_s=10))
-    monkeypatch.setattr(pace, "FADE_S", 1e-3)  # much later
+    monkeypatch.setattr(unit_time, "FADE_S", 1e-3)  # much later
     big = asyncio.create_task(server.serve(question(work(rows=10_000), within_s=10)))
     await asyncio.to_thread(host.started.wait, 10)
-    server._pace.measure(0.02, time.monotonic())
+    server._unit_time.measure(0.02, time.monotonic())
     with pytest.raises(PeerBusy, match="in time"):  # while something is computed, nothing fades
         await server.serve(question(work(rows=10_000), within_s=10))
     host.open.set()

@@ -1,4 +1,4 @@
-"""Lanes between boxes: who gets a word in, what comes back, and what happens when a box goes."""
+"""Channels between boxes: who gets a word in, what comes back, and what happens when a box goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes between neighbouring releases: N as it is, and N + 1 with one more message and one more field."""
+"""Channels between neighbouring releases: N as it is, and N + 1 with one more message and one more field."""
 
 from __future__ import annotations
 

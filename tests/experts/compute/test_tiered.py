@@ -228,7 +228,7 @@ def test_a_packed_store_and_the_kernels_compute_what_transformers_does(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_budgets_faults_and_wishes_all_together_change_no_result(seed: int) -> None:
+def test_budgets_faults_and_prefetches_all_together_change_no_result(seed: int) -> None:
     random, weights = np.random.default_rng(seed), Weights(SMALL)
     store = FileStore(weights)
     store.damaged = {ExpertId(*random.integers([3, 8]).tolist()) for _ in range(seed % 3)}
@@ -240,7 +240,7 @@ def test_budgets_faults_and_wishes_all_together_change_no_result(seed: int) -> N
             tiers.experts.begin_step(meta(tokens, prefill=tokens if random.random() < 0.5 else 0))
             try:
                 for layer in range(SMALL.layers):
-                    tiers.loader.prefetch(some_wishes(random, bool(devices)))
+                    tiers.loader.prefetch(some_moves(random, bool(devices)))
                     tiers.experts.hint((layer + 1) % SMALL.layers, torch.rand(tokens, SMALL.experts))
                     hidden, ids, shares = weights.route(tokens, random)
                     out = tiers.experts.forward(layer, hidden, ids, shares)
@@ -255,7 +255,7 @@ def test_budgets_faults_and_wishes_all_together_change_no_result(seed: int) -> N
         wait_until(lambda: all(link.idle() for link in tiers.loader.links))
 
 
-def some_wishes(random: np.random.Generator, device: bool) -> list[Move]:
+def some_moves(random: np.random.Generator, device: bool) -> list[Move]:
     scores = random.choice([np.inf, 0.0, -5.0], 5).tolist()
     experts = [ExpertId(*random.integers([3, 8]).tolist()) for _ in scores]
     target = Tier.VRAM if device and random.random() < 0.5 else Tier.RAM

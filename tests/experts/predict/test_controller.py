@@ -83,7 +83,7 @@ class Oracle:
         self.forecast = ScoutGateForecast(step, self.probs)
 
 
-class Mover:
+class Loader:
     def __init__(self) -> None:
         self.moves: list[Move] = []
 
@@ -168,7 +168,7 @@ def test_plans_fetch_what_ranks_high_and_is_missing(controller: Controller) -> N
     vram = SlotPool(Tier.VRAM, L, E, 9, controller.policy)
     for key in range(L * E):
         ram.settle(ram.place(ram.free.pop(), *divmod(key, E), 0, 0))
-    residency, loader = Residency(ram, [vram]), Mover()
+    residency, loader = Residency(ram, [vram]), Loader()
     controller.attach(residency, loader, 1 << 20)
     for _ in range(40):
         for ids in text(5, 3):
@@ -301,7 +301,7 @@ def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Contr
     assert utility[likely] > controller.ranks[1, likely]
 
 
-def test_a_wish_must_be_worth_more_than_what_goes_for_it_by_the_hysteresis() -> None:
+def test_a_prefetch_must_be_worth_more_than_what_goes_for_it_by_the_hysteresis() -> None:
     utilities = []
     for hysteresis in (0.0, 0.2):
         controller = Controller(L, E, K, hysteresis=hysteresis)

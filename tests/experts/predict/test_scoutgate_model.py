@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from edgemoe.experts.predict.scoutgate import export
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape, cardinality
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape, cardinality
 
-SHAPE = ScoutShape((3, 5), top_k=2, embedding=12)
+SHAPE = ScoutGateShape((3, 5), top_k=2, embedding=12)
 MODEL = {"id": "m", "digest": "d", "tokenizer": "t"}
 
 
-def gate(shape: ScoutShape = SHAPE) -> ScoutGate:
+def gate(shape: ScoutGateShape = SHAPE) -> ScoutGate:
     torch.manual_seed(1)
     return ScoutGate(shape).eval()
 
@@ -35,7 +35,7 @@ def test_scores_are_those_of_the_six_steps_written_out() -> None:
 
 
 def test_before_training_it_expects_k_experts_per_layer() -> None:
-    g = ScoutGate(ScoutShape((16, 64), top_k=4, embedding=12))
+    g = ScoutGate(ScoutGateShape((16, 64), top_k=4, embedding=12))
     with torch.no_grad():
         g.expert_embedding.weight.zero_()
         logits = g(torch.randn(2, 8, 128), torch.ones(2, 8, dtype=torch.bool))
@@ -53,7 +53,7 @@ def test_a_missing_token_is_not_token_zero() -> None:
 
 
 def test_the_context_variant_hears_of_the_previous_experts() -> None:
-    g = gate(ScoutShape((3, 5), top_k=2, embedding=12, hidden=6, variant="context"))
+    g = gate(ScoutGateShape((3, 5), top_k=2, embedding=12, hidden=6, variant="context"))
     projected, present = torch.randn(1, 8, 128), torch.ones(1, 8, dtype=torch.bool)
     plain = g(projected, present)
     assert not torch.allclose(plain, g(projected, present, torch.tensor([[0, 1, 3, 4]])))

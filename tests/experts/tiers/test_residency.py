@@ -1,4 +1,4 @@
-"""Residency keeps its books: capacity, containment, pins, and who goes first."""
+"""Residency keeps count: capacity, containment, pins, and who goes first."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_policies_see_each_layer_step_once_and_only_what_decode_demands() -> Non
     assert policy.touched == [(1, [2])]
 
 
-def test_a_scan_leaves_what_decode_uses() -> None:
+def test_prefill_leaves_what_decode_uses() -> None:
     desk = Desk(4)
     desk.use(0, 0, 1, 2)
     for expert in range(E):
@@ -120,7 +120,7 @@ def test_a_scan_leaves_what_decode_uses() -> None:
     assert {(0, 0), (0, 1), (0, 2)} <= desk.on_top()
 
 
-def test_a_scans_leavings_are_reused_in_the_next_round() -> None:
+def test_what_prefill_left_is_reused_in_the_next_round() -> None:
     desk = Desk(L * 2)
     for layer in range(L):  # three slots a layer would be needed, two are there
         for expert in range(3):
@@ -128,7 +128,7 @@ def test_a_scans_leavings_are_reused_in_the_next_round() -> None:
     assert {layer for layer, _ in desk.on_top()} >= {0, 1}, "what the next round needs first is kept"
 
 
-def test_decode_makes_a_scans_leavings_its_own() -> None:
+def test_decode_makes_what_prefill_left_its_own() -> None:
     desk = Desk(2)
     desk.use(0, 0, prefill_only=True)
     desk.use(0, 0)
@@ -196,7 +196,7 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
     assert desk.residency.ram.wasted == 1
 
 
-def test_wishes_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
+def test_prefetches_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
     policy = Ranks()
     desk = Desk(4, 2, policy=policy)
     desk.use(0, 0, 1)
@@ -211,7 +211,7 @@ def test_wishes_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
     assert desk.residency.ram.where[0].max() < 0
 
 
-def test_a_wish_for_what_is_there_or_on_its_way_is_refused() -> None:
+def test_a_prefetch_of_what_is_there_or_on_its_way_is_refused() -> None:
     desk = Desk(4, 2)
     desk.use(0, 0)
     assert desk.residency.reserve(prefetch_request(0, 0), PrefetchPriority.FAR) is None
@@ -264,7 +264,7 @@ def workplaces(draw: st.DrawFn) -> Desk:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["acquire", "scan", "release", "arrive", "fail", "wish", "fill", "begin"]),
+        st.sampled_from(["acquire", "prefill", "release", "arrive", "fail", "prefetch", "fill", "begin"]),
         st.integers(0, L - 1),
         st.lists(st.integers(0, E - 1), min_size=1, max_size=E, unique=True),
         st.floats(-50, 50),
@@ -275,7 +275,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(workplaces(), OPERATIONS)
-def test_any_sequence_of_operations_keeps_the_books(
+def test_any_sequence_of_operations_keeps_count(
     desk: Desk, operations: list[tuple[str, int, list[int], float]]
 ) -> None:
     residency = desk.residency
@@ -283,15 +283,15 @@ def test_any_sequence_of_operations_keeps_the_books(
     for name, layer, experts, score in operations:
         if name == "begin":
             residency.begin(layer, np.array(experts))
-        elif name in ("acquire", "scan"):
+        elif name in ("acquire", "prefill"):
             for device in range(len(residency.tops)):
                 mine = [e for e in experts if residency.device_of[layer, e] == device]
                 if mine:
-                    claim = desk.acquire(layer, *mine, prefill_only=name == "scan", device=device)
+                    claim = desk.acquire(layer, *mine, prefill_only=name == "prefill", device=device)
                     claims.append((device, claim.slots[claim.slots >= 0]))
         elif name == "release" and claims:
             residency.release(*claims.pop(experts[0] % len(claims)))
-        elif name in ("wish", "fill"):
+        elif name in ("prefetch", "fill"):
             target = Tier.VRAM if residency.devices and experts[0] % 2 else Tier.RAM
             priority = (
                 PrefetchPriority.FILL

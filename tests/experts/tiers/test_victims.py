@@ -23,7 +23,7 @@ def homes(*experts: tuple[int, int]) -> BoolArray:
 
 
 @pytest.mark.parametrize("devices", [(), (2,)], ids=["ram", "device"])
-def test_a_home_stays_whatever_is_demanded_and_wished_for(devices: tuple[int, ...]) -> None:
+def test_a_home_stays_whatever_is_demanded_and_prefetched(devices: tuple[int, ...]) -> None:
     policy = Ranks()
     desk = Desk(4, *devices, policy=policy)
     desk.use(0, 0, 1)
@@ -41,7 +41,7 @@ def test_a_home_stays_whatever_is_demanded_and_wished_for(devices: tuple[int, ..
     desk.residency.check_integrity(idle=True)
 
 
-def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_wishes() -> None:
+def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_prefetches() -> None:
     policy = Ranks()
     desk = Desk(4, policy=policy)
     desk.use(0, 0, 1, 2, 3)
@@ -81,7 +81,7 @@ def test_what_the_running_layer_step_still_needs_is_spared_until_it_is_computed(
     assert desk.residency.reserve(prefetch_request(1, 0, score=5.0), PrefetchPriority.NEAR) is not None, "now it may go"
 
 
-def test_who_waits_for_room_is_woken_when_slots_are_let_go_of() -> None:
+def test_who_waits_for_room_is_woken_when_slots_are_freed() -> None:
     desk = Desk(2)
     desk.use(0, 0, 1)
     held = desk.acquire(0, 0, 1)
@@ -101,7 +101,7 @@ def test_who_waits_for_room_is_woken_when_slots_are_let_go_of() -> None:
     assert (desk.acquire(1, 3).slots >= 0).all()
 
 
-def test_a_wish_never_takes_the_place_of_what_is_worth_as_much() -> None:
+def test_a_prefetch_never_takes_the_place_of_what_is_worth_as_much() -> None:
     policy = Ranks()
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
@@ -120,7 +120,7 @@ def test_a_demand_that_finds_no_slot_on_the_device_pins_nothing_in_ram() -> None
     desk.residency.check_integrity(idle=True)
 
 
-def test_a_read_that_was_wished_for_and_is_demanded_meanwhile_counts_as_demanded() -> None:
+def test_a_read_that_was_prefetched_and_is_demanded_meanwhile_counts_as_demanded() -> None:
     desk = Desk(4, 2)
     load = desk.residency.reserve(prefetch_request(0, 1), PrefetchPriority.FAR)
     assert load is not None

@@ -30,7 +30,7 @@ class Clock:
         self.now += seconds
 
 
-class Dock:
+class Listener:
     """Notes how copies end; `gate` holds the link up after each one."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def pool() -> SlotPool:
 
 
 def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
-    clock, listener, source, target = Clock(), Dock(), HostSlab(8, STRIDE), HostSlab(8, STRIDE)
+    clock, listener, source, target = Clock(), Listener(), HostSlab(8, STRIDE), HostSlab(8, STRIDE)
     source.slab[:] = np.arange(8)[:, None]
     link = EmulatedLink(source, target, 1e6, clock=clock, sleep=clock.sleep)
     link.attach(listener)
@@ -84,7 +84,7 @@ def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
 
 
 def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
-    clock, listener = Clock(), Dock()
+    clock, listener = Clock(), Listener()
     link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
     link.attach(listener)
     for slot in range(2):
@@ -98,7 +98,7 @@ def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
 
 
 def test_demanded_copies_overtake_prefetches(pool: SlotPool) -> None:
-    clock, listener = Clock(), Dock()
+    clock, listener = Clock(), Listener()
     link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
     link.attach(listener)
     link.copy(copy(pool, 0, demand=False))
@@ -114,7 +114,7 @@ def test_demanded_copies_overtake_prefetches(pool: SlotPool) -> None:
 
 
 def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
-    listener = Dock()
+    listener = Listener()
     link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6)
     link.attach(listener)
     link.rouse()
@@ -123,7 +123,7 @@ def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
 
 
 def test_closing_fails_what_is_queued(pool: SlotPool) -> None:
-    clock, listener = Clock(), Dock()
+    clock, listener = Clock(), Listener()
     link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
     link.attach(listener)
     link.copy(copy(pool, 0))

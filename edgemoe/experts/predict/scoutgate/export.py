@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 
 FORMAT = 1
 WEIGHTS, RECORD = "scoutgate.safetensors", "scoutgate.json"
@@ -36,7 +36,7 @@ class Export:
     record: dict[str, Any]
 
     @property
-    def shape(self) -> ScoutShape:
+    def shape(self) -> ScoutGateShape:
         return self.gate.shape
 
 
@@ -68,7 +68,7 @@ def read(directory: Path) -> Export:
     """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
     record, data = get(directory / WEIGHTS, directory / RECORD, "ScoutGate")
     try:
-        gate = ScoutGate(ScoutShape.from_dict(record["shape"]))
+        gate = ScoutGate(ScoutGateShape.from_dict(record["shape"]))
         gate.load_state_dict(load(data))
         scale, shift = (torch.tensor(record["calibration"][k], dtype=torch.float32) for k in ("scale", "shift"))
         if scale.shape != shift.shape or scale.shape != (gate.shape.horizons * gate.shape.layers,):

@@ -84,7 +84,7 @@ class ScoutGateForecaster:
         self._seconds: deque[float] = deque(maxlen=512)
         self._step = 0
         self._wake, self._idle, self._closed = threading.Condition(), True, False
-        self._thread = threading.Thread(target=self._run, name="scout", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="scoutgate", daemon=True)
         self._thread.start()
 
     def load(self, directory: Path, embedding: torch.Tensor) -> None:
@@ -137,18 +137,18 @@ class ScoutGateForecaster:
     def metrics(self) -> dict[str, float]:
         """Live recall, calibration and speed by their final names."""
         metrics = {
-            names.SCOUT_TRUST: self.trust,
-            names.SCOUT_SKIPPED: float(self.skipped),
-            names.SCOUT_LOADS: float(self.loads),
-            names.SCOUT_REFUSED: float(self.refused),
+            names.SCOUTGATE_TRUST: self.trust,
+            names.SCOUTGATE_SKIPPED: float(self.skipped),
+            names.SCOUTGATE_LOADS: float(self.loads),
+            names.SCOUTGATE_REFUSED: float(self.refused),
         }
         for horizon, live in enumerate(self._live):
             label = str(horizon)
-            metrics[named(names.SCOUT_RECALL, horizon=label)] = live.hits / live.weight
-            metrics[named(names.SCOUT_LOG_LOSS, horizon=label)] = live.loss / live.weight
-            metrics[named(names.SCOUT_CALIBRATION, horizon=label)] = live.said / max(live.happened, 1e-9)
+            metrics[named(names.SCOUTGATE_RECALL, horizon=label)] = live.hits / live.weight
+            metrics[named(names.SCOUTGATE_LOG_LOSS, horizon=label)] = live.loss / live.weight
+            metrics[named(names.SCOUTGATE_CALIBRATION, horizon=label)] = live.said / max(live.happened, 1e-9)
         seconds = sorted(self._seconds) or [0.0]
-        metrics[names.SCOUT_SECONDS] = seconds[int(0.99 * (len(seconds) - 1))]
+        metrics[names.SCOUTGATE_SECONDS] = seconds[int(0.99 * (len(seconds) - 1))]
         return metrics
 
     def wait_idle(self, timeout_s: float) -> bool:

@@ -26,7 +26,7 @@ VARIANTS = ("source", "context")
 
 
 @dataclass(frozen=True)
-class ScoutShape:
+class ScoutGateShape:
     experts: tuple[int, ...]  # E_l of each layer
     top_k: int
     embedding: int  # d_emb, of the main model
@@ -53,7 +53,7 @@ class ScoutShape:
         return {**asdict(self), "experts": list(self.experts)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ScoutShape:
+    def from_dict(cls, values: Mapping[str, Any]) -> ScoutGateShape:
         """Raises ValueError where a field is missing, unknown or out of range."""
         try:
             shape = cls(**{**values, "experts": tuple(values["experts"])})
@@ -66,7 +66,7 @@ class ScoutShape:
 
 
 class ScoutGate(nn.Module):
-    def __init__(self, shape: ScoutShape) -> None:
+    def __init__(self, shape: ScoutGateShape) -> None:
         super().__init__()
         s = self.shape = shape
         self.projection = nn.Linear(s.embedding, s.projection)  # step 3
@@ -144,7 +144,7 @@ class ScoutGate(nn.Module):
         return towers, (towers * layers[self.layer_of]).sum(-1) + self.bias
 
 
-def cardinality(logits: Tensor, shape: ScoutShape) -> Tensor:
+def cardinality(logits: Tensor, shape: ScoutGateShape) -> Tensor:
     """How far the expected number of chosen experts is from k: mean over layers of ((sum_e p - k) / k)^2."""
     p = logits.sigmoid()
     sums = torch.stack([part.sum(-1) for part in torch.split(p, list(shape.experts) * shape.horizons, -1)], -1)

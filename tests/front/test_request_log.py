@@ -1,4 +1,4 @@
-"""The request book: only the current attempt's next index gets through, whatever arrives."""
+"""The request log: only the current attempt's next index gets through, whatever arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgemoe.types.request import Emission, Request, Sampling
 
 
 class FakeEngine:
-    """Takes what the book sends; `up` says whether there is an engine at all."""
+    """Takes what the request log sends; `up` says whether there is an engine at all."""
 
     def __init__(self) -> None:
         self.up = True
@@ -108,7 +108,7 @@ async def test_cancelling_one_of_several_leaves_the_others(engine: FakeEngine) -
         assert await drain(ticket) == [1000]
 
 
-async def test_a_full_book_says_when_to_come_back(engine: FakeEngine) -> None:
+async def test_a_full_request_log_says_when_to_come_back(engine: FakeEngine) -> None:
     with engine.request_log.open([request(str(n)) for n in range(4)], 10):
         with pytest.raises(QueueFull) as full, engine.request_log.open([request("x")], 10):
             pass
@@ -207,7 +207,7 @@ async def test_a_replay_carries_the_time_that_is_left(engine: FakeEngine) -> Non
         assert left == [10_000, 6_000]
 
 
-async def test_waiting_for_an_empty_book_ends_with_the_last_request(engine: FakeEngine) -> None:
+async def test_waiting_for_an_empty_request_log_ends_with_the_last_request(engine: FakeEngine) -> None:
     with engine.request_log.open([request()], 10):
         waiting = asyncio.ensure_future(engine.request_log.empty())
         await asyncio.sleep(0)
@@ -216,28 +216,28 @@ async def test_waiting_for_an_empty_book_ends_with_the_last_request(engine: Fake
         await waiting
 
 
-DEEDS = st.lists(
+EVENTS = st.lists(
     st.tuples(st.sampled_from(["replay", "down", "up", "emit", "late", "skip", "repeat"]), st.integers(1, 4)),
     max_size=40,
 )
 
 
-@given(DEEDS)
-def test_no_order_of_events_repeats_or_skips_a_token(deeds: list[tuple[str, int]]) -> None:
+@given(EVENTS)
+def test_no_order_of_events_repeats_or_skips_a_token(events: list[tuple[str, int]]) -> None:
     engine = FakeEngine()
     with engine.request_log.open([request()], 10) as ticket:
-        for deed, count in deeds:
+        for event, count in events:
             if engine.request_log._live.get("r") is None:
                 break
             live = engine.request_log._live["r"]
             done = len(live.emitted)
-            if deed in ("up", "down"):
-                engine.up = deed == "up"
-            elif deed == "replay":
+            if event in ("up", "down"):
+                engine.up = event == "up"
+            elif event == "replay":
                 engine.request_log.replay()
             else:
-                start = {"emit": done, "late": done, "skip": done + count, "repeat": max(0, done - count)}[deed]
-                attempt = live.attempt - (deed == "late")
+                start = {"emit": done, "late": done, "skip": done + count, "repeat": max(0, done - count)}[event]
+                attempt = live.attempt - (event == "late")
                 engine.request_log.take([token(start + n, attempt) for n in range(count)])
             engine.request_log.check_integrity()
         delivered = [item.index for item in ticket._items]

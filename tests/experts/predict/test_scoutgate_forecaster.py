@@ -16,7 +16,7 @@ from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, fitting
-from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutShape
+from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
@@ -35,7 +35,7 @@ def embedding() -> torch.Tensor:
 
 def exported(folder: Path, *, variant: str = "source", hidden: int = 0, model: dict[str, str] = MODEL) -> Path:
     torch.manual_seed(2)
-    shape = ScoutShape((E,) * L, K, D, hidden, variant=variant)
+    shape = ScoutGateShape((E,) * L, K, D, hidden, variant=variant)
     export.write(folder, ScoutGate(shape), (torch.full((2 * L,), 0.8), torch.full((2 * L,), -0.1)), model, PROMISED)
     return folder
 
@@ -54,29 +54,29 @@ def routing(of: StepMeta, ids: np.ndarray) -> StepRouting:
 
 
 @pytest.fixture(params=["source", "context"])
-def scout(request: pytest.FixtureRequest, tmp_path: Path):
-    scout = ScoutGateForecaster(SERVED, "tokenizer")
-    scout.load(exported(tmp_path, variant=request.param), embedding())
-    yield scout
-    scout.close()
+def scoutgate(request: pytest.FixtureRequest, tmp_path: Path):
+    scoutgate = ScoutGateForecaster(SERVED, "tokenizer")
+    scoutgate.load(exported(tmp_path, variant=request.param), embedding())
+    yield scoutgate
+    scoutgate.close()
 
 
-def run(scout: ScoutGateForecaster, step: StepMeta, ids: np.ndarray | None = None) -> None:
-    scout.look(step)
-    assert scout.wait_idle(10)
+def run(scoutgate: ScoutGateForecaster, step: StepMeta, ids: np.ndarray | None = None) -> None:
+    scoutgate.look(step)
+    assert scoutgate.wait_idle(10)
     if ids is not None:
-        scout.learn(routing(step, ids))
-        assert scout.wait_idle(10)
+        scoutgate.learn(routing(step, ids))
+        assert scoutgate.wait_idle(10)
 
 
-def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout: ScoutGateForecaster) -> None:
+def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scoutgate: ScoutGateForecaster) -> None:
     rng = np.random.default_rng(0)
     prompts, ids = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7]], rng.integers(0, E, (L, 12, K))
-    run(scout, meta(("a", "b"), prompts, [0, 0], [False, False]), ids)
-    assert scout.forecast is None  # nothing decodes yet
-    run(scout, meta(("a", "b"), [[8], [1]], [10, 2], [True, True]))
-    assert scout._tables is not None
-    gate, each = scout._tables.export.gate, []
+    run(scoutgate, meta(("a", "b"), prompts, [0, 0], [False, False]), ids)
+    assert scoutgate.forecast is None  # nothing decodes yet
+    run(scoutgate, meta(("a", "b"), [[8], [1]], [10, 2], [True, True]))
+    assert scoutgate._tables is not None
+    gate, each = scoutgate._tables.export.gate, []
     for tokens, row in (([4, 1, 5, 9, 2, 6, 5, 3, 8][-8:], 9), ([2, 7, 1], 11)):
         window = torch.tensor([-1] * (8 - len(tokens)) + tokens)[None]
         previous = torch.tensor((ids[:, row] + np.arange(L)[:, None] * E).reshape(1, -1))
@@ -84,54 +84,54 @@ def test_the_forecast_is_the_networks_for_the_last_tokens_of_each_sequence(scout
             logits = gate(gate.project(embedding().float())[window.clamp_min(0)], window >= 0, previous)
         each.append(torch.sigmoid(0.8 * logits - 0.1).view(2, L, E))
     wanted = 1 - torch.stack([1 - p for p in each]).prod(0)
-    assert scout.forecast is not None
-    np.testing.assert_allclose(scout.forecast.probs, wanted.numpy(), atol=2e-3)
+    assert scoutgate.forecast is not None
+    np.testing.assert_allclose(scoutgate.forecast.probs, wanted.numpy(), atol=2e-3)
 
 
-def test_a_sequence_that_begins_again_forgets_what_went_before(scout: ScoutGateForecaster) -> None:
-    run(scout, meta(("a",), [[3, 1, 4]], [0], [False]))
-    run(scout, meta(("a",), [[5]], [40], [True]))  # a replay: not the position that comes next
-    fresh = scout.forecast
-    run(scout, meta(("b",), [[5]], [40], [True]))
+def test_a_sequence_that_begins_again_forgets_what_went_before(scoutgate: ScoutGateForecaster) -> None:
+    run(scoutgate, meta(("a",), [[3, 1, 4]], [0], [False]))
+    run(scoutgate, meta(("a",), [[5]], [40], [True]))  # a replay: not the position that comes next
+    fresh = scoutgate.forecast
+    run(scoutgate, meta(("b",), [[5]], [40], [True]))
     assert fresh is not None
-    assert scout.forecast is not None
-    np.testing.assert_array_equal(fresh.probs, scout.forecast.probs)
+    assert scoutgate.forecast is not None
+    np.testing.assert_array_equal(fresh.probs, scoutgate.forecast.probs)
 
 
-def test_live_figures_tell_recall_and_trust(scout: ScoutGateForecaster) -> None:
-    assert scout.wait_idle(10)
-    assert scout.trust == 1.0
+def test_live_figures_tell_recall_and_trust(scoutgate: ScoutGateForecaster) -> None:
+    assert scoutgate.wait_idle(10)
+    assert scoutgate.trust == 1.0
     for position in range(80):
         step = meta(("a",), [[position % V]], [position], [True])
-        scout.look(step)
-        assert scout.wait_idle(10)
-        forecast = scout.forecast
+        scoutgate.look(step)
+        assert scoutgate.wait_idle(10)
+        forecast = scoutgate.forecast
         assert forecast is not None
-        scout.learn(routing(step, np.argsort(-forecast.probs[0], axis=1)[:, None, :K]))  # as was forecast
-    assert scout.wait_idle(10)
-    metrics = scout.metrics()
-    assert metrics[names.named(names.SCOUT_RECALL, horizon="0")] == pytest.approx(1.0)
-    assert 0 <= metrics[names.SCOUT_TRUST] <= 1
-    assert metrics[names.SCOUT_SECONDS] < 1.0
+        scoutgate.learn(routing(step, np.argsort(-forecast.probs[0], axis=1)[:, None, :K]))  # as was forecast
+    assert scoutgate.wait_idle(10)
+    metrics = scoutgate.metrics()
+    assert metrics[names.named(names.SCOUTGATE_RECALL, horizon="0")] == pytest.approx(1.0)
+    assert 0 <= metrics[names.SCOUTGATE_TRUST] <= 1
+    assert metrics[names.SCOUTGATE_SECONDS] < 1.0
 
 
-def test_trust_falls_where_forecasts_stop_coming_true(scout: ScoutGateForecaster) -> None:
+def test_trust_falls_where_forecasts_stop_coming_true(scoutgate: ScoutGateForecaster) -> None:
     for position in range(100):
         step = meta(("a",), [[position % V]], [position], [True])
-        scout.look(step)
-        assert scout.wait_idle(10)
-        assert scout.forecast is not None
-        scout.learn(routing(step, np.argsort(scout.forecast.probs[0], axis=1)[:, None, :K]))  # the least likely
-    assert scout.wait_idle(10)
-    assert scout.trust < 0.7
+        scoutgate.look(step)
+        assert scoutgate.wait_idle(10)
+        assert scoutgate.forecast is not None
+        scoutgate.learn(routing(step, np.argsort(scoutgate.forecast.probs[0], axis=1)[:, None, :K]))  # the least likely
+    assert scoutgate.wait_idle(10)
+    assert scoutgate.trust < 0.7
 
 
-def test_what_it_remembers_is_bounded(scout: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_remembers_is_bounded(scoutgate: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgemoe.experts.predict.scoutgate.forecaster.TRACKS", 5)
     for number in range(20):
-        run(scout, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
-    assert len(scout._tracks) == 5
-    assert len(scout._ahead) <= 5
+        run(scoutgate, meta((f"r{number}",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert len(scoutgate._tracks) == 5
+    assert len(scoutgate._ahead) <= 5
 
 
 @pytest.mark.parametrize(
@@ -167,34 +167,34 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
     settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
     save_file({"embed_tokens.weight": embedding()}, tmp_path / "dense.safetensors")
     manifest = SimpleNamespace(files=())
-    scout = cache_policy.scout_for(settings, manifest, SERVED)
-    assert scout is not None
+    scoutgate = cache_policy.scoutgate_for(settings, manifest, SERVED)
+    assert scoutgate is not None
     assert "serving without ScoutGate" in caplog.text
-    run(scout, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
-    assert scout.forecast is None
-    assert scout.trust == 0.0
+    run(scoutgate, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert scoutgate.forecast is None
+    assert scoutgate.trust == 0.0
     exported(tmp_path)
-    cache_policy.load_scout(scout, settings)
-    run(scout, meta(("a",), [[2]], [1], [True]), np.zeros((L, 1, K), int))
-    assert scout.forecast is not None
-    scout.close()
+    cache_policy.load_scoutgate(scoutgate, settings)
+    run(scoutgate, meta(("a",), [[2]], [1], [True]), np.zeros((L, 1, K), int))
+    assert scoutgate.forecast is not None
+    scoutgate.close()
 
 
 def test_an_export_is_replaced_while_sequences_run_and_a_bad_one_is_not(tmp_path: Path) -> None:
-    scout = ScoutGateForecaster(SERVED, "tokenizer")
-    scout.load(exported(tmp_path / "a"), embedding())
-    run(scout, meta(("a",), [[3, 1, 4]], [0], [True]), np.zeros((L, 3, K), int))
-    first = scout.forecast
-    scout.load(exported(tmp_path / "b", variant="context"), embedding())
-    run(scout, meta(("a",), [[1]], [3], [True]), np.zeros((L, 1, K), int))
-    second = scout.forecast
+    scoutgate = ScoutGateForecaster(SERVED, "tokenizer")
+    scoutgate.load(exported(tmp_path / "a"), embedding())
+    run(scoutgate, meta(("a",), [[3, 1, 4]], [0], [True]), np.zeros((L, 3, K), int))
+    first = scoutgate.forecast
+    scoutgate.load(exported(tmp_path / "b", variant="context"), embedding())
+    run(scoutgate, meta(("a",), [[1]], [3], [True]), np.zeros((L, 1, K), int))
+    second = scoutgate.forecast
     assert first is not None
     assert second is not None
     (tmp_path / "c").mkdir()
     with pytest.raises(ConfigError, match="not a ScoutGate export"):
-        scout.load(tmp_path / "c", embedding())
-    run(scout, meta(("b",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
-    assert scout.forecast is not None
-    assert scout.forecast.step == 3
-    assert (scout.loads, scout.refused) == (2, 1)
-    scout.close()
+        scoutgate.load(tmp_path / "c", embedding())
+    run(scoutgate, meta(("b",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
+    assert scoutgate.forecast is not None
+    assert scoutgate.forecast.step == 3
+    assert (scoutgate.loads, scoutgate.refused) == (2, 1)
+    scoutgate.close()

@@ -1,4 +1,4 @@
-"""The mover serves demands first, wishes in idle time, and tells whoever waits when a read fails."""
+"""The loader serves demands first, prefetches in idle time, and tells whoever waits when a read fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgemoe.types.experts import ExpertId, Move, Tier
 
 @contextlib.asynccontextmanager
 async def moving(tiers: ExpertTiers) -> AsyncIterator[ExpertTiers]:
-    """The tiers' mover on this loop."""
+    """The tiers' loader on this loop."""
     task = asyncio.create_task(tiers.loader.run())
     await settled()
     try:
@@ -70,7 +70,7 @@ async def test_demanded_reads_run_side_by_side(store: FileStore) -> None:
         tiers.check_integrity(idle=True)
 
 
-async def test_wishes_wait_while_a_demand_is_read_and_go_on_after_it(store: FileStore) -> None:
+async def test_prefetches_wait_while_a_demand_is_read_and_go_on_after_it(store: FileStore) -> None:
     store.pin(0, 0)
     async with moving(small_tiers(store, 8)) as tiers:
         claim, _ = demand(tiers, 0, 0)
@@ -85,7 +85,7 @@ async def test_wishes_wait_while_a_demand_is_read_and_go_on_after_it(store: File
         tiers.check_integrity(idle=True)
 
 
-async def test_a_wish_that_ends_beside_a_demand_is_followed_by_no_other(store: FileStore) -> None:
+async def test_a_prefetch_that_ends_beside_a_demand_is_followed_by_no_other(store: FileStore) -> None:
     store.pin(0, 0, 1)
     store.pin(1, 0)
     async with moving(small_tiers(store, 8)) as tiers:
@@ -106,7 +106,7 @@ async def test_a_wish_that_ends_beside_a_demand_is_followed_by_no_other(store: F
         tiers.check_integrity(idle=True)
 
 
-async def test_wishes_that_have_not_started_are_replaced(store: FileStore) -> None:
+async def test_prefetches_that_have_not_started_are_replaced(store: FileStore) -> None:
     store.pin(1, 0, 1)
     async with moving(small_tiers(store, 8)) as tiers:
         tiers.loader.prefetch(stage(1, 0, 1, 2, 3))
@@ -139,7 +139,7 @@ async def test_what_another_box_has_is_read_ahead_only_as_a_home_or_into_free_sl
         tiers.check_integrity(idle=True)
 
 
-async def test_near_wishes_go_before_far_ones(store: FileStore) -> None:
+async def test_near_prefetches_go_before_far_ones(store: FileStore) -> None:
     store.pin(0, 0, 1)
     async with moving(small_tiers(store, 8)) as tiers:
         tiers.loader.prefetch(stage(0, 0, 1, 2))
@@ -165,14 +165,14 @@ async def test_a_demand_joins_a_prefetch_that_is_being_read(store: FileStore) ->
         tiers.check_integrity()
 
 
-async def test_a_wish_for_the_device_is_staged_and_copied_on(store: FileStore) -> None:
+async def test_a_prefetch_to_the_device_is_staged_and_copied_on(store: FileStore) -> None:
     async with moving(small_tiers(store, 8, (4,))) as tiers:
         tiers.loader.prefetch(stage(1, 3, 4, target=Tier.VRAM))
         await until(lambda: tiers.residency.tiers_of(1, np.array([4])) == Tier.VRAM)
         assert tiers.residency.tiers_of(1, np.array([3])) == Tier.VRAM
 
 
-async def test_a_cancelled_wish_is_not_copied_on(store: FileStore) -> None:
+async def test_a_cancelled_prefetch_is_not_copied_on(store: FileStore) -> None:
     store.pin(1, 3)
     async with moving(small_tiers(store, 8, (4,))) as tiers:
         tiers.loader.prefetch(stage(1, 3, target=Tier.VRAM))

@@ -1,4 +1,4 @@
-"""Arenas are exact, aligned and fixed."""
+"""Slabs are exact, aligned and fixed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_budget_buys_whole_slots_and_no_more_than_there_are_experts() -> None:
         slots_in(4096, SHAPE, "RAM")
 
 
-def test_an_arena_is_page_aligned_and_exactly_its_slots() -> None:
+def test_a_slab_is_page_aligned_and_exactly_its_slots() -> None:
     slab = HostSlab(5, SHAPE.stride_bytes)
     assert slab.address % 4096 == 0
     assert slab.slab.nbytes == slab.size_bytes == 5 * SHAPE.stride_bytes
@@ -45,7 +45,7 @@ def test_memory_that_cannot_be_locked_is_a_clear_error(monkeypatch: pytest.Monke
         HostSlab(2, 4096, lock=True)
 
 
-def test_a_locked_arena_is_locked() -> None:
+def test_a_locked_slab_is_locked() -> None:
     def locked_kib() -> int:
         status = Path("/proc/self/status").read_text()
         return int(status.split("VmLck:")[1].split()[0])
