@@ -26,7 +26,6 @@ from edgemoe.api.endpoints import models_and_tokens as tokens
 from edgemoe.api.endpoints.anthropic_format import MessageFormat
 from edgemoe.api.endpoints.responses_format import ResponsesFormat
 from edgemoe.api.generate.generation import Format, Generation, run
-from edgemoe.api.generate.sampling import Span
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
 from edgemoe.api.http.middleware import Doorway
@@ -37,6 +36,7 @@ from edgemoe.config.settings import ApiSettings
 from edgemoe.errors import EdgemoeError, InvalidRequest, ModelNotFound, RequestError
 from edgemoe.types.arrays import Json
 from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.request import RequestLimits
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -119,7 +119,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 # --- generating -----------------------------------------------------------------------------------------------
 
 Prepared = tuple[Generation, Format, bool]
-Prepare = Callable[[Api, bytes, ModelInfo, Span, str], Prepared]
+Prepare = Callable[[Api, bytes, ModelInfo, RequestLimits, str], Prepared]
 
 
 def _generating(prepare: Prepare) -> Callable[[Request], Any]:
@@ -134,9 +134,8 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
             with api.bodies.open() as body:
                 raw = await api.bodies.read(body, request)
                 async with http.while_connected(receive):
-                    info, context_tokens = await api.backend.model()
-                    span = Span(context_tokens, info.vocab)
-                    job, form, stream = await api.in_thread(prepare, api, raw, info, span, user)
+                    info, limits = await api.backend.model()
+                    job, form, stream = await api.in_thread(prepare, api, raw, info, limits, user)
                 del raw
             async with http.while_connected(receive):
                 deltas = run(job, api.backend, api.metrics, api.settings.request_timeout_s)
@@ -147,33 +146,33 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _prepare_chat(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
+def _prepare_chat(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), Chat)
-    job = chat.prepare(body, api.text, span, _served(body.model, info), _user(user, body.user))
+    job = chat.prepare(body, api.text, limits, _served(body.model, info), _user(user, body.user))
     return job, chat.ChatFormat(job, body, api.text), bool(body.stream)
 
 
-def _prepare_completion(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
+def _prepare_completion(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), Completion)
-    job = completions.prepare(body, api.text, span, _served(body.model, info), _user(user, body.user))
+    job = completions.prepare(body, api.text, limits, _served(body.model, info), _user(user, body.user))
     return job, completions.CompletionFormat(job, body, api.text), bool(body.stream)
 
 
-def _prepare_response(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
+def _prepare_response(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), responses.ResponsesBody)
     plain, origin = responses.as_chat(body)
     with origin.named():
-        job = chat.prepare(plain, api.text, span, _served(body.model, info), _user(user, body.user), prefix="resp")
+        job = chat.prepare(plain, api.text, limits, _served(body.model, info), _user(user, body.user), prefix="resp")
     return job, ResponsesFormat(job, body), bool(body.stream)
 
 
-def _prepare_message(api: Api, raw: bytes, info: ModelInfo, span: Span, user: str) -> Prepared:
+def _prepare_message(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), anthropic.MessagesBody)
     if body.max_tokens is None:
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
     plain, origin = anthropic.as_chat(body)
     with origin.named():
-        job = chat.prepare(plain, api.text, span, _served(body.model, info), _user(user, plain.user), prefix="msg")
+        job = chat.prepare(plain, api.text, limits, _served(body.model, info), _user(user, plain.user), prefix="msg")
     return job, MessageFormat(job), bool(body.stream)
 
 
@@ -193,14 +192,14 @@ def _user(peer: str, named: str | None) -> str:
 
 
 async def _models(request: Request) -> Response:
-    info, context_tokens = await request.app.state.api.backend.model()
-    return JSONResponse({"object": "list", "data": [tokens.model_card(info, context_tokens)]})
+    info, limits = await request.app.state.api.backend.model()
+    return JSONResponse({"object": "list", "data": [tokens.model_card(info, limits.context_tokens)]})
 
 
 async def _model(request: Request) -> Response:
-    info, context_tokens = await request.app.state.api.backend.model()
+    info, limits = await request.app.state.api.backend.model()
     _served(request.path_params["name"], info)
-    return JSONResponse(tokens.model_card(info, context_tokens))
+    return JSONResponse(tokens.model_card(info, limits.context_tokens))
 
 
 async def _no_embeddings(request: Request) -> Response:
@@ -219,23 +218,23 @@ async def _count_tokens(request: Request) -> Response:
     return await _quick(request, anthropic.MessagesBody, _count)
 
 
-def _count(body: anthropic.MessagesBody, text: TextModel, span: Span) -> Json:
+def _count(body: anthropic.MessagesBody, text: TextModel, limits: RequestLimits) -> Json:
     plain, origin = anthropic.as_chat(body)
     with origin.named():
         return {"input_tokens": len(chat.prompt_of(plain, text))}
 
 
-async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, Span], Any]) -> Response:
+async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, RequestLimits], Any]) -> Response:
     api: Api = request.app.state.api
 
     def in_thread(raw: bytes) -> Any:
         body = convert(decode(raw), kind)
         _served(getattr(body, "model", None), info)
-        return work(body, api.text, Span(context_tokens, info.vocab))
+        return work(body, api.text, limits)
 
     with api.bodies.open() as body:
         raw = await api.bodies.read(body, request)
-        info, context_tokens = await api.backend.model()
+        info, limits = await api.backend.model()
         return JSONResponse(await api.in_thread(in_thread, raw))
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.request import Emission, Request
+from edgemoe.types.request import Emission, Request, RequestLimits
 
 State = Literal["loading", "ready", "draining", "failed", "stalled"]
 
@@ -35,8 +35,8 @@ class Backend(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Returns the engine's metrics by final name, labels included."""
 
-    async def model(self) -> tuple[ModelInfo, int]:
-        """Waits for an engine. Returns the served model and the tokens that one request may span.
+    async def model(self) -> tuple[ModelInfo, RequestLimits]:
+        """Waits for an engine. Returns the served model and the limits of a request.
 
         Raises EngineUnavailable.
         """

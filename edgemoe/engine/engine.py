@@ -17,7 +17,7 @@ from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import engine_metrics
 from edgemoe.engine.runner import LoadedModel, Runner, Watchers
 from edgemoe.engine.scheduler import Scheduler
-from edgemoe.engine.validate import RequestLimits
+from edgemoe.types.request import RequestLimits
 from edgemoe.types.step import BLOCK_TOKENS
 
 NOBODY = Watchers()
@@ -51,9 +51,7 @@ class Engine:
     ) -> None:
         spec, grammars = model.spec, model.grammars
         self.blocks = BlockManager(budget.kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
-        self.bounds = RequestLimits(
-            min(budget.context_tokens, budget.kv_blocks * BLOCK_TOKENS), spec.vocab, grammars is not None
-        )
+        self.limits = RequestLimits(min(budget.context_tokens, budget.kv_blocks * BLOCK_TOKENS), spec.vocab)
         chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
         kv_swap = None
         if settings.preemption == "park":
@@ -61,7 +59,7 @@ class Engine:
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
         self.runner = Runner(model, self.blocks, chunk_budget, watchers)
         self.loop = StepLoop(
-            self.scheduler, self.runner, self.bounds, emit, grammars, clock, budget.missing_expert_timeout_s
+            self.scheduler, self.runner, self.limits, emit, grammars, clock, budget.missing_expert_timeout_s
         )
         self._grammars = grammars
 

@@ -21,7 +21,7 @@ from edgemoe.engine.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.step import BROKEN, Steps
-from edgemoe.engine.validate import RequestLimits, check_request
+from edgemoe.engine.validate import check_request
 from edgemoe.errors import (
     DeadlineExceeded,
     EdgemoeError,
@@ -31,7 +31,7 @@ from edgemoe.errors import (
     StoreError,
     code_of,
 )
-from edgemoe.types.request import Emission, Request
+from edgemoe.types.request import Emission, Request, RequestLimits
 
 if TYPE_CHECKING:
     from edgemoe.engine.grammar import Grammars, Matcher
@@ -49,7 +49,7 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        bounds: RequestLimits,
+        limits: RequestLimits,
         emit: Emit,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -62,7 +62,7 @@ class StepLoop:
         self.finished = Counter[str]()  # by reason: stop | length | error | cancelled
         self._missing_expert_timeout_s = missing_expert_timeout_s
         self.steps, self._runner = Steps(runner), runner
-        self._scheduler, self._bounds = scheduler, bounds
+        self._scheduler, self._limits = scheduler, limits
         self._emit, self._grammars, self._clock = emit, grammars, clock
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._requests: dict[str, Sequence] = {}
@@ -140,7 +140,8 @@ class StepLoop:
         if older is not None:
             self._forget(older)
         with self._costs(seq):
-            check_request(seq.request, seq.tokens[seq.prompt_tokens :], self._bounds)
+            emitted = seq.tokens[seq.prompt_tokens :]
+            check_request(seq.request, emitted, self._limits, grammars=self._grammars is not None)
             if self._draining:
                 raise EngineUnavailable("the engine is shutting down")
             self._queue(seq)
@@ -284,7 +285,7 @@ class StepLoop:
 
     def _finish_of(self, seq: Sequence) -> str:
         """Returns "length" if `seq` has reached its longest length, else ""."""
-        if seq.emitted >= seq.sampling.max_tokens or len(seq.tokens) >= self._bounds.context_tokens:
+        if seq.emitted >= seq.sampling.max_tokens or len(seq.tokens) >= self._limits.context_tokens:
             return "length"
         return ""
 

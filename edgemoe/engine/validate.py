@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.bounds import MAX_LOGPROBS
-from edgemoe.types.request import Request
+from edgemoe.types.request import Request, RequestLimits
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits of a request: tokens in all, token ids, and whether grammars can be used."""
+def check_request(request: Request, emitted: Sequence[int], limits: RequestLimits, *, grammars: bool) -> None:
+    """Checks the request and the tokens emitted so far. Raises InvalidRequest, which names the field at fault.
 
-    context_tokens: int  # of prompt and output together; at most what the KV blocks hold
-    vocab: int
-    grammars: bool = True  # whether the tokenizer can be used for grammars
-
-
-def check_request(request: Request, emitted: Sequence[int], bounds: RequestLimits) -> None:
-    """Checks the request and the tokens emitted so far. Raises InvalidRequest, which names the field at fault."""
+    `grammars` says whether the tokenizer can be used for grammars.
+    """
     tokens = len(request.prompt) + len(emitted)
     if not request.prompt:
         raise _invalid("prompt", "is empty; it needs at least one token")
-    if len(request.prompt) >= bounds.context_tokens or tokens > bounds.context_tokens:
+    if len(request.prompt) >= limits.context_tokens or tokens > limits.context_tokens:
         raise InvalidRequest(
-            f"the prompt has {len(request.prompt)} tokens and the context is {bounds.context_tokens}, "
+            f"the prompt has {len(request.prompt)} tokens and the context is {limits.context_tokens}, "
             "with room needed for the answer; shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
@@ -38,16 +31,16 @@ def check_request(request: Request, emitted: Sequence[int], bounds: RequestLimit
         msgspec.convert(msgspec.to_builtins(without_prompt), Request)  # holds the bounds that its type declares
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"the request is out of bounds: {error}", code="invalid_request") from error
-    _check_tokens("prompt", request.prompt, bounds.vocab)
-    _check_tokens("emitted", emitted, bounds.vocab)
-    _check_tokens("logit_bias", list(request.sampling.logit_bias), bounds.vocab)
-    _check_tokens("stop_token_ids", request.sampling.stop_token_ids, bounds.vocab)
+    _check_tokens("prompt", request.prompt, limits.vocab)
+    _check_tokens("emitted", emitted, limits.vocab)
+    _check_tokens("logit_bias", list(request.sampling.logit_bias), limits.vocab)
+    _check_tokens("stop_token_ids", request.sampling.stop_token_ids, limits.vocab)
     asked = request.sampling.prompt_logprobs
     if asked is not None and len(request.prompt) * (1 + asked) > MAX_LOGPROBS:
         raise _invalid(
             "logprobs", f"are of more than {MAX_LOGPROBS} tokens with those of the prompt; shorten the prompt"
         )
-    if request.sampling.grammar is not None and not bounds.grammars:
+    if request.sampling.grammar is not None and not grammars:
         raise _invalid("response_format", "cannot be followed: the model's tokenizer does not say what its tokens are")
 
 

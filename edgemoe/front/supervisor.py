@@ -42,7 +42,7 @@ from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
 from edgemoe.front.request_log import LoggedSubmission, RequestLog
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.request import Request
+from edgemoe.types.request import Request, RequestLimits
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Supervisor:
         self._command = command
         self._engine: EngineHandle | None = None
         self._backoff = RestartBackoff(settings.service)
-        self._served: tuple[ModelInfo, int] | None = None
+        self._served: tuple[ModelInfo, RequestLimits] | None = None
         self.cluster: Neighbours | None = None
         self._stopping = False
         self._changed = asyncio.Event()  # pulsed at each change of state
@@ -84,8 +84,8 @@ class Supervisor:
         stalls = self._engine is not None and self._engine.stalls
         return "stalled" if self._state == "ready" and stalls else self._state
 
-    async def model(self) -> tuple[ModelInfo, int]:
-        """The model and the tokens that a request may span. Waits for the first engine. Raises EngineUnavailable."""
+    async def model(self) -> tuple[ModelInfo, RequestLimits]:
+        """The model and the limits of a request. Waits for the first engine. Raises EngineUnavailable."""
         deadline = time.monotonic() + self.settings.api.request_timeout_s
         while self._served is None:
             if self.request_log.closed is not None:
@@ -238,11 +238,10 @@ class Supervisor:
             self._change("failed")
 
     def _on_ready(self, ready: Ready) -> None:
-        span = min(ready.limits.context_tokens, ready.limits.kv_tokens)
-        self._served = (ready.model, span)
-        log.info(
-            "engine ready", extra={"model": ready.model.id, "context_tokens": span, "replayed": len(self.request_log)}
-        )
+        context_tokens = min(ready.limits.context_tokens, ready.limits.kv_tokens)
+        self._served = (ready.model, RequestLimits(context_tokens, ready.model.vocab))
+        fields = {"model": ready.model.id, "context_tokens": context_tokens, "replayed": len(self.request_log)}
+        log.info("engine ready", extra=fields)
         if self.state != "draining":
             self.request_log.closed = None
             self._change("ready")

@@ -1,7 +1,8 @@
-"""Requests, which the front builds and the engine runs, and the emissions that the engine sends back."""
+"""Requests, which the front builds and the engine runs, their limits, and the emissions that the engine sends back."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -29,6 +30,14 @@ from edgemoe.types.bounds import (
     Tokens,
     Word,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits what a request may ask of the served model."""
+
+    context_tokens: int  # of prompt and output together; at most what the KV blocks hold
+    vocab: int
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -126,7 +126,7 @@ class Worker:
     async def _warm_up(self, assembly: Assembly) -> None:
         """Runs a request through prefill and decode, so that everything made at first use exists before Ready."""
         self._say("warm-up")
-        prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.bounds.context_tokens - 4)
+        prompt = (0,) * min(WARM_UP_TOKENS, assembly.engine.limits.context_tokens - 4)
         request = Request(id=WARM_UP, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=4), seed=0)
         assembly.engine.loop.submit(request, (), 1, WARM_UP_S)
         end = await self._warm
@@ -138,7 +138,7 @@ class Worker:
     def _ready(self, assembly: Assembly) -> Ready:
         engine, settings = assembly.engine, self._settings.engine
         limits = Limits(
-            context_tokens=engine.bounds.context_tokens,
+            context_tokens=engine.limits.context_tokens,
             kv_tokens=engine.blocks.count * BLOCK_TOKENS,
             max_sequences=settings.max_sequences,
             max_queue=settings.max_queue,

@@ -14,6 +14,7 @@ from edgemoe.api.app import Api, build
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.config.settings import ApiSettings
 from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.request import RequestLimits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 KEY = {"authorization": "Bearer 0123456789abcdef"}
@@ -27,7 +28,7 @@ class Ready:
     values: dict[str, float] = {}  # noqa: RUF012
     reloads = 0
 
-    async def model(self) -> tuple[ModelInfo, int]:
+    async def model(self) -> tuple[ModelInfo, RequestLimits]:
         raise AssertionError("nobody asks")
 
     def open(self, requests: Any, timeout_s: float) -> Any:

@@ -8,7 +8,7 @@ from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
-from edgemoe.api.generate.sampling import Span, output_tokens, sampling
+from edgemoe.api.generate.sampling import output_tokens, sampling
 from edgemoe.api.http.sse import call_body, chat_logprobs
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
 from edgemoe.api.text.chat_messages import for_template, tools_for_template
@@ -16,11 +16,14 @@ from edgemoe.api.text.output_parser import END_THINK, THINK, Marks
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
+from edgemoe.types.request import RequestLimits
 
 MANY_CALLS = 128
 
 
-def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, prefix: str = "chatcmpl") -> Generation:
+def prepare(
+    body: Chat, text: TextModel, limits: RequestLimits, model: str, user: str, prefix: str = "chatcmpl"
+) -> Generation:
     """Returns the generation that `body` asks for. Raises InvalidRequest.
 
     Renders and tokenizes the prompt, and checks the grammar.
@@ -33,8 +36,8 @@ def prepare(body: Chat, text: TextModel, span: Span, model: str, user: str, pref
     settings = sampling(
         body,
         text,
-        max_tokens=output_tokens(prompt, span, "messages", wanted),
-        vocab=span.vocab,
+        max_tokens=output_tokens(prompt, limits, "messages", wanted),
+        vocab=limits.vocab,
         logprobs=_logprobs(body),
         grammar=_grammar(body, tools, marks, text),
     )

@@ -8,23 +8,24 @@ from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
 from edgemoe.api.generate.grammar import response_grammar
-from edgemoe.api.generate.sampling import Span, check_ids, output_tokens, sampling
+from edgemoe.api.generate.sampling import check_ids, output_tokens, sampling
 from edgemoe.api.http.sse import LogprobEntry, text_logprobs
 from edgemoe.api.schema import Completion, stop_strings
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
+from edgemoe.types.request import RequestLimits
 
 DEFAULT_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 1024
 
 
-def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str) -> Generation:
+def prepare(body: Completion, text: TextModel, limits: RequestLimits, model: str, user: str) -> Generation:
     """Returns the generation that `body` asks for; its choice p * n + c is choice c of prompt p.
 
     Raises InvalidRequest.
     """
-    tokens = prompts(body.prompt, text, span.vocab)
+    tokens = prompts(body.prompt, text, limits.vocab)
     grammar = response_grammar(body.response_format)
     wanted = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     if not wanted and not body.echo:
@@ -37,8 +38,8 @@ def prepare(body: Completion, text: TextModel, span: Span, model: str, user: str
             sampling(
                 body,
                 text,
-                max_tokens=output_tokens(prompt, span, "prompt", max(1, wanted)),
-                vocab=span.vocab,
+                max_tokens=output_tokens(prompt, limits, "prompt", max(1, wanted)),
+                vocab=limits.vocab,
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
                 grammar=grammar,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 
-from edgemoe.api.generate.sampling import Span, check_ids
+from edgemoe.api.generate.sampling import check_ids
 from edgemoe.api.schema import Detokenize, Tokenize
 from edgemoe.api.text.chat_messages import for_template
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
 from edgemoe.types.model_info import ModelInfo
+from edgemoe.types.request import RequestLimits
 
 _STARTED = int(time.time())
 
@@ -29,7 +30,7 @@ def model_card(info: ModelInfo, context_tokens: int) -> Json:
     }
 
 
-def tokenize(body: Tokenize, text: TextModel, span: Span) -> Json:
+def tokenize(body: Tokenize, text: TextModel, limits: RequestLimits) -> Json:
     """Returns the token ids of a text, or of messages rendered by the chat template. Raises InvalidRequest."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -44,10 +45,10 @@ def tokenize(body: Tokenize, text: TextModel, span: Span) -> Json:
             extra=body.chat_template_kwargs,
         )
         ids = text.encode(prompt, add_special_tokens=False)
-    return {"count": len(ids), "max_model_len": span.context_tokens, "tokens": ids}
+    return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": ids}
 
 
-def detokenize(body: Detokenize, text: TextModel, span: Span) -> Json:
+def detokenize(body: Detokenize, text: TextModel, limits: RequestLimits) -> Json:
     """Returns the text of token ids, special tokens included. Raises InvalidRequest."""
-    check_ids(body.tokens, span.vocab, "tokens")
+    check_ids(body.tokens, limits.vocab, "tokens")
     return {"prompt": text.vocabulary.text(body.tokens)}

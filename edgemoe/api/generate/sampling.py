@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from edgemoe.api.schema import RequestBody
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.request import Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Limits of the served model, as the engine reports them."""
-
-    context_tokens: int  # prompt and output of one request
-    vocab: int
+from edgemoe.types.request import RequestLimits, Sampling
 
 
 def sampling(
@@ -55,7 +46,7 @@ def sampling(
     )
 
 
-def output_tokens(prompt: Sequence[int], span: Span, param: str, wanted_tokens: int | None) -> int:
+def output_tokens(prompt: Sequence[int], limits: RequestLimits, param: str, wanted_tokens: int | None) -> int:
     """Returns how many tokens may follow `prompt`: `wanted_tokens`, or fewer where the context ends before.
 
     Without `wanted_tokens` they are all that the context has room for. Raises InvalidRequest where the prompt is empty
@@ -63,14 +54,14 @@ def output_tokens(prompt: Sequence[int], span: Span, param: str, wanted_tokens: 
     """
     if not prompt:
         raise InvalidRequest(f"{param}: the prompt is empty", param=param)
-    if len(prompt) >= span.context_tokens:
+    if len(prompt) >= limits.context_tokens:
         raise InvalidRequest(
-            f"This model's maximum context length is {span.context_tokens} tokens, prompt and answer together, "
+            f"This model's maximum context length is {limits.context_tokens} tokens, prompt and answer together, "
             f"and the prompt has {len(prompt)}: shorten it",
             param=param,
             code="context_length_exceeded",
         )
-    room_tokens = span.context_tokens - len(prompt)
+    room_tokens = limits.context_tokens - len(prompt)
     return room_tokens if wanted_tokens is None else min(wanted_tokens, room_tokens)
 
 
