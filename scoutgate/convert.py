@@ -64,16 +64,17 @@ def requests_of(steps: Iterable[StepRouting]) -> Iterator[Routes]:
     """The requests of recorded steps, each when it is over."""
     growing: OrderedDict[str, tuple[Growing, int]] = OrderedDict()
     for number, step in enumerate(steps):
-        ends = np.cumsum(step.query_lens)
-        for name, end, count, decode in zip(step.requests, ends, step.query_lens, step.decode, strict=True):
+        meta = step.meta
+        ends = np.cumsum(meta.query_lens)
+        for name, end, count, decode in zip(meta.requests, ends, meta.query_lens, meta.decode, strict=True):
             part = slice(int(end - count), int(end))
-            position = int(step.positions[part.start])
+            position = int(meta.positions[part.start])
             request = growing.pop(name, (None, 0))[0]
             if request is None or not request.takes(position):
                 if request is not None:
                     yield request.routes()
                 request = Growing(position)
-            request.add(position, step.tokens[part].tolist(), step.ids[:, part], bool(decode))
+            request.add(position, meta.tokens[part].tolist(), step.ids[:, part], bool(decode))
             growing[name] = request, number
         while growing and next(iter(growing.values()))[1] < number - QUIET_STEPS:
             yield growing.popitem(last=False)[1][0].routes()

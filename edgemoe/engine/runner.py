@@ -67,7 +67,6 @@ class Computed(NamedTuple):
     """The result of a step's forward pass, which changes nothing until it is committed."""
 
     works: Sequence[Work]
-    meta: StepMeta
     logits: torch.Tensor  # float32 [R, V], of the rows that `make_batch` wants
     routing: StepRouting
     step_s: float
@@ -114,11 +113,12 @@ class Runner:
         if self._watchers.expect is not None:
             self._watchers.expect(meta)
         logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)
-        return Computed(works, meta, logits, self._model.experts.end_step(), self._clock() - started_s)
+        return Computed(works, logits, self._model.experts.end_step(), self._clock() - started_s)
 
     def commit(self, step: Computed) -> None:
         """Counts the step's tokens as computed, adds to the totals, and hands the gates' choices to `observe`."""
-        works, meta, _, routing, step_s = step
+        works, _, routing, step_s = step
+        meta = routing.meta
         self._blocks.observe(token_blocks(works), routing.ids)
         for seq, tokens in works:
             self._blocks.advance(seq, tokens)

@@ -143,8 +143,9 @@ def _recorded(paths: Sequence[Path]) -> list[Ids]:
         header, steps = read_recording(path)
         models.add((header.digest, header.layers, header.experts))
         for step in steps:
-            ends = np.cumsum(step.query_lens)
-            for request, end, decodes in zip(step.requests, ends.tolist(), step.decode.tolist(), strict=True):
+            meta = step.meta
+            ends = np.cumsum(meta.query_lens)
+            for request, end, decodes in zip(meta.requests, ends.tolist(), meta.decode.tolist(), strict=True):
                 if decodes:
                     tokens[request].append(step.ids[:, end - 1])
     if len(models) > 1:

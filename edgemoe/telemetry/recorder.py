@@ -52,16 +52,17 @@ class Filling:
 
     def fits(self, step: StepRouting) -> bool:
         """Returns whether there is room for the step."""
-        rows, tokens = self._rows + len(step.requests), self._tokens + len(step.tokens)
+        rows, tokens = self._rows + len(step.meta.requests), self._tokens + len(step.meta.tokens)
         return len(self.requests) < BLOCK_STEPS and max(rows, tokens) <= len(self._inputs)
 
     def add(self, step: StepRouting) -> None:
         """Copies the step, on the compute thread: keeping it for another thread to convert would cost more there."""
-        self.requests.append(step.requests)
-        rows = slice(self._rows, self._rows + len(step.requests))
-        self._query_lens[rows], self._decode[rows] = step.query_lens, step.decode
-        at = slice(self._tokens, self._tokens + len(step.tokens))
-        self._inputs[at], self._positions[at] = step.tokens, step.positions
+        meta = step.meta
+        self.requests.append(meta.requests)
+        rows = slice(self._rows, self._rows + len(meta.requests))
+        self._query_lens[rows], self._decode[rows] = meta.query_lens, meta.decode
+        at = slice(self._tokens, self._tokens + len(meta.tokens))
+        self._inputs[at], self._positions[at] = meta.tokens, meta.positions
         self._ids[:, at], self._weights[:, at] = step.ids, step.weights
         self._rows, self._tokens = rows.stop, at.stop
 
@@ -105,7 +106,7 @@ class Recorder:
     def add(self, step: StepRouting) -> None:
         """Records one step, or counts it as dropped. May be called from any thread."""
         with self._lock:
-            if self._closed or not (self._filling.fits(step) or self._begin_block(len(step.tokens))):
+            if self._closed or not (self._filling.fits(step) or self._begin_block(len(step.meta.tokens))):
                 self.dropped += 1
                 return
             self._filling.add(step)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from edgemoe.errors import StoreError
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
@@ -116,11 +116,7 @@ def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRou
         rows = slice(row, row + len(requests))
         at = slice(token, token + int(query_lens[rows].sum()))
         yield StepRouting(
-            requests=requests,
-            query_lens=query_lens[rows],
-            decode=decode[rows],
-            tokens=tokens[at],
-            positions=positions[at],
+            meta=StepMeta(requests, query_lens[rows], decode[rows], tokens[at], positions[at]),
             ids=ids[:, at],
             weights=weights[:, at],
             hints={},

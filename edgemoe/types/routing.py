@@ -11,27 +11,23 @@ from edgemoe.types.arrays import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class StepRouting:
-    """What the gates chose in one step: all that cache policy, predictors and recorder observe."""
+class StepMeta:
+    """What the engine knows of a step before it runs: S sequences with T tokens in all."""
 
     requests: tuple[str, ...]  # [S] request ids
     query_lens: IntArray  # [S] tokens that each contributed
     decode: npt.NDArray[np.bool_]  # [S] true where the sequence was decoding
     tokens: IntArray  # [T] input token ids
     positions: IntArray  # [T]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRouting:
+    """What the gates chose in one step: all that cache policy, predictors and recorder observe."""
+
+    meta: StepMeta
     ids: npt.NDArray[np.int16]  # [L, T, k]
     weights: FloatArray  # [L, T, k]
     hints: dict[int, FloatArray]  # distance in layers -> [L, T, E]; empty where not collected
     step_s: float  # wall time of the step
     stall_s: float  # part of step_s that was spent waiting for experts
-
-
-@dataclass(frozen=True, slots=True)
-class StepMeta:
-    """What the engine knows of a step before it runs; the fields are those of `StepRouting`."""
-
-    requests: tuple[str, ...]  # [S]
-    query_lens: IntArray  # [S]
-    decode: npt.NDArray[np.bool_]  # [S]
-    tokens: IntArray  # [T]
-    positions: IntArray  # [T]

@@ -11,7 +11,7 @@ import pytest
 from support.synthetic import EXPERTS, TOP_K, dataset, requests
 
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 from scoutgate.convert import public_meta, public_requests, requests_of
 from scoutgate.data import SPLITS, Batches, Meta, Recording, Routes, flat_ids, gather, k_hot, write
 
@@ -131,11 +131,13 @@ def step(requests: dict[str, tuple[int, list[int], bool]], seed: int = 0) -> Ste
     tokens = np.array([t for _, part, _ in requests.values() for t in part])
     ids = (tokens[None, :, None] * 10 + np.arange(2)[:, None, None] + seed).astype(np.int16)
     return StepRouting(
-        requests=tuple(requests),
-        query_lens=np.array([len(part) for _, part, _ in requests.values()]),
-        decode=np.array([decode for _, _, decode in requests.values()]),
-        tokens=tokens,
-        positions=np.array([p + i for p, part, _ in requests.values() for i in range(len(part))]),
+        meta=StepMeta(
+            requests=tuple(requests),
+            query_lens=np.array([len(part) for _, part, _ in requests.values()]),
+            decode=np.array([decode for _, _, decode in requests.values()]),
+            tokens=tokens,
+            positions=np.array([p + i for p, part, _ in requests.values() for i in range(len(part))]),
+        ),
         ids=ids,
         weights=np.ones(ids.shape, np.float32),
         hints={},

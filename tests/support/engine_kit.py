@@ -83,13 +83,8 @@ class PlainExperts:
         raise AssertionError("nobody asked")
 
     def end_step(self) -> StepRouting:
-        meta = self._meta
         return StepRouting(
-            requests=meta.requests,
-            query_lens=meta.query_lens,
-            decode=meta.decode,
-            tokens=meta.tokens,
-            positions=meta.positions,
+            meta=self._meta,
             ids=np.stack([ids.numpy() for ids in self._ids]).astype(np.int16),
             weights=np.stack([shares.numpy() for shares in self._shares]),
             hints={},

@@ -18,7 +18,7 @@ from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
 from edgemoe.telemetry.recording import MAGIC, Header, read_recording
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 HEADER = Header("digest", 3, 16, 2)
 
@@ -26,11 +26,13 @@ HEADER = Header("digest", 3, 16, 2)
 def step(seed: int, decode: tuple[bool, ...] = (True, False), lens: tuple[int, ...] = (1, 4)) -> StepRouting:
     random, tokens = np.random.default_rng(seed), sum(lens)
     return StepRouting(
-        requests=tuple(f"r{i}" for i in range(len(lens))),
-        query_lens=np.array(lens),
-        decode=np.array(decode),
-        tokens=random.integers(0, 1 << 17, tokens),
-        positions=np.arange(tokens),
+        meta=StepMeta(
+            requests=tuple(f"r{i}" for i in range(len(lens))),
+            query_lens=np.array(lens),
+            decode=np.array(decode),
+            tokens=random.integers(0, 1 << 17, tokens),
+            positions=np.arange(tokens),
+        ),
         ids=np.argsort(random.random((3, tokens, 16)), axis=2)[:, :, :2].astype(np.int16),
         weights=random.random((3, tokens, 2)).astype(np.float32),
         hints={},
@@ -54,9 +56,10 @@ def test_steps_come_back_as_they_were(tmp_path: Path) -> None:
     header, read = read_recording(file)
     assert header == HEADER
     for before, after in zip(steps, read, strict=True):
-        assert after.requests == before.requests
-        for name in ("query_lens", "decode", "tokens", "positions", "ids"):
-            assert np.array_equal(getattr(after, name), getattr(before, name))
+        assert after.meta.requests == before.meta.requests
+        for name in ("query_lens", "decode", "tokens", "positions"):
+            assert np.array_equal(getattr(after.meta, name), getattr(before.meta, name))
+        assert np.array_equal(after.ids, before.ids)
         assert after.weights == pytest.approx(before.weights, abs=1e-3)
 
 

@@ -155,7 +155,7 @@ async def test_what_a_killed_engine_had_begun_another_one_ends_with_the_same_tok
         await check_manners(second)
     *_, (header, steps) = (read_recording(file) for file in sorted((tmp_path / "run" / "routes").iterdir()))
     assert (header.layers, header.experts, header.top_k) == (3, 6, 2)
-    assert {name for step in steps for name in step.requests} >= {"cut", "long"}
+    assert {name for step in steps for name in step.meta.requests} >= {"cut", "long"}
 
 
 async def check_manners(child: Child) -> None:

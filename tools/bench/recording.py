@@ -70,7 +70,7 @@ class Timed(Recorder):
         began_s = time.perf_counter()
         super().add(step)
         self.handed.append((began_s, time.perf_counter()))
-        self.decoding.append(bool(step.decode.all()))
+        self.decoding.append(bool(step.meta.decode.all()))
 
     def _put(self, filled: Filling) -> None:
         began_s = time.perf_counter()

@@ -46,13 +46,8 @@ class Observations:
 
     def routing(self) -> StepRouting:
         """Returns the whole step, which ends now."""
-        meta = self.meta
         return StepRouting(
-            requests=meta.requests,
-            query_lens=meta.query_lens,
-            decode=meta.decode,
-            tokens=meta.tokens,
-            positions=meta.positions,
+            meta=self.meta,
             ids=self.ids,
             weights=self.weights,
             hints=self.hints,

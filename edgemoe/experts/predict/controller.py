@@ -246,10 +246,11 @@ class Controller:
 
     def _end(self, routing: StepRouting) -> None:
         """A step is over: closes what was followed, or learns it as a whole, and looks at the next one."""
-        requests = tuple(np.array(routing.requests)[routing.decode].tolist())
+        meta = routing.meta
+        requests = tuple(np.array(meta.requests)[meta.decode].tolist())
         if not requests:  # prefill only
             return
-        ids = routing.ids[:, (np.cumsum(routing.query_lens) - 1)[routing.decode]]  # [L, S, k] of the last tokens
+        ids = routing.ids[:, (np.cumsum(meta.query_lens) - 1)[meta.decode]]  # [L, S, k] of the last tokens
         if self.following:
             self._study(requests, ids)
             self.studies += 1

@@ -148,8 +148,8 @@ def test_a_step_yields_what_its_gates_chose(store: FileStore) -> None:
             tiers.experts.forward(layer, hidden, ids, shares)
             wanted.append((ids.numpy(), shares.numpy()))
         routing = tiers.experts.end_step()
-    assert routing.requests == ("r0", "r1")
-    assert routing.decode.tolist() == [True, False]
+    assert routing.meta.requests == ("r0", "r1")
+    assert routing.meta.decode.tolist() == [True, False]
     assert routing.ids.dtype == np.int16
     np.testing.assert_array_equal(routing.ids, [ids for ids, _ in wanted])
     np.testing.assert_array_equal(routing.weights, [shares for _, shares in wanted])

@@ -37,11 +37,13 @@ def routing(ids: Ids, names: tuple[str, ...], decode: bool = True, step_s: float
     """One step's; `ids` [L, S, K]. Steps are so slow that following them costs next to nothing."""
     n = len(names)
     return StepRouting(
-        requests=names,
-        query_lens=np.ones(n, np.int64),
-        decode=np.full(n, decode),
-        tokens=np.zeros(n, np.int64),
-        positions=np.zeros(n, np.int64),
+        meta=StepMeta(
+            requests=names,
+            query_lens=np.ones(n, np.int64),
+            decode=np.full(n, decode),
+            tokens=np.zeros(n, np.int64),
+            positions=np.zeros(n, np.int64),
+        ),
         ids=ids.astype(np.int16),
         weights=np.zeros(ids.shape, np.float32),
         hints={},

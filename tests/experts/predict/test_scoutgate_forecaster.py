@@ -48,9 +48,13 @@ def meta(requests: tuple[str, ...], tokens: list[list[int]], positions: list[int
 
 def routing(of: StepMeta, ids: np.ndarray) -> StepRouting:
     return StepRouting(
-        requests=of.requests, query_lens=of.query_lens, decode=of.decode, tokens=of.tokens, positions=of.positions,
-        ids=ids.astype(np.int16), weights=np.ones(ids.shape, np.float32), hints={}, step_s=0.01, stall_s=0.0,
-    )  # fmt: skip
+        meta=of,
+        ids=ids.astype(np.int16),
+        weights=np.ones(ids.shape, np.float32),
+        hints={},
+        step_s=0.01,
+        stall_s=0.0,
+    )
 
 
 @pytest.fixture(params=["source", "context"])

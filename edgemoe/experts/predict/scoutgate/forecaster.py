@@ -230,11 +230,11 @@ class ScoutGateForecaster:
             return
         sizes = self._served.geometry
         layers, experts, top_k = sizes.layers, sizes.experts, sizes.top_k
-        rows = np.cumsum(routing.query_lens) - 1  # [S] each sequence's last token
+        rows = np.cumsum(routing.meta.query_lens) - 1  # [S] each sequence's last token
         flat = routing.ids[:, rows].astype(np.int64)  # [L, S, k]
         flat += (np.arange(layers) * experts)[:, None, None]
         said_at, said_of, said = self._said
-        for row, request in enumerate(routing.requests):
+        for row, request in enumerate(routing.meta.requests):
             chosen = flat[:, row].ravel()
             if (track := self._tracks.get(request)) is not None:
                 track.previous = chosen
