@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from edgemoe.cluster.rpc.keys import generate
+from edgemoe.errors import WireError
 from tools.fuzzing.channel import fuzz
-from tools.fuzzing.peer import LANGUAGES
+from tools.fuzzing.peer import LANGUAGES, HostilePeer, read
 from tools.fuzzing.values import Values
 
 
@@ -31,6 +34,25 @@ def test_the_same_seed_makes_the_same_messages() -> None:
     kind = LANGUAGES["control"].messages["Announce"]
     one, two = (Values(random.Random(5)) for _ in range(2))
     assert repr([one.message(kind) for _ in range(50)]) == repr([two.message(kind) for _ in range(50)])
+
+
+def test_the_largest_message_that_can_be_read_is_found_ahead_of_all(tmp_path: Path) -> None:
+    key = generate(tmp_path / "key")
+    one, two = (HostilePeer("x", key, key.public, "127.0.0.1:9", "control", random.Random(7)) for _ in range(2))
+    try:
+        found = one.largest(400)
+        coming = [two.draw() for _ in range(400)]
+        assert [one.draw() for _ in range(400)] == coming
+        assert read("control", found)
+        assert found in coming
+        larger = [frames for frames in coming if sum(map(len, frames)) > sum(map(len, found))]
+        assert larger
+        for frames in larger:
+            with pytest.raises(WireError):
+                read("control", frames)
+    finally:
+        one.close()
+        two.close()
 
 
 def test_no_listed_peer_ends_a_daemon_or_changes_what_it_answers() -> None:

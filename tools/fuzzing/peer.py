@@ -16,11 +16,19 @@ import zmq
 
 from edgemoe.cluster.data.messages import BULK, CALLS
 from edgemoe.cluster.rpc import envelope
-from edgemoe.cluster.rpc.control_messages import CONTROL
-from edgemoe.cluster.rpc.engine_messages import FRAMING, MAGIC, TO_ENGINE, Emissions
+from edgemoe.cluster.rpc.control_messages import CONTROL, Forward, Tokens
+from edgemoe.cluster.rpc.engine_messages import (
+    FRAMING,
+    MAGIC,
+    TO_ENGINE,
+    Emissions,
+    decode_from_engine,
+    decode_to_engine,
+)
 from edgemoe.cluster.rpc.keys import Secret
 from edgemoe.cluster.rpc.protocol import SPOKEN, Language
 from edgemoe.cluster.rpc.transport import Failure
+from edgemoe.errors import WireError
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
@@ -43,7 +51,6 @@ class HostilePeer:
         """`server` is the box's public key, `address` HOST:PORT of its channel."""
         self.answers: Counter[str] = Counter()
         self.sent = 0
-        self.largest = 0  # message, in bytes
         self.lost = 0  # connections on which nothing came back any more
         self._channel, self._rng, self._values = channel, rng, Values(rng, hints)
         self._kinds = list(LANGUAGES[channel].messages.values())
@@ -71,12 +78,28 @@ class HostilePeer:
 
     def send(self) -> None:
         """One message, and whatever has come back so far. Raises zmq.Again where the box reads nothing more."""
-        frames = self._frames()
-        self._socket.send_multipart(frames)
-        self.largest = max(self.largest, sum(map(len, frames)))
+        self._socket.send_multipart(self.draw())
         self.sent += 1
         if self.sent % WINDOW == 0:
             self.settle()
+
+    def send_largest(self, count: int) -> None:
+        """The largest of the next `count` messages, ahead of them. Raises zmq.Again where it is not read."""
+        self._socket.send_multipart(self.largest(count))
+        self.settle()
+
+    def largest(self, count: int) -> list[bytes]:
+        """Returns the largest of the next `count` messages that can be read; all of them are still to come.
+
+        Reading one takes many times its bytes for a moment, one that cannot be read is dropped at its first fault.
+        """
+        state, found, most = self._rng.getstate(), list[bytes](), 0
+        for _ in range(count):
+            frames = self.draw()
+            if (size := sum(map(len, frames))) > most and _is_readable(self._channel, frames):
+                found, most = frames, size
+        self._rng.setstate(state)
+        return found
 
     def settle(self) -> None:
         """Waits until all that was sent was read, or lost with its connection. Raises zmq.Again where it is not."""
@@ -94,7 +117,8 @@ class HostilePeer:
             self._socket = self._connect()
         raise zmq.Again
 
-    def _frames(self) -> list[bytes]:
+    def draw(self) -> list[bytes]:
+        """The next message, as frames."""
         rng = self._rng
         body = self._values.message(rng.choice(self._kinds))
         tensors = self._tensors(body)
@@ -160,6 +184,22 @@ class HostilePeer:
             numbers = [*range(n), *[1] * n, *[self._rng.randrange(rows) for _ in range(m)]]
             numbers += [self._rng.choice(weights) for _ in range(m)]
         return [bytes(rows * row_bytes), struct.pack(f"<{len(numbers)}i", *numbers)]
+
+
+def read(channel: str, frames: Sequence[bytes]) -> Any:
+    """Returns what the box makes of a message. Raises WireError."""
+    message = LANGUAGES[channel].read(envelope.unseal(frames).body)
+    if isinstance(message, Forward | Tokens) and len(frames) > 1:
+        return (decode_to_engine if isinstance(message, Forward) else decode_from_engine)(frames[1])
+    return message
+
+
+def _is_readable(channel: str, frames: Sequence[bytes]) -> bool:
+    try:
+        read(channel, frames)
+    except WireError:
+        return False
+    return True
 
 
 def _kind(frames: Sequence[bytes]) -> str:
