@@ -4,8 +4,9 @@ It makes an engine's death invisible: a request's continuation is a function of 
 far, so `replay` submits each live one again as its next attempt, and `take` lets through only the current attempt's
 next index. So no token is delivered twice, changed or left out, whatever arrives late or from a dead incarnation.
 
-A request that kills engines must not take its neighbours along: those that have seen two die without getting further
-in between are suspects and go to the third one after the other, each once the one before has proved harmless.
+A request that kills engines must not take its neighbours along. Once the next death would be the last that somebody is
+allowed, all that have seen one go on one at a time, the nearest to its last first, each once the one before has proved
+harmless; see `Attempts`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,9 @@ from dataclasses import dataclass, field
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
+from edgemoe.policy.blame import Attempts
 from edgemoe.types.request import Emission, Request
 
-FRUITLESS_ATTEMPTS = 3  # engines that a request may see die without getting further in between
-# An attempt gets further by more tokens than this. Fewer may be what a dying engine never handed over, or what comes
-# out of each engine before the step that ends it.
-FURTHER_TOKENS = 8
 RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
 # A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
 # thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
@@ -70,7 +68,7 @@ class LoggedSubmission:
         self._news.set()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class LoggedRequest:
     """One accepted request."""
 
@@ -80,8 +78,7 @@ class LoggedRequest:
     emitted: list[int] = field(default_factory=list)
     attempt: int = 0  # 0: not yet submitted
     place: str = ""  # the engine that has it; "" while none does
-    emitted_before: int = 0  # by earlier attempts
-    fruitless: int = 0  # submissions since it last got further
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 class RequestLog:
@@ -104,7 +101,7 @@ class RequestLog:
         self._hand, self._recall = submit, cancel
         self._now = now
         self._live: dict[str, LoggedRequest] = {}
-        self._suspects: deque[str] = deque()  # to be tried one by one
+        self._suspects: deque[LoggedRequest] = deque()  # to be tried one by one
         self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
         self._idle = asyncio.Event()
@@ -159,8 +156,8 @@ class RequestLog:
                 self.gaps += 1
                 if live.place:
                     self._recall(live.place, Cancel(request=emission.request, attempt=live.attempt))
-                if len(live.emitted) > live.emitted_before:  # and nobody died
-                    live.fruitless = max(0, live.fruitless - 1)
+                if live.attempts.tokens:  # and nobody died
+                    live.attempts.take_back()
                 self._submit(live)
             else:
                 self._deliver(live, emission)
@@ -176,17 +173,23 @@ class RequestLog:
 
     def replay(self, places: Collection[str] = ()) -> None:
         """Submits every live request that none of these engines has to one that takes it, in order of acceptance."""
-        self._suspects.clear()
-        for live in list(self._live.values()):
-            if live.place in places and live.place:
-                continue
-            self.replayed += live.place != ""
-            live.place = ""
+        lost = [live for live in self._live.values() if not live.place or live.place not in places]
+        for live in lost:
+            if live.place:
+                self.replayed += 1
+                live.place = ""
+                live.attempts.end_with_engine()
             if live.request.id == self._on_trial:
                 self._on_trial = ""
-            if live.fruitless == FRUITLESS_ATTEMPTS - 1:
-                self._suspects.append(live.request.id)
-            else:
+        self._suspects.clear()
+        for live in [live for live in lost if not live.attempts.allowed]:
+            self._blame(live)
+            lost.remove(live)
+        if self._on_trial or any(live.attempts.allowed == 1 for live in lost):
+            suspects = [live for live in lost if live.attempts.suspect]
+            self._suspects.extend(sorted(suspects, key=lambda live: live.attempts.allowed))
+        for live in lost:
+            if live not in self._suspects:
                 self._submit(live)
         if not self._on_trial:
             self._try_next()
@@ -196,7 +199,7 @@ class RequestLog:
         live = self._live.get(request)
         if live is not None and live.attempt == attempt and live.place:
             live.place = ""
-            live.fruitless = max(0, live.fruitless - 1)
+            live.attempts.take_back()
             self._submit(live)
 
     def expire(self) -> None:
@@ -222,7 +225,7 @@ class RequestLog:
             assert name == live.request.id, f"{name} is filed under another's name"
             assert name in live.ticket.live, f"{name} is not on its own ticket"
             assert len(live.emitted) <= live.request.sampling.max_tokens, f"{name} has emitted too much"
-            assert live.fruitless <= live.attempt, f"{name} counts attempts that never were"
+            assert live.attempts.fruitless <= live.attempt, f"{name} counts attempts that never were"
             assert live.ticket.live <= self._live.keys(), f"the ticket of {name} holds forgotten requests"
         assert not self._suspects or self._on_trial in self._live, "suspects wait, and nobody is on trial"
         assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
@@ -244,11 +247,8 @@ class RequestLog:
     def _submit(self, live: LoggedRequest) -> None:
         """Sends the next attempt. With no engine to take it, `replay` will."""
         live.place = ""
-        if live.fruitless >= FRUITLESS_ATTEMPTS:
-            self._forget(live)
-            reason = f"{FRUITLESS_ATTEMPTS} engines in a row ended at about the same token of this request"
-            self.blamed += 1
-            live.ticket.fail(EngineCrashed(reason))
+        if not live.attempts.allowed:
+            self._blame(live)
             return
         message = Submit(
             request=live.request,
@@ -259,27 +259,34 @@ class RequestLog:
         if place := self._hand(message):
             live.place = place
             live.attempt += 1
-            live.emitted_before = len(live.emitted)
-            live.fruitless += 1
+            live.attempts.begin()
 
     def _deliver(self, live: LoggedRequest, emission: Emission) -> None:
         if emission.token is not None:
             live.emitted.append(emission.token)
-            if len(live.emitted) - live.emitted_before > FURTHER_TOKENS:
-                live.fruitless = 0
-                if live.request.id == self._on_trial:
-                    self._try_next()
+            live.attempts.add_token()
+            if live.request.id == self._on_trial and not live.attempts.suspect:
+                self._try_next()
         if emission.finish:
             self._mean_s += RATE_ALPHA * (self._now() - live.accepted - self._mean_s)
             self._forget(live)
         live.ticket.put(emission)
 
+    def _blame(self, live: LoggedRequest) -> None:
+        """Gives up what engines die of."""
+        self.blamed += 1
+        live.ticket.fail(EngineCrashed(live.attempts.charge))
+        for other in self._live.values():
+            other.attempts.explain()
+        self._forget(live)
+
     def _try_next(self) -> None:
-        """Submits the next suspect."""
+        """Submits the next suspect, and all that are none any more."""
         self._on_trial = ""
         while self._suspects and not self._on_trial:
-            if (live := self._live.get(self._suspects.popleft())) is not None:
-                self._on_trial = live.request.id
+            live = self._suspects.popleft()
+            if live.request.id in self._live:
+                self._on_trial = live.request.id if live.attempts.suspect else ""
                 self._submit(live)
 
     def _forget(self, live: LoggedRequest) -> None:

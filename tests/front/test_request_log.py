@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
-from edgemoe.front.request_log import FURTHER_TOKENS, LoggedSubmission, RequestLog
+from edgemoe.front.request_log import LoggedSubmission, RequestLog
+from edgemoe.policy.blame import DEATHS, FRUITLESS_ATTEMPTS, FURTHER_TOKENS
 from edgemoe.types.request import Emission, Request, Sampling
 
 
@@ -49,6 +50,10 @@ def engine() -> Iterator[FakeEngine]:
 
 def request(name: str = "r") -> Request:
     return Request(id=name, prompt=(1,), sampling=Sampling(max_tokens=100), seed=1)
+
+
+def long(name: str) -> Request:
+    return msgspec.structs.replace(request(name), sampling=Sampling(max_tokens=2000))
 
 
 def token(index: int, attempt: int = 1, name: str = "r", finish: str = "") -> Emission:
@@ -148,7 +153,7 @@ async def test_a_request_that_fells_every_engine_is_found_and_given_up(engine: F
             running = {sent.request.id for sent in engine.sent if isinstance(sent, Submit)}
             if "bad" not in running:  # this engine lives: each of the others says something
                 for name in ("good", "fine"):
-                    if (live := request_log._live[name]).fruitless:
+                    if (live := request_log._live[name]).attempts.fruitless:
                         done = len(live.emitted)
                         request_log.take([token(done + n, live.attempt, name) for n in range(FURTHER_TOKENS + 1)])
             engine.sent.clear()
@@ -177,6 +182,61 @@ async def test_a_request_that_fells_engines_at_one_of_its_tokens_is_given_up(eng
             await drain(bad)
         assert good.live == {"good"}
         assert request_log.blamed == 1
+
+
+class Deaths:
+    """Engines that die one after the other, and what each of them emits first."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.request_log, self.seen = engine.request_log, 0
+
+    def next(self, tokens: dict[str, int], fells: str = "") -> None:
+        """The requests that have an engine get further; it dies where `fells` is among them, or nobody does it."""
+        here = [name for name in tokens if self.request_log.place_of(name)[0]]
+        for name in here:
+            live = self.request_log._live[name]
+            done = len(live.emitted)
+            self.request_log.take([token(done + n, live.attempt, name) for n in range(tokens[name])])
+        dies = not fells or fells in here
+        self.seen += dies
+        self.request_log.replay(() if dies else ("engine",))
+        self.request_log.check_integrity()
+
+
+@pytest.mark.parametrize("every", [10, 25, 60])
+async def test_a_request_that_fells_an_engine_every_so_many_tokens_is_given_up_and_its_neighbours_are_not(
+    engine: FakeEngine, every: int
+) -> None:
+    names, deaths = ("first", "slow", "bad", "last"), Deaths(engine)
+    with ExitStack() as stack:
+        tickets = {name: stack.enter_context(engine.request_log.open([long(name)], 10)) for name in names}
+        while "bad" in engine.request_log._live and deaths.seen < 20:
+            deaths.next({"first": every, "slow": 3, "bad": every, "last": every - 3}, fells="bad")
+        assert deaths.seen == DEATHS
+        with pytest.raises(EngineCrashed, match="ended while they ran"):
+            await drain(tickets["bad"])
+        for name in ("first", "slow", "last"):
+            assert tickets[name].live == {name}
+            assert engine.request_log.place_of(name)[0]  # it waits no more
+
+
+async def test_a_request_outlives_the_deaths_that_others_are_blamed_for(engine: FakeEngine) -> None:
+    deaths = Deaths(engine)
+    with engine.request_log.open([long("good")], 10) as good:
+        for number in range(8):
+            with engine.request_log.open([long(f"bad-{number}")], 10):
+                while f"bad-{number}" in engine.request_log._live:
+                    deaths.next({"good": 12, f"bad-{number}": 0}, fells=f"bad-{number}")
+        assert deaths.seen == 8 * FRUITLESS_ATTEMPTS
+        assert good.live == {"good"}
+
+
+async def test_a_request_outlives_deaths_that_come_at_no_token_in_particular(engine: FakeEngine) -> None:
+    deaths = Deaths(engine)
+    with engine.request_log.open([long("good")], 10) as good:
+        for tokens in (30, 12, 11, 45, 20, 60, 30, 15, 10, 90):
+            deaths.next({"good": tokens})
+        assert good.live == {"good"}
 
 
 async def test_a_skipped_token_is_no_death_of_an_engine(engine: FakeEngine) -> None:

@@ -36,6 +36,7 @@ HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk
 SEND_S = 300  # that the box has to read what is under way
 ANSWER_TIMEOUT_S = 20  # before another connection is tried
 WINDOW = 100  # messages that are under way at most
+LARGEST_TIMES = 4  # that the largest message is sent ahead of the others: what reading it leaves behind differs
 FIRST_MARK = 1 << 61  # a question whose answer says that what was sent before it was read
 
 
@@ -84,9 +85,11 @@ class HostilePeer:
             self.settle()
 
     def send_largest(self, count: int) -> None:
-        """The largest of the next `count` messages, ahead of them. Raises zmq.Again where it is not read."""
-        self._socket.send_multipart(self.largest(count))
-        self.settle()
+        """The largest of the next `count` messages, ahead of them and more than once. Raises zmq.Again like `send`."""
+        largest = self.largest(count)
+        for _ in range(LARGEST_TIMES):
+            self._socket.send_multipart(largest)
+            self.settle()
 
     def largest(self, count: int) -> list[bytes]:
         """Returns the largest of the next `count` messages that can be read; all of them are still to come.
