@@ -22,7 +22,7 @@ from edgemoe.cluster.rpc.codec import Codec
 from edgemoe.cluster.rpc.intake import Intake
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.sockets import until_closed, waiting
+from edgemoe.cluster.rpc.sockets import until_closed, waiting, watch
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Credits, Failure, Transport
 from edgemoe.errors import EdgemoeError, PeerUnavailable, WireError
@@ -42,7 +42,7 @@ class PeerLink(Generic[M]):
         self.peer = peer
         self.node, self.address = peer.node, f"tcp://{peer.address}"
         self.socket = socket
-        self.monitor = socket.get_monitor_socket(EVENTS)
+        self.monitor = watch(socket, EVENTS)
         self.credits = Credits(credits_bytes)
         self.pending: dict[int, asyncio.Future[Answer[M]]] = {}
         self.up = False

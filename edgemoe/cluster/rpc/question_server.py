@@ -21,7 +21,7 @@ from edgemoe.cluster.rpc.codec import Codec
 from edgemoe.cluster.rpc.envelope import Buffer, Envelope
 from edgemoe.cluster.rpc.intake import EVENTS, Intake
 from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.sockets import fd_of, hand, key_of, until_closed, waiting, who
+from edgemoe.cluster.rpc.sockets import fd_of, hand, key_of, until_closed, waiting, watch, who
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Failure, Question, Transport
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, WireError, WireVersionError
 
@@ -53,7 +53,7 @@ class QuestionServer(Generic[M]):
         self._router = transport.socket(zmq.ROUTER, settings)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.set(zmq.CURVE_SERVER, 1)
-        self._monitor = self._router.get_monitor_socket(EVENTS)
+        self._monitor = watch(self._router, EVENTS)
 
     def bind(self, host: str, port: int = 0) -> int:
         """Listens; returns the port. Raises PeerRefused where the address cannot be had."""

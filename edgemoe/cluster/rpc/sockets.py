@@ -27,6 +27,17 @@ def fd_of(frame: zmq.Frame) -> int:
     return int(frame.get(zmq.SRCFD))
 
 
+def watch(socket: zmq.asyncio.Socket, events: int) -> zmq.asyncio.Socket:
+    """Returns the socket on which `socket` says what becomes of its connections.
+
+    It takes in any number of events: at its usual mark ZeroMQ's own thread would wait for somebody to read them, and
+    whoever closes `socket`, which reads no more, would wait for that thread for ever.
+    """
+    monitor = socket.get_monitor_socket(events)
+    monitor.set(zmq.RCVHWM, 0)
+    return monitor
+
+
 def waiting(socket: zmq.asyncio.Socket) -> bool:
     """Returns whether a message can be read without waiting."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)

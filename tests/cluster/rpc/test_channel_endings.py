@@ -50,6 +50,22 @@ async def main(own, own_secret, a, c, heartbeat_s):
 
 asyncio.run(main(*sys.argv[1:]))
 """
+FLOODED = """
+import asyncio, socket
+from support.boxes import Box, secret
+
+async def main():
+    key = secret()
+    box = Box("b", key, {"b": key})
+    for _ in range(1500):
+        with socket.create_connection(("127.0.0.1", box.port), timeout=20) as one:
+            one.recv(1)
+    box.channel.close()
+    box.transport.close()
+    print("closed")
+
+asyncio.run(main())
+"""
 BEAT_S = 0.3  # of the box's heartbeats
 MOMENT_S = 0.3  # in which it takes in what has come
 SOME = 400  # more messages than may wait where their number is bounded
@@ -89,16 +105,21 @@ class Victim:
         raise AssertionError(f"no answer; it ended with {self.process.poll()}")
 
 
+def environment() -> dict[str, str]:
+    """For a process that uses what the tests use."""
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3]), *sys.path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @asynccontextmanager
 async def victim(heartbeat_s: float) -> AsyncIterator[Victim]:
     keys = [secret() for _ in range(3)]
     words = [keys[0].public, keys[0].secret, keys[1].public, keys[2].public]
-    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3]), *sys.path]
     process = subprocess.Popen(
         [sys.executable, "-c", BOX, *(word.decode() for word in words), str(heartbeat_s)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env=environment(),
     )
     with process:
         try:
@@ -247,3 +268,8 @@ def _openings() -> Iterator[bytes]:
         yield greeting + b"\x04" + bytes((len(command) % 256,)) + command
     yield greeting + b"\x06" + b"\xff" * 8 + bytes(100)
     yield greeting + b"\x02" + b"\x7f" + b"\xff" * 7 + bytes(100)
+
+
+def test_a_channel_closes_however_many_connections_it_has_not_taken_note_of() -> None:
+    done = subprocess.run([sys.executable, "-c", FLOODED], env=environment(), capture_output=True, timeout=60)
+    assert done.stdout == b"closed\n", done.stderr
