@@ -1,5 +1,9 @@
-"""Bounds the received bytes that are not read yet, per connection: waiting messages, and messages without an end.
+"""Bounds connections: how many there are, and the bytes of each that are not read yet.
 
+Of one peer so many are held; beyond it the oldest is closed, because a box that lost its power leaves some behind that
+still look alive. Whose one is shows with its first message. Until then it counts by the address that it comes from.
+
+Unread bytes are those of waiting messages, and of messages without an end.
 ZeroMQ bounds the bytes of a frame, but not the frames of a message. It could bound the waiting messages, but that mark
 must not be used: where a connection breaks while it is held back, libzmq 4.3.5 ends the process (it asserts
 `!_io_error` when it next sends or answers a heartbeat). So sockets have no high-water mark for receiving. Instead the
@@ -25,6 +29,8 @@ from edgemoe.cluster.rpc.sparing_log import SparingLog
 log = logging.getLogger(__name__)
 LOOK_S = 0.05  # between checks of all connections, during which the bound may be exceeded
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+CONNECTIONS = 8  # of one peer to one channel
+SILENT = 64  # from one address, on which nothing has been said yet
 FRAME_BYTES = 35  # of overhead per frame, at least
 _BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in struct tcp_info (Linux 4.1)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,6 +39,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 @dataclass(slots=True)
 class _Connection:
     inode: int
+    host: str = ""  # where it comes from; "" where we made it
+    peer: str = ""  # whose key it has; "" until something was said
     read: int = 0  # bytes of what it has received
 
 
@@ -50,8 +58,13 @@ class Intake:
 
     def note(self, event: int, fd: int) -> None:
         """Takes a connection event from ZeroMQ's monitor."""
-        if event in (zmq.EVENT_ACCEPTED, zmq.EVENT_CONNECTED):
+        if event == zmq.EVENT_CONNECTED:
             self._known[fd] = _Connection(_inode(fd))
+        elif event == zmq.EVENT_ACCEPTED:
+            known = self._known.get(fd)
+            if known is None or known.inode != _inode(fd):  # what came on it may have been read before
+                known = self._known[fd] = _Connection(_inode(fd), _host(fd))
+            self._keep("", known.host, SILENT)
         elif event & EVENTS:
             self._known.pop(fd, None)
 
@@ -65,6 +78,13 @@ class Intake:
         else:
             known.read = received  # heartbeats too, which are never delivered
 
+    def heard(self, fd: int, peer: str) -> None:
+        """Takes note that the connection has this peer's key."""
+        known = self._known.setdefault(fd, _Connection(_inode(fd), _host(fd)))
+        if known.peer != peer:
+            known.peer = peer
+            self._keep(peer, "", CONNECTIONS)
+
     async def run(self) -> None:
         """Looks until cancelled."""
         while True:
@@ -77,12 +97,21 @@ class Intake:
             unread = _received(fd) - known.read
             if unread <= self._limit_bytes:
                 continue
-            del self._known[fd]
-            if known.inode and _inode(fd) == known.inode:
-                _libc.shutdown(fd, socket.SHUT_RDWR)
-                self.cut += 1
-                line = "a connection was cut: it sends more than is read, or a message without an end"
-                self._say(logging.WARNING, line, channel=self._channel, bytes=unread, limit=self._limit_bytes)
+            line = "a connection was cut: it sends more than is read, or a message without an end"
+            self._cut(fd, line, known.peer, bytes=unread, limit=self._limit_bytes)
+
+    def _keep(self, peer: str, host: str, most: int) -> None:
+        """Shuts down the oldest of the peer's connections, or of those from `host` that are nobody's yet."""
+        its = [fd for fd, known in self._known.items() if known.peer == peer and (peer or known.host == host)]
+        for fd in its[:-most]:
+            self._cut(fd, "a connection was cut: there are too many like it", peer, host=host, limit=most)
+
+    def _cut(self, fd: int, line: str, peer: str, **fields: object) -> None:
+        known = self._known.pop(fd)
+        if known.inode and _inode(fd) == known.inode:
+            _libc.shutdown(fd, socket.SHUT_RDWR)
+            self.cut += 1
+            self._say(logging.WARNING, line, peer, channel=self._channel, **fields)
 
 
 def _received(fd: int) -> int:
@@ -92,6 +121,15 @@ def _received(fd: int) -> int:
     if _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, ctypes.byref(size)) or size.value < len(info):
         return 0
     return int(struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0])
+
+
+def _host(fd: int) -> str:
+    """Returns the address that the connection comes from; "?" where it is closed."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as same:
+            return str(same.getpeername()[0])
+    except OSError:
+        return "?"
 
 
 def _inode(fd: int) -> int:

@@ -93,7 +93,10 @@ class QuestionServer(Generic[M]):
 
     def _take_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
         peer, boot = who(identity)
-        if not frames or self._transport.allowed.name_of(key_of(frames[0])) != peer:
+        owner = self._transport.allowed.name_of(key_of(frames[0])) if frames else None
+        if owner is not None:
+            self._intake.heard(fd_of(frames[0]), owner)
+        if owner != peer:
             raise WireError("the name does not belong to the key, or the key was revoked")
         parts = [frame.buffer for frame in frames]
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from support.boxes import Box, Echo, running, secret
 from support.waiting import until
 
 from edgemoe.cluster.rpc.envelope import seal
-from edgemoe.cluster.rpc.intake import Intake
+from edgemoe.cluster.rpc.intake import CONNECTIONS, SILENT, Intake
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerRefused
@@ -31,12 +31,13 @@ def three(**of_b: Any) -> tuple[Box, Box, Secret]:
     return a, Box("b", keys["b"], keys, message_bytes=MESSAGE_BYTES, **of_b), keys["c"]
 
 
-def dealer(context: zmq.asyncio.Context, b: Box, key: Secret) -> zmq.asyncio.Socket:
+def dealer(context: zmq.asyncio.Context, b: Box, key: Secret, identity: bytes = b"c:boot:1") -> zmq.asyncio.Socket:
     """c's own connection to b, whatever is said on it."""
     socket = context.socket(zmq.DEALER)
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.IDENTITY, b"c:boot:1"),
+        (zmq.IDENTITY, identity),
+        (zmq.RECONNECT_IVL, -1),
         (zmq.CURVE_SERVERKEY, b.key.public),
         (zmq.CURVE_PUBLICKEY, key.public),
         (zmq.CURVE_SECRETKEY, key.secret),
@@ -124,6 +125,49 @@ async def test_an_answer_without_an_end_is_cut_off_too() -> None:
         await asyncio.gather(asked, return_exceptions=True)
     router.close(0)
     context.term()
+
+
+async def test_a_peer_that_connects_on_and_on_loses_its_own_oldest_connections_and_costs_no_other_peer() -> None:
+    a, b, key = three()
+    context = zmq.asyncio.Context()
+    async with running(a, b):
+        await connected(a, b)
+        await a.channel.ask("b", Echo("before"), timeout_s=5)
+        sockets = []
+        for number in range(3 * CONNECTIONS):
+            sockets.append(dealer(context, b, key, b"c:boot:%d" % number))
+            await said(sockets[-1])
+        await until(lambda: len(b.channel.intake._known) == CONNECTIONS + 1)
+        assert b.channel.intake.cut == 2 * CONNECTIONS
+        for one in sockets[-CONNECTIONS:]:
+            await said(one)
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+        for one in sockets:
+            one.close(0)
+    context.term()
+
+
+async def said(socket: zmq.asyncio.Socket) -> None:
+    """Waits for the answer to something that is said there."""
+    await socket.send_multipart(seal(Echo("c"), id=1, remaining_ms=1000))
+    await socket.recv_multipart()
+
+
+def test_of_connections_that_say_nothing_so_many_are_held_by_address_and_none_that_has_spoken_is_cut() -> None:
+    one = Intake("test", 300_000)
+    with ExitStack() as stack:
+        pairs = [stack.enter_context(socketpair()) for _ in range(SILENT + 10)]
+        one.heard(pairs[0][1].fileno(), "c")  # what is said may be read before it is noted that there is a connection
+        one.note(zmq.EVENT_CONNECTED, pairs[1][1].fileno())
+        for _, far in (pairs[0], *pairs[2:]):
+            one.note(zmq.EVENT_ACCEPTED, far.fileno())
+        assert one.cut == 8
+        one.note(zmq.EVENT_ACCEPTED, pairs[0][1].fileno())
+        for near, _ in pairs[2:10]:
+            assert near.recv(1) == b""
+        for near, far in (pairs[0], pairs[1], *pairs[10:]):
+            far.sendall(b"x")
+            assert near.recv(1) == b"x"
 
 
 async def test_a_message_that_no_peer_would_take_in_is_not_sent() -> None:
