@@ -94,7 +94,7 @@ class ClusterFront:
         self.plane.listen()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(follow_list(self.settings, self.plane))
@@ -122,7 +122,7 @@ class ClusterFront:
     # --- our engine -------------------------------------------------------------------------------------------
 
     def hear(self, boot: str, message: Listening | Holds | PeerSeen) -> None:
-        """What our engine says of itself and its links."""
+        """Takes what our engine says of itself and its links."""
         match message:
             case Listening():
                 self._engine.listens(boot, message)

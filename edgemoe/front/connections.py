@@ -54,7 +54,7 @@ class Protocol(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it is the client's turn."""
+        """Returns whether it is the client's turn."""
         return self._between_requests or bool(self.cycle.more_body)
 
     def data_received(self, data: bytes) -> None:
@@ -74,7 +74,7 @@ class Protocol(H11Protocol):
                 timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn where the bytes are no request."""
+        """Answers 400; called by uvicorn where the bytes are no request."""
         self._refuse(400, BAD_REQUEST)
 
     def give_way(self) -> None:
@@ -158,7 +158,7 @@ class Server(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
         self._warned: dict[str, float] = {}
 
-    async def run_until_told(self) -> None:
+    async def run_until_stopped(self) -> None:
         """Serves until `should_exit` is set, then closes the sockets and what is idle."""
         async with asyncio.TaskGroup() as tasks:
             self._accepting = [tasks.create_task(self._accept(one), name="accept") for one in self._sockets]

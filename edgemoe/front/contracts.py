@@ -20,11 +20,11 @@ class Supervised(Protocol):
 
     @property
     def place(self) -> str:
-        """The engine's name as a place for requests; "" while it takes none."""
+        """Returns the engine's name as a place for requests; "" while it takes none."""
 
     @property
     def state(self) -> State:
-        """How the front is."""
+        """Returns how the front is."""
 
     def tell(self, message: ToEngine) -> bool:
         """Hands a message to the engine, ready or not; false where there is none."""
@@ -43,7 +43,7 @@ class Neighbours(Protocol):
     """The other boxes, as far as our engine and our requests are concerned."""
 
     def hear(self, boot: str, message: Listening | Holds | PeerSeen) -> None:
-        """What our engine says of itself and its links."""
+        """Takes what our engine says of itself and its links."""
 
     def engine_changed(self) -> None:
         """Our engine takes requests now, or no longer, or is no more."""

@@ -92,21 +92,21 @@ class EngineHandle:
 
     @property
     def serving(self) -> bool:
-        """Whether it takes requests: ready, and not known to have died."""
+        """Returns whether it takes requests: ready, and not known to have died."""
         return self.ready is not None and self.process.returncode is None
 
     @property
     def stalls(self) -> bool:
-        """Whether it has been silent for longer than one that works, and not for long enough to be taken to hang."""
+        """Returns whether it is silent for longer than one that works, and not long enough to be taken to hang."""
         return time.monotonic() - self.heard > STALLED_S
 
     @property
     def is_fatal(self) -> bool:
-        """Whether it has said that it cannot start, and nor could another."""
+        """Returns whether it has said that it cannot start, and nor could another."""
         return self.failed is not None and self.failed.fatal
 
     def hangs(self) -> str:
-        """Why the engine is taken to hang; empty while it is not. Asked at each look.
+        """Returns why the engine is taken to hang; empty while it is not. Asked at each look.
 
         By how much a look is late this process did not run, stopped or starved: that is no silence of the engine's.
         """
@@ -130,7 +130,7 @@ class EngineHandle:
         return f"exit status {code}"
 
     async def next_reloaded(self) -> Reloaded:
-        """The next thing that it says of having loaded something again."""
+        """Returns the next thing that it says of having loaded something again."""
         self._reloaded = asyncio.get_running_loop().create_future()
         return await self._reloaded
 

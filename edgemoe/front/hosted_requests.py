@@ -91,14 +91,14 @@ class HostedRequests:
         host.hosted_requests[request.id] = self._hosted_requests[hosted.name] = hosted
 
     def cancel(self, node: str, boot: str, request: str, attempt: int) -> None:
-        """The front no longer waits for this attempt."""
+        """Cancels an attempt that its front no longer waits for."""
         host = self._hosts.get(node)
         hosted = host.hosted_requests.get(request) if host is not None and host.boot == boot else None
         if hosted is not None and hosted.attempt == attempt:
             self._end(hosted)
 
     def missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-        """Those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
+        """Returns those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
         host = self._hosts.get(node)
         here: set[tuple[str, int]] = set()
         if host is not None and host.boot == boot:
@@ -117,7 +117,7 @@ class HostedRequests:
         return ours
 
     def forget(self, node: str) -> None:
-        """That front has gone, or another incarnation of it has come: its requests end here."""
+        """Ends the requests of a front that has gone, or of whose incarnations another has come."""
         if (host := self._hosts.pop(node, None)) is not None:
             if host.sending is not None:
                 host.sending.cancel()

@@ -19,7 +19,7 @@ PATH_BYTES = 107  # sun_path, less its terminator
 
 
 def unix_socket(path: Path, group: str = "") -> socket.socket:
-    """A listening socket at `path`, 0660, for `group` if one is named.
+    """Returns a listening socket at `path`, 0660, for `group` if one is named.
 
     A socket file that nobody listens on is replaced. Raises ServiceError where one is in use, or is no socket.
     """
@@ -44,7 +44,7 @@ def unix_socket(path: Path, group: str = "") -> socket.socket:
 
 
 def tcp_socket(address: str) -> socket.socket:
-    """A listening socket at HOST:PORT. Raises ServiceError."""
+    """Returns a listening socket at HOST:PORT. Raises ServiceError."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -54,7 +54,7 @@ def tcp_socket(address: str) -> socket.socket:
 
 
 def api_keys(file: Path) -> tuple[bytes, ...]:
-    """The keys in `file`, one a line, # comments left out. Raises ServiceError where it is unfit to hold any."""
+    """Returns the keys in `file`, one a line, without # comments. Raises ServiceError where it is unfit to hold any."""
     try:
         mode = file.stat().st_mode
         lines = [line.strip() for line in file.read_bytes().splitlines()]

@@ -124,7 +124,7 @@ class Front:
             ]
             if self.cluster is not None:
                 helpers.append(tasks.create_task(self.cluster.run(), name="cluster"))
-            tasks.create_task(server.run_until_told(), name="http")
+            tasks.create_task(server.run_until_stopped(), name="http")
             await self._stopped[0].wait()
             log.info("stopping", extra={"live": len(supervisor.request_log), "drain_s": self.settings.service.drain_s})
             self._notifier.tell(STOPPING="1", STATUS="finishing running requests")

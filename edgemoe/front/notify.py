@@ -30,7 +30,7 @@ class Notifier:
 
 
 def passed_sockets(env: Mapping[str, str]) -> list[socket.socket]:
-    """The listening sockets that the service manager opened for us, in its order."""
+    """Returns the listening sockets that the service manager opened for us, in its order."""
     if env.get("LISTEN_PID") != str(os.getpid()):
         return []
     sockets = []

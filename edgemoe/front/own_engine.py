@@ -20,16 +20,16 @@ class OwnEngine:
         self.seen: dict[str, PeerSeen] = {}  # its links to other engines, by node
 
     def listens(self, boot: str, listening: Listening) -> None:
-        """An incarnation has opened its channels."""
+        """Takes note of an incarnation that has opened its channels."""
         self.boot, self.listening, self.holds = boot, listening, None
 
     def ended(self) -> None:
-        """What one that has ended held is held no more."""
+        """Forgets what one that has ended held."""
         self.boot, self.listening, self.holds = "", None, None
         self.seen.clear()
 
     def card(self, shares: bool) -> EngineCard | None:
-        """What the others are told of it; None until it has said where it listens and what it holds."""
+        """Returns what the others are told of it; None until it has said where it listens and what it holds."""
         if (ports := self.listening) is None or (holds := self.holds) is None:
             return None
         model = ports.model
@@ -49,7 +49,7 @@ class OwnEngine:
 
 
 def all_held(ours: EngineCard | None, others: Iterable[EngineCard | None]) -> bool:
-    """Whether the engines of others hold every expert that ours holds, or there is no other engine to hold any."""
+    """Returns whether others' engines hold every expert that ours holds, or there is no other to hold any."""
     cards = list(others)
     there = functools.reduce(operator.or_, map(_experts, cards), 0)
     return not any(cards) or not _experts(ours) & ~there

@@ -19,7 +19,7 @@ WILDCARDS = ("0.0.0.0", "::", "*")
 
 
 def listed(settings: ClusterSettings) -> Mapping[str, Peer]:
-    """The boxes in the list of peers. Raises ConfigError where this one stands in it with another key."""
+    """Returns the boxes in the list of peers. Raises ConfigError where this one stands in it with another key."""
     if settings.join:
         if not address_of(settings):
             raise ConfigError("cluster.join needs cluster.address: the others must know where to reach this box")
@@ -61,6 +61,6 @@ def _stamp(settings: ClusterSettings) -> tuple[int, int]:
 
 
 def address_of(settings: ClusterSettings) -> str:
-    """Where the others reach this box's control channel, as far as the settings say so; else ""."""
+    """Returns where the others reach this box's control channel, as far as the settings say so; else ""."""
     host = settings.listen.rpartition(":")[0].strip("[]")
     return settings.address or ("" if host in WILDCARDS else settings.listen)

@@ -112,7 +112,7 @@ class RequestLog:
 
     @property
     def capacity_per_user(self) -> int:
-        """How many of them one user gets while nobody else has any."""
+        """Returns how many of them one user gets while nobody else has any."""
         return SHARE_OF_FREE * (self.capacity + 1) // (SHARE_OF_FREE + 1)
 
     # --- what the application calls ---
@@ -163,12 +163,12 @@ class RequestLog:
                 self._deliver(live, emission)
 
     def place_of(self, request: str) -> tuple[str, int]:
-        """The engine that has the request, and its attempt there; ("", 0) where it is not alive."""
+        """Returns the engine that has the request, and its attempt there; ("", 0) where it is not alive."""
         live = self._live.get(request)
         return (live.place, live.attempt) if live is not None else ("", 0)
 
     def count_at(self, place: str) -> int:
-        """Live requests that this engine has."""
+        """Counts the live requests that this engine has."""
         return sum(live.place == place for live in self._live.values())
 
     def replay(self, places: Collection[str] = ()) -> None:
@@ -195,7 +195,7 @@ class RequestLog:
             self._try_next()
 
     def turned_away(self, request: str, attempt: int) -> None:
-        """An engine would not take this attempt: it goes to another, as far as there is one."""
+        """Submits an attempt that an engine would not take to another, as far as there is one."""
         live = self._live.get(request)
         if live is not None and live.attempt == attempt and live.place:
             live.place = ""

@@ -46,6 +46,6 @@ class RestartBackoff:
 
 
 def keeps_failing(why: str, left_s: float) -> EngineUnavailable:
-    """What clients are told while there is no next start for so long."""
+    """Returns what clients are told while there is no next start for so long."""
     reason = f"the engine keeps failing ({why}) and is started again in {left_s:.0f} s; see the log"
     return EngineUnavailable(reason, code="engine_failed", retry_after_s=left_s)

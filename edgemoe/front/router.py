@@ -33,13 +33,13 @@ class RoutedRequests(Protocol):
         """Delivers what an engine emitted."""
 
     def turned_away(self, request: str, attempt: int) -> None:
-        """An engine would not take this attempt."""
+        """Submits elsewhere an attempt that an engine would not take."""
 
     def place_of(self, request: str) -> tuple[str, int]:
-        """The engine that has the request, and its attempt there."""
+        """Returns the engine that has the request, and its attempt there."""
 
     def count_at(self, place: str) -> int:
-        """Live requests that this engine has."""
+        """Counts the live requests that this engine has."""
 
 
 class Router:
@@ -113,7 +113,7 @@ class Router:
             await asyncio.gather(*(self._check(place, nodes[place], some) for place, some in asked.items()))
 
     def hear(self, node: str, beat: Beat) -> None:
-        """A box has said how it is."""
+        """Takes note of how a box says that it is."""
         self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
 
     def _load(self, place: str, node: str) -> EngineLoad:

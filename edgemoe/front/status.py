@@ -16,7 +16,7 @@ STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
 
 
 def state_of(members: Members, member: Member) -> State:
-    """How another box is."""
+    """Returns how another box is."""
     if member.refused:
         return "refused"
     if not members.is_alive(member.peer.node):

@@ -74,18 +74,18 @@ class Supervisor:
     # --- the api's Backend ---
 
     def metrics(self) -> Mapping[str, float]:
-        """The engine's metrics, as of its last Stats, and the cluster's."""
+        """Returns the engine's metrics, as of its last Stats, and the cluster's."""
         metrics = self._engine.stats.values if self._engine else {}
         return metrics if self.cluster is None else {**metrics, **self.cluster.metrics()}
 
     @property
     def state(self) -> State:
-        """How the server is: `stalled` where the engine is ready, and has been silent for longer than it ever is."""
+        """Returns how the server is: `stalled` where the engine is ready, and silent for longer than it ever is."""
         stalls = self._engine is not None and self._engine.stalls
         return "stalled" if self._state == "ready" and stalls else self._state
 
     async def model(self) -> tuple[ModelInfo, RequestLimits]:
-        """The model and the limits of a request. Waits for the first engine. Raises EngineUnavailable."""
+        """Returns the model and the limits of a request. Waits for the first engine. Raises EngineUnavailable."""
         deadline = time.monotonic() + self.settings.api.request_timeout_s
         while self._served is None:
             if self.request_log.closed is not None:
@@ -98,11 +98,11 @@ class Supervisor:
         return self._served
 
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[LoggedSubmission]:
-        """See RequestLog.open."""
+        """Opens requests as RequestLog.open does."""
         return self.request_log.open(requests, timeout_s)
 
     def describe(self) -> dict[str, Any]:
-        """The body of /health."""
+        """Returns the body of /health."""
         engine, served = self._engine, self._served
         loading = engine.loading if engine and not engine.ready else None
         about = {} if self.cluster is None else {"cluster": self.cluster.describe()}
@@ -264,7 +264,7 @@ class Supervisor:
 
     @property
     def place(self) -> str:
-        """The engine's name as a place for requests; "" while it takes none."""
+        """Returns the engine's name as a place for requests; "" while it takes none."""
         return self._engine.boot_id if self._engine is not None and self._engine.serving else ""
 
     def submit_here(self, message: Submit) -> str:

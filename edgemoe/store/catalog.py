@@ -30,7 +30,7 @@ P = ParamSpec("P")
 
 @contextmanager
 def progress_bar(title: str, console: Console | None = None) -> Iterator[Progress]:
-    """A bar with rate and time left; yields what `pack` and `verify` take as `progress`."""
+    """Opens a bar with rate and time left; yields what `pack` and `verify` take as `progress`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -44,18 +44,18 @@ def progress_bar(title: str, console: Console | None = None) -> Iterator[Progres
 
 
 def is_store(path: Path) -> bool:
-    """A packed store, finished or not."""
+    """Returns whether a packed store lies there, finished or not."""
     return (path / MANIFEST).is_file() or (path / JOURNAL).is_file()
 
 
 def find_stores(store_dir: str | Path) -> list[Path]:
-    """The stores that lie in `store_dir`, by name."""
+    """Returns the stores that lie in `store_dir`, by name."""
     directory = Path(store_dir).expanduser()
     return sorted(path for path in directory.iterdir() if is_store(path)) if directory.is_dir() else []
 
 
 def resolve(name: str, store_dir: str | Path) -> Path:
-    """A store given by its path, by its directory's name in `store_dir`, or by its model's name if that is unique.
+    """Returns the store given by path, directory's name in `store_dir`, or model's name if that is unique.
 
     Raises StoreError naming the stores that there are.
     """
@@ -87,7 +87,7 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
 
 
 def table(store_dir: str | Path) -> Table:
-    """The stores in `store_dir`, one row each."""
+    """Returns a table of the stores in `store_dir`, one row each."""
     found = Table(title=f"Packed models in {store_dir}")
     found.add_column("store", overflow="fold")  # a name is what `verify` and `remove` take
     for heading in ("family", "layers", "experts", "precision"):

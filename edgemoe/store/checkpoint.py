@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The directory's name; the repository's where the directory is a snapshot in the hub's cache."""
+        """Returns the directory's name; the repository's where the directory is a snapshot in the hub's cache."""
         path = self.directory.resolve()
         if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
             return path.parent.parent.name.split("--")[-1]
@@ -90,7 +90,7 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> Json:
-    """A JSON object from a file of the checkpoint. Raises CheckpointError."""
+    """Returns a JSON object from a file of the checkpoint. Raises CheckpointError."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large")
@@ -105,7 +105,7 @@ def read_json(path: Path) -> Json:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file, by name. Raises CheckpointError."""
+    """Returns the tensors of one safetensors file, by name. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -12,7 +12,7 @@ from edgemoe.types.experts import DTYPE_BYTES
 
 
 def spec_of(manifest: Manifest) -> ModelSpec:
-    """The model of a store, whose files hold what it takes.
+    """Returns the model of a store, whose files hold what it takes.
 
     So memory that is reserved by the configuration is bounded by the files' sizes. Raises UnsupportedModel,
     CheckpointError, and StoreError where they contradict each other.

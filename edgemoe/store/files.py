@@ -61,14 +61,14 @@ class Checksum:
 
 
 def combine(block_digests: list[bytes]) -> str:
-    """The checksum of a run from the digests of its blocks, in order."""
+    """Returns the checksum of a run from the digests of its blocks, in order."""
     if len(block_digests) == 1:
         return block_digests[0].hex()
     return str(xxhash.xxh3_128_hexdigest(b"".join(block_digests)))
 
 
 def checksum(data: Buffer) -> str:
-    """What the manifest says of `data`: use it to verify an expert that came from a peer."""
+    """Returns what the manifest says of `data`: use it to verify an expert that came from a peer."""
     whole = Checksum()
     whole.update(data)
     return whole.hexdigest()
@@ -121,7 +121,7 @@ class PageFile:
 
 
 def open_direct(path: Path, flags: int) -> int | None:
-    """A descriptor that bypasses the page cache; None where the file system has no such thing."""
+    """Returns a descriptor that bypasses the page cache; None where the file system has no such thing."""
     try:
         return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -136,7 +136,7 @@ def page_memory(size_bytes: int) -> memoryview:
 def range_checksum(
     file: PageFile, offset: int, size_bytes: int, *, threads: int = 1, tell: Callable[[float], None] | None = None
 ) -> str:
-    """The checksum of a run of a file, read by so many threads; `tell` hears which share is done.
+    """Returns the checksum of a run of a file, read by so many threads; `tell` hears which share is done.
 
     Raises OSError, and EOFError where the file is too short.
     """
@@ -166,14 +166,14 @@ def range_checksum(
 
 
 def header_bytes(file: PageFile) -> int:
-    """Where the tensors of a safetensors file begin. Raises OSError, EOFError."""
+    """Returns where the tensors of a safetensors file begin. Raises OSError, EOFError."""
     prefix = memoryview(bytearray(8))
     file.fill(prefix, 8, 0)
     return 8 + int.from_bytes(prefix, "little")
 
 
 def file_bytes(path: Path) -> int:
-    """Size of a file of the store. Raises StoreError where there is none."""
+    """Returns the size of a file of the store. Raises StoreError where there is none."""
     try:
         found = path.stat()
     except OSError as error:
@@ -184,7 +184,7 @@ def file_bytes(path: Path) -> int:
 
 
 def blocks(size_bytes: int) -> Iterator[slice]:
-    """A run of bytes cut into blocks."""
+    """Cuts a run of bytes into blocks."""
     return (slice(at, min(at + BLOCK_BYTES, size_bytes)) for at in range(0, size_bytes, BLOCK_BYTES))
 
 
@@ -212,7 +212,7 @@ def lock_store(store: Path, *, exclusive: bool) -> Iterator[None]:
 
 
 def lock_holder(store: Path) -> str:
-    """The id of the process that holds the store exclusively, as far as it could say so; else ""."""
+    """Returns the id of the process that holds the store exclusively, as far as it could say so; else ""."""
     try:
         return (store / LOCK).read_text()[:20]
     except OSError:

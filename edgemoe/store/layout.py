@@ -54,7 +54,7 @@ class FilePlan:
     runs: tuple[Run, ...]
 
     def header(self, digests: Sequence[str]) -> bytes:
-        """The safetensors header with the runs' checksums in it; whole pages, whatever the checksums."""
+        """Returns the safetensors header with the runs' checksums in it; whole pages, whatever the checksums."""
         entries: dict[str, object] = {"__metadata__": {"xxh3_128": " ".join(digests)}}
         at = 0
         for name, dtype, shape in self.tensors:
@@ -74,7 +74,7 @@ class FilePlan:
         return self.header_bytes + sum(run.bytes + run.padding for run in self.runs)
 
     def offsets(self) -> Iterator[int]:
-        """Where each run begins."""
+        """Returns where each run begins."""
         at = self.header_bytes
         for run in self.runs:
             yield at
@@ -154,7 +154,7 @@ class _Tensors:
 
 
 def tensor_bytes(dtype: str, shape: Shape) -> int:
-    """Size of a tensor of the store."""
+    """Returns the size of a tensor of the store."""
     size = ITEM_BYTES[dtype]
     for length in shape:
         size *= length

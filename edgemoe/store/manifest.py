@@ -31,7 +31,7 @@ PlainName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_le
 
 
 def layer_file(layer: int) -> str:
-    """Where a store keeps the experts of one layer."""
+    """Returns where a store keeps the experts of one layer."""
     return f"experts/layer_{layer:03d}.safetensors"
 
 
@@ -145,24 +145,24 @@ class Manifest(Record, frozen=True):
 
     @property
     def spec_config(self) -> Json:
-        """The configuration for `spec_from_config`, with the precision that the store really has."""
+        """Returns the configuration for `spec_from_config`, with the precision that the store really has."""
         return {**self.config, "dtype": self.dtype}
 
     def present(self, layer: int, expert: int) -> bool:
         return 0 <= layer < len(self.layers) and expert in self.layers[layer].by_expert
 
     def entry(self, layer: int, expert: int) -> ExpertEntry:
-        """Where an expert that is present lies; KeyError or IndexError where it is not."""
+        """Returns where an expert that is present lies; KeyError or IndexError where it is not."""
         return self.layers[layer].by_expert[expert]
 
     @property
     def total_bytes(self) -> int:
-        """Disk space of the store's files."""
+        """Returns the disk space of the store's files."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def parts(self) -> tuple[FileEntry, ...]:
-        """Every file of the store but the manifest."""
+        """Returns every file of the store but the manifest."""
         return (self.dense, *self.layers, *self.files)
 
 

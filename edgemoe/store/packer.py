@@ -49,7 +49,7 @@ def silent(done_bytes: int, total_bytes: int) -> None:
 
 
 def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = silent) -> Path:
-    """The store of a model: `path` itself where it is one, else a directory under `store_dir`, packed if need be.
+    """Returns the store of a model: `path` itself where it is one, else one under `store_dir`, packed if need be.
 
     Raises CheckpointError, StoreError.
     """

@@ -58,7 +58,7 @@ class ExpertStore:
         self._closing.close()
 
     def expert_bytes(self, layer: int, expert: int) -> int:
-        """Size of one expert as stored, padding excluded. Raises MissingExpert."""
+        """Returns the size of one expert as stored, padding excluded. Raises MissingExpert."""
         return self._find(layer, expert)[1].bytes
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:

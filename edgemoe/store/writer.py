@@ -64,7 +64,7 @@ def copy_file(source: Path, target: Path) -> str:
 
 
 def to_bfloat16(halves: npt.NDArray[np.float16]) -> npt.NDArray[np.uint16]:
-    """The bits of the nearest bfloat16, ties to even."""
+    """Returns the bits of the nearest bfloat16, ties to even."""
     bits = halves.astype(np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(halves), (bits >> 16) | 0x40, rounded).astype(np.uint16)
@@ -146,7 +146,7 @@ class _Source:
             file.close()
 
     def read(self, runs: Sequence[Run]) -> Iterator[tuple[int, memoryview]]:
-        """The runs' bytes in order, as the store has them, with the run's index; a block is valid until the next."""
+        """Yields the runs' bytes in order, as stored, with the run's index; a block is valid until the next."""
         pending: deque[Future[tuple[int, memoryview]]] = deque()
         for span, buffer in zip(_spans(runs), cycle(self._buffers), strict=False):
             if len(pending) == len(self._buffers) - 1:

@@ -61,8 +61,8 @@ class Worker:
         self._wire = EngineEnd(boot.address, boot.boot_id, boot.speaks)
         self._phase, self._fraction = "start", 0.0
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
-        self._told_to_stop = asyncio.Event()
-        self._told_to_reload = asyncio.Event()
+        self._stop_asked = asyncio.Event()
+        self._reload_asked = asyncio.Event()
         self._side: ClusterSide | None = None  # towards other boxes
 
     async def run(self) -> int:
@@ -99,8 +99,8 @@ class Worker:
             self._say("ready")
             self._wire.post(self._ready(assembly))
             helpers.append(tasks.create_task(self._report(assembly), name="stats"))
-            helpers.append(tasks.create_task(self._reload_when_told(assembly), name="reload"))
-            await self._told_to_stop.wait()
+            helpers.append(tasks.create_task(self._reload_when_asked(assembly), name="reload"))
+            await self._stop_asked.wait()
             assembly.engine.loop.stop()
             if (await asyncio.wait([computing], timeout=JOIN_S))[0]:
                 assembly.engine.check_integrity()
@@ -179,12 +179,12 @@ class Worker:
             case Ping():
                 self._wire.post(self._stats(assembly))
             case Reload():
-                self._told_to_reload.set()
+                self._reload_asked.set()
             case PeerList() | Plan():
                 if self._side is not None:
                     self._side.obey(message)
             case Stop():
-                self._told_to_stop.set()
+                self._stop_asked.set()
             case Refused():
                 log.warning("the front cannot read what was sent", extra={"what": message.what, "why": message.why})
 
@@ -193,10 +193,10 @@ class Worker:
             self._wire.post(self._stats(assembly))
             await asyncio.sleep(STATS_S)
 
-    async def _reload_when_told(self, assembly: Assembly) -> None:
+    async def _reload_when_asked(self, assembly: Assembly) -> None:
         while True:
-            await self._told_to_reload.wait()
-            self._told_to_reload.clear()
+            await self._reload_asked.wait()
+            self._reload_asked.clear()
             reloaded = await asyncio.to_thread(_reload, assembly)
             log.log(logging.WARNING if reloaded.refused else logging.INFO, reloaded.message)
             self._wire.post(reloaded)

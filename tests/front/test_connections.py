@@ -54,7 +54,7 @@ APP = Starlette(
 @asynccontextmanager
 async def serving(path: Path, max_connections: int = 100) -> AsyncIterator[Server]:
     server = Server(APP, [unix_socket(path)], max_connections)
-    running = asyncio.ensure_future(server.run_until_told())
+    running = asyncio.ensure_future(server.run_until_stopped())
     try:
         yield server
         assert not running.done()
@@ -242,7 +242,7 @@ async def test_a_uid_comes_with_a_unix_socket_only(api: Path) -> None:
     listeners = [unix_socket(api), tcp_socket("127.0.0.1:0")]
     port = listeners[1].getsockname()[1]
     server = Server(Starlette(routes=[Route("/", noting)]), listeners, 10)
-    running = asyncio.ensure_future(server.run_until_told())
+    running = asyncio.ensure_future(server.run_until_stopped())
     assert (await ask(api))[0] == 200
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(GET)

@@ -68,10 +68,10 @@ class Admission:
         return gone
 
     def is_due(self) -> bool:
-        """Whether another box's word has come to count, or no longer does."""
+        """Returns whether another box's word has come to count, or no longer does."""
         return self._lapsed_vouchers() != self._lapsed
 
-    def told(self) -> tuple[Peer, ...]:
+    def announced_list(self) -> tuple[Peer, ...]:
         """This box's list, as the others are to hear it."""
         said = {m.peer.node: m.card.address for m in self._members if m.card is not None}
         return with_addresses(self.listed, said)
@@ -92,7 +92,7 @@ class Admission:
         return card.listed != (before.listed if before else ()) or not member.peer.address
 
     def objection(self, node: str, card: Announce, own: Announcer) -> str:
-        """Why that box cannot take part, by what it says of itself; "" where it can."""
+        """Returns why that box cannot take part, by what it says of itself; "" where it can."""
         theirs = card.engine.model if card.engine else ""
         if why := self._agreement.objection(node, card.agreement):
             return why

@@ -30,7 +30,7 @@ class Announcer:
         self._say = SparingLog(log)
 
     def change(self, card: Announce) -> None:
-        """From now on the box is this."""
+        """Takes this for what the box is from now on."""
         self.card = card
         self.model = card.engine.model if card.engine else self.model
         self._serial += 1
@@ -51,11 +51,11 @@ class Announcer:
             if member.refused != str(error):
                 self._say(logging.ERROR, "a box refuses us", member.peer.node, why=str(error))
             member.refused = str(error)
-            member.told = serial
+            member.acknowledged = serial
         except PeerError as error:
             log.debug("announcement not delivered", extra={"peer": member.peer.node, "why": str(error)})
         else:
-            member.told = serial
+            member.acknowledged = serial
 
     def beat(self, load: Beat, leading: int, seen: int, plan: PlanRef | None) -> None:
         """Tells everybody how this box is: how busy, in which epoch it leads, and which it has seen."""
@@ -65,4 +65,4 @@ class Announcer:
             self._channel.tell(member.peer.node, msgspec.structs.replace(beat, unmet=member.card is None))
 
     def _late(self) -> list[Member]:
-        return [member for member in self._members if member.up and member.told != self._serial]
+        return [member for member in self._members if member.up and member.acknowledged != self._serial]

@@ -34,7 +34,7 @@ class Election:
         self._until = float("-inf")
 
     def epoch(self) -> int:
-        """The epoch in which this box leads at this moment; 0 when it does not, or can no longer be sure."""
+        """Returns the epoch in which this box leads at this moment; 0 when it does not, or can no longer be sure."""
         return self._epoch if self._clock() < self._until else 0
 
     async def run(self) -> None:

@@ -46,7 +46,7 @@ class ClusterView(Protocol):
 
     @property
     def announce(self) -> Announce:
-        """What this box says of itself."""
+        """Returns what this box says of itself."""
 
     def beat(self) -> None:
         """Tells everybody how this box is."""
@@ -74,26 +74,26 @@ class Leader:
 
     @property
     def epoch(self) -> int:
-        """The epoch in which this box leads; 0 while it does not, or cannot be sure."""
+        """Returns the epoch in which this box leads; 0 while it does not, or cannot be sure."""
         if self._election is None or self._epoch < self._cluster.fence.highest:
             return 0
         return self._epoch if self._election.epoch() == self._epoch else 0
 
     @property
     def trouble(self) -> str:
-        """Why nobody is elected with this box's vote, or there is no new plan."""
+        """Returns why nobody is elected with this box's vote, or there is no new plan."""
         return self._leaps() or (self._joined and self._store.trouble) or self._no_plan
 
     @property
     def agreed(self) -> tuple[int, str] | None:
-        """How many entries of the embedded agreement were applied here, and the digest of the state they made."""
+        """Counts the entries of the embedded agreement applied here; with the digest of the state they made."""
         return self._store.agreed() if self._joined and isinstance(self._store, RaftStore) else None
 
     def _leaps(self) -> str:
         return self._cluster.fence.objection(self._store.view().epoch) if self._joined else ""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             self._electing = group.create_task(self._agree())
             group.create_task(self._lead())
@@ -105,7 +105,7 @@ class Leader:
             await asyncio.wait([self._electing], timeout=RESIGN_S)
 
     async def close(self) -> None:
-        """After `run` has ended."""
+        """Frees what it holds; after `run` has ended."""
         await self._store.close()
 
     async def _agree(self) -> None:

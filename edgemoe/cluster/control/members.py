@@ -25,7 +25,7 @@ class Member:
     beat: Beat = field(default_factory=Beat)
     card: Announce | None = None
     card_boot: str = ""  # of which incarnation it is
-    told: int = 0  # our announcement that it has taken note of
+    acknowledged: int = 0  # our announcement that it has taken note of
     refused: str = ""  # why it cannot take part
 
 
@@ -46,19 +46,19 @@ class Members:
         return iter(self._members.values())
 
     def add(self, peer: Peer) -> None:
-        """A box that is listed from now on; replaces what was known under its name."""
+        """Adds a box that is listed from now on; replaces what was known under its name."""
         self._members[peer.node] = Member(peer, gone_s=self._clock())
 
     def remove(self, node: str) -> None:
         del self._members[node]
 
     def is_alive(self, node: str) -> bool:
-        """Whether it has been heard lately, on a connection that stands both ways."""
+        """Returns whether it has been heard lately, on a connection that stands both ways."""
         member = self._members[node]
         return member.up and self._clock() - member.heard_s < DEAD_S
 
     def watch(self) -> list[str]:
-        """Those that have come to life or died since the last call."""
+        """Returns those that have come to life or died since the last call."""
         changed = []
         for member in self:
             was = member.gone_s == float("inf")
@@ -82,11 +82,11 @@ class Members:
         return found
 
     def keys(self) -> dict[str, tuple[str, ...]]:
-        """Public keys of those that may take part."""
+        """Returns public keys of those that may take part."""
         return {member.peer.node: member.peer.keys for member in self if not member.refused}
 
     def engines(self) -> tuple[PeerEngine, ...]:
-        """The engines that compute for others, wherever their front is to be reached, and whether that is heard."""
+        """Returns the engines that compute for others, with where to reach them and whether their front is heard."""
         found = []
         for member in self:
             engine = member.card.engine if member.card and not member.refused else None

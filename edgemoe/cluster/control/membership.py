@@ -31,14 +31,14 @@ def let_in(
 
 
 def same_box(now: Peer | None, before: Peer) -> bool:
-    """Whether it is listed as before, but perhaps elsewhere, or with another key beside one that it had."""
+    """Returns whether it is listed as before, but perhaps elsewhere, or with another key beside one that it had."""
     if now is None or set(now.keys).isdisjoint(before.keys):
         return False
     return now == msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
 
 
 def with_addresses(listed: Mapping[str, Peer], said: Mapping[str, str]) -> tuple[Peer, ...]:
-    """The list to be announced: addresses that it leaves open, as the boxes said them themselves."""
+    """Returns the list to be announced: addresses that it leaves open, as the boxes said them themselves."""
     return tuple(
         peer if peer.address else msgspec.structs.replace(peer, address=said.get(node, ""))
         for node, peer in listed.items()
@@ -46,7 +46,7 @@ def with_addresses(listed: Mapping[str, Peer], said: Mapping[str, str]) -> tuple
 
 
 def read_join(text: str) -> Peer:
-    """The box to join from "NODE,HOST:PORT,KEY". Raises ConfigError."""
+    """Returns the box to join from "NODE,HOST:PORT,KEY". Raises ConfigError."""
     parts = text.split(",")
     if len(parts) != 3:
         raise ConfigError(

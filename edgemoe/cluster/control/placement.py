@@ -29,7 +29,7 @@ class ExpertHome:
 
 
 def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
-    """Why a new plan is due for the model that the engine serves.
+    """Returns why a new plan is due for the model that the engine serves.
 
     "" while the present one will do, or something may still come back.
     """
@@ -55,7 +55,7 @@ def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[Exp
 def make_plan(
     engine: EngineCard, boxes: Sequence[ExpertHome], replicas: int, epoch: int, version: int
 ) -> PlacementPlan:
-    """The uniform plan over the boxes that are there, for the engine's model. Raises PlacementInfeasible."""
+    """Returns the uniform plan over the boxes that are there, for the engine's model. Raises PlacementInfeasible."""
     nodes = {
         box.node: NodeCapacity(box.room, box.disk, box.ram)
         for box in sorted(boxes, key=lambda box: box.node)

@@ -39,7 +39,7 @@ class PlanExchange:
         return True
 
     async def fetch(self, node: str, digest: str) -> tuple[PlacementPlan, bytes]:
-        """The plan of that digest from that box, and the bytes that it is of. Raises PeerError."""
+        """Returns the plan of that digest from that box, and the bytes that it is of. Raises PeerError."""
         answer = await self._channel.ask(node, GetPlan(digest), timeout_s=ASK_S)
         if not isinstance(answer.message, PlanIs) or len(answer.tensors) != 1:
             raise PeerRefused(f"{node} answered with something else than a plan")

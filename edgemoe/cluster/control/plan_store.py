@@ -35,7 +35,7 @@ class PlanStore:
         self._hold(plan, data)
 
     def is_newer_than(self, plan: PlacementPlan) -> bool:
-        """Whether a later plan for the same model is held already."""
+        """Returns whether a later plan for the same model is held already."""
         held = self.plan
         return held is not None and held.model == plan.model and (held.epoch, held.version) > (plan.epoch, plan.version)
 
@@ -49,7 +49,7 @@ class PlanStore:
             log.error("the plan is forgotten at the next start", extra={"file": str(self._path), "why": error.strerror})
 
     def bytes_of(self, digest: str) -> bytes:
-        """The plan of that digest, to be sent. Raises PeerRefused where it is another's."""
+        """Returns the plan of that digest, to be sent. Raises PeerRefused where it is another's."""
         if self.plan is None or self.ref is None or self.ref.digest != digest:
             raise PeerRefused(f"the plan {digest[:12]} is not here")
         return self._data
@@ -60,7 +60,7 @@ class PlanStore:
 
 
 def read_plan(data: bytes | memoryview, digest: str = "") -> PlacementPlan:
-    """A plan from its bytes, checked; `digest` is what it must have, if given. Raises PeerRefused."""
+    """Returns a plan from its bytes, checked; `digest` is what it must have, if given. Raises PeerRefused."""
     if len(data) > MAX_PLAN_BYTES:
         raise PeerRefused(f"a plan of {len(data)} bytes; {MAX_PLAN_BYTES} are read")
     try:

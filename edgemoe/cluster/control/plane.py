@@ -111,7 +111,7 @@ class ControlPlane:
         self.channel.bind(host.strip("[]"), int(port))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 runs = [self._transport.run, self.channel.run, self.announcer.run, self._beat_on, self._follow]
@@ -129,12 +129,12 @@ class ControlPlane:
         self.on_change()
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """A task that lives as long as `run`, at most."""
+        """Spawns a task that lives as long as `run`, at most."""
         assert self._group is not None
         return self._group.create_task(work)
 
     def say(self, announce: Announce) -> None:
-        """From now on the box is this."""
+        """Takes this for what the box is from now on."""
         if announce != self.announce:
             self.announcer.change(announce)
             self._news.set()
@@ -150,22 +150,22 @@ class ControlPlane:
 
     @property
     def announce(self) -> Announce:
-        """What this box says of itself."""
+        """Returns what this box says of itself."""
         return self.announcer.card
 
     @property
     def leader(self) -> str:
-        """Whom this box obeys, itself perhaps; "" while there is nobody."""
+        """Returns whom this box obeys, itself perhaps; "" while there is nobody."""
         return self.obedience.leader
 
     @property
     def leading(self) -> int:
-        """The epoch in which this box leads; 0 while it does not."""
+        """Returns the epoch in which this box leads; 0 while it does not."""
         return self._leader.epoch if self._leader is not None else 0
 
     @property
     def trouble(self) -> str:
-        """Why there is no new plan, as far as this box leads."""
+        """Returns why there is no new plan, as far as this box leads."""
         return self._leader.trouble if self._leader is not None else ""
 
     @property
@@ -175,7 +175,7 @@ class ControlPlane:
 
     @property
     def epoch(self) -> int:
-        """The highest that this box has seen."""
+        """Returns the highest that this box has seen."""
         return self.fence.highest
 
     # --- who is let in ----------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class ControlPlane:
     def _let_in(self) -> None:
         for node in self._admission.renew():
             self.obedience.leave(node)
-        self.say(msgspec.structs.replace(self.announce, listed=self._admission.told()))
+        self.say(msgspec.structs.replace(self.announce, listed=self._admission.announced_list()))
 
     # --- hearing ----------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class ControlPlane:
             raise PeerRefused(f"{question.peer} is no longer listed by {self.node}")
         member, message = self.members[question.peer], question.message
         if member.boot != question.boot:
-            member.boot, member.told = question.boot, 0
+            member.boot, member.acknowledged = question.boot, 0
         match message:
             case RaftPayload():
                 self._link.deliver(question.peer, message)
@@ -218,7 +218,7 @@ class ControlPlane:
         if beat.engine != before.engine:
             self.on_change()
         if beat.unmet:
-            member.told = 0
+            member.acknowledged = 0
         if member.gone_s != float("inf"):
             self._watch()
         self.obedience.hear(member, before)
@@ -240,7 +240,7 @@ class ControlPlane:
 
     def _up(self, node: str) -> None:
         member = self.members[node]
-        member.up, member.told = True, 0
+        member.up, member.acknowledged = True, 0
         self._link.up(node)
         self._news.set()
 

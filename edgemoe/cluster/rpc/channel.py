@@ -101,7 +101,7 @@ class Channel(Generic[M]):
         self._links.give_up(node, why)
 
     def is_up(self, node: str) -> bool:
-        """Whether the connection to that peer stands."""
+        """Returns whether the connection to that peer stands."""
         return self._links.is_up(node)
 
     def waiting(self) -> int:
@@ -109,7 +109,7 @@ class Channel(Generic[M]):
         return self._links.waiting()
 
     def version(self, node: str) -> int:
-        """The highest version of the protocol that both speak; the lowest of ours while the peer has not said."""
+        """Returns the highest protocol version that both speak; our lowest while the peer has named none."""
         return self._codec.version(node)
 
     async def ask(

@@ -25,7 +25,7 @@ class Codec(Generic[M]):
         self._speaks: dict[str, Versions] = {}  # by each peer's last message
 
     def version(self, node: str) -> int:
-        """The highest version of the protocol that both speak; the lowest of ours while the peer has not said."""
+        """Returns the highest protocol version that both speak; our lowest while the peer has named none."""
         theirs = self._speaks.get(node)
         return self._transport.speaks.common(theirs) if theirs is not None else self._transport.speaks.lowest
 

@@ -6,5 +6,5 @@ import time
 
 
 def since_boot() -> float:
-    """Seconds since boot, suspend included: a leader that wakes finds its lease lapsed."""
+    """Returns seconds since boot, suspend included: a leader that wakes finds its lease lapsed."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

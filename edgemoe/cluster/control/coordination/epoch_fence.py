@@ -41,7 +41,7 @@ class EpochFence:
             self._highest = epoch
 
     def objection(self, epoch: int) -> str:
-        """Why `epoch` cannot be right; "" where it can."""
+        """Returns why `epoch` cannot be right; "" where it can."""
         if epoch <= self._highest + MAX_LEAP:
             return ""
         return (

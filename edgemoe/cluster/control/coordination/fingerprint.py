@@ -11,7 +11,7 @@ MAX_VOTERS = 5  # each change waits for most of them; more would cost, and two m
 
 
 def voters_of(peers: Mapping[str, Peer]) -> list[str]:
-    """The nodes that vote: the first five of the list that may."""
+    """Returns the nodes that vote: the first five of the list that may."""
     return sorted([node for node, peer in peers.items() if peer.voter][:MAX_VOTERS])
 
 
@@ -35,15 +35,15 @@ class Agreement:
 
     @property
     def said(self) -> str:
-        """The words that the others are told; a box that joins has none of its own."""
+        """Returns the words that the others are told; a box that joins has none of its own."""
         return "" if self._joins else self.words
 
     def lets_lead(self, node: str, words: str) -> bool:
-        """Whether a box that said `words` of its agreement may lead."""
+        """Returns whether a box that said `words` of its agreement may lead."""
         return words != "" and words == self.words and (self._leaders is None or node in self._leaders)
 
     def objection(self, node: str, words: str) -> str:
-        """Why a box cannot take part that said `words`; "" where it can. A box that joins says nothing."""
+        """Returns why a box cannot take part that said `words`; "" where it can. A box that joins says nothing."""
         if not words or not self.words or words == self.words:
             return ""
         return (

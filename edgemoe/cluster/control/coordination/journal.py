@@ -131,18 +131,18 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
     # --- ours -------------------------------------------------------------------------------------------------
 
     def term_at(self, index: int) -> int:
-        """The term of that entry; 0 where it is not here."""
+        """Returns the term of that entry; 0 where it is not here."""
         at = index - self._entries[0][1] if self._entries else -1
         return self._entries[at][2] if 0 <= at < len(self._entries) else 0
 
     def after(self, index: int, term: int) -> list[Entry] | None:
-        """The entries that follow that one; None where it is not here."""
+        """Returns the entries that follow that one; None where it is not here."""
         at = index - self._entries[0][1] if self._entries else -1
         here = 0 <= at < len(self._entries) and self._entries[at][2] == term
         return self._entries[at + 1 :] if here else None
 
     def disown(self, why: str) -> None:
-        """What this member went by cannot be right: whoever opens the journal anew finds it damaged."""
+        """Marks the journal as wrong: whoever opens the journal anew finds it damaged."""
         self._append(["disowned", why])
         self.failed = True
 
@@ -248,7 +248,7 @@ def _records(data: bytes) -> Iterator[tuple[int, list[Any]]]:
 
 
 def frame(data: bytes) -> bytes:
-    """A small file's content around `data`."""
+    """Returns a small file's content around `data`."""
     return MAGIC + xxhash.xxh3_64_digest(data) + data
 
 

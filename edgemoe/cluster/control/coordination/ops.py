@@ -59,12 +59,12 @@ _decoder: msgspec.msgpack.Decoder[Op] = msgspec.msgpack.Decoder(Op)
 
 
 def encode(op: Op) -> bytes:
-    """The operation as it is proposed."""
+    """Returns the operation as it is proposed."""
     return bytes([op.SINCE]) + msgspec.msgpack.encode(op)
 
 
 def decode(data: bytes) -> Op | None:
-    """The operation; None for one of a later version, and for what is none at all. Raises nothing."""
+    """Returns the operation; None for one of a later version, and for what is none at all. Raises nothing."""
     if not 0 < len(data) <= MAX_OP_BYTES or not 1 <= data[0] <= SPOKEN.highest:
         return None
     try:

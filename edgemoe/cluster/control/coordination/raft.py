@@ -218,14 +218,14 @@ class RaftStore:
 
     @property
     def trouble(self) -> str:
-        """Why this box has no vote now; "" while it has one."""
+        """Returns why this box has no vote now; "" while it has one."""
         if self._replica is None or self._replica.journal.failed:
             return f"{self._directory} cannot be written: this box takes no part in the agreement"
         waits_for = self._replica.transport.recovery.waits_for
         return f"no vote before a leader, or word of {', '.join(waits_for)}, is heard" if waits_for else ""
 
     def agreed(self) -> tuple[int, str]:
-        """How many entries have been applied here, and the digest of the state that they made."""
+        """Returns how many entries have been applied here, and the digest of the state that they made."""
         replica = self._joined()
         return replica.raftLastApplied, xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(replica.state))
 
@@ -290,5 +290,5 @@ class RaftStore:
 
 
 def voters_digest(voters: Sequence[str]) -> bytes:
-    """What members with the same voters have in common."""
+    """Returns what members with the same voters have in common."""
     return xxhash.xxh3_64_digest("\n".join(sorted(voters)).encode())

@@ -41,7 +41,7 @@ class RaftChannel:
         return True
 
     def readable(self, nodes: Sequence[str]) -> int:
-        """The version of the protocol that all of these are known to speak."""
+        """Returns the version of the protocol that all of these are known to speak."""
         return min((self._channel.version(node) for node in nodes), default=SPOKEN.highest)
 
     def deliver(self, node: str, message: RaftPayload) -> None:

@@ -48,7 +48,7 @@ class Here(msgspec.Struct, frozen=True, tag="here", tag_field="type"):
 
 
 def open_journal(directory: Path, voters: bytes) -> Journal:
-    """The journal that these voters keep; one that remembers nothing where it is damaged. Raises OSError."""
+    """Returns the journal that these voters keep; one that remembers nothing where it is damaged. Raises OSError."""
     journal, snapshot = directory / "raft.journal", directory / "raft.snapshot"
     try:
         return _open_together(directory, voters, journal, snapshot)
@@ -99,11 +99,11 @@ class Recovery:
 
     @property
     def waits_for(self) -> list[str]:
-        """The voters without whose word it does not vote; none once it may."""
+        """Returns the voters without whose word it does not vote; none once it may."""
         return [] if self._journal.whole else [node for node in self._others if node not in self._said]
 
     def asks(self) -> Where | None:
-        """What those are to be asked now, if anything."""
+        """Returns what those are to be asked now, if anything."""
         if not self.waits_for or self._clock() - self._asked_s < ASK_S:
             return None
         self._asked_s = self._clock()
@@ -129,7 +129,7 @@ class Recovery:
         return True
 
     def may_vote(self, term: int, last_log_term: int, last_log_index: int) -> bool:
-        """Whether it may consider a candidate whose log goes that far."""
+        """Returns whether it may consider a candidate whose log goes that far."""
         furthest = max(((s.last_log_term, s.last_log_index) for s in self._said.values()), default=(0, 0))
         reaches = self._journal.whole or (last_log_term, last_log_index) >= furthest
         return not self.waits_for and term > self._sworn and reaches

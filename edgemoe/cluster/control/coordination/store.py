@@ -43,7 +43,7 @@ class CoordStore(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why this box has no part in it at the moment; "" while it has."""
+        """Returns why this box has no part in it at the moment; "" while it has."""
 
     async def start(self) -> None:
         """Joins the agreement. Raises CoordUnavailable where it cannot be reached."""
@@ -52,7 +52,7 @@ class CoordStore(Protocol):
         """Leaves it; what was agreed stays."""
 
     def view(self) -> View:
-        """The last known state; never waits."""
+        """Returns the last known state; never waits."""
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when the view may have changed, or after `timeout_s`."""
@@ -83,7 +83,7 @@ class CoordState:
     renewals: int = 0  # of leases, all told
 
     def apply(self, op: ops.Op) -> int | bool | str:
-        """The answer to one operation of the embedded agreement's log."""
+        """Returns the answer to one operation of the embedded agreement's log."""
         match op:
             case ops.Claim():
                 return self.claim(op.node, op.epoch, op.expect_epoch, op.expect_renewals)
