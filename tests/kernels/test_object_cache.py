@@ -15,7 +15,7 @@ from edgemoe.kernels.cpu.object_cache import Code, link
 RUN = (
     "import sys\n"
     "from pathlib import Path\n"
-    "from test_machine_code import make, result\n"
+    "from test_object_cache import make, result\n"
     "from edgemoe.kernels.cpu.object_cache import link\n"
     "codes = make()\n"
     "link(codes, Path(sys.argv[1]))\n"
