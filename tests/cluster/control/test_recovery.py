@@ -119,6 +119,32 @@ def test_a_member_that_lags_behind_a_snapshot_is_sent_it_and_has_the_same_state(
     abc.until(lambda: all(member.state.renewals == 20 for member in abc.running.values()))
 
 
+@pytest.mark.parametrize("whole_one", [True, False], ids=["late", "garbled"])
+def test_a_snapshot_that_comes_late_takes_back_nothing_that_a_member_has(abc: World, whole_one: bool) -> None:
+    abc.start()
+    abc.until(lambda: whole(abc))
+    epoch, leader = abc.claim("a"), abc.elected()[0]
+    hit = next(name for name in ABC if name != leader)
+    for _ in range(10):
+        abc.agree("a", ops.Renew(epoch))
+    abc.running[leader].forceLogCompaction()
+    abc.until(lambda: abc.running[leader].journal[0][1] > 5)
+    late = (abc.directory / leader / "raft.snapshot").read_bytes() if whole_one else b"edgemoe raft"
+    for _ in range(10):
+        abc.agree("a", ops.Renew(epoch))
+    member, term = abc.running[hit], abc.running[leader].raftCurrentTerm
+    abc.until(lambda: member.state.renewals == 20)
+    had, applied = member.journal[:], member.raftLastApplied
+    for part in ((late, True, False), (b"", False, True)):
+        said = {"type": "append_entries", "term": term, "commit_index": applied, "serialized": part}
+        member.transport._hear(leader, voters_digest(ABC) + msgspec.msgpack.encode(said))
+    assert member.journal[:] == had
+    assert member.raftLastApplied == applied
+    assert member.state.renewals == 20
+    abc.agree("a", ops.Renew(epoch))
+    abc.until(lambda: member.state.renewals == 21)
+
+
 def test_boxes_that_name_other_voters_make_no_majority_together(tmp_path: Path) -> None:
     five = ("a", "b", "c", "d", "e")
     with world(tmp_path, {"a": ABC, "b": ABC, "c": five, "d": five, "e": five}) as made:

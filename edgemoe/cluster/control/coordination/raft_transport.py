@@ -23,9 +23,10 @@ from pysyncobj.node import Node
 from pysyncobj.poller import POLL_EVENT_TYPE, Poller
 from pysyncobj.transport import Transport
 
-from edgemoe.cluster.control.coordination.journal import Journal
+from edgemoe.cluster.control.coordination.journal import Damaged, Journal
 from edgemoe.cluster.control.coordination.ops import MAX_OP_BYTES
 from edgemoe.cluster.control.coordination.recovery import MAX_COUNT, Count, Here, Recovery, Where
+from edgemoe.cluster.control.coordination.snapshot import MAX_SNAPSHOT_BYTES, decode_snapshot
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         self._up: set[str] = set()
         self._inbox: deque[tuple[str, str, bytes]] = deque()
         self._inbox_bytes = 0
+        self._snapshot = b""  # as far as it has come
         self._shared = MAX_COUNT  # up to which entry the log is the leader's, while a message of its is taken in
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = poller
@@ -232,6 +234,8 @@ class LinkTransport(Transport):  # type: ignore[misc]
         PySyncObj would delete all that follows `prevLogIdx`: where a message came late, or in parts, entries among it
         that this member has said it keeps. It would also take entries for agreed that it shares with no leader.
         """
+        if isinstance(said.serialized, tuple):
+            said.serialized = self._wanted(name, *said.serialized)
         sync, before, term, entries = self._sync_obj, said.prevLogIdx, said.prevLogTerm, said.entries
         have = self._journal.after(before, term) if isinstance(before, int) and isinstance(term, int) else None
         if not isinstance(before, int) or entries is UNSET or have is None:
@@ -251,6 +255,22 @@ class LinkTransport(Transport):  # type: ignore[misc]
             self._onMessageReceived(self._nodes[name], _as_map(said))
         finally:
             self._shared = MAX_COUNT
+
+    def _wanted(self, name: str, part: bytes, first: bool, last: bool) -> tuple[bytes, bool, bool] | None:
+        """The snapshot, once all its parts are here, for PySyncObj to replace the log by it.
+
+        None where the log has what it has: one that comes late would take back what was promised since.
+        """
+        self._snapshot = part if first else self._snapshot[:MAX_SNAPSHOT_BYTES] + part
+        if not last:
+            return None
+        try:
+            _, index, term = decode_snapshot(self._snapshot).last
+        except Damaged as error:
+            self._reject(name, f"a snapshot: {error}")
+            return None
+        agreed = max(self._sync_obj.raftCommitIndex, self._sync_obj.raftLastApplied)
+        return (self._snapshot, True, True) if index > agreed and self._journal.term_at(index) != term else None
 
     def _let_stand(self) -> None:
         for name in self._up:

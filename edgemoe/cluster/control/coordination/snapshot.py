@@ -28,10 +28,16 @@ def write_snapshot(path: Path, snapshot: StateSnapshot) -> None:
 
 def read_snapshot(path: Path) -> StateSnapshot:
     """Raises Damaged, OSError."""
-    if (size := path.stat().st_size) > MAX_SNAPSHOT_BYTES:
-        raise Damaged(f"{size} bytes; {MAX_SNAPSHOT_BYTES} are read")
+    with path.open("rb") as file:
+        return decode_snapshot(file.read(MAX_SNAPSHOT_BYTES + 1))
+
+
+def decode_snapshot(content: bytes) -> StateSnapshot:
+    """Raises Damaged."""
+    if len(content) > MAX_SNAPSHOT_BYTES:
+        raise Damaged(f"more than {MAX_SNAPSHOT_BYTES} bytes")
     try:
-        snapshot = msgspec.msgpack.decode(unframe(path.read_bytes()), type=StateSnapshot)
+        snapshot = msgspec.msgpack.decode(unframe(content), type=StateSnapshot)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(str(error)) from error
     if snapshot.last[1] != snapshot.before[1] + 1:
