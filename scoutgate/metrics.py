@@ -33,7 +33,7 @@ class Score:
     loss: float = 0.0  # nats, summed over experts
     experts: int = 0
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
-    said: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(BINS))
+    forecast: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(BINS))
     happened: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
 
     def add(self, p: FloatArray, target: BoolArray) -> None:
@@ -47,12 +47,12 @@ class Score:
         self.loss -= float(np.log(np.where(target, safe, 1 - safe)).sum())
         bins = np.minimum((p * BINS).astype(int), BINS - 1).ravel()
         self.counts += np.bincount(bins, minlength=BINS)
-        self.said += np.bincount(bins, p.ravel(), minlength=BINS)
+        self.forecast += np.bincount(bins, p.ravel(), minlength=BINS)
         self.happened += np.bincount(bins, target.ravel(), minlength=BINS).astype(np.int64)
 
     def __add__(self, other: Score) -> Score:
         both = Score(self.top_k, experts=max(self.experts, other.experts))
-        for name in ("tokens", "hits", "hits_2k", "chosen", "loss", "counts", "said", "happened"):
+        for name in ("tokens", "hits", "hits_2k", "chosen", "loss", "counts", "forecast", "happened"):
             setattr(both, name, getattr(self, name) + getattr(other, name))
         return both
 
@@ -60,7 +60,7 @@ class Score:
         """recall@k and @2k, precision@k, log-loss per expert (nats), and expected calibration error."""
         tokens = max(self.tokens, 1)
         seen = np.maximum(self.counts, 1)
-        gaps = np.abs(self.said / seen - self.happened / seen)
+        gaps = np.abs(self.forecast / seen - self.happened / seen)
         return {
             "recall_at_k": self.hits / max(self.chosen, 1),
             "recall_at_2k": self.hits_2k / max(self.chosen, 1),
@@ -72,5 +72,5 @@ class Score:
     def reliability(self) -> list[tuple[float, float, int]]:
         """(mean forecast, share that happened, count) of each bin that is not empty."""
         full = self.counts > 0
-        said, happened = self.said[full] / self.counts[full], self.happened[full] / self.counts[full]
-        return list(zip(said.tolist(), happened.tolist(), self.counts[full].tolist(), strict=True))
+        forecast, happened = self.forecast[full] / self.counts[full], self.happened[full] / self.counts[full]
+        return list(zip(forecast.tolist(), happened.tolist(), self.counts[full].tolist(), strict=True))

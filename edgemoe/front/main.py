@@ -148,15 +148,15 @@ class Front:
 
     async def _heartbeat(self, supervisor: Supervisor) -> None:
         """Keeps the service manager informed: alive, ready, and what is going on."""
-        told_ready, told = False, ""
+        notified_ready, status_line = False, ""
         while True:
             fields = {"WATCHDOG": "1"}
-            if supervisor.state == "ready" and not told_ready:
-                told_ready, fields["READY"] = True, "1"
-            elif not told_ready:
+            if supervisor.state == "ready" and not notified_ready:
+                notified_ready, fields["READY"] = True, "1"
+            elif not notified_ready:
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
-            if (status := f"{supervisor.state}, {len(supervisor.request_log)} requests") != told:
-                told = fields["STATUS"] = status
+            if (status := f"{supervisor.state}, {len(supervisor.request_log)} requests") != status_line:
+                status_line = fields["STATUS"] = status
             self._notifier.tell(**fields)
             self._check(supervisor)
             await asyncio.sleep(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S))

@@ -25,13 +25,13 @@ async def witness(settings: ClusterSettings) -> None:
     secret = load_secret(Path(settings.key_file))
     plane = ControlPlane(settings, secrets.token_hex(8), secret, listed(settings), announce)
     plane.listen()
-    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
+        loop.add_signal_handler(number, stopped.set)
     log.info("witness", extra={"node": settings.node, "listen": settings.listen})
     following = asyncio.ensure_future(follow_list(settings, plane))
     running = asyncio.ensure_future(plane.run())
-    stopping = asyncio.ensure_future(told.wait())
+    stopping = asyncio.ensure_future(stopped.wait())
     await asyncio.wait([running, following, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if following.done():

@@ -31,7 +31,7 @@ class Mix:
 
     def __init__(self, horizons: int) -> None:
         self.loss = np.zeros((horizons, len(ETAS)))  # decayed sum of each eta's log-loss
-        self.said = np.zeros((horizons, BINS))  # decayed sums: of forecasts in each bin,
+        self.forecast = np.zeros((horizons, BINS))  # decayed sums: of forecasts in each bin,
         self.came = np.zeros((horizons, BINS))  # of those that came true,
         self.n = np.zeros((horizons, BINS))  # and of all
 
@@ -58,13 +58,13 @@ class Mix:
     def reliability(self, horizon: int) -> npt.NDArray[np.float64]:
         """What was forecast and what came true in each bin that has any, [bins, 2]."""
         some = self.n[horizon] > 0
-        sums = np.stack([self.said[horizon], self.came[horizon]], axis=1)[some]
+        sums = np.stack([self.forecast[horizon], self.came[horizon]], axis=1)[some]
         means: npt.NDArray[np.float64] = sums / self.n[horizon][some, None]
         return means
 
     def _watch(self, p: npt.NDArray[np.float64], true: npt.NDArray[np.float64], horizon: int) -> None:
         bins = np.minimum((p * BINS).astype(np.int64), BINS - 1)
-        for sums, values in ((self.said, p), (self.came, true), (self.n, np.ones_like(p))):
+        for sums, values in ((self.forecast, p), (self.came, true), (self.n, np.ones_like(p))):
             sums[horizon] = DECAY * sums[horizon] + np.bincount(bins, values, BINS)
 
 

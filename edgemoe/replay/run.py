@@ -74,17 +74,17 @@ class _Run:
         after = self._taken()
         layer_steps = steps // batch * self.trace.layers
         metrics = []
-        for (misses, told), (misses_before, told_before) in zip(after, before or after, strict=True):
+        for (misses, totals), (misses_before, totals_before) in zip(after, before or after, strict=True):
             missed = misses - misses_before
-            if told is None or told_before is None:
-                told, told_before = self.machine.metrics(missed, layer_steps), np.zeros(box.METRICS)
-            metrics.append(ReplayMetrics(missed, demands, steps, told - told_before))
+            if totals is None or totals_before is None:
+                totals, totals_before = self.machine.metrics(missed, layer_steps), np.zeros(box.METRICS)
+            metrics.append(ReplayMetrics(missed, demands, steps, totals - totals_before))
         return metrics
 
     def _taken(self) -> list[tuple[int, DoubleArray | None]]:
-        told: list[DoubleArray | None] = [box_.metrics.copy() for box_ in self.boxes]
-        told = told or [None] * len(self.caches)
-        return [(cache.misses, metrics) for cache, metrics in zip(self.caches, told, strict=True)]
+        totals: list[DoubleArray | None] = [box_.metrics.copy() for box_ in self.boxes]
+        totals = totals or [None] * len(self.caches)
+        return [(cache.misses, metrics) for cache, metrics in zip(self.caches, totals, strict=True)]
 
     def _step(self, requests: tuple[int, ...], ids: Ids) -> int:
         """One token of each request, [S, L, k]; how many experts it needed."""

@@ -137,14 +137,14 @@ class ClusterSide:
 
     async def _report(self) -> None:
         """Posts to the front what experts are here, when that has changed, and the state of the links."""
-        told: Holds | None = None
+        announced: Holds | None = None
         while True:
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
             slots = self._tiers.residency.homes.slots
             holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots)
-            if holds != told:
-                told = holds
+            if holds != announced:
+                announced = holds
                 self._post(holds)
             for peer in self.plane.calls.peers.values():
                 if peer.reachable:

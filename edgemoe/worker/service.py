@@ -151,10 +151,10 @@ class Worker:
         """Runs the compute thread until it ends. Raises what ended it."""
         ended: asyncio.Future[None] = self._loop.create_future()
 
-        def told(error: BaseException | None) -> None:
+        def started(error: BaseException | None) -> None:
             self._loop.call_soon_threadsafe(_settle, ended, error)
 
-        assembly.engine.start(assembly.budgets.threads, told)
+        assembly.engine.start(assembly.budgets.threads, started)
         await ended
 
     def _emit(self, items: list[Emission]) -> None:

@@ -50,7 +50,7 @@ COMMAND = re.compile(r"(SAY|FAIL)\{(.*?)\}END|(DIE|HANG)@(\d+)|(DIE-ALWAYS)", re
 class Running:
     submit: Submit
     text: str
-    said: list[int] | None
+    script: list[int] | None
     index: int
     commands: dict[str, str] = field(default_factory=dict)
 
@@ -103,8 +103,8 @@ class Scripted:
     def accept(self, submit: Submit) -> Running:
         text = self.tokenizer.decode(list(submit.request.prompt), skip_special_tokens=False)
         commands = {m[1] or m[3] or m[5]: m[2] or m[4] or "" for m in COMMAND.finditer(text)}
-        said = self.tokenizer.encode(commands["SAY"]).ids if "SAY" in commands else None
-        return Running(submit, text, said, len(submit.emitted), commands)
+        script = self.tokenizer.encode(commands["SAY"]).ids if "SAY" in commands else None
+        return Running(submit, text, script, len(submit.emitted), commands)
 
     async def step_for_ever(self) -> None:
         steps = 0
@@ -126,7 +126,7 @@ class Scripted:
         if "FAIL" in one.commands:
             del self.running[request.id]
             return [Emission(**fields, finish="error", error="scripted", error_code=one.commands["FAIL"])]
-        if (one.said is not None and index >= len(one.said)) or index >= request.sampling.max_tokens:
+        if (one.script is not None and index >= len(one.script)) or index >= request.sampling.max_tokens:
             del self.running[request.id]
             return [Emission(**fields, finish="stop" if index < request.sampling.max_tokens else "length")]
         one.index += 1
@@ -142,8 +142,8 @@ class Scripted:
         return tuple((-1.0 - at, ((token, -0.25),)) for at, token in enumerate(prompt[1:]))
 
     def token(self, one: Running, index: int) -> int:
-        if one.said is not None:
-            return one.said[index]
+        if one.script is not None:
+            return one.script[index]
         request = one.submit.request
         seed = (request.seed, request.choice) if request.sampling.temperature else ()
         digest = hashlib.sha256(repr((request.prompt, seed, index)).encode()).digest()

@@ -51,7 +51,7 @@ class Bench:
             return "there are no tests of this room"
         outcome, seconds = self._run("")
         self._limit_s = self._least_s + FACTOR * seconds
-        return "" if outcome == "survived" else f"the tests fail without any change: {self._said()}"
+        return "" if outcome == "survived" else f"the tests fail without any change: {self._output_text()}"
 
     def try_out(self, mutant: Mutant) -> dict[str, Any]:
         """What became of a mutant, as the log has it."""
@@ -77,9 +77,9 @@ class Bench:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         began_s = time.monotonic()
         with (
-            self._output.open("wb") as said,
+            self._output.open("wb") as output,
             subprocess.Popen(
-                command, cwd=self._copy, env=self._env, stdout=said, stderr=said, start_new_session=True
+                command, cwd=self._copy, env=self._env, stdout=output, stderr=output, start_new_session=True
             ) as process,
         ):
             try:
@@ -91,5 +91,5 @@ class Bench:
                     os.killpg(process.pid, signal.SIGKILL)
         return outcome, time.monotonic() - began_s
 
-    def _said(self) -> str:
+    def _output_text(self) -> str:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-5:])

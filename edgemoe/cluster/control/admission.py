@@ -73,8 +73,8 @@ class Admission:
 
     def announced_list(self) -> tuple[Peer, ...]:
         """This box's list, as the others are to hear it."""
-        said = {m.peer.node: m.card.address for m in self._members if m.card is not None}
-        return with_addresses(self.listed, said)
+        announced = {m.peer.node: m.card.address for m in self._members if m.card is not None}
+        return with_addresses(self.listed, announced)
 
     def meet(self, member: Member, card: Announce) -> bool:
         """Takes note of what a box says of itself; whether others may be let in by it.

@@ -37,10 +37,10 @@ def same_box(now: Peer | None, before: Peer) -> bool:
     return now == msgspec.structs.replace(before, address=now.address, key=now.key, new_key=now.new_key)
 
 
-def with_addresses(listed: Mapping[str, Peer], said: Mapping[str, str]) -> tuple[Peer, ...]:
+def with_addresses(listed: Mapping[str, Peer], announced: Mapping[str, str]) -> tuple[Peer, ...]:
     """Returns the list to be announced: addresses that it leaves open, as the boxes said them themselves."""
     return tuple(
-        peer if peer.address else msgspec.structs.replace(peer, address=said.get(node, ""))
+        peer if peer.address else msgspec.structs.replace(peer, address=announced.get(node, ""))
         for node, peer in listed.items()
     )
 

@@ -60,6 +60,6 @@ class PlanExchange:
             raise PeerRefused(f"plan {plan.version} of epoch {plan.epoch} is older than the one held")
         self._plans.adopt(plan, data)
         assert self._plans.ref is not None
-        told = {"version": plan.version, "epoch": plan.epoch, "digest": self._plans.ref.digest, "leading": epoch}
-        log.info("plan", extra=told | {"nodes": ",".join(plan.nodes)})
+        fields = {"version": plan.version, "epoch": plan.epoch, "digest": self._plans.ref.digest, "leading": epoch}
+        log.info("plan", extra=fields | {"nodes": ",".join(plan.nodes)})
         self.on_plan(plan)

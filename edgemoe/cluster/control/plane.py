@@ -88,7 +88,7 @@ class ControlPlane:
             self._transport, "control", CONTROL, self._serve, ChannelSettings(heartbeat_s=0.5)
         )
         self.exchange = PlanExchange(self.plans, self.fence, self.channel)
-        announce = msgspec.structs.replace(announce, agreement=agreement.said)
+        announce = msgspec.structs.replace(announce, agreement=agreement.words)
         self.announcer = Announcer(announce, self.members, self.channel)
         self._admission = Admission(settings, peers, agreement, self.members, self.channel, self._transport.allowed)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])

@@ -183,8 +183,8 @@ class PeerLinks(Generic[M]):
 
     async def _read_events(self, link: PeerLink[M]) -> None:
         while True:
-            said = parse_monitor_message(await link.monitor.recv_multipart())
-            event, fd = said["event"], said["value"]
+            report = parse_monitor_message(await link.monitor.recv_multipart())
+            event, fd = report["event"], report["value"]
             self._intake.note(event, fd)
             try:
                 if event == zmq.EVENT_CONNECTED:

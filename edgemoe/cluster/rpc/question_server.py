@@ -88,8 +88,8 @@ class QuestionServer(Generic[M]):
 
     async def _watch_connections(self) -> None:
         while True:
-            said = parse_monitor_message(await self._monitor.recv_multipart())
-            self._intake.note(said["event"], said["value"])
+            event = parse_monitor_message(await self._monitor.recv_multipart())
+            self._intake.note(event["event"], event["value"])
 
     def _take_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
         peer, boot = who(identity)

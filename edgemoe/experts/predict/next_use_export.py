@@ -15,8 +15,8 @@ WEIGHTS, RECORD = "nextuse.safetensors", "nextuse.json"
 
 def write(directory: Path, network: NextUseNet, model: dict[str, str], metrics: dict[str, Any]) -> None:
     """Writes an export; the JSON last, so that a half-written one is refused."""
-    told = {"shape": network.shape.as_dict(), "model": model, "metrics": metrics}
-    put(directory / WEIGHTS, directory / RECORD, network.state_dict(), told)
+    record = {"shape": network.shape.as_dict(), "model": model, "metrics": metrics}
+    put(directory / WEIGHTS, directory / RECORD, network.state_dict(), record)
 
 
 def read(directory: Path) -> NextUseNet:

@@ -44,9 +44,9 @@ def test_five_vote_at_most_the_first_of_the_list() -> None:
 def test_boxes_agree_only_where_mode_voters_and_leader_are_the_same() -> None:
     three = Agreement(ClusterSettings(node="a", coordination="raft"), peers(*ABC))
     same = Agreement(ClusterSettings(node="d", coordination="raft"), peers("c", "b", "a"))
-    assert three.said == same.said == "raft: a b c"
-    assert three.lets_lead("b", same.said)
-    assert not three.lets_lead("d", same.said)
+    assert three.words == same.words == "raft: a b c"
+    assert three.lets_lead("b", same.words)
+    assert not three.lets_lead("d", same.words)
     others = [
         Agreement(ClusterSettings(node="d", coordination="raft"), peers(*"abcde")),
         Agreement(ClusterSettings(node="d", coordination="single"), peers(*ABC)),
@@ -54,19 +54,19 @@ def test_boxes_agree_only_where_mode_voters_and_leader_are_the_same() -> None:
         Agreement(ClusterSettings(node="d", coordination="etcd", etcd="http://e"), peers(*ABC)),
     ]
     for other in others:
-        assert not three.lets_lead("a", other.said)
-        assert "decides by" in three.objection("d", other.said)
-        assert "decides by" in other.objection("a", three.said)
+        assert not three.lets_lead("a", other.words)
+        assert "decides by" in three.objection("d", other.words)
+        assert "decides by" in other.objection("a", three.words)
     long = peers(*(f"{n}{'x' * 62}" for n in range(9)))
-    assert len(Agreement(ClusterSettings(node="a", coordination="raft"), long).said) <= 400  # as Announce has it
+    assert len(Agreement(ClusterSettings(node="a", coordination="raft"), long).words) <= 400  # as Announce has it
 
 
 def test_a_box_that_joins_goes_by_what_the_box_says_that_it_joins() -> None:
     joining = Agreement(ClusterSettings(node="d", join="a,127.0.0.1:1,k"), peers("a"))
-    assert joining.said == "" == joining.objection("a", "raft: a b c")
+    assert joining.words == "" == joining.objection("a", "raft: a b c")
     assert not joining.lets_lead("b", "raft: a b c")
     joining.follow("raft: a b c")
-    assert joining.said == ""
+    assert joining.words == ""
     assert joining.lets_lead("b", "raft: a b c")
     assert not joining.lets_lead("b", "single: b")
     assert not joining.lets_lead("e", "")

@@ -230,8 +230,8 @@ def _answer(response: httpx.Response, path: str) -> dict[str, Any]:
     try:
         answer = msgspec.json.decode(response.content)
     except msgspec.DecodeError as error:
-        said = f"HTTP {response.status_code}, {response.text[:200]!r}"
-        raise CoordUnavailable(f"etcd answered {path} with something that is not JSON: {said}") from error
+        answer = f"HTTP {response.status_code}, {response.text[:200]!r}"
+        raise CoordUnavailable(f"etcd answered {path} with something that is not JSON: {answer}") from error
     if response.status_code == 404 and path == "lease/revoke":
         return {}
     if response.status_code != 200 or not isinstance(answer, dict):

@@ -23,35 +23,35 @@ class Agreement:
         self._joins = bool(settings.join) and settings.coordination != "etcd"
         match settings.coordination:
             case _ if self._joins:
-                self.words = ""
+                self._words = ""
             case "single":
                 self._leaders = frozenset([settings.leader or settings.node])
-                self.words = f"single: {settings.leader or settings.node}"
+                self._words = f"single: {settings.leader or settings.node}"
             case "raft":
                 self._leaders = frozenset(voters_of(peers))
-                self.words = "raft: " + " ".join(voters_of(peers))
+                self._words = "raft: " + " ".join(voters_of(peers))
             case "etcd":
-                self.words = f"etcd: {settings.etcd_prefix}"
+                self._words = f"etcd: {settings.etcd_prefix}"
 
     @property
-    def said(self) -> str:
+    def words(self) -> str:
         """Returns the words that the others are told; a box that joins has none of its own."""
-        return "" if self._joins else self.words
+        return "" if self._joins else self._words
 
     def lets_lead(self, node: str, words: str) -> bool:
         """Returns whether a box that said `words` of its agreement may lead."""
-        return words != "" and words == self.words and (self._leaders is None or node in self._leaders)
+        return words != "" and words == self._words and (self._leaders is None or node in self._leaders)
 
     def objection(self, node: str, words: str) -> str:
         """Returns why a box cannot take part that said `words`; "" where it can. A box that joins says nothing."""
-        if not words or not self.words or words == self.words:
+        if not words or not self._words or words == self._words:
             return ""
         return (
-            f"{node} decides by {words!r} who leads, this box by {self.words!r}; make cluster.coordination, leader and "
+            f"{node} decides by {words!r} who leads, this box by {self._words!r}; make cluster.coordination, leader and "
             "the voters of peers_file the same on all boxes"
         )
 
     def follow(self, words: str) -> None:
         """Goes by what the box says that this one joins."""
         if self._joins:
-            self.words = words
+            self._words = words

@@ -39,21 +39,21 @@ Entries = Annotated[list[tuple[Command, Count, Count]], Meta(max_length=1 << 16)
 Error = Annotated[int, Meta(ge=0, le=100)]
 
 
-class _Said(msgspec.Struct, tag_field="type"):
+class _RaftMessage(msgspec.Struct, tag_field="type"):
     pass
 
 
-class _RequestVote(_Said, tag="request_vote"):
+class _RequestVote(_RaftMessage, tag="request_vote"):
     term: Count
     last_log_index: Count
     last_log_term: Count
 
 
-class _ResponseVote(_Said, tag="response_vote"):
+class _ResponseVote(_RaftMessage, tag="response_vote"):
     term: Count
 
 
-class _AppendEntries(_Said, tag="append_entries"):
+class _AppendEntries(_RaftMessage, tag="append_entries"):
     term: Count
     commit_index: Count
     prevLogIdx: Count | UnsetType | None = UNSET
@@ -62,19 +62,19 @@ class _AppendEntries(_Said, tag="append_entries"):
     serialized: tuple[bytes, bool, bool] | UnsetType | None = UNSET
 
 
-class _NextNodeIdx(_Said, tag="next_node_idx"):
+class _NextNodeIdx(_RaftMessage, tag="next_node_idx"):
     next_node_idx: Count
     reset: bool
     success: bool
     term: Count | UnsetType = UNSET  # of the leader that is told
 
 
-class _ApplyCommand(_Said, tag="apply_command"):
+class _ApplyCommand(_RaftMessage, tag="apply_command"):
     command: Command
     request_id: Count | UnsetType = UNSET
 
 
-class _Response(_Said, tag="apply_command_response"):
+class _Response(_RaftMessage, tag="apply_command_response"):
     request_id: Count
     error: Error | UnsetType = UNSET
     log_idx: Count | UnsetType = UNSET
@@ -228,18 +228,18 @@ class LinkTransport(Transport):  # type: ignore[misc]
                 return  # what it said to an earlier leader may hold no more
         self._onMessageReceived(self._nodes[name], _as_map(message))
 
-    def _append(self, name: str, said: _AppendEntries) -> None:
+    def _append(self, name: str, message: _AppendEntries) -> None:
         """What a leader sends. Of the log it takes away only what contradicts that, and nothing that was agreed.
 
         PySyncObj would delete all that follows `prevLogIdx`: where a message came late, or in parts, entries among it
         that this member has said it keeps. It would also take entries for agreed that it shares with no leader.
         """
-        if isinstance(said.serialized, tuple):
-            said.serialized = self._wanted(name, *said.serialized)
-        sync, before, term, entries = self._sync_obj, said.prevLogIdx, said.prevLogTerm, said.entries
+        if isinstance(message.serialized, tuple):
+            message.serialized = self._wanted(name, *message.serialized)
+        sync, before, term, entries = self._sync_obj, message.prevLogIdx, message.prevLogTerm, message.entries
         have = self._journal.after(before, term) if isinstance(before, int) and isinstance(term, int) else None
         if not isinstance(before, int) or entries is UNSET or have is None:
-            said.commit_index = 0
+            message.commit_index = 0
         else:
             same = sum(1 for _ in itertools.takewhile(operator.truth, map(operator.eq, have, entries)))
             contradicts = same < min(len(have), len(entries))
@@ -249,10 +249,10 @@ class LinkTransport(Transport):  # type: ignore[misc]
             self._shared = before + len(entries)
             kept = have[: len(have) if same == len(entries) else same]
             if kept:
-                _, said.prevLogIdx, said.prevLogTerm = kept[-1]
-            said.entries, said.commit_index = entries[same:], min(said.commit_index, self._shared)
+                _, message.prevLogIdx, message.prevLogTerm = kept[-1]
+            message.entries, message.commit_index = entries[same:], min(message.commit_index, self._shared)
         try:
-            self._onMessageReceived(self._nodes[name], _as_map(said))
+            self._onMessageReceived(self._nodes[name], _as_map(message))
         finally:
             self._shared = MAX_COUNT
 

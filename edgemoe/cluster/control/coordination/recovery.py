@@ -93,14 +93,14 @@ class Recovery:
     def __init__(self, journal: Journal, others: Collection[str], clock: Callable[[], float]) -> None:
         self._journal, self._others, self._clock = journal, others, clock
         self._nonce = secrets.token_bytes(8)
-        self._said: dict[str, Here] = {}
+        self._heard: dict[str, Here] = {}
         self._asked_s = float("-inf")
         self._sworn = 0  # the highest term in which a vote may be forgotten
 
     @property
     def waits_for(self) -> list[str]:
         """Returns the voters without whose word it does not vote; none once it may."""
-        return [] if self._journal.whole else [node for node in self._others if node not in self._said]
+        return [] if self._journal.whole else [node for node in self._others if node not in self._heard]
 
     def asks(self) -> Where | None:
         """Returns what those are to be asked now, if anything."""
@@ -113,10 +113,10 @@ class Recovery:
         _, index, term = self._journal[-1]
         return Here(asked.nonce, self._journal.term, term, index)
 
-    def hear(self, node: str, said: Here) -> None:
-        if said.nonce == self._nonce and not self._journal.whole:
-            self._said[node] = said
-            self._sworn = max(self._sworn, said.term)
+    def hear(self, node: str, here: Here) -> None:
+        if here.nonce == self._nonce and not self._journal.whole:
+            self._heard[node] = here
+            self._sworn = max(self._sworn, here.term)
 
     def follow(self, term: int, agreed: int) -> bool:
         """Takes note that in `term` the log is agreed up to entry `agreed`. True where that gives the vote back."""
@@ -130,6 +130,6 @@ class Recovery:
 
     def may_vote(self, term: int, last_log_term: int, last_log_index: int) -> bool:
         """Returns whether it may consider a candidate whose log goes that far."""
-        furthest = max(((s.last_log_term, s.last_log_index) for s in self._said.values()), default=(0, 0))
+        furthest = max(((s.last_log_term, s.last_log_index) for s in self._heard.values()), default=(0, 0))
         reaches = self._journal.whole or (last_log_term, last_log_index) >= furthest
         return not self.waits_for and term > self._sworn and reaches
