@@ -47,8 +47,8 @@ class Agreement:
         if not words or not self._words or words == self._words:
             return ""
         return (
-            f"{node} decides by {words!r} who leads, this box by {self._words!r}; make cluster.coordination, leader and "
-            "the voters of peers_file the same on all boxes"
+            f"{node} decides by {words!r} who leads, this box by {self._words!r}; make cluster.coordination, leader "
+            "and the voters of peers_file the same on all boxes"
         )
 
     def follow(self, words: str) -> None:
