@@ -19,7 +19,11 @@ FILLING = "filling"
 
 
 def disk_full(trial: Trial) -> Record:
-    """No room for the state of a box that does not lead, during 3 s in which the leader stands still."""
+    """No room for the state of a box that does not lead, during 3 s in which the leader stands still.
+
+    Meanwhile the third may lead, where Raft has it lead already: the box that was hit has room for its entries, in what
+    its journal has allocated beforehand, but none for a vote.
+    """
     leader, at_s = trial.leader(), [0.0]
     hit = trial.rng.choice(trial.others(leader))
     filling = trial.cluster.state_dir(hit.box.name) / FILLING

@@ -13,7 +13,7 @@ import pytest
 from support.fake_link import FakeNet
 from support.simulated import World, world
 
-from edgemoe.cluster.control.coordination import ops
+from edgemoe.cluster.control.coordination import journal, ops
 from edgemoe.cluster.control.coordination.journal import Journal
 from edgemoe.cluster.control.coordination.raft import RaftStore, voters_digest
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
@@ -188,6 +188,29 @@ def test_a_member_whose_disk_is_full_leaves_the_agreement_to_the_others(
     abc.start(first)
     abc.until(lambda: abc.running[first].state.epoch == 1)
     assert abc.running[first].journal.whole
+
+
+@pytest.mark.parametrize("votes", [False, True], ids=["raft has another lead", "raft has the one lead that ends"])
+def test_without_room_a_member_keeps_entries_in_its_journal_but_gives_no_vote(
+    abc: World, monkeypatch: pytest.MonkeyPatch, votes: bool
+) -> None:
+    abc.start()
+    abc.until(lambda: whole(abc) and abc.elected())
+    first = abc.elected()[0]
+    second, hit = (name for name in ABC if name != first)
+    ends, third = (first, second) if votes else (second, first)
+    assert abc.claim(ends) == 1
+    replace = journal.replace_file
+
+    def full(path: Path, data: bytes) -> None:
+        if path.is_relative_to(abc.directory / hit):
+            raise OSError(28, "No space left on device")
+        replace(path, data)
+
+    monkeypatch.setattr(journal, "replace_file", full)
+    abc.stop(ends)
+    assert abc.claim(third) == (0 if votes else 2)
+    assert (hit in abc.running) is not votes
 
 
 def test_an_operation_of_a_later_release_is_passed_over_by_all_alike(abc: World) -> None:
