@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.fuzzing.engine import Messages, fuzz
+from tools.fuzzing.engine import Messages, frame_of, fuzz
 
 
 def test_the_same_seed_draws_the_same_messages_of_every_kind() -> None:
@@ -10,6 +10,13 @@ def test_the_same_seed_draws_the_same_messages_of_every_kind() -> None:
     drawn = [one.draw() for _ in range(300)]
     assert repr(drawn) == repr([two.draw() for _ in range(300)])
     assert {"Submit", "Cancel", "Ping", "Reload", "Peers", "Plan"} <= {str(body.get("type")) for body in drawn}
+
+
+def test_the_largest_message_is_found_ahead_of_all() -> None:
+    one, two = Messages(5), Messages(5)
+    found, coming = one.largest(2000), [two.draw() for _ in range(2000)]
+    assert repr([one.draw() for _ in range(2000)]) == repr(coming)
+    assert len(frame_of(found)) == max(len(frame_of(body)) for body in coming)
 
 
 def test_no_message_ends_an_engine_or_changes_what_others_get() -> None:

@@ -41,7 +41,7 @@ from edgemoe.errors import WireError
 from edgemoe.front.engine_handle import STOP_S, EngineHandle
 from edgemoe.front.main import WORKER
 from edgemoe.types.request import Emission, Request, Sampling
-from tools.fuzzing.channel import EARLY, GROWTH_MB, rss_mb
+from tools.fuzzing.channel import GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
 from tools.testbed.model import float32_demo
 
@@ -55,6 +55,8 @@ WEIGHTS = (8, 2, 1)
 MEANT = 0.85  # of the fields below, as a share
 AT_ONCE = 48  # hostile requests that have not ended, at most
 OTHERS_EVERY = 50  # messages
+WARM = 6000  # messages that an engine gets before its memory is measured, of all shapes that it keeps memory for
+LARGEST_TIMES = 4  # that the largest message is sent before
 KV_BYTES = 16 << 20
 READY_S, ASK_S, LOOK_S = 120.0, 60.0, 2e-3
 TOKENS = 6  # of each of the others
@@ -91,6 +93,14 @@ def greet(number: int) -> Submit:
     return Submit(request=request, remaining_ms=ASK_S * 1e3)
 
 
+def frame_of(body: dict[str, Any]) -> bytes:
+    """The message as it is sent; b"" where none can be made of it."""
+    try:
+        return MAGIC + bytes((FRAMING, *protocol.SPOKEN)) + msgspec.msgpack.encode(body)
+    except (RecursionError, OverflowError):
+        return b""
+
+
 class Messages:
     """Draws what is sent; the same seed draws the same."""
 
@@ -107,6 +117,14 @@ class Messages:
         if what == "submit" and isinstance(body.get("request"), dict):
             self._mean(body)
         return body
+
+    def largest(self, count: int) -> dict[str, Any]:
+        """The largest of the next `count` messages; all of them are still to come."""
+        state = self._rng.getstate(), self._count
+        found = max((self.draw() for _ in range(count)), key=lambda body: len(frame_of(body)))
+        self._rng.setstate(state[0])
+        self._count = state[1]
+        return found
 
     def _mean(self, body: dict[str, Any]) -> None:
         """Most of what is submitted could be asked for, and ends soon."""
@@ -187,9 +205,7 @@ class Target:
 
     async def send(self, body: dict[str, Any]) -> None:
         """Sends it as it is, well-formed or not."""
-        try:
-            frame = MAGIC + bytes((FRAMING, *protocol.SPOKEN)) + msgspec.msgpack.encode(body)
-        except (RecursionError, OverflowError):
+        if not (frame := frame_of(body)):
             return
         self.followed.submitted(frame)
         await self.wire.send_frame(self.engine.boot_id, frame)
@@ -244,17 +260,28 @@ async def target() -> AsyncIterator[Target]:
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Sends `count` messages to an engine."""
-    return asyncio.run(_attack(Messages(seed, what), count))
+    return asyncio.run(_attack(Messages(seed, what), Messages(~seed, what), count))
 
 
-async def _attack(messages: Messages, count: int) -> dict[str, Any]:
+async def _warm_up(box: Target, messages: Messages, largest: dict[str, Any]) -> None:
+    """Has the engine keep whatever it keeps of what it reads and computes; its malloc gives little back."""
+    for number in range(WARM):
+        await box.send(largest if number < LARGEST_TIMES else messages.draw())
+        await box.until(lambda: len(box.followed.open) <= AT_ONCE)
+        if number % OTHERS_EVERY == 0:
+            await box.ask()
+    await box.until(lambda: not box.followed.open)
+
+
+async def _attack(messages: Messages, others: Messages, count: int) -> dict[str, Any]:
+    """Sends `count` messages, after some of the others."""
     async with target() as box:
         right, followed, pids = await box.ask(), box.followed, (box.engine.process.pid,)
         others_wrong: list[list[list[int]]] = []
-        began_s, early = time.monotonic(), 0.0
+        await _warm_up(box, others, messages.largest(count))
+        followed.over.clear()  # whose names come again
+        began_s, early = time.monotonic(), rss_mb(pids)
         for number in range(count):
-            if number == int(count * EARLY):
-                early = rss_mb(pids)
             await box.send(messages.draw())
             await box.until(lambda: len(followed.open) <= AT_ONCE)
             if number % OTHERS_EVERY == 0 and (got := await box.ask()) != right:

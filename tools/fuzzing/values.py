@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
@@ -96,7 +97,7 @@ class Values:
             for _ in range(DEPTH):
                 deep = [deep]
             return deep
-        return self.rng.choice(ODDITIES)
+        return copy.deepcopy(self.rng.choice(ODDITIES))  # whoever gets it may add to it
 
     def _struct(self, type_: Any, spoilt: float) -> dict[str, Any]:
         made: dict[str, Any] = {"type": type_.tag} if type_.tag is not None else {}
