@@ -90,7 +90,7 @@ class Members:
         found = []
         for member in self:
             engine = member.card.engine if member.card and not member.refused else None
-            if engine is not None and engine.shares:
+            if engine is not None and engine.shares and engine.boot:  # without one our engine reads none of the list
                 host = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")[0]
                 found.append(
                     PeerEngine(

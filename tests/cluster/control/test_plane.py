@@ -129,6 +129,13 @@ async def test_the_engine_of_a_box_that_dies_is_called_no_more_and_its_key_stays
     assert members.keys().keys() == {"b", "c"}
 
 
+async def test_an_engine_that_gives_itself_no_name_is_left_out_of_what_ours_is_to_read(three: dict[str, Front]) -> None:
+    members = three["a"].plane.members
+    three["c"].has(card(""))
+    await until(lambda: (said := members["c"].card) is not None and said.engine is not None and not said.engine.boot)
+    assert {engine.node for engine in members.engines()} == {"b"}
+
+
 async def test_another_model_is_refused_with_a_message_on_both_sides(three: dict[str, Front]) -> None:
     three["c"].has(card("engine-c", model="x" * 32))
     a, c = three["a"].plane, three["c"].plane
