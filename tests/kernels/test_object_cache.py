@@ -87,6 +87,24 @@ def test_a_directory_that_others_can_write_is_not_used(tmp_path: Path, caplog: p
     assert "compiled at each start" in caplog.text
 
 
+def test_a_call_that_keeps_the_gil_returns_what_the_function_does() -> None:
+    @code(INT, INT, result=INT)
+    def product(a: int, b: int) -> int:
+        return a * b
+
+    assert product.call_briefly(6, 7) == product.call(6, 7) == 42
+
+
+def test_code_is_compiled_anew_when_a_source_beside_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, directory = tmp_path / "sources", tmp_path / "kernels"
+    sources.mkdir()
+    monkeypatch.setattr(Code, "folder", sources)
+    for text in ("first", "first", "second"):
+        (sources / "helper.py").write_text(text)
+        link(make(), directory)
+    assert len(list(directory.glob("*.o"))) == 2
+
+
 def test_without_a_directory_it_is_compiled() -> None:
     codes = make()
     link(codes, None)

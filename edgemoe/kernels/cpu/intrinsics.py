@@ -32,9 +32,9 @@ entry: Decorator = numba.njit(nogil=True, error_model="numpy")  # for Python; co
 INT: Any = types.int64
 
 
-def code(*arguments: Any) -> Callable[[Any], Code]:
+def code(*arguments: Any, result: Any = types.void) -> Callable[[Any], Code]:
     """Decorates a function that is called by its address. `object_cache.link` compiles it or reads it from disk."""
-    return lambda function: Code(arguments, function)
+    return lambda function: Code(arguments, function, result)
 
 
 chunk = code(INT, INT)  # a part of a kernel: (address of its record, number of the chunk); see `thread_pool.parallel`
@@ -91,6 +91,7 @@ f32_at = _pointer(types.float32)
 i64_at = _pointer(types.int64)
 u32_at = _pointer(types.uint32)
 u16_at = _pointer(types.uint16)
+u8_at = _pointer(types.uint8)
 
 
 @intrinsic

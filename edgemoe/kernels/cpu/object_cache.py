@@ -30,25 +30,25 @@ from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
-KEPT = 4  # object files in the directory at most: of other versions, weight types or processors
+KEPT = 12  # object files in the directory at most: of other uses, versions, weight types or processors
 DIGEST_BYTES = 16
 COMPILE_S = 120.0  # how long an engine waits for another one that compiles
-C_TYPES: dict[str, Any] = {"int64": ctypes.c_int64, "float32": ctypes.c_float}
+C_TYPES: dict[str, Any] = {"none": None, "int64": ctypes.c_int64, "float32": ctypes.c_float}
 _linked: list[Any] = []  # what holds machine code in use; never freed
 
 
 class Code:
-    """Holds a function of numbers without a result. Kernels and Python call it by its address."""
+    """Holds a function of numbers. Kernels and Python call it by its address."""
 
-    def __init__(self, arguments: tuple[Any, ...], function: Any) -> None:
-        self.arguments, self._function, self._linked = arguments, function, ("", 0)
+    def __init__(self, arguments: tuple[Any, ...], function: Any, result: Any = types.void) -> None:
+        self.arguments, self.result, self._function, self._linked = arguments, result, function, ("", 0)
         self.name = f"{function.__module__}.{function.__qualname__}"
 
     @cached_property
     def compiled(self) -> Any:
         """Returns Numba's compiled function; compiles it at the first use."""
         options: Any = {"fastmath": {"contract"}, "error_model": "numpy"}
-        return numba.cfunc(types.void(*self.arguments), **options)(self._function)
+        return numba.cfunc(self.result(*self.arguments), **options)(self._function)
 
     @property
     def symbol(self) -> str:
@@ -63,7 +63,22 @@ class Code:
     @cached_property
     def call(self) -> Callable[..., None]:
         """Returns the function for Python. It releases the GIL."""
-        return ctypes.CFUNCTYPE(None, *(C_TYPES[str(kind)] for kind in self.arguments))(self.address)
+        return self._prototype(ctypes.CFUNCTYPE)
+
+    @cached_property
+    def call_briefly(self) -> Callable[..., Any]:
+        """Returns the function for Python, for calls of a few microseconds: it holds the GIL, which another thread
+        would take for milliseconds."""
+        return self._prototype(ctypes.PYFUNCTYPE)
+
+    def _prototype(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        kinds = (self.result, *self.arguments)
+        return make(*(C_TYPES[str(kind)] for kind in kinds))(self.address)  # type: ignore[no-any-return]
+
+    @property
+    def folder(self) -> Path:
+        """Returns where its source lies."""
+        return Path(self._function.__code__.co_filename).parent
 
     @property
     def is_linked(self) -> bool:
@@ -148,7 +163,8 @@ def _is_private(directory: Path) -> bool:
 def _fingerprint(codes: Sequence[Code], variant: str) -> str:
     """Returns a hash of all that the machine code depends on."""
     digest = xxhash.xxh3_128()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    folders = {Path(__file__).parent, *(code.folder for code in codes)}
+    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
         digest.update(file.read_bytes())
     box = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__, llvmlite.__version__)
     digest.update(json.dumps([*box, variant, [code.name for code in codes]]).encode())
