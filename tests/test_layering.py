@@ -33,7 +33,7 @@ LAYERS: dict[str, set[str]] = {
     "kernels.cpu": {"kernels.env"},
     "kernels.gpu": set(),
     "model": {"types", "errors", "families", "kernels"},
-    "experts.tiers": NOUNS | {"store"},
+    "experts.tiers": NOUNS | {"kernels", "store"},
     "experts.transfer": NOUNS | {"experts.tiers"},
     "experts.predict": NOUNS | {"experts.tiers", "policy", "telemetry", "config.sizes"},
     "experts.compute": NOUNS

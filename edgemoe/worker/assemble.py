@@ -27,7 +27,9 @@ from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
 from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
+from edgemoe.experts.tiers.calls import CODES
 from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
@@ -114,6 +116,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
+        link(CODES, kernel_dir(settings))
         sharing = _sharing(manifest, served, store) if settings.cluster.node else None
         scoutgate = scoutgate_for(settings, manifest, served)
         if scoutgate is not None:

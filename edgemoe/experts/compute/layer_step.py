@@ -13,8 +13,9 @@ import numpy as np
 
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.compute.dispatch import Compute, Group
+from edgemoe.experts.tiers.records import NONE
 from edgemoe.experts.tiers.residency import Residency, SlotClaim
-from edgemoe.experts.tiers.slots import NONE, BoolArray, Transfer
+from edgemoe.experts.tiers.slots import BoolArray, Transfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Tier
@@ -51,6 +52,11 @@ class DeviceShare:
         coming = asked[got & ~claim.ready]
         self.waiting.update(zip(self.group.experts[coming].tolist(), coming.tolist(), strict=True))
         self.left = asked[~got]
+
+    def waits_for(self, load: Transfer, layer: int) -> bool:
+        """Returns whether an ended load is one that this part of the layer's step waits for."""
+        index = self.waiting.get(load.expert) if load.layer == layer else None
+        return index is not None and self.slots[index] == load.slot and load.has_ended
 
 
 class LayerStep:
@@ -99,6 +105,7 @@ class LayerStep:
                 if not (self._left and any(computed)):  # else there is room again
                     self._wait()
         finally:
+            self._residency.leave(self._arrivals)
             for part in self._parts:
                 self._release(part, part.pinned)
 
@@ -141,7 +148,8 @@ class LayerStep:
         """Waits until at least one expert is ready, or there may be room for more. Raises MissingExpert."""
         began_s = time.perf_counter()
         if self._waiting:
-            tier = self._settle(self._next_arrival())
+            while (tier := self._settle(self._next_arrival())) is None:
+                pass
             while not self._arrivals.empty():
                 self._settle(self._arrivals.get_nowait())
         else:
@@ -156,12 +164,16 @@ class LayerStep:
         except Empty:
             raise self._overdue() from None
 
-    def _settle(self, load: Transfer) -> Tier:
-        """Marks an expert as ready. Returns the tier that it came from. Raises the load's error."""
+    def _settle(self, load: Transfer) -> Tier | None:
+        """Marks an expert as ready. Returns the tier that it came from. Raises the load's error.
+
+        Returns None for what this layer-step does not wait for: another thread's, or one that came meanwhile.
+        """
+        part = next((part for part in self._parts if part.waits_for(load, self._layer)), None)
+        if part is None:
+            return None
         if load.error is not None:
             raise load.error
-        device = self._residency.device_of[load.layer, load.expert]
-        part = next(part for part in self._parts if part.device == device)
         part.ready[part.waiting.pop(load.expert)] = True
         return Tier.NVME if load.cold else Tier.RAM
 

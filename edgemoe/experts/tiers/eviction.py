@@ -2,144 +2,177 @@
 
 Experts loaded for prefill only are evicted first, those whose layers run last first of all. A prefetched expert keeps
 the utility of its request until its layer has run. Experts that the running layer-step still needs are evicted last.
-Pinned experts, and those at home here, are not evicted. Not thread-safe: residency holds the lock.
+Former homes go only where nothing else can. Pinned experts, and those at home here, are not evicted. Of equals the one
+in the lower slot goes. Compiled; arguments are addresses of the STATE and of a POOL record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-import numpy.typing as npt
 
-from edgemoe.experts.tiers.slots import NONE, TRANSIENT, UNUSED, BoolArray, SlotPool
-from edgemoe.types.arrays import IntArray
+from edgemoe.experts.tiers.records import FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
+from edgemoe.kernels.cpu.intrinsics import f32_at, i64_at, jit, record
 
 ALWAYS = np.inf  # utility of a demand, which replaces anything that is not needed now
-LAST = float(np.finfo(np.float32).max)  # utility of a former home, which only a home replaces
-SHORTLIST = 32  # candidates for eviction that the prefetch requests of one layer-step share
-TRANSIENT_KEY = -1e30  # of prefill-only experts, below every rank of a policy
+LAST = np.finfo(np.float32).max  # utility of a former home, which only a home replaces
+TRANSIENT_KEY = np.float32(-1e30)  # of prefill-only experts, below every rank of a policy
 
 
-class Evictor:
-    """Evicts experts from the RAM pool and the devices' pools."""
+@jit
+def take(state: int, pool: int, n: int, ranks: int, into: int) -> int:
+    """Writes up to `n` empty slots to `into`: free ones, then those of the lowest utility, whose experts it evicts.
 
-    def __init__(self, ram: SlotPool, devices: Sequence[SlotPool], *, containment: bool) -> None:
-        self.clock = 0  # layer-steps begun
-        self.homes: BoolArray | None = None  # [L * E] never dropped from RAM
-        self.former = np.zeros(ram.where.size, np.bool_)  # [L * E] homes of before, which others may not have yet
-        self._ram, self._devices, self._containment = ram, devices, containment
-        self._layer = 0  # that runs
-        self._visited = np.full(ram.layers, NONE, np.int64)  # [L] clock of each layer's last visit
-        self._needed = np.full(ram.where.size, NONE, np.int64)  # [L * E] clock of the layer-step that needs it
-
-    def begin(self, layer: int) -> None:
-        """Starts a layer-step."""
-        self.clock += 1
-        self._layer = layer
-        self._visited[layer] = self.clock
-
-    def need(self, layer: int, experts: IntArray) -> None:
-        """Marks experts [n] as needed by the running layer-step."""
-        self._needed[layer * self._ram.experts + experts] = self.clock
-
-    def done(self, layer: int, experts: IntArray) -> None:
-        """Marks experts [n] as no longer needed by the running layer-step."""
-        self._needed[layer * self._ram.experts + experts] = NONE
-
-    def keep(self, homes: BoolArray) -> None:
-        """Sets which experts [L, E] are at home in RAM. Former homes are evicted last until `forget_former`."""
-        present = self._ram.where.ravel() >= 0
-        was = self.former if self.homes is None else self.former | self.homes
-        self.homes = homes.ravel().copy()
-        self.former = was & present & ~self.homes
-        self._ram.shortlist_at = NONE
-
-    def forget_former(self) -> None:
-        """Ranks former homes by the policy again."""
-        self.former[:] = False
-        self._ram.shortlist_at = NONE
-
-    def take(self, pool: SlotPool, n: int) -> list[int]:
-        """Returns up to `n` empty slots: free ones, then those of the lowest utility, whose experts it evicts."""
-        slots = [pool.free.pop() for _ in range(min(n, len(pool.free)))]
-        if len(slots) < n:
-            evictor, keys = self._worths(pool)
-            slots += self._evict(pool, _lowest(evictor, keys, n - len(slots))).tolist()
-        return slots
-
-    def take_below(self, pool: SlotPool, utility: float) -> int | None:
-        """Returns a free slot, or evicts the expert of lowest utility if that is below `utility`; else None."""
-        if pool.free:
-            return pool.free.pop()
-        if utility == -ALWAYS:
-            return None
-        if pool.shortlist_at != self.clock:  # ranking all for every prefetch request would cost too much
-            evictor, keys = self._worths(pool)
-            least = _lowest(np.arange(len(evictor)), keys, SHORTLIST)
-            order = least[np.argsort(-keys[least])]
-            listed = (keys[order], evictor[order], pool.owner[evictor[order]])
-            pool.shortlist = list(zip(*(part.tolist() for part in listed), strict=True))
-            pool.shortlist_at = self.clock
-        while pool.shortlist and pool.shortlist[-1][0] < utility:
-            _, slot, owner = pool.shortlist.pop()
-            if not pool.shortlist:
-                pool.shortlist_at = NONE  # used up: between layer-steps there may be many requests
-            if pool.owner[slot] == owner and self._may_go(pool, slot, owner):
-                return int(self._evict(pool, np.array([slot]))[0])
-        return None
-
-    def _may_go(self, pool: SlotPool, slot: int, owner: int) -> bool:
-        """Returns whether neither the slot nor a copy that would be evicted with it is pinned."""
-        pinned = pool.pins[slot] > 0
-        if pool is self._ram and self._containment:
-            copies = [(top, top.where.ravel()[owner]) for top in self._devices]
-            pinned |= any(copy >= 0 and top.pins[copy] for top, copy in copies)
-        return not pinned
-
-    def _evict(self, pool: SlotPool, slots: IntArray) -> IntArray:
-        """Evicts the experts in the unpinned slots, and returns the slots, which the caller then owns."""
-        if pool is self._ram and self._containment:
-            self._drop_copies(pool.owner[slots])
-        pool.evict(slots)
-        return slots
-
-    def _drop_copies(self, owners: IntArray) -> None:
-        for top in self._devices:
-            copies = top.where.ravel()[owners]
-            copies = copies[copies >= 0]
-            top.evict(copies)
-            top.free.extend(copies.tolist())
-
-    def _worths(self, pool: SlotPool) -> tuple[IntArray, npt.NDArray[np.float32]]:
-        """Returns the slots [n] that may be evicted, and the utility of keeping each one's expert, [n]."""
-        slots = np.flatnonzero((pool.pins == 0) & (pool.owner >= 0))
-        if pool is self._ram and self.homes is not None:
-            slots = slots[~self.homes[pool.owner[slots]]]
-        transient = (pool.flags[slots] & TRANSIENT) > 0
-        if pool is self._ram and self._containment:
-            for top in self._devices:
-                copies = top.where.ravel()[pool.owner[slots]]
-                transient &= (copies < 0) | ((top.flags[copies] & TRANSIENT) > 0)
-                kept = (copies < 0) | (top.pins[copies] == 0)
-                slots, transient = slots[kept], transient[kept]
-        return slots, self._keys(pool, slots, transient)
-
-    def _keys(self, pool: SlotPool, slots: IntArray, transient: BoolArray) -> npt.NDArray[np.float32]:
-        """Returns the utility of keeping the expert in each slot [n]."""
-        owners = pool.owner[slots]
-        layers = owners // pool.experts
-        keys = pool.policy.rank(self._layer).ravel()[owners].astype(np.float32)
-        distance = (layers - self._layer - 1) % pool.layers
-        keys[transient] = (TRANSIENT_KEY * (1.0 + distance / pool.layers))[transient]
-        awaited = ((pool.flags[slots] & UNUSED) > 0) & (self._visited[layers] <= pool.born[slots])
-        np.maximum(keys, pool.utility[slots], out=keys, where=awaited)
-        if pool is self._ram:
-            keys[self.former[owners]] = LAST
-        keys[self._needed[owners] == self.clock] = ALWAYS
-        return keys
+    Returns their number. `ranks` [L * E] are not read where enough slots are free.
+    """
+    p, slots = record(pool, POOL), i64_at(into)
+    count = min(n, p.free_count)
+    for i in range(count):
+        p.free_count -= 1
+        slots[i] = i64_at(p.free)[p.free_count]
+    if count < n:
+        found = _lowest(state, pool, ranks, n - count, p.victims, p.victim_keys)
+        for i in range(found):
+            slots[count + i] = i64_at(p.victims)[i]
+            _evict(state, pool, i64_at(p.victims)[i])
+        count += found
+    return count  # type: ignore[no-any-return]
 
 
-def _lowest(items: IntArray, keys: npt.NDArray[np.float32], n: int) -> IntArray:
-    """Returns the `n` items of [m] with the lowest keys [m], in no order."""
-    return items[np.argpartition(keys, n - 1)[:n]] if len(items) > n else items
+@jit
+def take_below(state: int, pool: int, utility: float, ranks: int) -> int:
+    """Returns a free slot, or evicts the expert of lowest utility if that is below `utility`; else NONE."""
+    s, p = record(state, STATE), record(pool, POOL)
+    if p.free_count > 0:
+        p.free_count -= 1
+        return i64_at(p.free)[p.free_count]  # type: ignore[no-any-return]
+    if needs_ranks(state, pool, utility):  # ranking all for every prefetch request would cost too much
+        p.least_count = _lowest(state, pool, ranks, SHORTLIST, p.least, p.least_keys)
+        p.least_next, p.least_at = 0, s.clock
+        for i in range(p.least_count):
+            i64_at(p.least_owners)[i] = i64_at(p.owner)[i64_at(p.least)[i]]
+    while p.least_next < p.least_count and f32_at(p.least_keys)[p.least_next] < utility:
+        slot, owner = i64_at(p.least)[p.least_next], i64_at(p.least_owners)[p.least_next]
+        p.least_next += 1
+        if p.least_next == p.least_count:
+            p.least_at = NONE  # used up: between layer-steps there may be many requests
+        if i64_at(p.owner)[slot] == owner and _may_go(state, pool, slot):
+            _evict(state, pool, slot)
+            return slot  # type: ignore[no-any-return]
+    return NONE
+
+
+@jit
+def needs_ranks(state: int, pool: int, utility: float) -> bool:
+    """Returns whether `take_below` reads the ranks."""
+    p = record(pool, POOL)
+    return p.free_count == 0 and utility != -np.inf and p.least_at != record(state, STATE).clock
+
+
+@jit
+def release(pool: int, slot: int) -> None:
+    """Makes an empty slot free."""
+    p = record(pool, POOL)
+    i64_at(p.free)[p.free_count] = slot
+    p.free_count += 1
+
+
+@jit
+def _lowest(state: int, pool: int, ranks: int, n: int, slots_at: int, keys_at: int) -> int:
+    """Writes the `n` slots of the lowest utility that may be evicted, ascending, and their utilities.
+
+    Returns their number.
+    """
+    p, slots, keys, found = record(pool, POOL), i64_at(slots_at), f32_at(keys_at), 0
+    for slot in range(p.slots):
+        owner = i64_at(p.owner)[slot]
+        if owner < 0:
+            continue
+        if found == n and i64_at(p.flags)[slot] == 0 and not f32_at(ranks)[owner] < keys[n - 1]:
+            continue  # most: without flags, no utility is below the rank
+        if not _may_go(state, pool, slot):
+            continue
+        key = _utility(state, pool, slot, ranks)
+        if found == n and not key < keys[n - 1]:
+            continue
+        i = min(found, n - 1)
+        found = i + 1
+        while i > 0 and key < keys[i - 1]:
+            slots[i], keys[i] = slots[i - 1], keys[i - 1]
+            i -= 1
+        slots[i], keys[i] = slot, key
+    return found
+
+
+@jit
+def _utility(state: int, pool: int, slot: int, ranks: int) -> np.float32:
+    """Returns the utility of keeping the slot's expert."""
+    s, p = record(state, STATE), record(pool, POOL)
+    key, flags = i64_at(p.owner)[slot], i64_at(p.flags)[slot]
+    if i64_at(s.needed)[key] == s.clock:
+        return np.float32(np.inf)
+    if p.index == 0 and i64_at(s.kept)[key] == FORMER:
+        return np.float32(LAST)
+    utility = f32_at(ranks)[key]
+    if flags == 0:
+        return utility  # type: ignore[no-any-return]
+    layer = key // s.experts
+    if flags & TRANSIENT and not _decode_has_a_copy(state, pool, key):
+        distance = (layer - s.layer - 1) % s.layers
+        utility = np.float32(TRANSIENT_KEY * (1.0 + distance / s.layers))
+    if flags & UNUSED and i64_at(s.visited)[layer] <= i64_at(p.born)[slot]:
+        utility = max(utility, f32_at(p.utility)[slot])
+    return utility  # type: ignore[no-any-return]
+
+
+@jit
+def _may_go(state: int, pool: int, slot: int) -> bool:
+    """Returns whether nothing pins the slot's expert or the copy that goes with it, and it is not at home here."""
+    s, p = record(state, STATE), record(pool, POOL)
+    if i64_at(p.pins)[slot] != 0:
+        return False
+    if p.index != 0:
+        return True
+    key = i64_at(p.owner)[slot]
+    if i64_at(s.kept)[key] == HOME:
+        return False
+    top, copy = _copy_of(state, key)
+    return copy < 0 or i64_at(record(top, POOL).pins)[copy] == 0  # type: ignore[no-any-return]
+
+
+@jit
+def _decode_has_a_copy(state: int, pool: int, key: int) -> bool:
+    """Returns whether decode uses the copy of an expert in RAM that goes with it."""
+    if record(pool, POOL).index != 0:
+        return False
+    top, copy = _copy_of(state, key)
+    return copy >= 0 and i64_at(record(top, POOL).flags)[copy] & TRANSIENT == 0  # type: ignore[no-any-return]
+
+
+@jit
+def _copy_of(state: int, key: int) -> tuple[int, int]:
+    """Returns the device's pool, and the slot of the copy there that goes when the expert is dropped from RAM; NONE."""
+    s = record(state, STATE)
+    if s.devices == 0 or s.containment == 0:
+        return 0, NONE
+    top = i64_at(s.pools)[1 + i64_at(s.device_of)[key]]
+    return top, i64_at(record(top, POOL).where)[key]
+
+
+@jit
+def _evict(state: int, pool: int, slot: int) -> None:
+    """Evicts the expert of an unpinned slot, which the caller then owns, and with it the copy that goes."""
+    if record(pool, POOL).index == 0:
+        top, copy = _copy_of(state, i64_at(record(pool, POOL).owner)[slot])
+        if copy >= 0:
+            _forget(top, copy)
+            release(top, copy)
+    _forget(pool, slot)
+
+
+@jit
+def _forget(pool: int, slot: int) -> None:
+    p = record(pool, POOL)
+    i64_at(p.where)[i64_at(p.owner)[slot]] = NONE
+    i64_at(p.owner)[slot] = NONE
+    p.wasted += i64_at(p.flags)[slot] & UNUSED
+    i64_at(p.flags)[slot] = 0

@@ -1,65 +1,137 @@
-"""Begins the loads of experts that are demanded and absent: into RAM, or through RAM into a device.
+"""Places the loads of experts that are demanded and absent: into RAM, or through RAM into a device.
 
-Residency calls it, and holds its lock meanwhile.
+Compiled; `request` is the address of a REQUEST record, `wanted` in it the places of the absent experts among its own.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from edgemoe.experts.tiers.eviction import release, take
+from edgemoe.experts.tiers.records import NONE, POOL, REQUEST, STATE, TRANSIENT
+from edgemoe.kernels.cpu.intrinsics import i64_at, jit, record, u8_at
+from edgemoe.types.experts import Tier
 
-from edgemoe.experts.tiers.eviction import Evictor
-from edgemoe.experts.tiers.slots import SlotPool, Transfer
+RAM, NVME = int(Tier.RAM), int(Tier.NVME)
 
 
-def fetch(
-    evictor: Evictor, ram: SlotPool, top: SlotPool, layer: int, experts: list[int], flags: list[int]
-) -> tuple[list[Transfer | None], list[Transfer]]:
-    """Places loads of absent `experts` [n] of a layer into the top tier; each slot gets its `flags` [n].
+@jit
+def mark(request: int, i: int) -> int:
+    """Returns the flags that a demand of expert i leaves: TRANSIENT where only prefill needs it."""
+    r = record(request, REQUEST)
+    return TRANSIENT if r.marked and u8_at(r.prefill)[i] else 0
 
-    Returns the loads [n], None where there is no room, and the transfers that can start now.
+
+@jit
+def place(state: int, pool: int, slot: int, key: int, flags: int) -> None:
+    """Begins a load of the expert into an empty slot, which it pins."""
+    p = record(pool, POOL)
+    i64_at(p.owner)[slot], i64_at(p.pins)[slot], i64_at(p.flags)[slot] = key, 1, flags
+    i64_at(p.born)[slot], i64_at(p.coming)[key] = record(state, STATE).clock, slot
+    i64_at(p.source)[slot], i64_at(p.cold)[slot], i64_at(p.demanded)[slot] = NONE, p.index == 0, 0
+
+
+@jit
+def join(request: int, pool: int, i: int, slot: int) -> None:
+    """Adds the demand of expert i to the load in the slot, which it pins."""
+    r, p = record(request, REQUEST), record(pool, POOL)
+    i64_at(p.pins)[slot] += 1
+    i64_at(p.demanded)[slot] = 1
+    if r.ours:
+        i64_at(p.flags)[slot] &= mark(request, i)
+    i64_at(record(r.state, STATE).served)[NVME if i64_at(p.cold)[slot] else RAM] += 1
+    i64_at(r.slots)[i] = slot
+
+
+@jit
+def fetch_from_disk(request: int, pool: int, n: int) -> None:
+    """Places loads of the first `n` wanted experts into RAM, which is the fastest tier, as far as there is room."""
+    r = record(request, REQUEST)
+    for j in range(take(r.state, pool, n, r.ranks, r.taken)):
+        i, slot = i64_at(r.wanted)[j], i64_at(r.taken)[j]
+        place(r.state, pool, slot, _key(request, i), mark(request, i))
+        join(request, pool, i, slot)
+        _start(request, 0, i, slot, NONE)
+
+
+@jit
+def fetch_through_ram(request: int, pool: int, n: int) -> None:
+    """Places loads of the first `n` wanted experts into a device, as far as there is room.
+
+    An expert in RAM is copied from there at once. Another one is read into RAM first; the copy waits for the read.
+    Experts in RAM are the first to get a slot.
     """
-    if top is ram:
-        jobs = zip(evictor.take(top, len(experts)), experts, flags, strict=False)
-        loads = [top.place(slot, layer, expert, flag, evictor.clock) for slot, expert, flag in jobs]
-        return [*loads, *[None] * (len(experts) - len(loads))], loads
-    return _fetch_through_ram(evictor, ram, top, layer, experts, flags)
-
-
-def _fetch_through_ram(
-    evictor: Evictor, ram: SlotPool, top: SlotPool, layer: int, experts: list[int], flags: list[int]
-) -> tuple[list[Transfer | None], list[Transfer]]:
-    """Does what `fetch` does for a device.
-
-    An expert in RAM is copied from there at once. Another one is read into RAM first; its copy waits in the read's
-    `then`. Experts in RAM are the first to get a slot.
-    """
-    base = layer * top.experts
-    sources = ram.where[layer, experts]  # [n]
-    ram.pins[sources[sources >= 0]] += 1
-    order = np.argsort(sources < 0, kind="stable").tolist()  # those in RAM first
-    slots = evictor.take(top, len(order))
-    unread = [i for i in order[: len(slots)] if sources[i] < 0 and base + experts[i] not in ram.loads]
-    reads = dict(zip(unread, evictor.take(ram, len(unread)), strict=False))
-    loads: list[Transfer | None] = [None] * len(order)
-    starts = []
-    for i in order:
-        source = int(sources[i])
-        read = ram.loads.get(base + experts[i])
-        if not slots or (source < 0 and read is None and i not in reads):
+    r = record(request, REQUEST)
+    ram = i64_at(record(r.state, STATE).pools)[0]
+    p = record(ram, POOL)
+    in_ram = _sort_by_source(request, ram, n)
+    for j in range(in_ram):
+        i64_at(p.pins)[i64_at(p.where)[_key(request, i64_at(r.wanted)[j])]] += 1
+    room, unread = take(r.state, pool, n, r.ranks, r.taken), 0
+    for j in range(in_ram, room):
+        unread += i64_at(p.coming)[_key(request, i64_at(r.wanted)[j])] < 0
+    reads, read, used = take(r.state, ram, unread, r.ram_ranks, r.reads), 0, 0
+    for j in range(n):
+        i = i64_at(r.wanted)[j]
+        key = _key(request, i)
+        source, coming = i64_at(p.where)[key], i64_at(p.coming)[key]
+        if used == room or (source < 0 and coming < 0 and read == reads):
             if source >= 0:
-                ram.pins[source] -= 1
+                i64_at(p.pins)[source] -= 1
             continue
-        load = loads[i] = top.place(slots.pop(), layer, experts[i], flags[i], evictor.clock)
-        if source >= 0:
-            load.source = source
-            ram.flags[source] &= flags[i]
-            starts.append(load)
-            continue
-        if read is None:
-            read = ram.place(reads[i], layer, experts[i], flags[i], evictor.clock)
-            starts.append(read)
-        read.then.append(load)
-        read.demand = load.cold = True
-        ram.flags[read.slot] &= flags[i]
-    top.free.extend(slots)
-    return loads, starts
+        if source < 0 and coming < 0:
+            coming = i64_at(r.reads)[read]
+            read += 1
+            place(r.state, ram, coming, key, mark(request, i))
+            _start(request, 0, i, coming, NONE)
+        _copy(request, pool, i, i64_at(r.taken)[used], source, coming)
+        used += 1
+    for j in range(used, room):
+        release(pool, i64_at(r.taken)[j])
+
+
+@jit
+def _copy(request: int, pool: int, i: int, slot: int, source: int, coming: int) -> None:
+    """Places the copy of expert i: from the slot `source` of RAM, or, without one, from where it is `coming` to."""
+    r, top = record(request, REQUEST), record(pool, POOL)
+    p = record(i64_at(record(r.state, STATE).pools)[0], POOL)
+    place(r.state, pool, slot, _key(request, i), mark(request, i))
+    if source >= 0:
+        i64_at(top.source)[slot] = source
+        _start(request, r.pool, i, slot, source)
+    else:
+        i64_at(top.cold)[slot] = i64_at(p.demanded)[coming] = 1
+    if r.ours:
+        i64_at(p.flags)[source if source >= 0 else coming] &= mark(request, i)
+    join(request, pool, i, slot)
+
+
+@jit
+def _sort_by_source(request: int, ram: int, n: int) -> int:
+    """Moves the wanted experts that are in RAM to the front, in order. Returns their number."""
+    r, p, first, others = record(request, REQUEST), record(ram, POOL), 0, 0
+    wanted, rest = i64_at(r.wanted), i64_at(r.reads)
+    for j in range(n):
+        if i64_at(p.where)[_key(request, wanted[j])] >= 0:
+            wanted[first] = wanted[j]
+            first += 1
+        else:
+            rest[others] = wanted[j]
+            others += 1
+    for j in range(others):
+        wanted[first + j] = rest[j]
+    return first
+
+
+@jit
+def _start(request: int, pool: int, i: int, slot: int, source: int) -> None:
+    """Notes a load that can start now."""
+    r = record(request, REQUEST)
+    row = i64_at(r.starts + 32 * r.start_count)
+    row[0], row[1], row[2], row[3] = pool, i64_at(r.ids)[i], slot, source
+    r.start_count += 1
+
+
+@jit
+def _key(request: int, i: int) -> int:
+    """Returns the key of expert i of the request."""
+    r = record(request, REQUEST)
+    return r.layer * record(r.state, STATE).experts + i64_at(r.ids)[i]  # type: ignore[no-any-return]

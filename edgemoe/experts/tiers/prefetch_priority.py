@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from edgemoe.experts.tiers.eviction import ALWAYS
-from edgemoe.experts.tiers.slots import TRANSIENT, UNUSED
+from edgemoe.experts.tiers.records import TRANSIENT, UNUSED
 
 PREFILL_ONLY_UTILITY = -1e29  # prefetched for prefill only: replaces prefill-only experts only
 

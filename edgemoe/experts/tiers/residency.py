@@ -1,28 +1,50 @@
 """Knows where every expert is: in RAM, in a device, or on its way.
 
-An expert is in a tier when `where` names its slot there. While it is on its way, a `Transfer` holds the slot. A slot is
-pinned by what needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
+An expert is in a tier when `where` names its slot there. While it is on its way, `coming` does. A slot is pinned by
+what needs it to stay: a forward that computes from it, a load that fills it, a copy that reads from it.
 Evicting only forgets: weights are read-only, so nothing is copied back. With containment, every expert in a device is
 in RAM too; dropping it from RAM drops it from the device.
+
+What is where lies in arrays, and each change of them is one compiled call (see `calls`, which says what the lock is).
+Transfers are messages: made when one can start, and handed to all who wait when it has ended.
 """
 
 from __future__ import annotations
 
-import threading
+import copy
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from edgemoe.experts.tiers.eviction import Evictor
-from edgemoe.experts.tiers.fetches import fetch
+from edgemoe.experts.tiers import calls
+from edgemoe.experts.tiers.call_records import (
+    COUNT,
+    FLAGS,
+    LAYER,
+    LIMIT,
+    OURS,
+    POOL_AT,
+    RAM_RANKS_AT,
+    RANKS_AT,
+    SEEN,
+    START_COUNT,
+    CallRecords,
+)
+from edgemoe.experts.tiers.calls import ASKS, RAM_RANKS, RANKS
 from edgemoe.experts.tiers.home_experts import HomeExperts
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
-from edgemoe.experts.tiers.slots import NONE, TRANSIENT, BoolArray, SlotPool, Transfer
+from edgemoe.experts.tiers.records import NONE, STATE, SharedRecord
+from edgemoe.experts.tiers.slots import BoolArray, SlotPool, Transfer
 from edgemoe.experts.tiers.tier_pools import TierPools
+from edgemoe.experts.tiers.waiters import Waiters
+from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import Move, Tier
+
+CHECKS = 1000  # of integrity, until one finds that nothing has changed meanwhile
+NOW, VERSION, CHANGES = (place_of(STATE, name) for name in ("layer", "version", "changes"))
 
 
 class SlotClaim(NamedTuple):
@@ -35,27 +57,52 @@ class SlotClaim(NamedTuple):
 
 
 class Residency(TierPools):
-    """Moves experts between the tiers. Thread-safe: every method is one short critical section."""
+    """Moves experts between the tiers. Thread-safe."""
 
     def __init__(self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True) -> None:
         """Takes over the pools. With `containment`, what is in a device is in RAM too."""
         super().__init__(ram, devices)
         self.containment = containment
-        self.served = [0, 0, 0]  # demanded experts by the tier that had them
         self._policies = tuple({id(pool.policy): pool.policy for pool in (*self.devices, ram)}.values())
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._version = 0  # counts what `wait_for_change` waits for
-        self._waiting = 0  # threads in it
-        self._evictor = Evictor(ram, self.devices, containment=containment)
-        self.homes = HomeExperts(ram, self._evictor, self._lock)
+        self._ours = 1  # demands are this box's own
+        self._waiters = Waiters()
+        self._arrivals: dict[SimpleQueue[Transfer], int] = {}  # who waits for loads, and of which layer
+        self._shared = shared = SharedRecord(STATE)
+        self._state, self._address = shared.numbers, shared.address
+        layers, experts = shape = ram.where.shape
+        shared["layers"], shared["experts"], shared["devices"] = layers, experts, len(self.devices)
+        shared["containment"] = containment
+        shared.take("pools", np.array([pool.address for pool in (ram, *self.devices)]))
+        shared.take("device_of", self.device_of)
+        shared.array("visited", layers, NONE)
+        self._needed = tuple(shared.array("needed", shape, NONE))  # L rows [E]
+        self._served: IntArray = shared.array("served", len(Tier))
+        self.homes = HomeExperts(ram, self._address, shared.array("kept", shape))
+        self._records = CallRecords(self._address, experts)
+        self._pin_all, self._acquire, self._unpin = (
+            calls.PIN_ALL.call_briefly,
+            calls.ACQUIRE.call_briefly,
+            calls.UNPIN.call_briefly,
+        )
+
+    def for_peers(self) -> Self:
+        """Returns the same for demands of peers, of which no policy hears, and which leave no mark on prefetches."""
+        other = copy.copy(self)
+        other._policies, other._ours = (), 0
+        return other
+
+    @property
+    def served(self) -> list[int]:
+        """Returns the counts of demanded experts by the tier that had them."""
+        return self._served.tolist()  # type: ignore[no-any-return]
 
     # --- the compute thread's calls -------------------------------------------------------------------------
 
     def begin(self, layer: int, demanded: IntArray) -> None:
         """Opens a layer-step. Tells the policies the distinct experts [n] that decoding tokens demand of the layer."""
-        with self._lock:
-            self._begin(layer, demanded)
+        self._tell_policies(layer, demanded)
+        if self._ours:
+            calls.BEGIN.call_briefly(self._address, layer)
 
     def pin_if_all_resident(
         self, device: int, layer: int, experts: IntArray, prefill_only: BoolArray | None
@@ -65,15 +112,11 @@ class Residency(TierPools):
         Returns their slots [n], pinned until `release`; None, with nothing pinned, where one is missing.
         `prefill_only` [n] marks those that only prefill needs: the policies do not see them as demanded.
         """
-        top = self.tops[device]
-        with self._lock:
-            self._begin(layer, experts if prefill_only is None else experts[~prefill_only])
-            slots: IntArray = top.where[layer].take(experts)
-            if slots.min() < 0:
-                return None
-            top.pin(slots, prefill_only)
-            self.served[top.tier] += len(slots)
-            return slots
+        self._tell_policies(layer, experts if prefill_only is None else experts[~prefill_only])
+        call = self._records.mine
+        n = call.set(self.tops[device].index, layer, experts, prefill_only)
+        call.fields[OURS] = self._ours
+        return call.slots[n].copy() if self._pin_all(call.address) else None
 
     def acquire(
         self,
@@ -87,36 +130,39 @@ class Residency(TierPools):
     ) -> SlotClaim:
         """Pins the distinct `experts` [n] that are in the device, and slots for as many others as there is room.
 
-        Experts marked in `prefill_only` [n] are the first to be evicted again. Begins at most `limit` loads. Puts each
-        load under way into `arrivals` when its bytes are there, or when it has failed.
+        Experts marked in `prefill_only` [n] are the first to be evicted again. Begins at most `limit` loads. From here
+        to `leave`, puts the layer's demanded loads into `arrivals` when their bytes are there, or when they have
+        failed, also those that another thread demands.
         """
-        top = self.tops[device]
-        with self._lock:
-            slots: IntArray = top.where[layer].take(experts)
-            ready = slots >= 0
-            top.pin(slots[ready], None if prefill_only is None else prefill_only[ready])
-            self.served[top.tier] += int(np.count_nonzero(ready))
-            self._evictor.need(layer, experts)
-            absent = self._join_loads(top, layer, experts, slots, prefill_only, arrivals)[:limit]
-            flags = [TRANSIENT if prefill_only is not None and prefill_only[i] else 0 for i in absent]
-            fetched = [int(experts[i]) for i in absent]
-            begun, starts = fetch(self._evictor, self.ram, top, layer, fetched, flags)
-            for i, load in zip(absent, begun, strict=True):
-                if load is not None:
-                    slots[i] = self._join(load, bool(top.flags[load.slot] & TRANSIENT), arrivals)
-            return SlotClaim(slots, ready, starts, self._version)
+        self._arrivals[arrivals] = layer  # before the call, so that no end goes unnoticed
+        top, call = self.tops[device], self._records.mine
+        n, fields = call.set(top.index, layer, experts, prefill_only), call.fields
+        fields[OURS], fields[LIMIT] = self._ours, n if limit is None else limit
+        fields[RANKS_AT] = fields[RAM_RANKS_AT] = 0
+        while asked := self._acquire(call.address):
+            if asked & RANKS:
+                ranks = top.ranks(self._layer)
+                fields[RANKS_AT] = ranks.address
+            if asked & RAM_RANKS:
+                ram_ranks = self.ram.ranks(self._layer)
+                fields[RAM_RANKS_AT] = ram_ranks.address
+        starts = [
+            Transfer(top if pool else self.ram, layer, expert, slot, source)
+            for pool, expert, slot, source in call.starts[: fields[START_COUNT]].tolist()
+        ]
+        return SlotClaim(call.slots[n].copy(), call.ready[n].copy(), starts, fields[SEEN])
+
+    def leave(self, arrivals: SimpleQueue[Transfer]) -> None:
+        """Puts no more loads into `arrivals`."""
+        self._arrivals.pop(arrivals, None)
 
     def release(self, device: int, slots: IntArray) -> None:
         """Unpins the distinct slots [n] of an earlier claim on the device."""
-        with self._lock:
-            self.tops[device].unpin(slots)
-            if self._waiting:  # another thread's layer-step may find room now
-                self._version += 1
-                self._changed.notify_all()
+        self._drop_pins(self.tops[device], slots)
 
     def done(self, layer: int, experts: IntArray) -> None:
         """Marks experts as computed by the running layer-step, which needs them no more."""
-        self._evictor.done(layer, experts)
+        self._needed[layer][experts] = NONE
 
     def pin_in_ram(self, layer: int, experts: IntArray, prefill_only: BoolArray | None) -> IntArray:
         """Pins experts [n] in RAM, from where the CPU computes them beside a device.
@@ -124,24 +170,18 @@ class Residency(TierPools):
         Returns their slots [n], pinned until `unpin`; NONE where an expert is not in RAM any more. `prefill_only` [n]
         marks those that only prefill needs.
         """
-        with self._lock:
-            slots: IntArray = self.ram.where[layer].take(experts)
-            there = slots >= 0
-            self.ram.pin(slots[there], None if prefill_only is None else prefill_only[there])
-            self.served[Tier.RAM] += int(np.count_nonzero(there))
-            return slots
+        call = self._records.mine
+        n = call.set(self.ram.index, layer, experts, prefill_only)
+        call.fields[OURS] = self._ours
+        calls.PIN.call_briefly(call.address)
+        return call.slots[n].copy()
 
     def wait_for_change(self, version: int, timeout_s: float) -> bool:
         """Waits until a load has ended or slots were unpinned since the claim of this version.
 
         Returns False where nothing changed within `timeout_s`.
         """
-        with self._changed:
-            self._waiting += 1
-            try:
-                return self._changed.wait_for(lambda: self._version != version, timeout_s)
-            finally:
-                self._waiting -= 1
+        return self._waiters.wait_for(lambda: self._state[VERSION] != version, timeout_s)
 
     # --- the loader's calls -----------------------------------------------------------------------------------
 
@@ -152,112 +192,92 @@ class Residency(TierPools):
         """
         layer, expert = move.expert
         pool = self.ram if move.target is Tier.RAM else self.tops[self.device_of[layer, expert]]
-        with self._lock:
-            source = NONE if pool is self.ram else int(self.ram.where[layer, expert])
-            if not pool.is_missing(layer, expert) or (pool is not self.ram and source < 0):
-                return None
-            if source >= 0:
-                self.ram.pins[source] += 1
-            slot = self._evictor.take_below(pool, priority.utility(move.score))
-            if slot is None:
-                if source >= 0:
-                    self.ram.pins[source] -= 1
-                return None
-            load = pool.place(slot, layer, expert, priority.flags, self._evictor.clock, demand=False)
-            load.source = source
-            pool.utility[load.slot] = move.score
-            return load
+        call = self._records.mine
+        fields = call.fields
+        fields[POOL_AT], fields[LAYER], call.ids[1][0], fields[FLAGS] = pool.index, layer, expert, priority.flags
+        call.worths[0], call.worths[1], fields[RANKS_AT] = priority.utility(move.score), move.score, 0
+        while (slot := calls.RESERVE.call_briefly(call.address)) == ASKS:
+            ranks = pool.ranks(self._layer)
+            fields[RANKS_AT] = ranks.address
+        return Transfer(pool, layer, expert, slot, int(call.slots[1][0])) if slot >= 0 else None
 
     def arrive(self, load: Transfer) -> Sequence[Transfer]:
         """Records that the load's bytes are in place. Returns the copies that waited for them, their source pinned."""
-        with self._lock:
-            load.pool.settle(load)
-            for copy in load.then:
-                copy.source = load.slot
-                self.ram.pins[load.slot] += 1
-            self._tell(load)
-            return load.then
+        copy_slot, demanded = divmod(calls.ARRIVE.call_briefly(self._address, load.pool.index, load.slot), 2)
+        self._tell(load, bool(demanded))
+        return (self._copy_after(load, copy_slot - 1),) if copy_slot else ()
 
     def unpin(self, slots: int | IntArray) -> None:
         """Drops one pin of a slot of RAM, or of each of several distinct slots."""
-        with self._lock:
-            self.ram.pins[slots] -= 1
-            self._version += 1
-            self._changed.notify_all()
+        self._drop_pins(self.ram, np.atleast_1d(slots))
 
     def fail(self, load: Transfer, error: Exception) -> None:
         """Ends the load, and the copies that waited for it, with `error`. Their slots become free once unpinned."""
-        with self._lock:
-            for failed in (load, *load.then):
-                failed.error = error
-                failed.pool.abandon(failed)
-                self._tell(failed)
+        copy_slot, demanded = divmod(calls.FAIL.call_briefly(self._address, load.pool.index, load.slot), 2)
+        load.error = error
+        self._tell(load, bool(demanded))
+        if copy_slot:
+            waiting = self._copy_after(load, copy_slot - 1)
+            waiting.error = error
+            self._tell(waiting, demanded=True)
 
     def pin(self, layer: int, expert: int) -> int:
         """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
-        with self._lock:
-            slot = int(self.ram.where[layer, expert])
-            if slot >= 0:
-                self.ram.pins[slot] += 1
-            return slot
+        return int(calls.HOLD.call_briefly(self._address, layer * self.ram.experts + expert))
 
     # --- integrity ----------------------------------------------------------------------------------------------
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Asserts every invariant; with `idle`, also that nothing is pinned or on its way. Raises AssertionError."""
-        with self._lock:
-            for pool in (self.ram, *self.devices):
-                pool.check_integrity(idle=idle)
-            for index, pool in enumerate(self.devices):
-                held = pool.where >= 0
-                assert (self.device_of[held] == index).all(), "an expert is in another's device"
-                if self.containment:
-                    assert (self.ram.where[held] >= 0).all(), "an expert is in a device but not in RAM"
-                for key, load in pool.loads.items():
-                    sourced = load.source >= 0 and self.ram.pins[load.source] > 0
-                    assert sourced or load in self.ram.loads[key].then, f"{load} has no source"
+        for _ in range(CHECKS):
+            changes = self._state[CHANGES]
+            try:
+                self._check(idle)
+            except AssertionError:
+                if self._state[CHANGES] == changes:
+                    raise
+            else:
+                return
 
-    # --- under the lock -------------------------------------------------------------------------------------------
+    def _check(self, idle: bool) -> None:
+        for pool in (self.ram, *self.devices):
+            pool.check_integrity(idle=idle)
+        for index, pool in enumerate(self.devices):
+            held = pool.where >= 0
+            assert (self.device_of[held] == index).all(), "an expert is in another's device"
+            if self.containment:
+                assert (self.ram.where[held] >= 0).all(), "an expert is in a device but not in RAM"
+            for key, load in pool.loads.items():
+                sourced = load.source >= 0 and self.ram.pins[load.source] > 0
+                assert sourced or self.ram.coming.ravel()[key] >= 0, f"{load} has no source"
 
-    def _begin(self, layer: int, demanded: IntArray) -> None:
-        """Does what `begin` does."""
-        self._evictor.begin(layer)
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _layer(self) -> int:
+        return self._state[NOW]
+
+    def _tell_policies(self, layer: int, demanded: IntArray) -> None:
         if len(demanded):
             for policy in self._policies:
                 policy.touch(layer, demanded)
 
-    def _join_loads(
-        self,
-        top: SlotPool,
-        layer: int,
-        experts: IntArray,
-        slots: IntArray,
-        prefill_only: BoolArray | None,
-        arrivals: SimpleQueue[Transfer],
-    ) -> list[int]:
-        """Joins the loads under way and notes their slots. Returns the indices of experts without a load."""
-        absent = []
-        for i in np.flatnonzero(slots < 0).tolist():
-            load = top.loads.get(layer * top.experts + int(experts[i]))
-            if load is None:
-                absent.append(i)
-            else:
-                slots[i] = self._join(load, prefill_only is not None and bool(prefill_only[i]), arrivals)
-        return absent
+    def _drop_pins(self, pool: SlotPool, slots: IntArray) -> None:
+        call, n = self._records.mine, len(slots)
+        call.fields[POOL_AT], call.fields[COUNT] = pool.index, n
+        call.slots[n][...] = slots
+        self._unpin(call.address)
+        self._waiters.wake()  # another thread's layer-step may find room now
 
-    def _join(self, load: Transfer, prefill_only: bool, arrivals: SimpleQueue[Transfer]) -> int:
-        """Adds a demand to a load under way. Returns its slot."""
-        pool = load.pool
-        pool.pins[load.slot] += 1
-        pool.flags[load.slot] &= TRANSIENT if prefill_only else 0
-        load.demand = True
-        load.waiters.append(arrivals)
-        self.served[Tier.NVME if load.cold else Tier.RAM] += 1
-        return load.slot
+    def _copy_after(self, read: Transfer, slot: int) -> Transfer:
+        """Returns the transfer to a device's slot that waited for a read into RAM."""
+        pool = self.tops[self.device_of[read.layer, read.expert]]
+        return Transfer(pool, read.layer, read.expert, slot, read.slot, cold=True)
 
-    def _tell(self, load: Transfer) -> None:
-        """Hands an ended load to those that wait for it, and wakes `wait_for_change`."""
-        for waiter in load.waiters:
-            waiter.put(load)
-        self._version += 1
-        self._changed.notify_all()
+    def _tell(self, load: Transfer, demanded: bool) -> None:
+        """Hands an ended load into the fastest tier to those that wait for loads, and wakes `wait_for_change`."""
+        if demanded and (load.pool is not self.ram or not self.devices):
+            for arrivals, layer in self._arrivals.copy().items():
+                if layer == load.layer:
+                    arrivals.put(load)
+        self._waiters.wake()

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.types.arrays import IntArray
+from edgemoe.experts.tiers.records import NONE, POOL, SHORTLIST, SharedRecord
+from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import LivePolicy, Tier
 
 BoolArray = npt.NDArray[np.bool_]
-
-NONE = -1  # no slot, no owner
-UNUSED = 1  # slot flag: prefetched, and not demanded since
-TRANSIENT = 2  # slot flag: loaded for prefill only, evicted first
 
 
 class Transfer:
     """A transfer of one expert into one slot, from the RAM slot `source` or, without one, from NVMe."""
 
-    __slots__ = ("cold", "demand", "error", "expert", "layer", "pool", "slot", "source", "then", "waiters")
+    __slots__ = ("cold", "error", "expert", "layer", "pool", "slot", "source")
 
-    def __init__(self, pool: SlotPool, layer: int, expert: int, slot: int, *, demand: bool) -> None:
-        self.pool, self.layer, self.expert, self.slot = pool, layer, expert, slot
-        self.demand = demand
-        self.source = NONE
-        self.cold = pool.tier is Tier.RAM  # comes from NVMe
-        self.then: list[Transfer] = []  # copies that start from this one's slot
-        self.waiters: list[SimpleQueue[Transfer]] = []
+    def __init__(
+        self, pool: SlotPool, layer: int, expert: int, slot: int, source: int = NONE, *, cold: bool = False
+    ) -> None:
+        """States what is to be done. `cold` is a copy that had to wait for a read from NVMe."""
+        self.pool, self.layer, self.expert, self.slot, self.source = pool, layer, expert, slot, source
+        self.cold = cold or source < 0  # comes from NVMe
         self.error: Exception | None = None
 
+    @property
+    def demand(self) -> bool:
+        """Returns whether somebody waits for it, while it is under way."""
+        return bool(self.pool.demanded[self.slot])
+
+    @property
+    def has_ended(self) -> bool:
+        """Returns whether it has failed, or its expert is resident in the slot."""
+        return self.error is not None or bool(self.pool.where[self.layer, self.expert] == self.slot)
+
     def __repr__(self) -> str:
-        return f"Load(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"
+        return f"Transfer(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"
 
 
 class TierUsage(NamedTuple):
@@ -46,92 +51,100 @@ class TierUsage(NamedTuple):
     wasted: int  # of these, evicted before they were demanded
 
 
+class Ranks(NamedTuple):
+    """A policy's ranks [L, E], to be kept while their address is used."""
+
+    array: FloatArray
+    address: int
+
+
 class SlotPool:
-    """Owns slots [S] for L x E experts. Not thread-safe: residency holds the lock."""
+    """Holds what is known of slots [S] for L x E experts, in a POOL record. Residency's compiled calls change it."""
 
     def __init__(self, tier: Tier, layers: int, experts: int, slots: int, policy: LivePolicy) -> None:
         self.tier, self.layers, self.experts, self.slots = tier, layers, experts, slots
         self.policy = policy
-        self.where: IntArray = np.full((layers, experts), NONE, np.int64)  # [L, E] slot of what is resident
-        self.owner: IntArray = np.full(slots, NONE, np.int64)  # [S] layer * E + expert, resident or on its way
-        self.pins: IntArray = np.zeros(slots, np.int64)  # [S]
-        self.flags: npt.NDArray[np.uint8] = np.zeros(slots, np.uint8)  # [S]
-        self.utility: npt.NDArray[np.float32] = np.zeros(slots, np.float32)  # [S] while UNUSED: its move's score
-        self.born: IntArray = np.zeros(slots, np.int64)  # [S] layer-step at which the load began
-        self.free = list(range(slots - 1, -1, -1))
-        self.loads: dict[int, Transfer] = {}  # by owner
-        self.shortlist: list[tuple[float, int, int]] = []  # utility, slot, owner of the lowest utilities, descending
-        self.shortlist_at = NONE  # the layer-step that it was made in
-        self.moved = 0  # experts that came in
-        self.prefetched = 0  # of these, before they were demanded
-        self.wasted = 0  # of these, evicted before they were demanded
-        self._orphans = 0  # slots of failed loads that are still pinned
+        self.index = 0  # among residency's pools
+        self._record = record = SharedRecord(POOL)
+        self.address = record.address
+        self.where: IntArray = record.array("where", (layers, experts), NONE)  # [L, E] slot of what is resident
+        self.coming: IntArray = record.array("coming", (layers, experts), NONE)  # [L, E] of what is on its way
+        self.owner: IntArray = record.array("owner", slots, NONE)  # [S] layer * E + expert, resident or on its way
+        self.pins: IntArray = record.array("pins", slots)  # [S]
+        self.source: IntArray = record.array("source", slots, NONE)  # [S] in RAM, of what is on its way
+        self.demanded: IntArray = record.array("demanded", slots)  # [S] whether somebody waits for what is on its way
+        self._free: IntArray = record.take("free", np.arange(slots)[::-1].copy())  # [S] a stack
+        for name in ("flags", "born", "cold"):
+            record.array(name, slots)
+        record.array("utility", slots, dtype=np.float32)
+        for name, count in (("victims", experts), ("least", SHORTLIST), ("least_owners", SHORTLIST)):
+            record.array(name, count)
+        for name, count in (("victim_keys", experts), ("least_keys", SHORTLIST)):
+            record.array(name, count, dtype=np.float32)
+        record["tier"], record["slots"], record["free_count"], record["least_at"] = tier, slots, slots, NONE
+        self._ranks: Ranks | None = None  # seen last
 
-    def is_missing(self, layer: int, expert: int) -> bool:
-        """Returns whether the expert is neither resident nor being loaded."""
-        return self.where[layer, expert] < 0 and layer * self.experts + expert not in self.loads
+    @property
+    def free(self) -> list[int]:
+        """Returns the slots that are free."""
+        return self._free[: self.free_count].tolist()  # type: ignore[no-any-return]
 
-    def pin(self, slots: IntArray, prefill_only: BoolArray | None) -> None:
-        """Pins distinct slots [n] for a forward pass. A demand of decode clears the prefill-only flag."""
-        self.pins[slots] += 1
-        self.flags[slots] = 0 if prefill_only is None else self.flags[slots] & np.where(prefill_only, TRANSIENT, 0)
+    @property
+    def free_count(self) -> int:
+        """Returns how many slots are free."""
+        return self._record["free_count"]
 
-    def unpin(self, slots: IntArray) -> None:
-        """Drops one pin of each of the distinct slots [n]."""
-        self.pins[slots] -= 1
-        if self._orphans:
-            orphans = slots[(self.pins[slots] == 0) & (self.owner[slots] == NONE)]
-            self.free.extend(orphans.tolist())
-            self._orphans -= len(orphans)
+    @property
+    def moved(self) -> int:
+        """Returns how many experts came in."""
+        return self._record["moved"]
 
-    def place(self, slot: int, layer: int, expert: int, flags: int, born: int, *, demand: bool = True) -> Transfer:
-        """Returns a new transfer of the expert into an empty slot, which it pins."""
-        key = layer * self.experts + expert
-        self.owner[slot], self.pins[slot], self.flags[slot], self.born[slot] = key, 1, flags, born
-        load = self.loads[key] = Transfer(self, layer, expert, slot, demand=demand)
-        return load
+    @property
+    def prefetched(self) -> int:
+        """Returns how many of these came before they were demanded."""
+        return self._record["prefetched"]
 
-    def settle(self, load: Transfer) -> None:
-        """Marks the load as complete and its expert as resident."""
-        del self.loads[int(self.owner[load.slot])]
-        self.where[load.layer, load.expert] = load.slot
-        self.pins[load.slot] -= 1
-        self.moved += 1
-        self.prefetched += not load.demand
+    @property
+    def wasted(self) -> int:
+        """Returns how many of these were evicted before they were demanded."""
+        return self._record["wasted"]
 
-    def abandon(self, load: Transfer) -> None:
-        """Drops a failed load; its slot becomes free as soon as it is not pinned."""
-        del self.loads[int(self.owner[load.slot])]
-        self.owner[load.slot] = NONE
-        self.pins[load.slot] -= 1
-        if self.pins[load.slot]:
-            self._orphans += 1
-        else:
-            self.free.append(load.slot)
+    @property
+    def loads(self) -> dict[int, Transfer]:
+        """Returns what is on its way, by owner."""
+        keys = np.flatnonzero(self.coming >= 0).tolist()
+        return {key: self.transfer(int(self.coming.ravel()[key]), *divmod(key, self.experts)) for key in keys}
 
-    def evict(self, slots: IntArray) -> None:
-        """Evicts the experts in the unpinned slots [n], which the caller then owns; they are not free."""
-        assert not self.pins[slots].any(), "a pinned expert is to be evicted"
-        self.where.ravel()[self.owner[slots]] = NONE
-        self.owner[slots] = NONE
-        self.wasted += int(np.count_nonzero(self.flags[slots] & UNUSED))
-        self.flags[slots] = 0
+    def transfer(self, slot: int, layer: int, expert: int, *, cold: bool = False) -> Transfer:
+        """Returns the transfer of the expert into the slot."""
+        return Transfer(self, layer, expert, slot, int(self.source[slot]), cold=cold)
+
+    def join(self, index: int) -> None:
+        """Makes this the residency's pool of that number."""
+        self.index = self._record["index"] = index
+
+    def ranks(self, layer: int) -> Ranks:
+        """Returns the policy's ranks while `layer` runs."""
+        ranks, seen = self.policy.rank(layer), self._ranks
+        if seen is None or seen.array is not ranks:  # to ask for an address takes as long as all else
+            floats = np.ascontiguousarray(ranks, np.float32)
+            self._ranks = seen = Ranks(floats, floats.ctypes.data)
+        return seen
 
     def check_integrity(self, *, idle: bool) -> None:
         """Asserts that slots, owners, pins, loads and the free list agree."""
-        resident = np.flatnonzero(self.where.ravel() >= 0)
-        slots = self.where.ravel()[resident]
-        loading = np.array([load.slot for load in self.loads.values()], np.int64)
+        resident, coming = np.flatnonzero(self.where.ravel() >= 0), np.flatnonzero(self.coming.ravel() >= 0)
+        slots, loading = self.where.ravel()[resident], self.coming.ravel()[coming]
         assert (self.owner[slots] == resident).all(), "an expert's slot belongs to another"
-        assert all(self.owner[load.slot] == key for key, load in self.loads.items()), "a load lost its slot"
+        assert (self.owner[loading] == coming).all(), "a load lost its slot"
         owned = np.sort(np.concatenate([slots, loading]))
         assert np.array_equal(owned, np.flatnonzero(self.owner >= 0)), "a slot is used twice or by nobody"
         assert (self.pins >= 0).all(), "a pin was dropped twice"
         assert (self.pins[loading] > 0).all(), "a load does not pin its slot"
         orphans = (self.owner < 0) & (self.pins > 0)
-        assert np.count_nonzero(orphans) == self._orphans, "a failed load's slot was lost"
+        assert np.count_nonzero(orphans) == self._record["orphans"], "a failed load's slot was lost"
         free = np.sort(np.array(self.free, np.int64))
         assert np.array_equal(free, np.flatnonzero((self.owner < 0) & (self.pins == 0))), "the free list is wrong"
         if idle:
             assert not self.pins.any(), f"{self.tier.name}: {np.count_nonzero(self.pins)} slots are still pinned"
-            assert not self.loads, f"{self.tier.name}: {list(self.loads.values())} never ended"
+            assert not len(loading), f"{self.tier.name}: {list(self.loads.values())} never ended"

@@ -21,6 +21,8 @@ class TierPools:
         self.devices = tuple(devices)
         self.tops = self.devices or (ram,)
         self.device_of = _deal(ram.where.shape, [pool.slots for pool in self.tops])  # [L, E]
+        for index, pool in enumerate((ram, *self.devices)):
+            pool.join(index)
 
     def all_on_top(self, layer: int, experts: IntArray) -> bool:
         """Whether all of the experts [n] are in the device that computes them."""
@@ -47,7 +49,7 @@ class TierPools:
     @property
     def has_room(self) -> bool:
         """Whether a slot of the fastest tier is free."""
-        return any(pool.free for pool in self.tops)
+        return any(pool.free_count for pool in self.tops)
 
     def resident_mask(self, tier: Tier = Tier.RAM) -> BoolArray:
         """Which experts [L, E] the tier has now."""
@@ -64,7 +66,7 @@ class TierPools:
         pools = self._pools(tier)
         return TierUsage(
             slots=sum(pool.slots for pool in pools),
-            used=sum(pool.slots - len(pool.free) for pool in pools),
+            used=sum(pool.slots - pool.free_count for pool in pools),
             moved=sum(pool.moved for pool in pools),
             prefetched=sum(pool.prefetched for pool in pools),
             wasted=sum(pool.wasted for pool in pools),

@@ -72,7 +72,7 @@ class ExpertLoader:
         reads = []
         for load in loads:
             if load.source >= 0:
-                self.links[self.residency.device_of[load.layer, load.expert]].copy(load)
+                self.links[load.pool.index - 1].copy(load)
             else:
                 reads.append(load)
         if reads:

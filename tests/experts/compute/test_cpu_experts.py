@@ -145,7 +145,9 @@ def test_a_read_that_fails_beside_the_cpus_work_leaves_nothing_pinned(weights: W
         store.damaged.add(ExpertId(layer, bad))
         with pytest.raises(CorruptExpert):
             forward(tiers, weights, layer, np.array([ours, bad]))
+        wait_until(lambda: tiers.residency.devices[0].where[layer, ours] >= 0)  # brought up for the next time
         settle(tiers)
+        wait_until(lambda: not tiers.residency.ram.pins.any())  # a copy that has arrived lets go of its source
         tiers.check_integrity(idle=True)
         store.damaged.clear()
         forward(tiers, weights, layer, np.array([ours, bad]))

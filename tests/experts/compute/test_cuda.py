@@ -195,9 +195,7 @@ def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
     torch.cuda._sleep(200_000_000)  # some 0.1 s
     seen.copy_(link._slab[0])
     link._order.computed([0], stream)
-    load = pool.place(0, 0, 1, 0, 0)
-    load.source = 1
-    link.copy(load)
+    link.copy(Transfer(pool, 0, 1, 0, 1))
     assert listener.arrivals == 1, "the host does not wait"
     assert not link.idle()
     torch.cuda.synchronize()
@@ -218,9 +216,7 @@ def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
     link.attach(Landing())
     torch.cuda.synchronize()
     for slot in range(4):
-        load = pool.place(slot, 0, slot, 0, 0)
-        load.source = slot
-        link.copy(load)
+        link.copy(Transfer(pool, 0, slot, slot, slot))
     stream = torch.cuda.current_stream()
     link._order.before_compute([0], stream)
     first = link._slab[0, -1].clone()

@@ -69,9 +69,8 @@ class Desk:
         self.compute.begin(torch.ones(1, SMALL.hidden))
 
     def copy(self, slot: int, *, demand: bool = True) -> None:
-        load = self.pool.place(slot, 0, slot, 0, 0, demand=demand)
-        load.source = slot
-        self.link.copy(load)
+        self.pool.demanded[slot] = demand
+        self.link.copy(Transfer(self.pool, 0, slot, slot, slot))
 
     def add(self, *slots: int) -> None:
         n = len(slots)

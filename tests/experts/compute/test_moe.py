@@ -109,7 +109,7 @@ def test_a_damaged_expert_fails_its_forward_only(store: FileStore, devices: tupl
         store.damaged.clear()
         assert forward(tiers, 1, 3, 4).isfinite().all()
         wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
-        wait_until(lambda: all(link.idle() for link in tiers.loader.links))
+        wait_until(lambda: not tiers.residency.ram.pins.any())
         tiers.check_integrity(idle=True)
 
 

@@ -21,7 +21,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import FloatArray
-from edgemoe.types.experts import Move, Tier
+from edgemoe.types.experts import ExpertId, Move, Tier
 from edgemoe.types.routing import StepMeta, StepRouting
 
 L, E, K = 3, 12, 2
@@ -168,9 +168,11 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
 def test_plans_fetch_what_ranks_high_and_is_missing(controller: Controller) -> None:
     ram = SlotPool(Tier.RAM, L, E, L * E, controller.policy)
     vram = SlotPool(Tier.VRAM, L, E, 9, controller.policy)
-    for key in range(L * E):
-        ram.settle(ram.place(ram.free.pop(), *divmod(key, E), 0, 0))
     residency, loader = Residency(ram, [vram]), Loader()
+    for key in range(L * E):
+        load = residency.reserve(Move(ExpertId(*divmod(key, E)), Tier.NVME, Tier.RAM, 0.0), PrefetchPriority.FILL)
+        assert load is not None
+        residency.arrive(load)
     controller.attach(residency, loader, 1 << 20)
     for _ in range(40):
         for ids in text(5, 3):

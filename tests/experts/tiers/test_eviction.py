@@ -94,7 +94,7 @@ def test_who_waits_for_room_is_woken_when_slots_are_freed() -> None:
 
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    wait_until(lambda: desk.residency._waiting == 1)
+    wait_until(lambda: desk.residency._waiters.count == 1)
     desk.residency.release(0, held.slots)
     waiting.join(10)
     assert woken == [True]

@@ -196,6 +196,25 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
     assert desk.residency.ram.wasted == 1
 
 
+def test_what_was_prefetched_for_us_outlasts_a_peers_use_of_it_and_of_its_layer() -> None:
+    policy = Ranks()
+    desk = Desk(2, policy=policy)
+    desk.use(0, 0, 1)
+    load = desk.residency.reserve(prefetch_request(1, 2, score=4.0), PrefetchPriority.NEAR)
+    assert load is not None
+    desk.start([load])
+    desk.finish()
+    policy.ranks[0] = 1.0
+    policy.touched.clear()
+    peers = desk.residency.for_peers()
+    slots = peers.pin_if_all_resident(0, 1, np.array([2]), None)
+    assert slots is not None
+    peers.release(0, slots)
+    assert desk.residency.reserve(prefetch_request(2, 3, score=2.0), PrefetchPriority.NEAR) is not None
+    assert (1, 2) in desk.on_top()
+    assert policy.touched == []
+
+
 def test_prefetches_of_one_layer_step_spare_what_was_pinned_between_them() -> None:
     policy = Ranks()
     desk = Desk(4, 2, policy=policy)

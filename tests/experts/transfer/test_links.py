@@ -55,9 +55,8 @@ class Listener:
 
 
 def copy(pool: SlotPool, slot: int, *, demand: bool = True) -> Transfer:
-    load = pool.place(slot, 0, slot, 0, 0, demand=demand)
-    load.source = slot
-    return load
+    pool.demanded[slot] = demand
+    return Transfer(pool, 0, slot, slot, slot)
 
 
 @pytest.fixture

@@ -1,0 +1,78 @@
+"""The records that compiled code and Python share: what is where, and one call's arguments and results.
+
+Every field is an int64; arrays are addresses. A key is an expert's number among all, layer * E + expert. Pool 0 is
+RAM; device i is pool i + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.kernels.cpu.intrinsics import fields
+
+NONE = -1  # no slot, no owner
+UNUSED = 1  # slot flag: prefetched, and not demanded since
+TRANSIENT = 2  # slot flag: loaded for prefill only, evicted first
+FORMER, HOME = 1, 2  # of an expert: at home in RAM by the plan before; by the plan
+SHORTLIST = 32  # candidates for eviction that the prefetch requests of one layer-step share
+
+# `layers` L and `experts` E; `pools` [1 + devices] addresses of POOL records; `device_of` [L * E]; `clock` layer-steps
+# begun, and `layer`, the one that runs; `visited` [L] clock of each layer's last visit; `needed` [L * E] clock of the
+# layer-step that needs the expert; `kept` [L * E] FORMER, HOME or 0; `served` [3] demanded experts by the tier that
+# had them; `version` counts ended loads and unpinned slots, `changes` changes of any kind.
+STATE = fields(
+    *("layers", "experts", "pools", "devices", "containment", "device_of", "clock", "layer", "visited", "needed"),
+    *("kept", "served", "version", "changes"),
+)
+# `where` [L * E] slot of what is resident, `coming` [L * E] of what is on its way; by slot [S]: `owner` the key,
+# `pins`, `flags`, `utility` float32 of its request while UNUSED, `born` the clock at which its load began, `source` the
+# RAM slot that it is copied from, `cold` whether it comes from NVMe, `demanded` whether somebody waits for it; `free`
+# [S] a stack of `free_count` slots; `orphans` counts slots of failed loads that are still pinned; `moved` experts that
+# came in, `prefetched` of these before they were demanded, `wasted` of these evicted before; `victims` [E] and
+# `victim_keys` scratch memory; `least` the SHORTLIST slots of the lowest utility, ascending, from `least_next`
+# to `least_count`, with `least_keys` and `least_owners`, as they were at the clock `least_at`.
+POOL = fields(
+    *("tier", "index", "slots", "where", "coming", "owner", "pins", "flags", "utility", "born", "source", "cold"),
+    *("demanded", "free", "free_count", "orphans", "moved", "prefetched", "wasted", "victims", "victim_keys"),
+    *("least", "least_keys", "least_owners", "least_next", "least_count", "least_at"),
+)
+# `count` distinct experts `ids` of `layer`; those of `prefill` uint8 where `marked` only prefill needs. `ours` is 0
+# where a peer demands them. `limit` loads are begun at most. `ranks` and `ram_ranks` [L * E] float32 are 0 until they
+# are asked for. Results: `slots` [count], `ready` [count] uint8, `starts` [start_count, 4] of pool, expert, slot and
+# source, `seen` the version. `score` and `utility` float32 are a prefetch request's. `wanted`, `taken` and `reads` [E]
+# are scratch memory.
+REQUEST = fields(
+    *("state", "pool", "layer", "count", "marked", "ours", "limit", "ranks", "ram_ranks", "start_count", "seen"),
+    *("flags", "ids", "slots", "prefill", "ready", "starts", "worths", "wanted", "taken", "reads"),
+)
+
+
+class SharedRecord:
+    """Holds one record, and the arrays whose addresses are in it."""
+
+    def __init__(self, dtype: np.dtype[np.void]) -> None:
+        self._record = np.zeros(1, dtype)
+        self._arrays: list[npt.NDArray[Any]] = []
+        self.address: int = self._record.ctypes.data
+        self.numbers = self._record.view(np.int64).data  # the fields by their places; quicker than by their names
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self._record[name] = value
+
+    def __getitem__(self, name: str) -> int:
+        return int(self._record[name][0])
+
+    def array(
+        self, name: str, shape: int | tuple[int, ...], value: int = 0, dtype: npt.DTypeLike = np.int64
+    ) -> npt.NDArray[Any]:
+        """Returns a new array, whose address it takes."""
+        return self.take(name, np.full(shape, value, dtype))
+
+    def take(self, name: str, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Takes the array's address."""
+        self._arrays.append(array)
+        self._record[name] = array.ctypes.data
+        return array

@@ -1,0 +1,60 @@
+"""A layer-step waits for its own experts, whoever else loads some meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.policy.baselines import LRU
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import Tier
+
+E = 8
+
+
+class Loader:
+    """Loads at once what is demanded, but first what another thread demands of the same layer."""
+
+    def __init__(self, residency: Residency, *others: int, error: Exception | None = None) -> None:
+        self._residency, self._others, self._error = residency, others, error
+
+    def start(self, loads: Sequence[Transfer]) -> None:
+        theirs = self._residency.acquire(0, 0, np.array(self._others), SimpleQueue())
+        for load in theirs.loads:
+            if self._error is None:
+                self._residency.arrive(load)
+            else:
+                self._residency.fail(load, self._error)
+        self._residency.release(0, theirs.slots)
+        for load in loads:
+            self._residency.arrive(load)
+
+
+class Computed:
+    """Notes what was computed, and from which slots."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+
+    def add(self, slots: IntArray, group: Group) -> None:
+        self.slots |= dict(zip(group.experts.tolist(), slots.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("error", [None, OSError("the disk is gone")])
+def test_what_another_thread_demanded_neither_feeds_nor_fails_a_layer_step(error: Exception | None) -> None:
+    residency = Residency(SlotPool(Tier.RAM, 1, E, E, LRU(1, E)))
+    compute: Any = Computed()
+    loader: Any = Loader(residency, 5, 6, error=error)
+    group = Group.of(np.array([[1, 2, 3]]), np.ones((1, 3), np.float32))
+    part = DeviceShare(0, E, compute, group, None)
+    LayerStep(residency, loader, 0, [part], 10.0, lambda: None).run(lambda: None, lambda: None)
+    assert compute.slots == {expert: int(residency.ram.where[0, expert]) for expert in (1, 2, 3)}
+    residency.check_integrity(idle=True)

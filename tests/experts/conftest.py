@@ -1,0 +1,14 @@
+"""What tests of experts share: residency's compiled calls, which take seconds to make, are kept between runs."""
+
+from __future__ import annotations
+
+import pytest
+from support.kept import KERNELS
+
+from edgemoe.experts.tiers.calls import CODES
+from edgemoe.kernels.cpu.object_cache import link
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _calls() -> None:
+    link(CODES, KERNELS)

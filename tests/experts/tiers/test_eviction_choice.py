@@ -1,0 +1,215 @@
+"""The compiled choice of whom to evict does what a plain statement of the rule says, whatever the state is."""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from edgemoe.experts.tiers.eviction import ALWAYS, LAST, TRANSIENT_KEY
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.records import TRANSIENT, UNUSED
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.experts import ExpertId, Move, Tier
+
+L, E = 5, 24
+
+
+class Ranks:
+    """A policy whose ranks the test sets, and which counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.ranks: FloatArray = np.zeros((L, E), np.float32)
+        self.asked = 0
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        pass
+
+    def rank(self, layer: int) -> FloatArray:
+        self.asked += 1
+        return self.ranks
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return chance, chance
+
+
+class Model:
+    """The rule, stated plainly: who may go from a pool, and what keeping each is worth."""
+
+    def __init__(self, residency: Residency) -> None:
+        self.residency = residency
+        self.clock, self.layer = 0, 0
+        self.visited = np.full(L, -1)
+        self.needed: set[int] = set()
+        self.homes, self.former = set[int](), set[int]()
+        self.flags: dict[tuple[int, int], int] = {}  # by pool and expert
+        self.request: dict[tuple[int, int], tuple[float, int]] = {}  # utility, and layer-step at which it began
+
+    def begin(self, layer: int) -> None:
+        self.clock += 1
+        self.layer, self.visited[layer] = layer, self.clock
+        self.needed.clear()
+
+    def keep(self, homes: BoolArray) -> None:
+        there = set(np.flatnonzero(self.residency.ram.where >= 0).tolist())
+        now = set(np.flatnonzero(homes).tolist())
+        self.former = ((self.former | self.homes) & there) - now
+        self.homes = now
+
+    def copy_of(self, key: int) -> SlotPool | None:
+        """The device whose copy goes with the expert's place in RAM."""
+        residency = self.residency
+        if not residency.devices or not residency.containment:
+            return None
+        pool = residency.devices[residency.device_of.ravel()[key]]
+        return pool if pool.where.ravel()[key] >= 0 else None
+
+    def may_go(self, pool: SlotPool, key: int) -> bool:
+        if pool.pins[pool.where.ravel()[key]]:
+            return False
+        if pool is not self.residency.ram:
+            return True
+        top = self.copy_of(key)
+        return key not in self.homes and (top is None or not top.pins[top.where.ravel()[key]])
+
+    def utility(self, pool: SlotPool, key: int, ranks: FloatArray) -> float:
+        ram = pool is self.residency.ram
+        if key in self.needed:
+            return ALWAYS
+        if ram and key in self.former:
+            return float(LAST)
+        flags, layer, value = self.flags.get((pool.index, key), 0), key // E, float(ranks.ravel()[key])
+        top = self.copy_of(key) if ram else None
+        if flags & TRANSIENT and (top is None or self.flags.get((top.index, key), 0) & TRANSIENT):
+            value = float(np.float32(float(TRANSIENT_KEY) * (1 + (layer - self.layer - 1) % L / L)))
+        if flags & UNUSED and self.visited[layer] <= self.request[pool.index, key][1]:
+            value = max(value, self.request[pool.index, key][0])
+        return value
+
+    def order(self, pool: SlotPool, ranks: FloatArray) -> list[tuple[float, int]]:
+        """Those that may go with their utilities, the first to go first; of equals the one in the lower slot."""
+        keys = [key for key in np.flatnonzero(pool.where >= 0).tolist() if self.may_go(pool, key)]
+        keys.sort(key=lambda key: (self.utility(pool, key, ranks), pool.where.ravel()[key]))
+        return [(self.utility(pool, key, ranks), key) for key in keys]
+
+
+class Bed:
+    """A residency at some random moment, and the model that was told the same."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        self.policy, containment = Ranks(), bool(rng.integers(2))
+        self.policy.ranks[:] = rng.integers(0, 40, (L, E))  # with equals
+        devices = [SlotPool(Tier.VRAM, L, E, int(rng.integers(8, 24)), self.policy) for _ in range(rng.integers(3))]
+        ram = SlotPool(Tier.RAM, L, E, int(rng.integers(24, 60)), self.policy)
+        self.residency = Residency(ram, devices, containment=containment)
+        self.model, self.held = Model(self.residency), list[tuple[SlotPool, int]]()
+        for _ in range(rng.integers(100, 400)):
+            self._happens()
+
+    def _happens(self) -> None:
+        rng, residency, model = self.rng, self.residency, self.model
+        layer, priority = int(rng.integers(L)), PrefetchPriority(rng.integers(6))
+        what = rng.choice(["begin", "wish", "use", "keep", "hold", "let go"], p=[0.1, 0.66, 0.1, 0.02, 0.07, 0.05])
+        if what == "begin":
+            residency.begin(layer, np.array([], np.int64))
+            model.begin(layer)
+        elif what == "wish":
+            target, score = Tier(rng.integers(0 if residency.devices else 1, 2)), float(rng.integers(0, 60))
+            self.wish(Move(ExpertId(layer, int(rng.integers(E))), Tier(target + 1), target, score), priority)
+        elif what == "use":
+            self.use(layer)
+        elif what == "keep" and rng.random() < 0.8:
+            homes = rng.random((L, E)) < residency.homes.slots / (2 * L * E)
+            residency.homes.keep(homes)
+            model.keep(homes)
+        elif what == "keep":
+            residency.homes.forget_former()
+            model.former.clear()
+        elif what == "hold":
+            key = int(rng.integers(L * E))
+            slot = residency.pin(*divmod(key, E))
+            if slot >= 0:
+                self.held.append((residency.ram, slot))
+        elif self.held:
+            residency.unpin(self.held.pop(int(rng.integers(len(self.held))))[1])
+
+    def wish(self, move: Move, priority: PrefetchPriority) -> None:
+        key = move.expert.layer * E + move.expert.expert
+        load = self.residency.reserve(move, priority)
+        if load is not None:
+            self.model.flags[load.pool.index, key] = priority.flags
+            self.model.request[load.pool.index, key] = move.score, self.model.clock
+            self._land(load)
+
+    def _land(self, load: Transfer) -> None:
+        for follower in self.residency.arrive(load):
+            self._land(follower)
+        if load.source >= 0:
+            self.residency.unpin(load.source)
+
+    def use(self, layer: int) -> None:
+        """Uses what is there of a layer, for decode or prefill; now and then the pins stay."""
+        for device, pool in enumerate(self.residency.tops):
+            there = np.flatnonzero(pool.where[layer] >= 0)[:3]
+            if len(there):
+                only_prefill = self.rng.random(len(there)) < 0.3
+                slots = self.residency.acquire(device, layer, there, SimpleQueue(), prefill_only=only_prefill).slots
+                for expert, only in zip(there.tolist(), only_prefill.tolist(), strict=True):
+                    key = (pool.index, layer * E + expert)
+                    self.model.flags[key] = self.model.flags.get(key, 0) & (TRANSIENT if only else 0)
+                    self.model.needed.add(layer * E + expert)
+                if self.rng.random() < 0.9:
+                    self.residency.release(device, slots)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_demands_evict_those_of_the_lowest_utility(seed: int) -> None:
+    bed = Bed(seed)
+    residency, model = bed.residency, bed.model
+    model.begin(layer := seed % L)
+    residency.begin(layer, np.array([], np.int64))
+    bed.use((layer + 1) % L)
+    top, device = residency.tops[-1], len(residency.tops) - 1
+    mine = np.flatnonzero(residency.device_of[layer] == device)
+    absent = mine[(top.where[layer, mine] < 0) & (residency.ram.where[layer, mine] >= 0 if residency.devices else True)]
+    wanted = absent[: 1 + seed % 7]
+    model.needed.update((layer * E + wanted).tolist())
+    before, free = top.where.ravel().copy(), len(top.free)
+    for expert in wanted.tolist() if residency.devices else ():  # their sources are pinned first
+        residency.pin(layer, expert)
+    expected = {key for _, key in model.order(top, bed.policy.ranks)[: max(0, len(wanted) - free)]}
+    bed.policy.asked = 0
+    claim = residency.acquire(device, layer, wanted, SimpleQueue())
+    gone = set(np.flatnonzero((before >= 0) & (top.where.ravel() < 0)).tolist())
+    assert gone == expected
+    assert bed.policy.asked == (len(wanted) > free), "asked only where something has to go"
+    assert np.count_nonzero(claim.slots >= 0) == min(len(wanted), free + len(expected))
+    residency.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_prefetches_evict_the_lowest_utility_if_it_is_below_their_own(seed: int) -> None:
+    bed = Bed(1000 + seed)
+    residency, model = bed.residency, bed.model
+    residency.begin(layer := seed % L, np.array([], np.int64))
+    model.begin(layer)
+    bed.use(layer)
+    ram, absent = residency.ram, np.flatnonzero(residency.ram.where < 0)
+    score, free = float(bed.rng.integers(0, 60)), len(ram.free)
+    order = model.order(ram, bed.policy.ranks)
+    before = ram.where.ravel().copy()
+    load = residency.reserve(
+        Move(ExpertId(*divmod(int(absent[0]), E)), Tier.NVME, Tier.RAM, score), PrefetchPriority.FAR
+    )
+    gone = np.flatnonzero((before >= 0) & (ram.where.ravel() < 0)).tolist()
+    if free:
+        assert (load is not None, gone) == (True, [])
+    elif order and order[0][0] < score:
+        assert (load is not None, gone) == (True, [order[0][1]])
+    else:
+        assert (load, gone) == (None, [])
+    residency.check_integrity()

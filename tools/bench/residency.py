@@ -1,0 +1,142 @@
+"""What residency costs the compute thread a layer-step, without kernels, grouping and copying.
+
+python -m tools.bench.residency [--steps 4000] [--shape 48,128] [--misses 0,6] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slab import HostSlab
+from edgemoe.experts.tiers.slots import SlotPool, Transfer
+from edgemoe.experts.transfer.loader import ExpertLoader
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import ExpertId, Move, Tier
+
+TOP_K, SHARE = 8, 0.25  # experts of a layer-step; of all experts in the device
+GOAL_US = {0: 3.0, 6: 15.0}  # by misses
+
+
+class Ranks:
+    """A policy that learns elsewhere: it is told, and its ranks lie ready."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._ranks: FloatArray = np.random.default_rng(1).random((layers, experts), np.float32)
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        pass
+
+    def rank(self, layer: int) -> FloatArray:
+        return self._ranks
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return chance, chance
+
+
+class StandInLink:
+    """Takes copies, and lets them end when told."""
+
+    def __init__(self) -> None:
+        self.copies: list[Transfer] = []
+
+    def attach(self, listener: ExpertLoader) -> None:
+        self._listener = listener
+
+    def copy(self, load: Transfer) -> None:
+        self.copies.append(load)
+
+    def idle(self) -> bool:
+        return False
+
+    def finish(self) -> None:
+        for load in self.copies:
+            self._listener.arrived(load)
+            self._listener.released(load)
+        self.copies.clear()
+
+
+class Desk:
+    """Everything in RAM, a quarter in the device, and layer-steps after one another."""
+
+    def __init__(self, layers: int, experts: int) -> None:
+        self._shape, self._rng = (layers, experts), np.random.default_rng(0)
+        policy, slots = Ranks(layers, experts), int(SHARE * layers * experts)
+        ram = SlotPool(Tier.RAM, layers, experts, layers * experts, policy)
+        self.residency = Residency(ram, [SlotPool(Tier.VRAM, layers, experts, slots, policy)])
+        self.link: Any = StandInLink()
+        store: Any = None
+        self.loader = ExpertLoader(self.residency, store, HostSlab(1, 4096), [self.link])
+        everything = [ExpertId(layer, expert) for expert in range(experts) for layer in range(layers)]
+        for tier, count in ((Tier.RAM, len(everything)), (Tier.VRAM, slots)):
+            for expert in everything[:count]:
+                self._fill(Move(expert, Tier(tier + 1), tier, 0.0))
+
+    def _fill(self, move: Move) -> None:
+        load = self.residency.reserve(move, PrefetchPriority.FILL)
+        assert load is not None
+        self.residency.arrive(load)
+        if load.source >= 0:
+            self.residency.unpin(load.source)
+
+    def run(self, steps: int, misses: int) -> Iterator[tuple[float, float]]:
+        """Yields microseconds of layer-steps with so many misses: on this thread, and an arrival on the link's."""
+        residency, layers = self.residency, self._shape[0]
+        for step in range(steps):
+            layer = step % layers
+            experts = self._choose(layer, misses)
+            began = time.perf_counter()
+            slots = residency.pin_if_all_resident(0, layer, experts, None)
+            if slots is not None:
+                residency.release(0, slots)
+                yield (time.perf_counter() - began) * 1e6, 0.0
+                continue
+            arrivals: SimpleQueue[Transfer] = SimpleQueue()
+            claim = residency.acquire(0, layer, experts, arrivals)
+            self.loader.start(claim.loads)
+            waits = time.perf_counter()
+            self.link.finish()
+            goes_on = time.perf_counter()
+            residency.leave(arrivals)
+            residency.done(layer, experts)
+            residency.release(0, claim.slots)
+            ended = time.perf_counter()
+            yield (ended - goes_on + waits - began) * 1e6, (goes_on - waits) * 1e6 / misses
+
+    def _choose(self, layer: int, misses: int) -> IntArray:
+        resident = self.residency.resident_mask(Tier.VRAM)[layer]
+        here = self._rng.choice(np.flatnonzero(resident), TOP_K - misses, replace=False)
+        return np.concatenate((here, self._rng.choice(np.flatnonzero(~resident), misses, replace=False)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--shape", default="48,128", help="layers,experts")
+    parser.add_argument("--misses", default="0,6")
+    parser.add_argument("--json", action="store_true", help="print nothing else")
+    args = parser.parse_args()
+    layers, experts = map(int, args.shape.split(","))
+    desk, rows = Desk(layers, experts), []
+    for misses in map(int, args.misses.split(",")):
+        us, arrival_us = np.median(list(desk.run(args.steps, misses))[args.steps // 10 :], axis=0).tolist()
+        rows.append({"misses": misses, "us": round(us, 2), "arrival_us": round(arrival_us, 2)})
+    desk.residency.check_integrity(idle=True)
+    print(json.dumps({"shape": [layers, experts], "steps": args.steps, "layer_steps": rows}))
+    for row in rows if not args.json else ():
+        goal = f", goal {GOAL_US[int(row['misses'])]:g}" if row["misses"] in GOAL_US else ""
+        print(
+            f"{row['misses']} misses of {TOP_K}: {row['us']} us a layer-step{goal}; {row['arrival_us']} us an arrival"
+        )
+
+
+if __name__ == "__main__":
+    main()
