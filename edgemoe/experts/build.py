@@ -111,14 +111,13 @@ class ExpertTiers:
         self.loader.elsewhere = remote.elsewhere
 
     def second(self, kernels: Kernels | None, *, deadline_s: float) -> TieredExperts:
-        """The same experts for one more thread, which brings its own kernels."""
-        math = self._math.twin(kernels)
+        """Returns the same experts for the thread that computes for peers, which brings its own kernels."""
+        math, residency = self._math.twin(kernels), self.residency.for_peers()
         computes = [compute.twin(math) for compute in self._computes]
-        cpu_experts = self.experts.cpu_experts.twin(
-            math, CostModel(self.residency, self.loader, self.geometry.stride_bytes)
-        )
+        costs = CostModel(residency, self.loader, self.geometry.stride_bytes)
+        cpu_experts = self.experts.cpu_experts.twin(residency, math, costs)
         fetching = Fetching(prefetch=False, deadline_s=deadline_s)
-        return TieredExperts(self.geometry, self.residency, self.loader, computes, cpu_experts, fetching)
+        return TieredExperts(self.geometry, residency, self.loader, computes, cpu_experts, fetching)
 
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""

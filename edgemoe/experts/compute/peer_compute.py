@@ -13,9 +13,9 @@ import torch
 
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.moe import TieredExperts
+from edgemoe.experts.tiers.records import NONE
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
-from edgemoe.experts.tiers.slots import NONE
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray, IntArray
@@ -26,7 +26,7 @@ KEPT_READS = 2  # experts read for peers and kept while their parts are fetched
 
 
 class PeerCompute:
-    """Computes experts for peers, on the thread that serves them. Peers' calls are demands like our own."""
+    """Computes experts for peers, on the thread that serves them. No policy hears of what they ask for."""
 
     def __init__(self, experts: TieredExperts, on_disk: BoolArray) -> None:
         """Takes `experts`, which that thread owns; `on_disk` [L, E] says what the store can read."""

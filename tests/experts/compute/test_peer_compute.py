@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,43 @@ def test_what_is_in_memory_is_computed_at_once_and_nothing_else() -> None:
         at_once = host.compute_at_once(asked)
         assert at_once is not None
         assert bytes(at_once) == bytes(waited)
+
+
+@pytest.mark.parametrize(("ram", "devices"), [(3, ()), (6, (3,)), (4, (2, 2))])
+def test_layer_steps_for_us_and_for_peers_run_side_by_side_in_little_room(ram: int, devices: tuple[int, ...]) -> None:
+    rng, wrong = np.random.default_rng(0), list[int]()
+    with running(small_tiers(FileStore(WEIGHTS), ram, devices)) as tiers:
+        host = host_of(tiers)
+
+        def serve() -> None:
+            for seed in range(60):
+                asked = work(seed % SMALL.layers, {seed % 7: [0], 7: [0]}, 1, seed=seed)
+                (result,) = host.compute([asked])
+                if not torch.allclose(sums(result), expected(asked), atol=1e-4, rtol=1e-4):
+                    wrong.append(seed)
+
+        peers = threading.Thread(target=serve)
+        peers.start()
+        for step in range(60):
+            layer, (hidden, ids, shares) = step % SMALL.layers, WEIGHTS.route(2, rng)
+            out = tiers.experts.forward(layer, hidden, ids, shares)
+            torch.testing.assert_close(out.double(), WEIGHTS.forward(layer, hidden, ids, shares), atol=1e-4, rtol=1e-4)
+        peers.join(60)
+        assert not peers.is_alive()
+        assert not wrong
+
+
+@pytest.mark.parametrize("devices", [(), (6,)], ids=["ram", "device"])
+def test_policies_hear_nothing_of_what_peers_ask_for(devices: tuple[int, ...]) -> None:
+    with running(small_tiers(FileStore(WEIGHTS), 8, devices)) as tiers:
+        policy = tiers.residency.policy
+        assert isinstance(policy, LRU)
+        tiers.experts.forward(0, torch.ones(1, SMALL.hidden), torch.tensor([[6, 7]]), torch.ones(1, 2))
+        host, before = host_of(tiers), policy.last.copy()
+        asked = work(0, {1: [0], 2: [0]}, 1)
+        host.compute([asked])
+        assert host.compute_at_once(asked) is not None
+        assert (policy.last == before).all()
 
 
 def test_work_that_cannot_be_done_here_is_refused() -> None:
