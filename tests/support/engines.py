@@ -16,7 +16,8 @@ from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngin
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
 from edgemoe.families.config import spec_from_config
-from edgemoe.policy.placement import NodeCapacity, uniform
+from edgemoe.policy.placement.problem import PlacementProblem
+from edgemoe.policy.placement.uniform import uniform
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling
@@ -158,13 +159,15 @@ def meet(*boxes: EngineBox) -> None:
 def plan_for(boxes: Sequence[EngineBox], replicas: int = 1, version: int = 1) -> PlacementPlan:
     """The uniform plan, as a leader would make it of what the boxes say."""
     model = boxes[0].assembly.model
-    homes = uniform(
-        {box.node: NodeCapacity(box.tiers.residency.homes.slots, box.tiers.on_disk) for box in boxes},
-        replicas,
-        model.expert_bytes,
+    problem = PlacementProblem(
+        slots=tuple((box.tiers.residency.homes.slots,) for box in boxes),
+        activations=np.zeros((len(boxes), model.layers, model.experts)),
+        expert_bytes=model.expert_bytes,
+        on_disk=np.stack([box.tiers.on_disk for box in boxes]),
     )
-    bits = tuple(pack_bits(home) for home in homes.values())
-    return PlacementPlan(1, version, model.digest, model.layers, model.experts, tuple(homes), bits)
+    bits = tuple(pack_bits(homes) for homes in uniform(problem, replicas).homes)
+    nodes = tuple(box.node for box in boxes)
+    return PlacementPlan(1, version, model.digest, model.layers, model.experts, nodes, bits)
 
 
 def adopt(plan: PlacementPlan, *boxes: EngineBox) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from edgemoe.cluster.rpc.control_messages import EngineCard
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement import NodeCapacity, uniform
+from edgemoe.policy.placement.problem import PlacementProblem
+from edgemoe.policy.placement.uniform import uniform
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPlan, pack_bits
 
@@ -56,14 +59,18 @@ def make_plan(
     engine: EngineCard, boxes: Sequence[ExpertHome], replicas: int, epoch: int, version: int
 ) -> PlacementPlan:
     """Returns the uniform plan over the boxes that are there, for the engine's model. Raises PlacementInfeasible."""
-    nodes = {
-        box.node: NodeCapacity(box.room, box.disk, box.ram)
-        for box in sorted(boxes, key=lambda box: box.node)
-        if box.there and box.room and box.disk is not None
-    }
-    if not nodes:
+    there = [box for box in sorted(boxes, key=lambda box: box.node) if box.there and box.room]
+    if not there:
         all_bytes = engine.layers * engine.experts * engine.expert_bytes
         raise PlacementInfeasible("no box has room for experts yet", all_bytes)
-    homes = uniform(nodes, replicas, engine.expert_bytes)
-    bits = tuple(pack_bits(home) for home in homes.values())
-    return PlacementPlan(epoch, version, engine.model, engine.layers, engine.experts, tuple(homes), bits)
+    none = np.zeros((engine.layers, engine.experts), np.bool_)
+    problem = PlacementProblem(
+        slots=tuple((box.room,) for box in there),
+        activations=np.zeros((len(there), engine.layers, engine.experts)),
+        expert_bytes=engine.expert_bytes,
+        on_disk=np.stack([none if box.disk is None else box.disk for box in there]),
+        in_ram=np.stack([none if box.ram is None else box.ram for box in there]),
+    )
+    bits = tuple(pack_bits(homes) for homes in uniform(problem, replicas).homes)
+    nodes = tuple(box.node for box in there)
+    return PlacementPlan(epoch, version, engine.model, engine.layers, engine.experts, nodes, bits)

@@ -9,16 +9,26 @@ import numpy as np
 import pytest
 
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement import NodeCapacity, uniform
+from edgemoe.policy.placement.problem import PlacementProblem
+from edgemoe.policy.placement.uniform import uniform
 from edgemoe.types.placement import PlacementPlan, pack_bits, unpack_bits
 
 NODES = ("a", "b", "c")
 
 
-def nodes(
-    slots: Mapping[str, int], disk: Mapping[str, np.ndarray], ram: Mapping[str, np.ndarray] | None = None
-) -> dict[str, NodeCapacity]:
-    return {node: NodeCapacity(slots[node], disk[node], None if ram is None else ram[node]) for node in NODES}
+def homes_of(
+    slots: Mapping[str, int],
+    disk: Mapping[str, np.ndarray],
+    ram: Mapping[str, np.ndarray] | None = None,
+    replicas: int = 1,
+    expert_bytes: int = 0,
+) -> dict[str, np.ndarray]:
+    on_disk = np.stack([disk[node] for node in NODES])
+    in_ram = None if ram is None else np.stack([ram[node] for node in NODES])
+    problem = PlacementProblem(
+        tuple((slots[node],) for node in NODES), np.zeros(on_disk.shape), expert_bytes, on_disk, in_ram
+    )
+    return dict(zip(NODES, uniform(problem, replicas).homes, strict=True))
 
 
 def everywhere(layers: int, experts: int) -> dict[str, np.ndarray]:
@@ -32,7 +42,7 @@ def test_every_expert_has_a_home_and_no_box_more_than_it_holds(seed: int) -> Non
     total = layers * experts
     room = dict(zip(NODES, rng.integers(0, 2 * total + 1, 3).tolist(), strict=True))
     room["b"] += max(0, total - sum(min(total, r) for r in room.values()))
-    homes = uniform(nodes(room, everywhere(layers, experts)), replicas)
+    homes = homes_of(room, everywhere(layers, experts), replicas=replicas)
     copies = sum(h.astype(int) for h in homes.values())
     assert copies.min() >= 1
     assert copies.max() <= max(1, min(replicas, 3))
@@ -43,7 +53,7 @@ def test_every_expert_has_a_home_and_no_box_more_than_it_holds(seed: int) -> Non
 
 def test_layers_are_spread_in_proportion_to_memory() -> None:
     room = {"a": 40, "b": 40, "c": 80}
-    homes = uniform(nodes(room, everywhere(4, 40)))
+    homes = homes_of(room, everywhere(4, 40))
     assert {node: h.sum(axis=1).tolist() for node, h in homes.items()} == {
         "a": [10] * 4,
         "b": [10] * 4,
@@ -55,13 +65,13 @@ def test_a_box_that_has_the_expert_on_disk_is_preferred() -> None:
     disk = {node: np.zeros((2, 9), bool) for node in NODES}
     for n, node in enumerate(NODES):
         disk[node][:, n::3] = True
-    homes = uniform(nodes(dict.fromkeys(NODES, 6), disk))
+    homes = homes_of(dict.fromkeys(NODES, 6), disk)
     assert all((homes[node] == disk[node]).all() for node in NODES)
 
 
 def test_too_little_memory_is_refused_with_the_missing_bytes() -> None:
     with pytest.raises(PlacementInfeasible, match="3000 bytes missing") as caught:
-        uniform(nodes({"a": 5, "b": 5, "c": 5}, everywhere(2, 9)), expert_bytes=1000)
+        homes_of({"a": 5, "b": 5, "c": 5}, everywhere(2, 9), expert_bytes=1000)
     assert caught.value.missing_bytes == 3000
 
 
@@ -70,7 +80,7 @@ def test_an_expert_on_no_disk_is_named() -> None:
     for held in disk.values():
         held[1, 4] = False
     with pytest.raises(PlacementInfeasible, match="expert 4 of layer 1"):
-        uniform(nodes(dict.fromkeys(NODES, 20), disk))
+        homes_of(dict.fromkeys(NODES, 20), disk)
 
 
 def test_an_expert_that_is_only_in_memory_stays_there_and_is_copied_from_there() -> None:
@@ -79,11 +89,11 @@ def test_an_expert_that_is_only_in_memory_stays_there_and_is_copied_from_there()
     for held in disk.values():
         held[:, 4:6] = False
     ram["b"][:, 4] = ram["c"][:, 5] = True
-    homes = uniform(nodes(dict.fromkeys(NODES, 9), disk, ram))
+    homes = homes_of(dict.fromkeys(NODES, 9), disk, ram)
     assert homes["b"][:, 4].all()
     assert homes["c"][:, 5].all()
     assert sum(held.sum() for held in homes.values()) == 18
-    twice = uniform(nodes(dict.fromkeys(NODES, 14), disk, ram), 2)
+    twice = homes_of(dict.fromkeys(NODES, 14), disk, ram, replicas=2)
     assert twice["b"][:, 4].all()
     assert twice["c"][:, 5].all()
     assert (sum(held.astype(int) for held in twice.values()) == 2).all()
@@ -95,12 +105,12 @@ def test_a_box_keeps_more_than_its_share_rather_than_give_away_an_only_copy() ->
         held[:, :6] = False
     ram = {node: np.zeros((2, 9), bool) for node in NODES}
     ram["b"][:, :6] = True
-    homes = uniform(nodes(dict.fromkeys(NODES, 12), disk, ram))
+    homes = homes_of(dict.fromkeys(NODES, 12), disk, ram)
     assert homes["b"][:, :6].all()
 
 
 def test_a_plan_says_where_each_expert_is_at_home() -> None:
-    homes = uniform(nodes(dict.fromkeys(NODES, 9), everywhere(3, 7)))
+    homes = homes_of(dict.fromkeys(NODES, 9), everywhere(3, 7))
     plan = PlacementPlan(1, 2, "d" * 32, 3, 7, NODES, tuple(pack_bits(homes[node]) for node in NODES))
     for node in NODES:
         np.testing.assert_array_equal(plan.homes_of(node), homes[node])

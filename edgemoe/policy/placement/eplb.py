@@ -1,0 +1,74 @@
+"""Expert Parallelism Load Balancer [EPLB]: hot experts doubled, copies packed so that devices have equal loads.
+
+On clusters of equal nodes and devices it answers what the published one does: groups of experts to nodes, copies within
+a node, copies to devices; without groups that fit, all of it at once. Unequal devices are packed in proportion to their
+slots, as [Prism, IV-A] had to do it. Its loads are the cluster's; it does not look at who asks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.policy.placement.cover import cover
+from edgemoe.policy.placement.packing import pack
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.types.arrays import IntArray
+
+
+def eplb(problem: PlacementProblem) -> Placement:
+    """Returns its placement over all devices of all nodes. Raises PlacementInfeasible."""
+    disk = disk_homes(problem)
+    homes = np.zeros_like(disk)
+    slots, node_of = device_slots(problem)
+    for layer, load in enumerate(problem.activations.sum(axis=0)):
+        copies = replicate(load, int(slots[layer].sum()))
+        for device, members in enumerate(pack(_each(load, copies), slots[layer])):
+            homes[node_of[device], layer, copies[members]] = True
+    cover(problem, homes, required(disk))
+    return placed(problem, homes, disk)
+
+
+def device_slots(problem: PlacementProblem) -> tuple[IntArray, IntArray]:
+    """Returns the slots of each layer on each device [L, D], as even as they come, and each device's node [D]."""
+    layers = problem.activations.shape[1]
+    node_of = np.repeat(np.arange(len(problem.slots)), [len(devices) for devices in problem.slots])
+    sizes = np.minimum([each for devices in problem.slots for each in devices], problem.activations[0].size)
+    ends = np.cumsum(sizes)
+    dealt = [np.arange(end - size, end) % layers for end, size in zip(ends, sizes, strict=True)]
+    return np.stack([np.bincount(layer, minlength=layers) for layer in dealt], axis=1), node_of
+
+
+def rebalance(load: Values, slots: int, groups: int, nodes: int, devices: int) -> IntArray:
+    """Returns which expert each of so many slots has, [L, slots] in order of device, from the experts' load [L, E].
+
+    `groups` of experts, `nodes` and `devices` are numbers of equals, in all.
+    """
+    if groups % nodes:
+        groups, nodes = 1, 1
+    return np.stack([_rebalance_layer(each, slots, groups, nodes, devices) for each in load])
+
+
+def _rebalance_layer(load: Values, slots: int, groups: int, nodes: int, devices: int) -> IntArray:
+    group = np.arange(len(load)).reshape(groups, -1)  # [groups, experts of each]
+    on_device = np.full(devices // nodes, slots // devices)
+    answer: list[IntArray] = []
+    for members in pack(load[group].sum(axis=1), np.full(nodes, groups // nodes)):
+        own = group[members].ravel()
+        copies = replicate(load[own], slots // nodes)
+        answer += [own[copies[each]] for each in pack(_each(load[own], copies), on_device)]
+    return np.concatenate(answer)
+
+
+def replicate(load: Values, slots: int) -> IntArray:
+    """Returns which expert each slot has a copy of, [slots]: all once, then again what has most load per copy."""
+    copies = np.ones(len(load), np.int64)
+    more = np.empty(max(0, slots - len(load)), np.int64)
+    for place in range(len(more)):
+        more[place] = expert = int(np.argmax(load / copies))
+        copies[expert] += 1
+    return np.concatenate([np.arange(len(load))[:slots], more])
+
+
+def _each(load: Values, copies: IntArray) -> Values:
+    """The load of each copy."""
+    return load[copies] / np.bincount(copies, minlength=len(load))[copies]

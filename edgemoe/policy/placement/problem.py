@@ -1,0 +1,136 @@
+"""What every placement policy starts from, and what it answers.
+
+Memory is counted in slots of one expert, device by device, so that nothing is planned across two devices. Where memory
+cannot hold every expert, the ones least asked for may be left to the disks that have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.errors import PlacementInfeasible
+from edgemoe.policy.placement.packing import pack, shares
+from edgemoe.types.arrays import BoolArray, IntArray
+
+Values = npt.NDArray[np.float64]
+TIE = 1e-6  # of what a node asks for: what it counts that the others ask for it, too
+
+
+def slots_of(memory_bytes: Sequence[Sequence[int]], expert_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Returns how many whole experts each device of each node has memory for."""
+    return tuple(tuple(each // expert_bytes for each in devices) for devices in memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacementProblem:
+    """States what memory the nodes have for experts, which they have, and what their own requests ask for."""
+
+    slots: tuple[tuple[int, ...], ...]  # of each node's devices, in experts
+    activations: Values  # [N, L, E] how often the node's requests chose the expert
+    expert_bytes: int = 0
+    on_disk: BoolArray | None = None  # [N, L, E]; None: every node has every expert
+    in_ram: BoolArray | None = None  # [N, L, E]; None: none has any yet
+    from_disk: bool = False  # whether what memory cannot hold may stay on disk
+
+    @property
+    def room(self) -> IntArray:
+        """Returns how many experts each node keeps at most, [N]."""
+        return np.array([min(sum(devices), self.activations[0].size) for devices in self.slots], np.int64)
+
+    @property
+    def disks(self) -> BoolArray:
+        """Returns which node has which expert on disk, [N, L, E]."""
+        return np.ones(self.activations.shape, np.bool_) if self.on_disk is None else self.on_disk
+
+    @property
+    def held(self) -> BoolArray:
+        """Returns which node has which expert at all, [N, L, E]."""
+        return self.disks if self.in_ram is None else self.disks | self.in_ram
+
+    @property
+    def expected(self) -> Values:
+        """Returns the activations [N, L, E] by which a node chooses among experts.
+
+        A node of which nothing is known at a layer is taken for the mean of the others; what a node asks for equally
+        often is told apart by what all ask for.
+        """
+        known = self.activations.sum(axis=2, keepdims=True) > 0
+        mean = self.activations.sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+        scale = TIE * min(1.0, float(1 / max(mean.max(), 1e-300)))
+        expected: Values = np.where(known, self.activations + scale * mean, mean)
+        return expected
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """States where every expert is kept."""
+
+    homes: BoolArray  # [N, L, E] in the node's memory
+    device: npt.NDArray[np.int8]  # [N, L, E] on which of the node's devices; -1: not in its memory
+    disk: BoolArray  # [N, L, E] on the node's disk, for all: no memory holds it
+
+
+def disk_homes(problem: PlacementProblem) -> BoolArray:
+    """Returns the homes [N, L, E] on disk of what memory cannot hold: what is least asked for.
+
+    None where memory suffices. Raises PlacementInfeasible where an expert is nowhere, or memory is too small and disks
+    cannot make up for it.
+    """
+    room, held, disks = problem.room, problem.held, problem.disks
+    homes = np.zeros(held.shape, np.bool_)
+    total = held[0].size
+    nowhere = np.argwhere(~held.any(axis=0))
+    short = total - int(room.sum())
+    spare = int(disks.any(axis=0).sum()) if problem.from_disk else 0
+    if short > spare:
+        lacking = (short - spare) * problem.expert_bytes
+        missing = f"{lacking} bytes" if lacking else f"room for {short - spare} experts"
+        raise PlacementInfeasible(
+            f"{len(room)} boxes hold {int(room.sum())} of {total} experts in memory; {missing} missing: raise "
+            "memory.ram_bytes or add a box",
+            lacking,
+        )
+    if len(nowhere):
+        layer, expert = nowhere[0].tolist()
+        raise PlacementInfeasible(
+            f"{len(nowhere)} experts are on no box's disk, nor in its memory, the first is expert {expert} of layer "
+            f"{layer}; copy the store to one of the boxes",
+            len(nowhere) * problem.expert_bytes,
+        )
+    if short > 0:
+        asked = np.where(disks.any(axis=0), problem.activations.sum(axis=0), np.inf)
+        given = np.zeros(len(room))
+        for place in np.argsort(asked, axis=None, kind="stable")[:short]:
+            layer, expert = divmod(int(place), held.shape[2])
+            node = int(np.argmin(np.where(disks[:, layer, expert], given, np.inf)))
+            homes[node, layer, expert] = True
+            given[node] += 1
+    return homes
+
+
+def required(disk: BoolArray) -> BoolArray:
+    """Returns which experts must be in a memory, [L, E]: those that are at home on no disk."""
+    return np.asarray(~disk.any(axis=0), np.bool_)
+
+
+def placed(problem: PlacementProblem, homes: BoolArray, disk: BoolArray) -> Placement:
+    """Returns the placement with these homes [N, L, E], divided among each node's devices.
+
+    Each layer is divided in proportion to what room its devices have left, what is asked for most first, each expert to
+    the device that has least to do for the layer.
+    """
+    device = np.full(homes.shape, -1, np.int8)
+    asked = problem.activations.sum(axis=0)
+    for node, devices in enumerate(problem.slots):
+        free = np.array(devices, np.int64)
+        for layer in range(homes.shape[1]):
+            here = np.flatnonzero(homes[node, layer])
+            part = shares(len(here), free)
+            for each, members in enumerate(pack(asked[layer, here], part)):
+                device[node, layer, here[members]] = each
+            free -= part
+    return Placement(homes, device, disk)

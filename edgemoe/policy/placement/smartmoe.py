@@ -1,0 +1,27 @@
+"""SmartMoE's placement: every expert once, devices with equal loads [SmartMoE].
+
+Its module for a running model: experts by falling load, each to the device with least of it that has a slot; devices of
+other sizes in proportion. It keeps no replicas, so memory that is left over stays empty.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.policy.placement.cover import cover
+from edgemoe.policy.placement.eplb import device_slots
+from edgemoe.policy.placement.packing import pack
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, disk_homes, placed, required
+
+
+def smartmoe(problem: PlacementProblem) -> Placement:
+    """Returns its placement over all devices of all nodes. Raises PlacementInfeasible."""
+    disk = disk_homes(problem)
+    homes = np.zeros_like(disk)
+    slots, node_of = device_slots(problem)
+    for layer, load in enumerate(problem.activations.sum(axis=0)):
+        fitting = np.argsort(-load, kind="stable")[: int(slots[layer].sum())]
+        for device, members in enumerate(pack(load[fitting], slots[layer])):
+            homes[node_of[device], layer, fitting[members]] = True
+    cover(problem, homes, required(disk))
+    return placed(problem, homes, disk)

@@ -1,0 +1,73 @@
+"""Placements that know nothing of what is asked for, the literature's plain ones [Prism, IV-A].
+
+`uniform`: every expert once, spread evenly over layers and boxes in proportion to their memory, then again as often as
+wanted, as far as memory allows. Experts that a box has, on its disk or in its memory, are preferred there, so that
+nothing travels that need not; one that is on no disk stays with a box that has it in memory. `redundance`: experts at
+random, up to each box's memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, disk_homes, placed, required
+from edgemoe.types.arrays import BoolArray, IntArray
+
+
+def uniform(problem: PlacementProblem, replicas: int = 1) -> Placement:
+    """Returns every expert at least once, up to `replicas` times on different nodes.
+
+    Raises PlacementInfeasible where memory does not suffice for one copy of each, or an expert is nowhere; further
+    copies are given as far as memory goes.
+    """
+    disk = disk_homes(problem)
+    homes = np.zeros_like(disk)
+    left = problem.room
+    for copy in range(max(1, min(replicas, len(left)))):
+        _deal(problem, homes, left, copy, required(disk) if copy == 0 else np.ones(disk.shape[1:], np.bool_))
+    return placed(problem, homes, disk)
+
+
+def _deal(problem: PlacementProblem, homes: BoolArray, left: IntArray, copy: int, which: BoolArray) -> None:
+    """Deals one more copy of each expert of `which` [L, E], as far as there is room.
+
+    It goes to the emptiest box that is not its home yet, one that has it first. Emptiness is judged within the layer
+    first, so that each layer is spread as memory is. First copies of what is only in memory stay where it is, if there
+    is room. `homes` [N, L, E] and `left` [N] are changed.
+    """
+    nodes, layers, experts = homes.shape
+    has = problem.held
+    bound = has & ~problem.disks.any(axis=0)
+    share = problem.room / max(1, problem.room.sum())
+    for layer in range(layers):
+        given = np.zeros(nodes, np.int64)
+        for step in range(experts):
+            expert = (step + copy * (experts // 2 + 1)) % experts if copy else step
+            if not which[layer, expert]:
+                continue
+            can = (left > 0) & ~homes[:, layer, expert]
+            if not copy and (can & bound[:, layer, expert]).any():
+                can &= bound[:, layer, expert]
+            if not can.any():
+                if copy:
+                    continue
+                raise AssertionError("room was counted wrong")
+            due = (given + 1) / np.maximum(share, 1e-12)  # lowest: furthest behind its share of this layer
+            cost = np.where(can, due + np.where(has[:, layer, expert], 0.0, 0.5 * nodes), np.inf)
+            node = int(np.lexsort((-left, cost))[0])
+            homes[node, layer, expert] = True
+            given[node] += 1
+            left[node] -= 1
+
+
+def redundance(problem: PlacementProblem, rng: np.random.Generator) -> Placement:
+    """Returns every expert once in a random place, and random ones in the room that is left."""
+    disk = disk_homes(problem)
+    homes = np.zeros((len(disk), disk[0].size), np.bool_)
+    places = rng.permutation(np.repeat(np.arange(len(disk)), problem.room))
+    must = rng.permutation(np.flatnonzero(required(disk).ravel()))
+    homes[places[: len(must)], must] = True
+    for node, room in enumerate(problem.room):
+        others = rng.permutation(np.flatnonzero(~homes[node]))
+        homes[node, others[: int(room) - int(homes[node].sum())]] = True
+    return placed(problem, homes.reshape(disk.shape), disk)
