@@ -1,0 +1,155 @@
+"""The placement with the fewest remote calls, exactly. Imports Numba: for processes that solve, never for the front.
+
+[Prism, Eq. 2] with experts of one size is a transportation problem, whose optimum is integral: each node keeps what it
+asks for most, then every expert that nobody keeps is brought in along the cheapest chain of moves from node to node
+(successive shortest paths on a graph of the nodes), which ends with a replica that is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.types.arrays import BoolArray, IntArray
+
+ROUNDING = 1e-13  # of weights up to 1
+TIE = 1e-9  # what it counts for a node's choice that all together ask for an expert
+
+
+class Chains(NamedTuple):
+    """What `_cover` works on. M experts of all layers."""
+
+    weight: Values  # [M, N]
+    must: BoolArray  # [M] to be kept by somebody
+    homes: BoolArray  # [M, N]
+    kept: npt.NDArray[np.int32]  # [N, slots] what each node keeps
+    place: npt.NDArray[np.int32]  # [M, N] where in `kept`
+    copies: IntArray  # [M]
+    edge: Values  # [N, N] the least cost of moving an expert
+    edge_expert: IntArray
+    end: Values  # [N] the least cost of dropping one
+    end_expert: IntArray
+
+
+@njit(nogil=True)
+def _best_edge(chains: Chains, n: int, m: int) -> None:
+    least, found = np.inf, -1
+    for expert in chains.kept[n]:
+        if expert >= 0 and not chains.homes[expert, m]:
+            cost = chains.weight[expert, n] - chains.weight[expert, m]
+            if cost < least:
+                least, found = cost, expert
+    chains.edge[n, m], chains.edge_expert[n, m] = least, found
+
+
+@njit(nogil=True)
+def _best_end(chains: Chains, n: int) -> None:
+    least, found = np.inf, -1
+    for expert in chains.kept[n]:
+        if expert >= 0 and (chains.copies[expert] > 1 or not chains.must[expert]) and chains.weight[expert, n] < least:
+            least, found = chains.weight[expert, n], expert
+    chains.end[n], chains.end_expert[n] = least, found
+
+
+@njit(nogil=True)
+def _replace(chains: Chains, n: int, out: int, into: int) -> None:
+    """Gives node n one expert for another, and keeps the edges to n true."""
+    slot = chains.place[out, n]
+    chains.homes[out, n], chains.homes[into, n] = False, True
+    chains.kept[n, slot], chains.place[into, n] = into, slot
+    chains.copies[out] -= 1
+    chains.copies[into] += 1
+    for other in range(len(chains.end)):
+        if other != n:
+            if chains.edge_expert[other, n] == into:
+                _best_edge(chains, other, n)
+            if chains.homes[out, other]:
+                cost = chains.weight[out, other] - chains.weight[out, n]
+                if cost < chains.edge[other, n]:
+                    chains.edge[other, n], chains.edge_expert[other, n] = cost, out
+
+
+@njit(nogil=True)
+def _cover(chains: Chains, expert: int, dist: Values, before: IntArray) -> None:
+    """Brings one expert in along the cheapest chain."""
+    nodes = len(dist)
+    dist[:] = -chains.weight[expert]
+    before[:] = -1
+    for _ in range(nodes):
+        changed = False
+        for n in range(nodes):
+            for m in range(nodes):
+                cost = dist[n] + chains.edge[n, m]
+                if n != m and cost < dist[m] - ROUNDING:
+                    dist[m], before[m], changed = cost, n, True
+        if not changed:
+            break
+    node = int(np.argmin(dist + chains.end))
+    out = chains.end_expert[node]
+    touched = np.zeros(nodes, np.bool_)
+    dropped = out
+    while True:
+        touched[node] = True
+        giver = before[node]
+        into = expert if giver < 0 else chains.edge_expert[giver, node]
+        _replace(chains, node, out, into)
+        if giver < 0:
+            break
+        node, out = giver, into
+    for n in range(nodes):
+        if touched[n]:
+            for m in range(nodes):
+                if m != n:
+                    _best_edge(chains, n, m)
+        if touched[n] or chains.homes[dropped, n]:
+            _best_end(chains, n)
+
+
+@njit(nogil=True)
+def solve(chains: Chains) -> None:
+    """Changes `homes`, each node's best, until every expert that must be kept is."""
+    nodes = len(chains.end)
+    for n in range(nodes):
+        for m in range(nodes):
+            if m != n:
+                _best_edge(chains, n, m)
+        _best_end(chains, n)
+    dist, before = np.empty(nodes), np.empty(nodes, np.int64)
+    for expert in range(len(chains.must)):
+        if chains.must[expert] and chains.copies[expert] == 0:
+            _cover(chains, expert, dist, before)
+
+
+def exact(problem: PlacementProblem) -> Placement:
+    """Returns the placement with the fewest remote calls. Raises PlacementInfeasible."""
+    disk = disk_homes(problem)
+    activations = problem.activations.reshape(len(disk), -1).T  # [M, N]
+    by_all = activations.sum(axis=1, keepdims=True)
+    weight = activations / max(activations.max(), 1e-300) + TIE * by_all / max(by_all.max(), 1e-300)
+    homes = np.zeros(weight.shape, np.bool_)
+    kept, place = np.full((len(disk), int(problem.room.max())), -1, np.int32), np.zeros(weight.shape, np.int32)
+    for node, room in enumerate(problem.room):
+        best = np.argsort(-weight[:, node], kind="stable")[:room]
+        homes[best, node] = True
+        kept[node, :room] = best
+        place[best, node] = np.arange(room)
+    nodes = len(disk)
+    solve(
+        Chains(
+            weight,
+            required(disk).ravel(),
+            homes,
+            kept,
+            place,
+            homes.sum(axis=1),
+            np.full((nodes, nodes), np.inf),
+            np.full((nodes, nodes), -1, np.int64),
+            np.full(nodes, np.inf),
+            np.full(nodes, -1, np.int64),
+        )
+    )
+    return placed(problem, homes.T.reshape(disk.shape).copy(), disk)

@@ -1,0 +1,105 @@
+"""The fewest peers that together have some experts, compiled. Imports Numba.
+
+Where each expert's homes are a mask of nodes, that is the smallest set of nodes that hits all masks. Single homes are
+forced; what they leave is searched, the mask with fewest nodes first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Masks = npt.NDArray[np.uint64]  # a bit for each node
+ONE, NONE = np.uint64(1), np.uint64(0)
+MOST_NODES = 64
+
+
+@njit(nogil=True)
+def bits(mask: np.uint64) -> int:
+    count = 0
+    while mask != NONE:
+        mask &= mask - ONE
+        count += 1
+    return count
+
+
+@njit(nogil=True)
+def lowest(mask: np.uint64) -> int:
+    place = 0
+    while mask & ONE == NONE:
+        mask >>= ONE
+        place += 1
+    return place
+
+
+@njit(nogil=True)
+def _coverable(scratch: Masks, depth: int, count: int, nodes: int) -> bool:
+    """Whether so many nodes hit all `count` masks of scratch[depth]."""
+    row = scratch[depth]
+    if count == 0:
+        return True
+    if nodes == 0:
+        return False
+    common, shortest = row[0], row[0]
+    for i in range(1, count):
+        common &= row[i]
+        if bits(row[i]) < bits(shortest):
+            shortest = row[i]
+    if common != NONE:
+        return True
+    if nodes == 1:
+        return False
+    left = shortest
+    while left != NONE:
+        node = left & (~left + ONE)
+        left ^= node
+        kept = 0
+        for i in range(count):
+            if row[i] & node == NONE:
+                scratch[depth + 1, kept] = row[i]
+                kept += 1
+        if _coverable(scratch, depth + 1, kept, nodes - 1):
+            return True
+    return False
+
+
+@njit(nogil=True)
+def fewest(masks: Masks, count: int, scratch: Masks) -> tuple[int, np.uint64]:
+    """How few nodes hit all masks, and the nodes that are in some such set."""
+    forced = NONE
+    for i in range(count):
+        if masks[i] & (masks[i] - ONE) == NONE:
+            forced |= masks[i]
+    kept = 0
+    common, union = ~NONE, NONE
+    for i in range(count):
+        if masks[i] & forced == NONE:
+            scratch[0, kept] = masks[i]
+            common &= masks[i]
+            union |= masks[i]
+            kept += 1
+    least = bits(forced)
+    if kept == 0:
+        return least, forced
+    if common != NONE:
+        return least + 1, forced | common
+    if kept == 2:
+        return least + 2, forced | union
+    nodes = 2
+    while True:
+        within = NONE
+        left = union
+        while left != NONE:
+            node = left & (~left + ONE)
+            left ^= node
+            rest = 0
+            for i in range(kept):
+                if scratch[0, i] & node == NONE:
+                    scratch[1, rest] = scratch[0, i]
+                    rest += 1
+            if _coverable(scratch, 1, rest, nodes - 1):
+                within |= node
+        if within != NONE:
+            return least + nodes, forced | within
+        nodes += 1

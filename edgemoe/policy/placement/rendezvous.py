@@ -1,0 +1,157 @@
+"""The placement with the fewest peers called per token and layer. Imports Numba: for processes that solve.
+
+A layer waits for the slowest peer that it calls, and what a call takes is mostly its round trip, so peers are counted,
+the fewest that have what is missing, not experts. It pays to have all that a token may need of a layer in one place:
+each layer whole at one node, who calls then calls one peer, and room that is left for the (node, layer) sets of experts
+that serve most tokens whole. From there, or from `exact` where that is better, a local search goes on.
+
+`call_cost` is what a remote expert costs besides, as a share of a rendezvous: nearly nothing where links are slow
+against computing; the larger it is, the more the placement is that of `exact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from edgemoe.policy.placement.cover import cover, fill
+from edgemoe.policy.placement.exact import exact
+from edgemoe.policy.placement.pairs import Routes, routes_of_pairs
+from edgemoe.policy.placement.peer_cover import MOST_NODES, NONE, ONE
+from edgemoe.policy.placement.prism import entropy
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.policy.placement.rendezvous_search import Scratch, Search, begin, descend
+from edgemoe.policy.placement.score import masks_of
+from edgemoe.types.arrays import BoolArray, IntArray
+
+TOKENS = 8192  # drawn from pairs, of all nodes together
+CHANGES = 2000  # that the search makes at most
+
+
+def rendezvous(
+    problem: PlacementProblem, routes: Sequence[Routes], call_cost: float = 0.02, node_cost: Values | None = None
+) -> Placement:
+    """Returns a placement for tokens like these: each node's routes [T, L, k].
+
+    `node_cost` [N] is what a rendezvous costs each node, as measured; all the same where not given. Raises
+    PlacementInfeasible.
+    """
+    nodes = len(problem.slots)
+    assert nodes <= MOST_NODES, "homes are masks of 64 bits"
+    disk = disk_homes(problem)
+    cost = np.ones(nodes) if node_cost is None else node_cost
+    starts = [placed(problem, _whole_layers(problem, routes, disk), disk), exact(problem)]
+    searches = [_search(problem, routes, start, call_cost, cost) for start in starts]
+    scratch = _scratch(routes[0].shape[2])
+    costs = [
+        begin(search, scratch) + call_cost * float((problem.activations * cost[:, None, None])[~start.homes].sum())
+        for search, start in zip(searches, starts, strict=True)
+    ]
+    best = int(np.argmin(costs))
+    descend(searches[best], scratch, CHANGES)
+    found = searches[best].homes >> np.arange(nodes, dtype=np.uint64)[:, None, None] & ONE != NONE
+    homes = np.where(disk, starts[best].homes, found)
+    fill(problem, homes)
+    return placed(problem, homes, disk)
+
+
+def rendezvous_of_pairs(
+    problem: PlacementProblem, pairs: Sequence[IntArray], top_k: int, rng: np.random.Generator, call_cost: float = 0.02
+) -> Placement:
+    """Returns a placement from each node's counts of pairs chosen together [P, 4], see `heaviest_pairs`."""
+    tokens = TOKENS // len(pairs)
+    routes = [routes_of_pairs(problem.expected[n], each, top_k, tokens, rng) for n, each in enumerate(pairs)]
+    return rendezvous(problem, routes, call_cost)
+
+
+def _whole_layers(problem: PlacementProblem, routes: Sequence[Routes], disk: BoolArray) -> BoolArray:
+    """Each layer at one node where one has room, else at few; then what serves most tokens whole."""
+    nodes, layers, experts = disk.shape
+    homes, room = np.zeros_like(disk), problem.room
+    node_of = np.repeat(np.arange(nodes), np.minimum(room // experts, layers))
+    spread = entropy(problem.expected)  # what is asked for evenly is served whole by nothing less than all
+    found = linear_sum_assignment(spread[node_of].T, maximize=True)
+    for layer, place in zip(*found, strict=True):
+        homes[node_of[place], layer] = True
+    must = required(disk)
+    for layer in sorted(set(range(layers)) - set(found[0].tolist())):
+        left = np.argsort(-problem.activations[:, layer].sum(axis=0), kind="stable")
+        left = left[must[layer, left]]
+        while len(left):
+            free = room - homes.sum(axis=(1, 2))
+            if free.max() <= 0:
+                break
+            node = int(np.argmax(free))
+            homes[node, layer, left[: free[node]]] = True
+            left = left[free[node] :]
+    cover(problem, homes, must)
+    for node in range(nodes):
+        _serve_whole(homes[node], int(room[node]), problem.expected[node], routes[node])
+    fill(problem, homes)
+    return homes
+
+
+def _serve_whole(homes: BoolArray, room: int, activations: Values, routes: Routes) -> None:
+    """Adds to a node's homes [L, E], layer by layer, the sets of its hottest experts that serve most tokens a slot."""
+    layers, experts = homes.shape
+    order = np.argsort(-activations, axis=1, kind="stable")
+    place = np.argsort(order, axis=1, kind="stable")
+    last = np.stack([place[layer, routes[:, layer]].max(axis=1) for layer in range(layers)])  # [L, T]
+    served = np.stack([np.cumsum(np.bincount(each, minlength=experts)) for each in last])  # [L, E] by the first e + 1
+    has = np.cumsum(np.take_along_axis(homes, order, axis=1), axis=1)
+    whole = np.argmin(np.take_along_axis(homes, order, axis=1), axis=1)
+    whole[homes.all(axis=1)] = experts
+    free = room - int(homes.sum())
+    while free > 0:
+        base = np.where(whole > 0, np.take_along_axis(served, np.maximum(whole - 1, 0)[:, None], axis=1)[:, 0], 0)
+        price = (np.arange(experts) + 1) - has  # [L, E] slots that the first e + 1 take beyond what is there
+        gain = np.where((price > 0) & (price <= free), (served - base[:, None]) / np.maximum(price, 1), -1.0)
+        layer, end = divmod(int(np.argmax(gain)), experts)
+        if gain[layer, end] <= 0:
+            return
+        homes[layer, order[layer, : end + 1]] = True
+        free -= int(price[layer, end])
+        kept = np.take_along_axis(homes[layer], order[layer], axis=0)
+        has[layer] = np.cumsum(kept)
+        whole[layer] = experts if kept.all() else int(np.argmin(kept))
+
+
+def _search(
+    problem: PlacementProblem, routes: Sequence[Routes], start: Placement, call_cost: float, cost: Values
+) -> Search:
+    """The search's tables at a start, filled only with what calls cost."""
+    nodes, layers, experts = start.homes.shape
+    ids = np.ascontiguousarray(np.concatenate(routes).transpose(1, 0, 2), np.int16)
+    top_k = ids.shape[2]
+    counts = np.array([len(tokens) for tokens in routes])
+    weight = cost * problem.activations.sum(axis=(1, 2)) / (layers * top_k) / np.maximum(counts, 1)
+    flat = ids.reshape(layers, -1)
+    first = np.zeros((layers, experts + 1), np.int64)
+    for layer in range(layers):
+        first[layer, 1:] = np.cumsum(np.bincount(flat[layer], minlength=experts))
+    calls = call_cost * (problem.activations * cost[:, None, None]).transpose(1, 2, 0)
+    fixed = masks_of(start.disk)
+    return Search(
+        ids=ids,
+        node=np.repeat(np.arange(nodes), counts),
+        weight=np.repeat(weight, counts),
+        first=first,
+        users=(np.argsort(flat, axis=1, kind="stable") // top_k).astype(np.int32),
+        fixed=fixed,
+        homes=masks_of(start.homes) | fixed,
+        swing=calls.copy(),
+        worth=calls.copy(),
+        add=np.zeros((layers, nodes)),
+        add_expert=np.zeros((layers, nodes), np.int64),
+        drop=np.zeros((layers, nodes)),
+        drop_expert=np.zeros((layers, nodes), np.int64),
+        move=np.zeros((layers, nodes, nodes)),
+        move_expert=np.zeros((layers, nodes, nodes), np.int64),
+    )
+
+
+def _scratch(top_k: int) -> Scratch:
+    masks = [np.zeros(top_k, np.uint64) for _ in range(2)]
+    return Scratch(np.zeros((top_k + 2, top_k), np.uint64), masks[0], masks[1], np.zeros(top_k, np.int64))

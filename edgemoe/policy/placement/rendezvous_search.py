@@ -1,0 +1,285 @@
+"""The local search of `rendezvous`, compiled. Imports Numba: for processes that solve, never for the front.
+
+For one token, layer and expert, all other homes given, the peers called are one fewer exactly if the expert has a home
+in a set Q: the token's own node, and every node that is in some smallest set of peers covering what else is missing.
+So each expert's share of the objective is a weighted coverage of sets. Three tables over (layer, expert, node) follow,
+kept true while homes change: what another home there would save, what losing the home there would cost, and what a
+single home there is worth. Changes in different layers add up, so the best chain of changes is found by looking.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from edgemoe.policy.placement.pairs import Routes
+from edgemoe.policy.placement.peer_cover import NONE, ONE, Masks, fewest, lowest
+from edgemoe.policy.placement.problem import Values
+from edgemoe.types.arrays import IntArray
+
+LEAST = 1e-9  # what counts as a gain
+
+
+class Search(NamedTuple):
+    """What the search works on. `homes` changes, and the tables after it, which follow from it."""
+
+    ids: Routes  # [L, T, k] the experts that each token chose
+    node: IntArray  # [T] whose token it is
+    weight: Values  # [T] what one peer called for it costs
+    first: IntArray  # [L, E + 1] where in `users` the tokens of each expert begin
+    users: npt.NDArray[np.int32]  # [L, T * k] tokens by expert
+    fixed: Masks  # [L, E] homes on disk, which stay
+    homes: Masks  # [L, E]
+    swing: Values  # [L, E, N] what another home saves, or the loss of one costs
+    worth: Values  # [L, E, N] what a home saves against none that is of use
+    add: Values  # [L, N] the best of `swing` where there is no home
+    add_expert: IntArray
+    drop: Values  # [L, N] the least of `swing` where there are several
+    drop_expert: IntArray
+    move: Values  # [L, N, N] the least cost of moving an expert's only home
+    move_expert: IntArray
+
+
+class Scratch(NamedTuple):
+    """Memory to count in."""
+
+    sets: Masks  # [k + 2, k]
+    masks: Masks  # [k]
+    useful: Masks  # [k]
+    missing: IntArray  # [k]
+
+
+@njit(nogil=True)
+def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
+    """Fills Q of each of a token's experts; the peers that it calls. `homes` [E] are those of the layer."""
+    absent = 0
+    for i in range(len(ids)):
+        if homes[ids[i]] & own == NONE:
+            scratch.missing[absent] = i
+            scratch.masks[absent] = homes[ids[i]]
+            absent += 1
+    called, good = fewest(scratch.masks, absent, scratch.sets)
+    for i in range(len(ids)):
+        scratch.useful[i] = good | own
+    for skip in range(absent):
+        count = 0
+        for i in range(absent):
+            if i != skip:
+                scratch.masks[count] = homes[ids[scratch.missing[i]]]
+                count += 1
+        _, good = fewest(scratch.masks, count, scratch.sets)
+        scratch.useful[scratch.missing[skip]] = good | own
+    return called
+
+
+@njit(nogil=True)
+def _book(search: Search, scratch: Scratch, layer: int, token: int, sign: float) -> float:
+    """Adds a token to the tables, or with a sign of -1 takes it out; what it costs, with that sign."""
+    ids, homes = search.ids[layer, token], search.homes[layer]
+    swing, worth = search.swing[layer], search.worth[layer]
+    called = _useful(homes, ids, ONE << np.uint64(search.node[token]), scratch)
+    share = sign * search.weight[token]
+    for i in range(len(ids)):
+        expert, good = ids[i], scratch.useful[i]
+        met = homes[expert] & good
+        left = good
+        while left != NONE:
+            node = lowest(left)
+            left &= left - ONE
+            worth[expert, node] += share
+            if met == NONE:
+                swing[expert, node] += share
+        if met != NONE and met & (met - ONE) == NONE:
+            swing[expert, lowest(met)] += share
+    cost: float = share * called
+    return cost
+
+
+@njit(nogil=True)
+def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np.uint64) -> float:
+    """Gives an expert other homes; by how much that changes what all costs. The layer's bests are not looked for."""
+    users = search.users[layer, search.first[layer, expert] : search.first[layer, expert + 1]]
+    change = 0.0
+    for token in users:
+        change += _book(search, scratch, layer, token, -1.0)
+    search.homes[layer, expert] = homes
+    for token in users:
+        change += _book(search, scratch, layer, token, 1.0)
+    return change
+
+
+@njit(nogil=True)
+def _look(search: Search, layer: int) -> None:
+    """Finds the layer's best changes."""
+    nodes = search.worth.shape[2]
+    add, drop, move = search.add[layer], search.drop[layer], search.move[layer]
+    add[:], drop[:], move[:] = -np.inf, np.inf, np.inf
+    for expert in range(search.homes.shape[1]):
+        homes = search.homes[layer, expert]
+        swing, worth = search.swing[layer, expert], search.worth[layer, expert]
+        only = homes & (homes - ONE) == NONE
+        fixed = search.fixed[layer, expert]
+        for node in range(nodes):
+            bit = ONE << np.uint64(node)
+            if homes & bit == NONE:
+                if swing[node] > add[node]:
+                    add[node], search.add_expert[layer, node] = swing[node], expert
+            elif only and fixed == NONE:
+                for to in range(nodes):
+                    cost = worth[node] - worth[to]
+                    if to != node and cost < move[node, to]:
+                        move[node, to], search.move_expert[layer, node, to] = cost, expert
+            elif fixed & bit == NONE and swing[node] < drop[node]:
+                drop[node], search.drop_expert[layer, node] = swing[node], expert
+
+
+@njit(nogil=True)
+def _two_least(values: Values, value: Values, layer: IntArray) -> None:
+    """The two least of values [L, ...] over layers, and in which layers: value [2, ...] and layer [2, ...]."""
+    value[:] = np.inf
+    for each in range(len(values)):
+        row = values[each]
+        for place in range(len(row)):
+            if row[place] < value[0, place]:
+                value[1, place], layer[1, place] = value[0, place], layer[0, place]
+                value[0, place], layer[0, place] = row[place], each
+            elif row[place] < value[1, place]:
+                value[1, place], layer[1, place] = row[place], each
+
+
+@njit(nogil=True)
+def _with(homes: np.uint64, node: int) -> np.uint64:
+    return homes | (ONE << np.uint64(node))
+
+
+@njit(nogil=True)
+def _without(homes: np.uint64, node: int) -> np.uint64:
+    return homes & ~(ONE << np.uint64(node))
+
+
+@njit(nogil=True)
+def _add(search: Search, scratch: Scratch, layer: int, node: int) -> float:
+    expert = search.add_expert[layer, node]
+    return _rehome(search, scratch, layer, expert, _with(search.homes[layer, expert], node))
+
+
+@njit(nogil=True)
+def _drop(search: Search, scratch: Scratch, layer: int, node: int) -> float:
+    expert = search.drop_expert[layer, node]
+    return _rehome(search, scratch, layer, expert, _without(search.homes[layer, expert], node))
+
+
+@njit(nogil=True)
+def _move(search: Search, scratch: Scratch, layer: int, node: int, to: int) -> float:
+    expert = search.move_expert[layer, node, to]
+    return _rehome(search, scratch, layer, expert, _with(_without(search.homes[layer, expert], node), to))
+
+
+@njit(nogil=True)
+def _step(search: Search, scratch: Scratch) -> float:
+    """Makes the best change whose parts are in different layers; what it changed.
+
+    At one node another expert for a replica; or two nodes exchange experts; or one takes an expert in for a replica,
+    and the one that gave it takes in another for it.
+    """
+    layers, nodes = search.add.shape
+    pairs = nodes * nodes
+    add, add_at = np.empty((2, nodes)), np.zeros((2, nodes), np.int64)
+    drop, drop_at = np.empty((2, nodes)), np.zeros((2, nodes), np.int64)
+    move, move_at = np.empty((2, pairs)), np.zeros((2, pairs), np.int64)
+    _two_least(-search.add, add, add_at)
+    _two_least(search.drop, drop, drop_at)
+    _two_least(search.move.reshape((layers, pairs)), move, move_at)
+    least, kind, node, to, a, b, c = -LEAST, 0, 0, 0, 0, 0, 0
+    for n in range(nodes):
+        for i in range(4):
+            x, y = i & 1, i >> 1
+            if add_at[x, n] != drop_at[y, n] and add[x, n] + drop[y, n] < least:
+                least, kind, node, a, b = add[x, n] + drop[y, n], 1, n, add_at[x, n], drop_at[y, n]
+    for n in range(nodes):
+        for m in range(nodes):
+            there, back = n * nodes + m, m * nodes + n
+            for i in range(4):
+                x, y = i & 1, i >> 1
+                cost = move[x, there] + move[y, back]
+                if n < m and move_at[x, there] != move_at[y, back] and cost < least:
+                    least, kind, node, to, a, b = cost, 2, n, m, move_at[x, there], move_at[y, back]
+            for i in range(8):
+                x, y, z = i & 1, (i >> 1) & 1, i >> 2
+                cost = add[x, n] + move[y, there] + drop[z, m]
+                if cost < least:
+                    j, k, o = add_at[x, n], move_at[y, there], drop_at[z, m]
+                    if j != k and k != o and j != o:
+                        least, kind, node, to, a, b, c = cost, 3, n, m, j, k, o
+    if kind == 0:
+        return 0.0
+    if kind == 1:
+        change = _add(search, scratch, a, node) + _drop(search, scratch, b, node)
+    elif kind == 2:
+        change = _move(search, scratch, a, node, to) + _move(search, scratch, b, to, node)
+    else:
+        change = _add(search, scratch, a, node) + _move(search, scratch, b, node, to) + _drop(search, scratch, c, to)
+        _look(search, c)
+    _look(search, a)
+    _look(search, b)
+    return change
+
+
+@njit(nogil=True)
+def _within(search: Search, scratch: Scratch, layer: int) -> float:
+    """Makes changes whose two parts are both in this layer, where they pay; what they changed."""
+    nodes = search.worth.shape[2]
+    total = 0.0
+    for n in range(nodes):
+        for m in range(n, nodes):
+            if n == m:
+                promised = search.drop[layer, n] - search.add[layer, n]
+            else:
+                promised = search.move[layer, n, m] + search.move[layer, m, n]
+            if promised >= -LEAST:
+                continue
+            if n == m:
+                first, second = search.add_expert[layer, n], search.drop_expert[layer, n]
+            else:
+                first, second = search.move_expert[layer, n, m], search.move_expert[layer, m, n]
+            before = search.homes[layer, first], search.homes[layer, second]
+            if n == m:
+                change = _add(search, scratch, layer, n) + _drop(search, scratch, layer, n)
+            else:
+                change = _move(search, scratch, layer, n, m) + _move(search, scratch, layer, m, n)
+            if change < -LEAST:
+                total += change
+                _look(search, layer)
+            else:
+                _rehome(search, scratch, layer, first, before[0])
+                _rehome(search, scratch, layer, second, before[1])
+    return total
+
+
+@njit(nogil=True)
+def begin(search: Search, scratch: Scratch) -> float:
+    """Fills the tables, beside what they hold already; what all costs."""
+    layers, tokens, _ = search.ids.shape
+    cost = 0.0
+    for layer in range(layers):
+        for token in range(tokens):
+            cost += _book(search, scratch, layer, token, 1.0)
+        _look(search, layer)
+    return cost
+
+
+@njit(nogil=True)
+def descend(search: Search, scratch: Scratch, most: int) -> int:
+    """Makes changes until none pays, `most` at most; how many."""
+    for made in range(most):
+        if _step(search, scratch) < 0.0:
+            continue
+        change = 0.0
+        for layer in range(len(search.homes)):
+            change += _within(search, scratch, layer)
+        if change == 0.0:
+            return made
+    return most

@@ -1,0 +1,132 @@
+"""Every placement policy keeps every expert, within memory, or says what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgemoe.errors import PlacementInfeasible
+from edgemoe.policy.placement.eplb import eplb
+from edgemoe.policy.placement.exact import exact
+from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
+from edgemoe.policy.placement.prism import prism
+from edgemoe.policy.placement.prism_published import published
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, slots_of
+from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs
+from edgemoe.policy.placement.score import remote_calls
+from edgemoe.policy.placement.smartmoe import smartmoe
+from edgemoe.policy.placement.uniform import redundance, uniform
+
+TOP_K = 2
+Policy = Callable[[PlacementProblem], Placement]
+
+
+def drawn(problem: PlacementProblem, tokens: int = 12) -> list[Routes]:
+    """Tokens of each node that choose as its activations says."""
+    rng = np.random.default_rng(1)
+    nodes, layers, experts = problem.activations.shape
+    scores = np.log(problem.activations[:, None] + 0.1) + rng.gumbel(size=(nodes, tokens, layers, experts))
+    return list(np.argsort(-scores, axis=3)[..., :TOP_K].astype(np.int16))
+
+
+POLICIES: dict[str, Policy] = {
+    "uniform": uniform,
+    "redundance": lambda problem: redundance(problem, np.random.default_rng(0)),
+    "smartmoe": smartmoe,
+    "eplb": eplb,
+    "published": published,
+    "prism": prism,
+    "exact": exact,
+    "routes": lambda problem: rendezvous(problem, drawn(problem)),
+    "pairs": lambda problem: rendezvous_of_pairs(
+        problem,
+        [heaviest_pairs(each, problem.activations.shape[2], 5) for each in drawn(problem)],
+        TOP_K,
+        np.random.default_rng(0),
+    ),
+}
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> PlacementProblem:
+    """Small clusters, of which about a third have too little memory."""
+    nodes, layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(2, 8))
+    most = 2 * layers * experts // nodes + 2
+    devices = st.lists(st.integers(0, most), min_size=1, max_size=2).map(tuple)
+    slots = tuple(draw(devices) for _ in range(nodes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    activations = rng.integers(0, draw(st.sampled_from([2, 1000])), (nodes, layers, experts)).astype(np.float64)
+    activations[draw(st.integers(0, nodes - 1)), draw(st.integers(0, layers - 1))] = 0  # nothing known there
+    on_disk = rng.random(activations.shape) < draw(st.sampled_from([0.6, 1.0]))
+    on_disk[0] |= ~on_disk.any(axis=0)
+    return PlacementProblem(slots, activations, 10, on_disk, from_disk=draw(st.booleans()))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_every_expert_has_a_home_and_no_device_more_than_it_holds(name: str, problem: PlacementProblem) -> None:
+    short = problem.activations[0].size - int(problem.room.sum())
+    if short > 0 and not problem.from_disk:
+        with pytest.raises(PlacementInfeasible, match="bytes missing") as caught:
+            POLICIES[name](problem)
+        assert caught.value.missing_bytes == short * problem.expert_bytes
+        return
+    placement = POLICIES[name](problem)
+    assert (placement.homes | placement.disk).any(axis=0).all()
+    assert placement.disk.sum() == max(0, short)
+    assert not (placement.disk & ~problem.disks).any()
+    np.testing.assert_array_equal(placement.device >= 0, placement.homes)
+    for node, devices in enumerate(problem.slots):
+        for device, slots in enumerate(devices):
+            assert (placement.device[node] == device).sum() <= slots
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "exact"])
+@settings(max_examples=40, deadline=None)
+@given(problem=problems())
+def test_nothing_makes_fewer_remote_calls_than_exact(name: str, problem: PlacementProblem) -> None:
+    if problem.activations[0].size > problem.room.sum() and not problem.from_disk:
+        return
+    least = remote_calls(exact(problem), problem.activations)
+    assert least <= remote_calls(POLICIES[name](problem), problem.activations) + 1e-6 * problem.activations.sum()
+
+
+def test_what_no_memory_and_no_disk_holds_is_named_in_bytes() -> None:
+    on_disk = np.zeros((2, 1, 6), bool)
+    on_disk[0, 0, :2] = True
+    in_ram = ~on_disk
+    problem = PlacementProblem(((1,), (2,)), np.ones((2, 1, 6)), 100, on_disk, in_ram, from_disk=True)
+    with pytest.raises(PlacementInfeasible, match="100 bytes missing"):
+        uniform(problem)
+
+
+def test_what_is_least_asked_for_stays_on_disk() -> None:
+    activations = np.array([[[9.0, 1, 8, 7]], [[6, 2, 9, 1]]])
+    problem = PlacementProblem(((1,), (2,)), activations, 100, from_disk=True)
+    for policy in POLICIES.values():
+        assert np.argwhere(policy(problem).disk.any(axis=0)).tolist() == [[0, 1]]
+
+
+def test_memory_is_counted_device_by_device() -> None:
+    assert slots_of([(19, 19), (38,)], 10) == ((1, 1), (3,))
+
+
+def test_a_nodes_devices_share_the_load_of_each_layer() -> None:
+    activations = np.tile(np.array([8.0, 4, 3, 1]), (1, 3, 1))
+    devices = uniform(PlacementProblem(((6, 6),), activations)).device[0]
+    for layer in range(3):
+        assert sorted(activations[0, layer][devices[layer] == d].sum() for d in (0, 1)) == [7, 9]
+
+
+@pytest.mark.parametrize("policy", [prism, exact])
+def test_room_that_is_left_goes_to_what_is_asked_for_most(policy: Policy) -> None:
+    activations = np.array([[[9.0, 8, 1, 2, 3, 4]], [[1, 2, 9, 8, 7, 3]]])
+    homes = policy(PlacementProblem(((4,), (4,)), activations)).homes
+    assert homes[:, 0].tolist() == [[True, True, False, False, True, True], [False, False, True, True, True, True]] or (
+        activations[homes].sum() == 9 + 8 + 3 + 4 + 9 + 8 + 7 + 3
+    )

@@ -1,0 +1,128 @@
+"""The placement for few rendezvous: against the optimum where that can be had, on requests not seen, from pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_array
+
+from edgemoe.policy.placement.exact import exact
+from edgemoe.policy.placement.pairs import Routes, heaviest_pairs, routes_of_pairs
+from edgemoe.policy.placement.problem import PlacementProblem, Values
+from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs
+from edgemoe.policy.placement.score import remote_calls, score
+
+
+def tokens_of(rng: np.random.Generator, nodes: int, tokens: int, layers: int, experts: int, top_k: int) -> list[Routes]:
+    """Tokens of kinds, each node with its own kinds."""
+    kinds = rng.normal(0, 2, (nodes, 2, layers, experts))
+    which = rng.integers(0, 2, (nodes, tokens))
+    scores = kinds[np.arange(nodes)[:, None], which] + rng.gumbel(size=(nodes, tokens, layers, experts))
+    return list(np.argsort(-scores, axis=3)[..., :top_k].astype(np.int16))
+
+
+def activations_of(routes: list[Routes], experts: int) -> Values:
+    return np.array(
+        [[np.bincount(r[:, x].ravel(), minlength=experts) for x in range(r.shape[1])] for r in routes], float
+    )
+
+
+def least_rendezvous(problem: PlacementProblem, routes: list[Routes]) -> float:
+    """By integer programming: homes z, whether a token calls a peer y, from whom it has an expert x <= y, x <= z."""
+    nodes, layers, experts = problem.activations.shape
+    cells = [(n, x, ids) for n, each in enumerate(routes) for token in each for x, ids in enumerate(token)]
+    homes, calls = nodes * layers * experts, len(cells) * nodes
+    top_k = routes[0].shape[2]
+    size = homes + calls + calls * top_k
+    rows: list[tuple[list[tuple[int, float]], float]] = []  # coefficients, and the least that they add up to
+    for expert in range(layers * experts):
+        rows.append(([(n * layers * experts + expert, 1.0) for n in range(nodes)], 1.0))
+    for n, room in enumerate(problem.room):
+        rows.append(([(n * layers * experts + each, -1.0) for each in range(layers * experts)], -float(room)))
+    for cell, (own, layer, ids) in enumerate(cells):
+        for place, expert in enumerate(ids):
+            gets = [homes + calls + (cell * top_k + place) * nodes + n for n in range(nodes)]
+            rows.append(([(each, 1.0) for each in gets], 1.0))
+            for n, get in enumerate(gets):
+                rows.append(([((n * layers + layer) * experts + int(expert), 1.0), (get, -1.0)], 0.0))
+                if n != own:
+                    rows.append(([(homes + cell * nodes + n, 1.0), (get, -1.0)], 0.0))
+    matrix = lil_array((len(rows), size))
+    for number, (row, _) in enumerate(rows):
+        for column, value in row:
+            matrix[number, column] = value
+    price = np.zeros(size)
+    price[homes : homes + calls] = 1.0
+    found = milp(
+        price,
+        constraints=LinearConstraint(matrix.tocsr(), np.array([low for _, low in rows]), np.inf),
+        integrality=(np.arange(size) < homes).astype(int),
+        bounds=Bounds(0, 1),
+    )
+    assert found.status == 0
+    return float(found.fun) / len(cells)
+
+
+def test_it_is_near_the_optimum_of_small_cases() -> None:
+    gaps = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        routes = tokens_of(rng, 3, 8, 2, 6, 2)
+        problem = PlacementProblem(((4,), (4,), (6,)), activations_of(routes, 6))
+        best = least_rendezvous(problem, routes)
+        ours = score(rendezvous(problem, routes, call_cost=0.001), routes).rendezvous
+        assert ours >= best - 1e-9
+        gaps.append((ours - best) / best)
+    assert np.mean(gaps) < 0.12
+
+
+def test_fewer_peers_are_called_by_requests_that_it_has_not_seen() -> None:
+    both = [np.split(each, 2) for each in tokens_of(np.random.default_rng(0), 3, 400, 6, 16, 4)]
+    seen, unseen = [each[0] for each in both], [each[1] for each in both]
+    problem = PlacementProblem(((36,), (36,), (40, 32)), activations_of(seen, 16))
+    pairs = [heaviest_pairs(each, 16, 60) for each in seen]
+    calls = score(exact(problem), unseen)
+    by_routes = score(rendezvous(problem, seen), unseen)
+    by_pairs = score(rendezvous_of_pairs(problem, pairs, 4, np.random.default_rng(0)), unseen)
+    assert by_routes.rendezvous < 0.75 * calls.rendezvous
+    assert by_pairs.rendezvous < 1.05 * by_routes.rendezvous
+    assert min(by_routes.local_layers, by_pairs.local_layers) > calls.local_layers
+
+
+def test_where_calls_cost_most_it_makes_as_few_as_exact() -> None:
+    routes = tokens_of(np.random.default_rng(1), 3, 100, 3, 8, 2)
+    problem = PlacementProblem(((12,), (12,), (12,)), activations_of(routes, 8))
+    assert remote_calls(rendezvous(problem, routes, call_cost=1e4), problem.activations) == pytest.approx(
+        remote_calls(exact(problem), problem.activations)
+    )
+
+
+def test_nodes_whose_rendezvous_cost_more_have_fewer() -> None:
+    routes = tokens_of(np.random.default_rng(2), 2, 200, 4, 8, 2)
+    problem = PlacementProblem(((18,), (18,)), activations_of(routes, 8))
+
+    def of_first(cost: list[float]) -> float:
+        found = rendezvous(problem, routes, 0.0, np.array(cost))
+        return score(found, [routes[0], routes[1][:0]]).rendezvous
+
+    assert of_first([9.0, 1.0]) <= of_first([1.0, 9.0])
+
+
+def test_drawn_tokens_have_the_pairs_that_they_were_drawn_from() -> None:
+    rng = np.random.default_rng(3)
+    routes = tokens_of(rng, 1, 4000, 2, 12, 3)[0]
+    pairs = heaviest_pairs(routes, 12, 66)
+    made = routes_of_pairs(activations_of([routes], 12)[0], pairs, 3, 4000, rng)
+    assert all(len(set(ids)) == 3 for token in made.tolist() for ids in token)
+    share = [activations_of([each], 12)[0] / len(each) for each in (routes, made)]
+    assert np.abs(share[0] - share[1]).mean() < 0.05
+    told = {tuple(row[:3]): row[3] for row in pairs.tolist()}
+    drawn = {tuple(row[:3]): row[3] for row in heaviest_pairs(made, 12, 66).tolist()}
+    off = sum(abs(count - drawn.get(pair, 0)) for pair, count in told.items())
+    assert off < 0.25 * sum(told.values())
+
+
+def test_pairs_are_told_heaviest_first_within_a_layer() -> None:
+    routes = np.array([[[0, 1, 2]], [[0, 1, 3]], [[0, 1, 2]]], np.int16)
+    assert heaviest_pairs(routes, 4, 2).tolist() == [[0, 0, 1, 3], [0, 0, 2, 2]]
