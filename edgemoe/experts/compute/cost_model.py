@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from edgemoe.experts.compute.dispatch import Group
+from edgemoe.experts.tiers.records import NVME, RAM, VRAM
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.experts.transfer.links import Clock, TierLink
@@ -20,7 +21,6 @@ from edgemoe.policy.resolve import CostMatrix as CostArray
 from edgemoe.policy.resolve import Ways, finish_s, resolve
 from edgemoe.telemetry.unit_time import UnitTime
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import Tier
 from edgemoe.types.peers import work_units
 
 COMPUTE, DISK, BULK, FIRST_LINK = range(4)  # channels; the links are followed by what the caller adds
@@ -85,13 +85,13 @@ class CostModel:
         links = self._loader.links
         load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
         load[:, TOP, COMPUTE] = self.unit_s * units
-        load[:, TOP, DISK] = np.where(tiers == Tier.NVME, self.read_s(), 0.0)
+        load[:, TOP, DISK] = np.where(tiers == NVME, self.read_s(), 0.0)
         load[:, CPU, COMPUTE] = np.inf
         for i, link in enumerate(links):
             its = self._residency.device_of[layer, experts] == i
             load[its, TOP, FIRST_LINK + i] = self._copy_s(link)
             if self._cpu_helps and link.stats.bytes_per_s:  # else the link goes first, so that it is measured
-                load[its & (tiers == Tier.RAM), CPU, COMPUTE] = self.cpu.at(self._clock())
+                load[its & (tiers == RAM), CPU, COMPUTE] = self.cpu.at(self._clock())
         load[:, CPU, COMPUTE] *= units
         return load
 
@@ -100,7 +100,7 @@ class CostModel:
         if not self._loader.links or not self._cpu_helps:
             return None
         tiers = self._residency.tiers_of(layer, group.experts)
-        in_ram, missing = tiers == Tier.RAM, int(np.count_nonzero(tiers != Tier.VRAM))
+        in_ram, missing = tiers == RAM, int(np.count_nonzero(tiers != VRAM))
         copy_s, cpu_s = [self._copy_s(link) for link in self._loader.links], self.cpu.at(self._clock())
         if not in_ram.any() or (missing + 0.5) * max(copy_s) <= cpu_s + WORTH_S:
             return None
@@ -109,7 +109,7 @@ class CostModel:
 
     def _split(self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray) -> BoolArray:
         """Returns which of the experts [n] the CPU should compute, where no one way is best for all."""
-        missing, chosen = np.flatnonzero(tiers != Tier.VRAM), np.zeros(len(experts), np.bool_)
+        missing, chosen = np.flatnonzero(tiers != VRAM), np.zeros(len(experts), np.bool_)
         load = self.load(layer, experts[missing], tiers[missing], units[missing])
         alone, busy = load.sum(axis=2), np.zeros(load.shape[2])
         busy[COMPUTE] = self.unit_s * (units.sum() - units[missing].sum())

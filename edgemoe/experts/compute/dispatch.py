@@ -37,6 +37,11 @@ class Group(NamedTuple):
 
     def only(self, chosen: BoolArray) -> Self:
         """Returns the group of the chosen [n] experts."""
+        if len(self.experts) == len(self.calls):  # one call each
+            experts, calls = self.experts[chosen], self.calls[chosen]
+            return type(self)(
+                experts, self.offsets[: len(experts) + 1], calls, self.tokens[chosen], self.weights[chosen]
+            )
         counts = np.diff(self.offsets)
         kept = np.repeat(chosen, counts)
         offsets = np.concatenate(([0], np.cumsum(counts[chosen])))

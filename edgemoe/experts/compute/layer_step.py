@@ -13,12 +13,11 @@ import numpy as np
 
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.compute.dispatch import Compute, Group
-from edgemoe.experts.tiers.records import NONE
+from edgemoe.experts.tiers.records import NONE, NVME, RAM
 from edgemoe.experts.tiers.residency import Residency, SlotClaim
 from edgemoe.experts.tiers.slots import BoolArray, Transfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.experts import Tier
 
 PREFILL_ONLY_SHARE = 8  # prefill loads at most one slot in so many at a time
 
@@ -53,10 +52,10 @@ class DeviceShare:
         self.waiting.update(zip(self.group.experts[coming].tolist(), coming.tolist(), strict=True))
         self.left = asked[~got]
 
-    def waits_for(self, load: Transfer, layer: int) -> bool:
-        """Returns whether an ended load is one that this part of the layer's step waits for."""
-        index = self.waiting.get(load.expert) if load.layer == layer else None
-        return index is not None and self.slots[index] == load.slot and load.has_ended
+    def waits_for(self, load: Transfer) -> bool:
+        """Returns whether an ended load of the layer is one that this part waits for."""
+        index = self.waiting.get(load.expert)
+        return index is not None and self.slots.item(index) == load.slot and load.has_ended
 
 
 class LayerStep:
@@ -153,7 +152,7 @@ class LayerStep:
             while not self._arrivals.empty():
                 self._settle(self._arrivals.get_nowait())
         else:
-            tier = Tier.NVME
+            tier = NVME
             if not self._residency.wait_for_change(self._version, self._remaining_s):
                 raise self._overdue()
         self.stall_s[tier] += time.perf_counter() - began_s
@@ -164,18 +163,18 @@ class LayerStep:
         except Empty:
             raise self._overdue() from None
 
-    def _settle(self, load: Transfer) -> Tier | None:
+    def _settle(self, load: Transfer) -> int | None:
         """Marks an expert as ready. Returns the tier that it came from. Raises the load's error.
 
         Returns None for what this layer-step does not wait for: another thread's, or one that came meanwhile.
         """
-        part = next((part for part in self._parts if part.waits_for(load, self._layer)), None)
-        if part is None:
-            return None
-        if load.error is not None:
-            raise load.error
-        part.ready[part.waiting.pop(load.expert)] = True
-        return Tier.NVME if load.cold else Tier.RAM
+        for part in self._parts:
+            if load.layer == self._layer and part.waits_for(load):
+                if load.error is not None:
+                    raise load.error
+                part.ready[part.waiting.pop(load.expert)] = True
+                return NVME if load.cold else RAM
+        return None
 
     @property
     def _remaining_s(self) -> float:

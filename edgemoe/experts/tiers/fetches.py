@@ -6,11 +6,8 @@ Compiled; `request` is the address of a REQUEST record, `wanted` in it the place
 from __future__ import annotations
 
 from edgemoe.experts.tiers.eviction import release, take
-from edgemoe.experts.tiers.records import NONE, POOL, REQUEST, STATE, TRANSIENT
+from edgemoe.experts.tiers.records import NONE, NVME, POOL, RAM, REQUEST, STATE, TRANSIENT
 from edgemoe.kernels.cpu.intrinsics import i64_at, jit, record, u8_at
-from edgemoe.types.experts import Tier
-
-RAM, NVME = int(Tier.RAM), int(Tier.NVME)
 
 
 @jit

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.kernels.cpu.intrinsics import fields
+from edgemoe.types.experts import Tier
 
+VRAM, RAM, NVME = map(int, Tier)  # plain numbers: to ask the enumeration for a member takes half a microsecond
 NONE = -1  # no slot, no owner
 UNUSED = 1  # slot flag: prefetched, and not demanded since
 TRANSIENT = 2  # slot flag: loaded for prefill only, evicted first

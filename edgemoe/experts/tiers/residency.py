@@ -209,7 +209,7 @@ class Residency(TierPools):
 
     def unpin(self, slots: int | IntArray) -> None:
         """Drops one pin of a slot of RAM, or of each of several distinct slots."""
-        self._drop_pins(self.ram, np.atleast_1d(slots))
+        self._drop_pins(self.ram, slots)
 
     def fail(self, load: Transfer, error: Exception) -> None:
         """Ends the load, and the copies that waited for it, with `error`. Their slots become free once unpinned."""
@@ -262,8 +262,8 @@ class Residency(TierPools):
             for policy in self._policies:
                 policy.touch(layer, demanded)
 
-    def _drop_pins(self, pool: SlotPool, slots: IntArray) -> None:
-        call, n = self._records.mine, len(slots)
+    def _drop_pins(self, pool: SlotPool, slots: int | IntArray) -> None:
+        call, n = self._records.mine, 1 if isinstance(slots, int) else len(slots)
         call.fields[POOL_AT], call.fields[COUNT] = pool.index, n
         call.slots[n][...] = slots
         self._unpin(call.address)

@@ -35,7 +35,7 @@ class Transfer:
     @property
     def has_ended(self) -> bool:
         """Returns whether it has failed, or its expert is resident in the slot."""
-        return self.error is not None or bool(self.pool.where[self.layer, self.expert] == self.slot)
+        return self.error is not None or self.pool.where.item(self.layer, self.expert) == self.slot
 
     def __repr__(self) -> str:
         return f"Transfer(layer {self.layer}, expert {self.expert} -> {self.pool.tier.name} slot {self.slot})"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.experts.tiers.records import NONE, NVME, RAM, VRAM
 from edgemoe.experts.tiers.slots import BoolArray, SlotPool, TierUsage
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import LivePolicy, Tier
@@ -27,8 +28,7 @@ class TierPools:
     def all_on_top(self, layer: int, experts: IntArray) -> bool:
         """Whether all of the experts [n] are in the device that computes them."""
         if len(self.tops) == 1:
-            slots = self.tops[0].where[layer].take(experts)
-            return not len(slots) or bool(slots.min() >= 0)
+            return NONE not in self.tops[0].where[layer].take(experts).tolist()
         homes = self.device_of[layer, experts]
         return all((pool.where[layer, experts[homes == i]] >= 0).all() for i, pool in enumerate(self.tops))
 
@@ -74,10 +74,10 @@ class TierPools:
 
     def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
         """The fastest tier that has each of the experts [n] now."""
-        tiers = np.where(self.ram.where[layer].take(experts) >= 0, Tier.RAM, Tier.NVME)
+        tiers = np.where(self.ram.where[layer].take(experts) >= 0, RAM, NVME)
         for i, pool in enumerate(self.devices):
             here = (self.device_of[layer].take(experts) == i) & (pool.where[layer].take(experts) >= 0)
-            tiers[here] = Tier.VRAM
+            tiers[here] = VRAM
         return tiers
 
     def _pools(self, tier: Tier) -> Sequence[SlotPool]:
