@@ -36,8 +36,9 @@ PUBLIC = {26: ("deepseek-ai/DeepSeek-V2-Lite", 64), 24: ("openai/gpt-oss-20b", 3
 class Growing:
     """One request while its steps come in. A pre-empted one runs its last tokens again: the later routes count."""
 
-    def __init__(self, start: int) -> None:
-        self.start = start  # position of the first token; what a prefix cache supplied is not recorded
+    def __init__(self, start: int, conversation: int) -> None:
+        """Begins at position `start`: what a prefix cache supplied is not recorded, but counts in `conversation`."""
+        self.start, self.conversation = start, conversation
         self.tokens: list[int] = []
         self.ids: list[npt.NDArray[np.int16]] = []  # each [L, k]
         self.decode: list[bool] = []
@@ -57,7 +58,8 @@ class Growing:
         self.decode += [*again, *[decode] * (len(tokens) - len(again))]
 
     def routes(self) -> Routes:
-        return Routes(np.array(self.tokens, np.int32), np.stack(self.ids), np.array(self.decode, bool))
+        tokens, ids, decode = np.array(self.tokens, np.int32), np.stack(self.ids), np.array(self.decode, bool)
+        return Routes(tokens, ids, decode, self.conversation)
 
 
 def requests_of(steps: Iterable[StepRouting]) -> Iterator[Routes]:
@@ -66,14 +68,16 @@ def requests_of(steps: Iterable[StepRouting]) -> Iterator[Routes]:
     for number, step in enumerate(steps):
         meta = step.meta
         ends = np.cumsum(meta.query_lens)
-        for name, end, count, decode in zip(meta.requests, ends, meta.query_lens, meta.decode, strict=True):
+        known = meta.conversations.tolist() or [0] * len(ends)
+        columns = meta.requests, known, ends, meta.query_lens, meta.decode
+        for name, conversation, end, count, decode in zip(*columns, strict=True):
             part = slice(int(end - count), int(end))
             position = int(meta.positions[part.start])
             request = growing.pop(name, (None, 0))[0]
             if request is None or not request.takes(position):
                 if request is not None:
                     yield request.routes()
-                request = Growing(position)
+                request = Growing(position, conversation)
             request.add(position, meta.tokens[part].tolist(), step.ids[:, part], bool(decode))
             growing[name] = request, number
         while growing and next(iter(growing.values()))[1] < number - QUIET_STEPS:

@@ -6,7 +6,7 @@ A data set is a directory: `meta.json` and one raw file per array, N tokens in a
     ids    int16 [N, L, k]   the experts chosen, per layer
     decode uint8 [N]         1 where the token was decoded, 0 where it was part of a prompt
     starts int64 [R + 1]     where each request begins, and N
-    group  int64 [R]         requests of the same group share a split (a hash of the prompt)
+    group  int64 [R]         requests of the same group, a conversation, share a split
     hidden float16 [N, H]    optional: the last layer's output at that token
     gate   float16 [N, L, E] optional: layer l's gate applied one layer early (layer 0: zeros)
 """
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN, ScoutGateShape
+from edgemoe.types.conversation import conversation_of
 
 FORMAT = 1
 DTYPES = {
@@ -65,14 +66,16 @@ class Routes:
     tokens: npt.NDArray[np.int32]  # [n]
     ids: npt.NDArray[np.int16]  # [n, L, k]
     decode: npt.NDArray[np.bool_]  # [n]
+    conversation: int = 0  # `conversation_of` the whole prompt; 0 where only what was computed of it is known
     hidden: npt.NDArray[np.float16] | None = None  # [n, H]
     gate: npt.NDArray[np.float16] | None = None  # [n, L, E]
 
     def group(self, number: int) -> int:
-        """Equal for equal prompts, so that no prompt is in two splits."""
+        """Equal for equal prompts and a conversation's turns, so that none is in two splits."""
         prompt = self.tokens[~self.decode]
-        key = prompt.tobytes() if prompt.size and prompt[0] >= 0 else str(number).encode()
-        return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
+        if self.conversation or (prompt.size and prompt[0] != NO_TOKEN):
+            return self.conversation or conversation_of(prompt)
+        return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=7).digest(), "little")
 
 
 def write(directory: Path, meta: Meta, requests: Iterable[Routes]) -> int:

@@ -24,6 +24,7 @@ def describe(works: Sequence[Work]) -> StepMeta:
         decode=np.array([seq.decoding for seq, _ in works]),
         tokens=np.array(tokens),
         positions=np.concatenate([np.arange(seq.computed, seq.computed + count) for seq, count in works]),
+        conversations=np.array([seq.conversation for seq, _ in works]),
     )
 
 

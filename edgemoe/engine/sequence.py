@@ -9,6 +9,7 @@ import numpy as np
 
 from edgemoe.errors import StoreError
 from edgemoe.types.arrays import IntArray
+from edgemoe.types.conversation import conversation_of
 from edgemoe.types.request import Request, Sampling, TokenLogprob
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -55,6 +56,11 @@ class Sequence:
     def prompt_vocabulary(self) -> IntArray:
         """Returns the distinct tokens of the prompt [n] in ascending order."""
         return np.unique(np.array(self.request.prompt, np.int64))
+
+    @cached_property
+    def conversation(self) -> int:
+        """Returns what tells its conversation from others."""
+        return conversation_of(self.request.prompt)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -40,6 +40,7 @@ class Filling:
         self.requests: list[tuple[str, ...]] = []
         self._rows = self._tokens = 0
         self._query_lens, self._decode = np.empty(tokens, np.int64), np.empty(tokens, np.bool_)
+        self._conversations = np.empty(tokens, np.int64)
         self._inputs, self._positions = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
         self._ids = np.empty((header.layers, tokens, header.top_k), np.int16)
         self._weights = np.empty((header.layers, tokens, header.top_k), np.float32)
@@ -47,8 +48,9 @@ class Filling:
     @property
     def bytes(self) -> int:
         """Returns the memory that its arrays take, full or not."""
-        columns = self._query_lens, self._decode, self._inputs, self._positions, self._ids, self._weights
-        return sum(column.nbytes for column in columns)
+        rows = self._query_lens, self._decode, self._conversations
+        tokens = self._inputs, self._positions, self._ids, self._weights
+        return sum(column.nbytes for column in (*rows, *tokens))
 
     def fits(self, step: StepRouting) -> bool:
         """Returns whether there is room for the step."""
@@ -61,6 +63,7 @@ class Filling:
         self.requests.append(meta.requests)
         rows = slice(self._rows, self._rows + len(meta.requests))
         self._query_lens[rows], self._decode[rows] = meta.query_lens, meta.decode
+        self._conversations[rows] = meta.conversations if len(meta.conversations) else 0
         at = slice(self._tokens, self._tokens + len(meta.tokens))
         self._inputs[at], self._positions[at] = meta.tokens, meta.positions
         self._ids[:, at], self._weights[:, at] = step.ids, step.weights
@@ -76,6 +79,7 @@ class Filling:
             positions=self._positions[: self._tokens].astype("<i4").tobytes(),
             ids=self._ids[:, : self._tokens].astype("<i2").tobytes(),
             weights=self._weights[:, : self._tokens].astype("<f2").tobytes(),
+            conversations=self._conversations[: self._rows].astype("<i8").tobytes(),
         )
 
 
@@ -95,7 +99,7 @@ class Recorder:
         except OSError as error:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
         block_bytes = min(BLOCK_BYTES, settings.file_bytes)
-        self._room = max(1, block_bytes // (6 * header.layers * header.top_k + 25))  # tokens
+        self._room = max(1, block_bytes // (6 * header.layers * header.top_k + 33))  # tokens
         self._filling = Filling(header, self._room)
         self._full: deque[Filling] = deque()
         self._lock, self._closed = threading.Lock(), False

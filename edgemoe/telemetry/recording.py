@@ -44,6 +44,7 @@ class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
     positions: bytes  # [T] int32
     ids: bytes  # [L, T, k] int16
     weights: bytes  # [L, T, k] float16
+    conversations: bytes = b""  # [S] int64; empty in older recordings
 
 
 def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
@@ -101,12 +102,13 @@ def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRou
         decode = np.frombuffer(block.decode, np.bool_)
         tokens = np.frombuffer(block.tokens, "<i4").astype(np.int64)
         positions = np.frombuffer(block.positions, "<i4").astype(np.int64)
+        conversations = np.frombuffer(block.conversations, "<i8").astype(np.int64)
         shape = (header.layers, len(tokens), header.top_k)
         ids = np.frombuffer(block.ids, "<i2").astype(np.int16).reshape(shape)
         weights = np.frombuffer(block.weights, "<f2").astype(np.float32).reshape(shape)
     except ValueError as error:
         raise StoreError(f"{path} is damaged: {error}") from error
-    sizes = sum(map(len, block.requests)), len(query_lens), len(decode)
+    sizes = sum(map(len, block.requests)), len(query_lens), len(decode), len(conversations) or len(decode)
     inside = not ids.size or (ids.min() >= 0 and ids.max() < header.experts)
     lens_fit = not query_lens.size or (query_lens.min() >= 0 and query_lens.sum() == len(tokens))
     if len(set(sizes)) > 1 or not lens_fit or len(positions) != len(tokens) or not inside:
@@ -116,7 +118,7 @@ def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRou
         rows = slice(row, row + len(requests))
         at = slice(token, token + int(query_lens[rows].sum()))
         yield StepRouting(
-            meta=StepMeta(requests, query_lens[rows], decode[rows], tokens[at], positions[at]),
+            meta=StepMeta(requests, query_lens[rows], decode[rows], tokens[at], positions[at], conversations[rows]),
             ids=ids[:, at],
             weights=weights[:, at],
             hints={},

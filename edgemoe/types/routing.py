@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,8 @@ class StepMeta:
     decode: npt.NDArray[np.bool_]  # [S] true where the sequence was decoding
     tokens: IntArray  # [T] input token ids
     positions: IntArray  # [T]
+    conversations: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    """[S] `conversation_of` each one's whole prompt, what the prefix cache supplied included; empty where unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
-from edgemoe.engine.runner import LoadedModel
+from edgemoe.engine.runner import LoadedModel, Watchers
 from edgemoe.errors import MissingExpert
 from edgemoe.families.spec import ModelSpec, RopeSpec
 from edgemoe.types.request import Emission, Request, Sampling
@@ -166,6 +166,7 @@ class Drive:
         grammars: Grammars | None = None,
         model: Model | None = None,
         missing_expert_timeout_s: float = 0.0,
+        observe: Callable[[StepRouting], None] | None = None,
         **settings: Any,
     ) -> None:
         self.now_s = 0.0
@@ -178,6 +179,7 @@ class Drive:
             EngineBudget(blocks, model.spec.context_tokens, 1 << 20, missing_expert_timeout_s),
             self.emitted.extend,
             clock=lambda: self.now_s,
+            watchers=Watchers(observe),
         )
 
     def submit(

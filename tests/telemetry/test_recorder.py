@@ -32,6 +32,7 @@ def step(seed: int, decode: tuple[bool, ...] = (True, False), lens: tuple[int, .
             decode=np.array(decode),
             tokens=random.integers(0, 1 << 17, tokens),
             positions=np.arange(tokens),
+            conversations=random.integers(1, 1 << 56, len(lens)),
         ),
         ids=np.argsort(random.random((3, tokens, 16)), axis=2)[:, :, :2].astype(np.int16),
         weights=random.random((3, tokens, 2)).astype(np.float32),
@@ -57,7 +58,7 @@ def test_steps_come_back_as_they_were(tmp_path: Path) -> None:
     assert header == HEADER
     for before, after in zip(steps, read, strict=True):
         assert after.meta.requests == before.meta.requests
-        for name in ("query_lens", "decode", "tokens", "positions"):
+        for name in ("query_lens", "decode", "tokens", "positions", "conversations"):
             assert np.array_equal(getattr(after.meta, name), getattr(before.meta, name))
         assert np.array_equal(after.ids, before.ids)
         assert after.weights == pytest.approx(before.weights, abs=1e-3)
@@ -109,6 +110,21 @@ def test_a_recording_cut_short_is_read_up_to_there(tmp_path: Path) -> None:
     (file,) = record(tmp_path, [step(i) for i in range(3 * BLOCK_STEPS)])
     file.write_bytes(file.read_bytes()[:-20])
     assert 0 < len(list(read_recording(file)[1])) < 3 * BLOCK_STEPS
+
+
+def test_a_recording_of_an_older_release_is_read(tmp_path: Path) -> None:
+    (file,) = record(tmp_path, [step(0), step(1)])
+    data, at = file.read_bytes(), len(MAGIC)
+    older = bytearray(data[:at])
+    for places in (4, 7):  # of the header and of the block, then
+        (length,) = struct.unpack("<I", data[at : at + 4])
+        values = msgspec.msgpack.decode(zlib.decompress(data[at + 4 : at + 4 + length]))
+        block, at = zlib.compress(msgspec.msgpack.encode(values[:places])), at + 4 + length
+        older += struct.pack("<I", len(block)) + block
+    file.write_bytes(older)
+    for number, after in enumerate(read_recording(file)[1]):
+        assert np.array_equal(after.ids, step(number).ids)
+        assert not len(after.meta.conversations)
 
 
 @pytest.mark.parametrize("where", ["magic", "stream", "shape", "expert"])
