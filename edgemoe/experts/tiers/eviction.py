@@ -3,7 +3,8 @@
 Experts loaded for prefill only are evicted first, those whose layers run last first of all. A prefetched expert keeps
 the utility of its request until its layer has run. Experts that the running layer-step still needs are evicted last.
 Former homes go only where nothing else can. Pinned experts, and those at home here, are not evicted. Of equals the one
-in the lower slot goes. Compiled; arguments are addresses of the STATE and of a POOL record.
+in the lower slot goes, and what a policy gives no number for goes before all. Compiled; arguments are addresses of the
+STATE and of a POOL record.
 """
 
 from __future__ import annotations
@@ -80,27 +81,50 @@ def release(pool: int, slot: int) -> None:
 def _lowest(state: int, pool: int, ranks: int, n: int, slots_at: int, keys_at: int) -> int:
     """Writes the `n` slots of the lowest utility that may be evicted, ascending, and their utilities.
 
-    Returns their number.
+    Returns their number. Until the end they are a heap, whose root is the last to go; it begins full of no slots.
     """
-    p, slots, keys, found = record(pool, POOL), i64_at(slots_at), f32_at(keys_at), 0
+    p, slots, keys = record(pool, POOL), i64_at(slots_at), f32_at(keys_at)
+    for i in range(n):
+        slots[i], keys[i] = p.slots, np.float32(np.inf)
     for slot in range(p.slots):
         owner = i64_at(p.owner)[slot]
         if owner < 0:
             continue
-        if found == n and i64_at(p.flags)[slot] == 0 and not f32_at(ranks)[owner] < keys[n - 1]:
+        if i64_at(p.flags)[slot] == 0 and _goes_after(f32_at(ranks)[owner], slot, keys[0], slots[0]):
             continue  # most: without flags, no utility is below the rank
-        if not _may_go(state, pool, slot):
-            continue
-        key = _utility(state, pool, slot, ranks)
-        if found == n and not key < keys[n - 1]:
-            continue
-        i = min(found, n - 1)
-        found = i + 1
-        while i > 0 and key < keys[i - 1]:
-            slots[i], keys[i] = slots[i - 1], keys[i - 1]
-            i -= 1
-        slots[i], keys[i] = slot, key
+        if _may_go(state, pool, slot):
+            key = _utility(state, pool, slot, ranks)
+            if _goes_after(keys[0], slots[0], key, slot):
+                _sink(slots_at, keys_at, n, slot, key)
+    for last in range(n - 1, 0, -1):
+        slot, key = slots[last], keys[last]
+        slots[last], keys[last] = slots[0], keys[0]
+        _sink(slots_at, keys_at, last, slot, key)
+    found = n
+    while found > 0 and slots[found - 1] == p.slots:
+        found -= 1
     return found
+
+
+@jit
+def _sink(slots_at: int, keys_at: int, count: int, slot: int, key: np.float32) -> None:
+    """Replaces the root of a heap by a slot that goes earlier."""
+    slots, keys, i = i64_at(slots_at), f32_at(keys_at), 0
+    while 2 * i + 1 < count:
+        child = 2 * i + 1
+        if child + 1 < count and _goes_after(keys[child + 1], slots[child + 1], keys[child], slots[child]):
+            child += 1
+        if not _goes_after(keys[child], slots[child], key, slot):
+            break
+        slots[i], keys[i] = slots[child], keys[child]
+        i = child
+    slots[i], keys[i] = slot, key
+
+
+@jit
+def _goes_after(key: np.float32, slot: int, other: np.float32, other_slot: int) -> bool:
+    """Returns whether the slot is evicted after the other one."""
+    return key > other or (key == other and slot > other_slot)  # type: ignore[return-value]
 
 
 @jit
@@ -113,6 +137,8 @@ def _utility(state: int, pool: int, slot: int, ranks: int) -> np.float32:
     if p.index == 0 and i64_at(s.kept)[key] == FORMER:
         return np.float32(LAST)
     utility = f32_at(ranks)[key]
+    if np.isnan(utility):
+        utility = np.float32(-np.inf)
     if flags == 0:
         return utility  # type: ignore[no-any-return]
     layer = key // s.experts

@@ -132,3 +132,12 @@ def test_a_read_that_was_prefetched_and_is_demanded_meanwhile_counts_as_demanded
     assert desk.residency.ram.prefetched == 0
     desk.residency.release(0, claim.slots)
     desk.residency.check_integrity(idle=True)
+
+
+def test_what_a_policy_gives_no_number_for_goes_first() -> None:
+    policy = Ranks()
+    desk = Desk(4, policy=policy)
+    desk.use(0, 0, 1, 2, 3)
+    policy.ranks[0] = [-5, np.nan, -6, np.nan, 0, 0]
+    desk.use(1, 0, 1)
+    assert desk.on_top() == {(0, 0), (0, 2), (1, 0), (1, 1)}
