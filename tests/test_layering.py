@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "model": {"types", "errors", "families", "kernels"},
     "experts.tiers": NOUNS | {"kernels", "store"},
     "experts.transfer": NOUNS | {"experts.tiers"},
-    "experts.predict": NOUNS | {"experts.tiers", "policy", "telemetry", "config.sizes"},
+    "experts.predict": NOUNS | {"experts.tiers", "policy", "telemetry", "config.sizes", "kernels", "durable"},
     "experts.compute": NOUNS
     | {"experts.tiers", "experts.transfer", "experts.predict", "kernels", "policy", "store", "telemetry"},
     "experts": NOUNS | {"config.budgets", "kernels", "telemetry"},

@@ -10,6 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from edgemoe.engine.batch import describe, make_batch, token_blocks
@@ -36,8 +37,11 @@ class StepDecoder(Protocol):
 class StepExperts(Experts, Protocol):
     """Computes experts, and collects per step what the gates chose."""
 
-    def begin_step(self, meta: StepMeta) -> None:
-        """Starts collecting. Drops what was collected of a step that failed before its end."""
+    def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
+        """Starts collecting. Drops what was collected of a step that failed before its end.
+
+        Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1.
+        """
 
     def end_step(self) -> StepRouting:
         """Returns what the step's gates chose."""
@@ -60,7 +64,8 @@ class Watchers:
     """Who is told of steps, on the compute thread."""
 
     observe: Callable[[StepRouting], None] | None = None  # what the gates chose
-    expect: Callable[[StepMeta], None] | None = None  # each step before it runs
+    # each step before it runs, and the array of what its gates choose: see `StepExperts.begin_step`
+    expect: Callable[[StepMeta, npt.NDArray[np.int16]], None] | None = None
 
 
 class Computed(NamedTuple):
@@ -109,9 +114,9 @@ class Runner:
         meta = describe(works)
         batch = make_batch(works, meta, self._model.device)
         started_s = self.started_s = self._clock()
-        self._model.experts.begin_step(meta)
+        ids = self._model.experts.begin_step(meta)
         if self._watchers.expect is not None:
-            self._watchers.expect(meta)
+            self._watchers.expect(meta, ids)
         logits = self._model.decoder.forward(batch, self._model.kv, self._model.experts)
         return Computed(works, logits, self._model.experts.end_step(), self._clock() - started_s)
 

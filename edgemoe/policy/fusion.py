@@ -79,6 +79,16 @@ class Calibration:
         self.share = self._came / self._n
         self._per_bin = (bins - 1) / (high - low)
 
+    @property
+    def record(self) -> npt.NDArray[np.float64]:
+        """Decayed outcomes by score: how many, and how many that came true, [2, bins]."""
+        return np.stack([self._n, self._came])
+
+    def restore(self, record: npt.NDArray[np.float64]) -> None:
+        """Goes on from another one's record."""
+        self._n, self._came = record.copy()
+        self.share = (self._came + SMALL) / (self._n + 2 * SMALL)
+
     def __call__(self, score: FloatArray) -> FloatArray:
         """P(comes true), of the shape of `score`."""
         p: FloatArray = np.interp(score, self.centres, self.share).astype(np.float32)

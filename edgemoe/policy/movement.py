@@ -18,6 +18,7 @@ from edgemoe.types.experts import ExpertId, Move, Tier
 LEDGER_DECAY = 0.99  # per outcome
 TRIAL, GOOD_SHARE = 20.0, 0.55  # outcomes before requests are carried out, and the share of good ones that it takes
 WATCHED = 64  # requests at once
+NOBODY = -2  # in place of a step: nothing is watched
 
 
 class Side(NamedTuple):
@@ -58,7 +59,7 @@ class Ledger:
         self.outcomes, self.good = 0.0, 0.0  # decayed
         self._requested: IntArray = np.zeros(WATCHED, np.int64)  # layer * E + expert
         self._rival: IntArray = np.zeros(WATCHED, np.int64)
-        self._since: IntArray = np.full(WATCHED, -1, np.int64)  # the step after which needs count; -1: none
+        self._since: IntArray = np.full((2, WATCHED), NOBODY, np.int64)  # of both, the step after which needs count
         self._next = 0
 
     @property
@@ -71,20 +72,20 @@ class Ledger:
         """Returns whether requests should be carried out."""
         return self.outcomes >= TRIAL and self.share >= GOOD_SHARE
 
-    def watch(self, prefetch_request: int, rival: int, step: int) -> None:
-        """From the step after `step` on; not again while it is watched."""
-        if ((self._requested == prefetch_request) & (self._since >= 0)).any():
+    def watch(self, prefetch_request: int, rival: int, since: IntArray | int) -> None:
+        """Needs of the two count from the step after `since` on, [2] or of both; not again while it is watched."""
+        if ((self._requested == prefetch_request) & (self._since[0] > NOBODY)).any():
             return
         at, self._next = self._next, (self._next + 1) % WATCHED
-        self._requested[at], self._rival[at], self._since[at] = prefetch_request, rival, step
+        self._requested[at], self._rival[at], self._since[:, at] = prefetch_request, rival, since
 
     def settle(self, last: IntArray) -> None:
         """Counts what has been decided by each expert's latest need [L * E], in steps."""
-        live = np.flatnonzero(self._since >= 0)
+        live = np.flatnonzero(self._since[0] > NOBODY)
         prefetch_request, rival = last[self._requested[live]], last[self._rival[live]]
-        came, lost = prefetch_request > self._since[live], rival > self._since[live]
+        came, lost = prefetch_request > self._since[0, live], rival > self._since[1, live]
         decided = came | lost
         for good in np.where(came & lost, 0.5, came)[decided].tolist():  # both in one step: nothing was gained
             self.outcomes = LEDGER_DECAY * self.outcomes + 1
             self.good = LEDGER_DECAY * self.good + good
-        self._since[live[decided]] = -1
+        self._since[:, live[decided]] = NOBODY

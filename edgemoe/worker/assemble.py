@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol
 
 import torch
 from llguidance import LLTokenizer
@@ -50,7 +50,7 @@ from edgemoe.worker.cache_policy import POLICIES, controller_for, scoutgate_for
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+P = ParamSpec("P")
 MISSING_EXPERT_TIMEOUT_CALLS = 2  # time-outs of expert calls for which a request waits for a missing expert
 KV_SWAP_SHARE = 4  # the share of KV memory for swapping: one byte in so many of KV (a GPU's: of the host's headroom)
 
@@ -122,7 +122,8 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         if scoutgate is not None:
             opened.callback(scoutgate.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
-        controller = controller_for(settings, geometry, directory, scoutgate) if name == "learned" else None
+        kept = kernel_dir(settings)
+        controller = controller_for(settings, geometry, directory, scoutgate, kept) if name == "learned" else None
         policy = controller.policy if controller else POLICIES[name](geometry)
         tiers = _tiers(settings, geometry, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
@@ -225,13 +226,13 @@ def _watchers(
     return Watchers(_to_all(observers), _to_all([each.look for each in (scoutgate, controller) if each is not None]))
 
 
-def _to_all(listeners: Sequence[Callable[[T], None]]) -> Callable[[T], None] | None:
+def _to_all(listeners: Sequence[Callable[P, None]]) -> Callable[P, None] | None:
     if len(listeners) < 2:
         return listeners[0] if listeners else None
 
-    def tell(news: T) -> None:
+    def tell(*news: P.args, **named: P.kwargs) -> None:
         for listen in listeners:
-            listen(news)
+            listen(*news, **named)
 
     return tell
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.scoutgate.embedding import load_embedding
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.policy import baselines
@@ -29,9 +29,13 @@ POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # "learned" has
 
 
 def controller_for(
-    settings: Settings, geometry: ExpertGeometry, directory: Path, scoutgate: ScoutGateForecaster | None
+    settings: Settings,
+    geometry: ExpertGeometry,
+    directory: Path,
+    scoutgate: ScoutGateForecaster | None,
+    kernels: Path | None,
 ) -> Controller:
-    """What the policy `learned` goes by, with what it has learned before."""
+    """What the policy `learned` goes by, with what it has learned before; `kernels` keeps compiled code."""
     state = (
         Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
     )
@@ -40,7 +44,7 @@ def controller_for(
         geometry.experts,
         geometry.top_k,
         hysteresis=settings.cache.hysteresis,
-        state_file=state.expanduser(),
+        kept=Kept(state.expanduser(), kernels),
         forecaster=scoutgate,
     )
 

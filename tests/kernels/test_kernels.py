@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at
 from edgemoe.kernels.cpu.runtime import Kernels, Paged
+from edgemoe.kernels.cpu.vector import log32
 
 BLOCK = 16
 
@@ -114,3 +116,16 @@ def test_paged_attention_equals_attention_over_the_whole_context(
     for lengths in (np.full(len(contexts), max(contexts)), np.array(contexts)):  # the first leave their parts behind
         kernels.attend(queries.data_ptr(), len(contexts), tables, lengths, paged, out.data_ptr())
     torch.testing.assert_close(out.double(), torch.stack(expected), atol=2e-5, rtol=2e-5)
+
+
+@code(INT, INT, INT)
+def LOGARITHMS(values: int, out: int, n: int) -> None:
+    for i in range(n):
+        f32_at(out)[i] = log32(f32_at(values)[i])
+
+
+def test_a_logarithm_is_within_its_error() -> None:
+    values = np.concatenate([np.geomspace(1e-37, 1e38, 5000), np.linspace(0.5, 2, 5000)]).astype(np.float32)
+    out = np.empty_like(values)
+    LOGARITHMS.call(values.ctypes.data, out.ctypes.data, len(values))
+    np.testing.assert_allclose(out, np.log(values.astype(np.float64)), rtol=1e-6, atol=2e-5)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from edgemoe.config.settings import EngineSettings
@@ -67,8 +68,9 @@ class PlainExperts:
         self._ids: list[torch.Tensor] = []
         self._shares: list[torch.Tensor] = []
 
-    def begin_step(self, meta: StepMeta) -> None:
+    def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
         self._meta, self._ids, self._shares = meta, [], []
+        return np.empty(0, np.int16)
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         for expert in ids.unique().tolist():

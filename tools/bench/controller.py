@@ -1,14 +1,17 @@
-"""What following every step costs, and what following only some of them costs in misses.
+"""What learning from every step costs, and what fewer looks at the memory cost in misses.
 
-python -m tools.bench.controller cost                       processor time per token, memory of recall full
-python -m tools.bench.controller step [--rounds 9]          a model of 48 x 128 decodes with and without it, in turns
-python -m tools.bench.controller duty TRACE... [--tokens N] misses where a share of the steps is followed
+python -m tools.bench.controller cost                        processor time per token, memory of recall full
+python -m tools.bench.controller start                       time until the policy is ready
+python -m tools.bench.controller step [--rounds 9]           a model of 48 x 128 decodes with and without it, in turns
+python -m tools.bench.controller looks TRACE... [--tokens N] gap closed with so many looks a step
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -22,101 +25,134 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 import numpy as np
 import torch
 
-from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict import saved_state
+from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.policy.baselines import LRU
 from edgemoe.replay.cache import Cache
-from edgemoe.replay.trace import chosen, load
+from edgemoe.replay.command import BASELINES, YARDSTICKS
+from edgemoe.replay.policies import MAKERS
+from edgemoe.replay.trace import Trace, chosen, load
 from edgemoe.telemetry.metrics import LEARNED_SECONDS
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import LivePolicy
+from edgemoe.types.experts import CachePolicy, LivePolicy
 from tools.bench.stats import interval
 
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))
+SHARES = (0.25, 0.5)
+
+
+def looks(args: Namespace) -> None:
+    """Share of the gap between the best of LRU, LFU and LFRU, and Belady's optimum, that is closed."""
+    trace = load(args.traces, limit=args.tokens)
+    print(f"{', '.join(file.name for file in args.traces)}, {trace.tokens} tokens, scored on the second half")
+    missed = {name: misses(trace, MAKERS[name](trace, 1)) for name in YARDSTICKS}
+    best = [min(missed[name][i] for name in BASELINES) for i in range(len(SHARES))]
+    print("| looks a step | gap closed at 25 % | 50 % |\n|---|---|---|")
+    for each in (4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 0.0):
+        closed = []
+        for seed in range(args.seeds):
+            some = misses(trace, Sparing(trace, each, seed))
+            closed.append([(b - m) / (b - o) for b, m, o in zip(best, some, missed["belady"], strict=True)])
+        print(f"| {each:g} | {' | '.join(f'{share:.3f}' for share in np.mean(closed, axis=0))} |", flush=True)
 
 
 class Sparing(LearnedPolicy):
-    """Follows a share of the steps and glances at the others, as the controller does where time is short."""
+    """Gets so many looks a step; below 1, one in some of the steps."""
 
-    def __init__(self, layers: int, experts: int, top_k: int, share: float) -> None:
-        super().__init__(layers, experts, top_k)
-        self._share, self._credit, self._seen = share, 0.0, [np.empty(0, np.int64)] * layers
-
-    def begin(self, sequences: tuple[int, ...]) -> None:  # type: ignore[override]
-        self._credit += self._share
-        self._names, self._follows = sequences, self._credit >= 1
-        if self._follows:
-            self._credit -= 1
-            super().begin(sequences)
-
-    def touch(self, layer: int, experts: IntArray) -> None:
-        if self._follows:
-            super().touch(layer, experts)
-        else:
-            assert self._routed is not None
-            self._seen[layer] = np.asarray(self._routed, np.int64)
+    def __init__(self, trace: Trace, looks: float, seed: int) -> None:
+        super().__init__(trace.layers, trace.experts, trace.top_k, seed)
+        self._looks, self._due = looks, 0.0
 
     def end(self) -> None:
-        if self._follows:
-            super().end()
-        else:
-            self.predictor.glance(self._names, np.stack(self._seen))
+        self._due = self._due % 1 + self._looks
+        self.predictor.allow(int(self._due))
+        super().end()
 
 
-def duty(args: Namespace) -> None:
-    trace = load(args.traces, limit=args.tokens)
+def misses(trace: Trace, policy: CachePolicy) -> list[int]:
+    """Of the second half, at each share."""
     total = trace.layers * trace.experts
-    print(f"{', '.join(file.name for file in args.traces)}, {trace.tokens} tokens, scored on the second half")
-    print("| share of steps followed | misses at 25 % | 50 % |\n|---|---|---|")
-    for share in (1.0, 0.5, 0.25, 0.0):
-        policy = Sparing(trace.layers, trace.experts, trace.top_k, share)
-        caches = [Cache(trace.layers, trace.experts, round(c * total)) for c in (0.25, 0.5)]
-        halves, demands = [0, 0], 0
-        for number, each in enumerate(trace.steps(1)):
-            if number == trace.tokens // 2:
-                halves, demands = [cache.misses for cache in caches], 0
-            policy.begin(each.requests)
-            for layer in range(trace.layers):
-                experts = chosen(each.ids[:, layer])
-                policy.route(each.ids[:, layer])
-                policy.touch(layer, experts)
-                demands += len(experts)
-                for cache in caches:
-                    cache.run(layer, experts, policy.rank(layer))
-            policy.end()
-        ratios = [(cache.misses - half) / demands for cache, half in zip(caches, halves, strict=True)]
-        print(f"| {share:.0%} | {ratios[0]:.4f} | {ratios[1]:.4f} |", flush=True)
+    caches = [Cache(trace.layers, trace.experts, round(share * total)) for share in SHARES]
+    begin, route, end = (getattr(policy, name, None) for name in ("begin", "route", "end"))
+    for number, each in enumerate(trace.steps(1)):
+        if number == trace.tokens // 2:
+            before = [cache.misses for cache in caches]
+        if begin:
+            begin(each.requests)
+        for layer in range(trace.layers):
+            experts = chosen(each.ids[:, layer])
+            if route:
+                route(each.ids[:, layer])
+            policy.touch(layer, experts)
+            for cache in caches:
+                cache.run(layer, experts, policy.rank(layer))
+        if end:
+            end()
+    return [cache.misses - half for cache, half in zip(caches, before, strict=True)]
 
 
 def cost(args: Namespace) -> None:
-    print("| layers x experts | tokens remembered | followed, us a token | glanced at |\n|---|---|---|---|")
+    """Processor time of a token: on the compute thread, where every layer wants ranks, and beside it."""
+    print("| layers x experts | tokens remembered | looks | compute thread, us a token | beside it | both |")
+    print("|---|---|---|---|---|---|")
     for layers, experts, top_k in SHAPES:
         predictor, random = NextUsePredictor(layers, experts, top_k), np.random.default_rng(0)
-        memory = predictor.memory
-        memory.written = memory.slots
-        memory.chosen[:] = random.integers(0, 1 << 62, memory.chosen.shape).astype(np.uint64) & random.integers(
-            0, 1 << 62, memory.chosen.shape
-        ).astype(np.uint64)
-        memory.soon[:] = random.integers(0, 255, memory.soon.shape, np.uint8)
-        memory.before[:], memory.after[:] = np.arange(memory.slots) - 1, np.arange(memory.slots) + 1
-        memory.after[-1] = -1
+        fill(predictor)
         favour = 1 / np.arange(1, experts + 1)
-        ids = np.argsort(random.random((300, layers, experts)) ** (1 / favour), axis=2)[:, :, -top_k:]
-        times = []
-        for follow in (True, False):
-            for i, token in enumerate(ids):
-                if i == 100:
-                    began_s = time.thread_time()
-                if follow:
-                    predictor.begin(("a",))
-                    for layer, row in enumerate(token):
-                        predictor.see(layer, row[None], row)
-                    predictor.end()
-                else:
-                    predictor.glance(("a",), token[:, None])
-            times.append((time.thread_time() - began_s) / 200 * 1e6)
-        print(f"| {layers} x {experts} | {memory.slots} | {times[0]:.0f} | {times[1]:.0f} |", flush=True)
+        ids = np.argsort(random.random((300, layers, experts)) ** (1 / favour), axis=2)[:, :, -top_k:].astype(np.int16)
+        for number in (4, 2, 1, 0):
+            predictor.allow(number)
+            here_s, beside_s = [], []
+            for token in ids:
+                choices, own_s = np.full((layers, 1, top_k), -1, np.int16), 0.0
+                began_s = time.thread_time()
+                predictor.begin(("a",), choices, np.zeros(1, np.int64))
+                for layer, row in enumerate(token):
+                    choices[layer] = row
+                    predictor.follow()
+                    middle_s = time.thread_time()
+                    predictor.work()
+                    own_s += time.thread_time() - middle_s
+                predictor.end()
+                here_s.append(time.thread_time() - began_s - own_s)
+                middle_s = time.thread_time()
+                predictor.work()
+                beside_s.append(own_s + time.thread_time() - middle_s)
+            here, beside = (1e6 * mean(each[100:]) for each in (here_s, beside_s))
+            sizes = f"{layers} x {experts} | {predictor.memory.slots} | {number}"
+            print(f"| {sizes} | {here:.0f} | {beside:.0f} | {here + beside:.0f} |", flush=True)
+
+
+def fill(predictor: NextUsePredictor) -> None:
+    """Fills the memory, so that every token costs what it costs in the long run."""
+    memory, random = predictor.memory, np.random.default_rng(0)
+    memory.written = memory.slots
+    words = (random.integers(0, 1 << 62, memory.chosen.shape).astype(np.uint64) for _ in range(2))
+    memory.chosen[:] = next(words) & next(words)
+    used = np.uint64((1 << (predictor.experts - 1) % 64 + 1) - 1)
+    memory.chosen[:, -1] &= used
+    memory.soon[:] = random.integers(0, 255, memory.soon.shape, np.uint8)
+    memory.before[:], memory.after[:] = np.arange(memory.slots) - 1, np.arange(memory.slots) + 1
+    memory.after[-1] = -1
+
+
+def start(args: Namespace) -> None:
+    """Seconds until the policy is ready, and of processor time, twice: without compiled code, and with what was kept.
+
+    Each in a process of its own.
+    """
+    code = (
+        "import sys, time; from pathlib import Path; from edgemoe.experts.predict.controller import Controller, Kept;"
+        "began_s, spent_s = time.perf_counter(), time.process_time();"
+        "it = Controller(48, 128, 8, kept=Kept(None, Path(sys.argv[1]))); assert it.wait_idle(300);"
+        "print(f'ready after {time.perf_counter() - began_s:.2f} s, {time.process_time() - spent_s:.2f} s computed');"
+        "it.close()"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(3):
+            subprocess.run([sys.executable, "-c", code, folder], check=True)
 
 
 class Switch:
@@ -138,10 +174,8 @@ class Switch:
 def full_memory(path: Path) -> None:
     """Saves a state in which every token costs what it costs in the long run."""
     predictor = NextUsePredictor(48, 128, 8)
-    memory = predictor.memory
-    memory.written, memory.before[:] = memory.slots, np.arange(memory.slots) - 1
-    memory.chosen[:] = np.random.default_rng(0).integers(0, 1 << 62, memory.chosen.shape).astype(np.uint64)
-    predictor.save(path)
+    fill(predictor)
+    saved_state.write(path, predictor.learned())
 
 
 def step(args: Namespace) -> None:
@@ -160,12 +194,17 @@ def step(args: Namespace) -> None:
     tiers = ours.tiers.experts
     with tempfile.TemporaryDirectory() as scratch:
         full_memory(Path(scratch) / "state")
-        controller = Controller(48, 128, 8, state_file=Path(scratch) / "state")
+        controller = Controller(48, 128, 8, kept=Kept(Path(scratch) / "state"))
         controller.wait_idle(120)
-    plain = tiers.end_step
+    plain_begin, plain_end = tiers.begin_step, tiers.end_step
+
+    def looked(meta):  # type: ignore[no-untyped-def]
+        choices = plain_begin(meta)
+        controller.look(meta, choices)
+        return choices
 
     def observed():  # type: ignore[no-untyped-def]
-        routing = plain()
+        routing = plain_end()
         controller.observe(routing)
         return routing
 
@@ -176,7 +215,8 @@ def step(args: Namespace) -> None:
             ours.begin(1, args.steps + 16)
             ours.feed(torch.randint(0, 8192, (1, 16)))
             switch.policy = controller.policy if follows else lru
-            tiers.end_step = observed if follows else plain  # type: ignore[method-assign]
+            tiers.begin_step = looked if follows else plain_begin  # type: ignore[method-assign]
+            tiers.end_step = observed if follows else plain_end  # type: ignore[method-assign]
             spent_s, glanced = controller.metrics()[LEARNED_SECONDS], controller.glances
             taken_s, _ = ours.decode(tokens)
             if follows:
@@ -187,7 +227,7 @@ def step(args: Namespace) -> None:
     more, half = interval([1e2 * (a / b - 1) for a, b in zip(with_s[2:], without_s[2:], strict=True)])
     print(
         f"step {1e3 * mean(without_s[2:]):.2f} ms without, slower by {more:+.2f} % +- {half:.2f} with it; "
-        f"processor time {mean(shares[2:]):.2%} of the step's; {mean(glances[2:]):.0%} of the steps only glanced at"
+        f"processor time {mean(shares[2:]):.2%} of the step's; {mean(glances[2:]):.0%} of the steps without a look"
     )
 
 
@@ -200,10 +240,13 @@ def main() -> None:
     for name, value in (("rounds", 9), ("steps", 60), ("threads", 1), ("hidden", 512)):
         kind.add_argument(f"--{name}", type=int, default=value)
     kind.set_defaults(run=step)
-    kind = kinds.add_parser("duty")
+    kind = kinds.add_parser("start")
+    kind.set_defaults(run=start)
+    kind = kinds.add_parser("looks")
     kind.add_argument("traces", type=Path, nargs="+")
-    kind.add_argument("--tokens", type=int, default=6000)
-    kind.set_defaults(run=duty)
+    kind.add_argument("--tokens", type=int, default=3000)
+    kind.add_argument("--seeds", type=int, default=2)
+    kind.set_defaults(run=looks)
     args = parser.parse_args()
     args.run(args)
 

@@ -43,7 +43,7 @@ from edgemoe import demo
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
-from edgemoe.experts.predict.controller import Controller
+from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
@@ -167,7 +167,7 @@ class Runner:
         self.controller = None
         if contender.policy == "learned":
             self.controller = Controller(
-                spec.layers, spec.experts, spec.top_k, state_file=state, forecaster=self.scoutgate
+                spec.layers, spec.experts, spec.top_k, kept=Kept(state), forecaster=self.scoutgate
             )
             self.controller.wait_idle(120)
         policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
@@ -255,10 +255,10 @@ class Runner:
             decode=n == 1,
         )
         meta = StepMeta((name,), np.array([n]), np.array([n == 1]), batch.tokens.numpy(), batch.positions.numpy())
-        self.tiers.experts.begin_step(meta)
+        chosen = self.tiers.experts.begin_step(meta)
         for each in (self.scoutgate, self.controller):
             if each is not None:
-                each.look(meta)
+                each.look(meta, chosen)
         logits = self.model.decoder.forward(batch, self._kv, self.tiers.experts)
         routing = self.tiers.experts.end_step()
         if self.controller is not None:
@@ -273,6 +273,7 @@ class Runner:
             for layer, ids in enumerate(routing.ids):
                 self.policy.touch(layer, np.unique(ids[-1:]).astype(np.int64))
             if self.controller is not None:
+                self.controller.look(routing.meta, routing.ids)
                 self.controller.observe(replace(routing, step_s=1.0))
                 self.controller.wait_idle(10)
 

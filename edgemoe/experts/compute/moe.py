@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from edgemoe.experts.compute.cpu_experts import CpuExperts
@@ -70,10 +71,14 @@ class TieredExperts:
         self._next_layer = 0  # whose experts are computed next
         self.remote: PeerExperts | None = None  # the boxes that help, if any
 
-    def begin_step(self, meta: StepMeta) -> None:
-        """Starts collecting. Drops what was collected of a step that failed before its end."""
+    def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
+        """Starts collecting. Drops what was collected of a step that failed before its end.
+
+        Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1.
+        """
         self._step = Observations(meta, self.geometry)
         self._next_layer = 0
+        return self._step.ids
 
     def end_step(self) -> StepRouting:
         """Returns what the step's gates chose."""

@@ -21,7 +21,7 @@ class Observations:
         self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
         if not meta.decode.all():
             self.decode = np.repeat(meta.decode, meta.query_lens)
-        self.ids = np.empty((geometry.layers, len(meta.tokens), geometry.top_k), np.int16)
+        self.ids = np.full((geometry.layers, len(meta.tokens), geometry.top_k), -1, np.int16)  # until a layer has run
         self.weights = np.empty(self.ids.shape, np.float32)
         self.hints: dict[int, FloatArray] = {}
         self.stall_s = 0.0

@@ -1,14 +1,13 @@
 """The controller: learns from every step beside the engine, and keeps the ranks by which residency drops experts.
 
-The compute thread leaves notes: residency's policy one per layer-step, the engine one per step. A thread of the
-controller's own works them off, publishes new ranks by replacing an array, and plans what to bring up in idle time.
-If notes come faster than they are worked off they are dropped: ranks grow older, the engine never waits. The thread's
-processor time is held below a share of the steps' time: beyond it, steps are only glanced at. Until it has compiled
-what it runs, which takes some seconds, the least recently used go first.
+The compute thread tells when a step begins and ends; what its gates choose is read where they write it. Residency asks
+for ranks where it must evict, and those of the layers that have run are brought up to date then. A thread of the
+controller's own does the rest in compiled code, and comes back to Python once a step, to plan what to bring up in idle
+time. It is never waited for: steps that it is too slow for are left out. Its processor time is held below a share of
+the steps' time by how many looks a step gets, at the memory and at all experts. Until it is ready, and whenever it has
+failed and until it has started again, the least recently used go first.
 
-While one sequence decodes, its step is followed layer by layer. Of a batch, residency tells only the union, so that it
-is learned from when the step is over and each sequence's choice is known. A forecaster's forecasts are blended in as
-soon as they are there.
+A forecaster's forecasts are blended in as soon as they are there. What was learned is saved every minute.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from edgemoe.experts.predict.compile_learning import compile_learning
+from edgemoe.experts.predict import saved_state
 from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, Blend, ExpertForecast, Forecaster, Said
-from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor
 from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
+from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.baselines import LRU
 from edgemoe.telemetry import metrics as names
@@ -38,39 +37,37 @@ from edgemoe.types.routing import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 
-NOTES = 4096  # that may wait
-SHARE = 0.03  # of a step's time that following it may cost, on average,
+SHARE = 0.03  # of a step's time that the thread may cost, on average,
 STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
-SAVED_STEPS, OWED_STEPS = 8, 64  # of that: what may be saved up, and from which debt on a step is left out
+SAVED_STEPS, OWED_STEPS = 8, 8  # of that: what may be saved up, and owed
+SAVE_S = 60.0  # between two times that what was learned is saved
+RESTART_S, DOUBLED = 1.0, 6  # after a failure, doubled with each, so many times at most
 CLOSING_S = 30.0  # what is being compiled cannot be stopped
 PROBES = 8  # every so many steps a layer's hints are learned from
 
 
-class Touch(NamedTuple):
-    """One layer-step, as residency tells it, and the step that it belongs to."""
+class Kept(NamedTuple):
+    """Where things are kept between starts; None is nowhere."""
 
-    step: int
-    layer: int
-    experts: IntArray
-
-
-Note = Touch | StepRouting | Said
+    state: Path | None = None  # the file of what was learned
+    kernels: Path | None = None  # the folder of compiled code
 
 
-class RankSnapshot:
-    """Implements `types.LivePolicy` for residency: leaves notes, and reads what was published last."""
+NOWHERE = Kept()
+
+
+class LearnedRanks:
+    """Implements `types.LivePolicy` for residency, by what the controller knows."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
 
     def touch(self, layer: int, experts: IntArray) -> None:
-        if self._controller.following:
-            self._controller.note(Touch(self._controller.step, layer, experts))
-        elif not self._controller.ready:
+        if not self._controller.ready:
             self._controller.meanwhile.touch(layer, experts)
 
     def rank(self, layer: int) -> FloatArray:
-        return self._controller.ranks if self._controller.ready else self._controller.meanwhile.rank(layer)
+        return self._controller.rank(layer) if self._controller.ready else self._controller.meanwhile.rank(layer)
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         return (self._controller if self._controller.ready else self._controller.meanwhile).foresee(
@@ -79,7 +76,7 @@ class RankSnapshot:
 
 
 class Controller:
-    """Owns the predictor and its thread. `policy` is for residency, `observe` for the engine; `close` ends it."""
+    """Owns the predictor and its thread. `policy` is for residency; `look` and `observe` for the engine."""
 
     def __init__(
         self,
@@ -88,32 +85,35 @@ class Controller:
         top_k: int,
         *,
         hysteresis: float = 0.1,
-        state_file: Path | None = None,
+        kept: Kept = NOWHERE,
         forecaster: Forecaster | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """Goes on from `state_file` where it has learned of this model before.
+        """Goes on from `kept.state` where it has learned of this model before.
 
         A `forecaster` counts the steps as `look` does here. `clock` is the thread's processor time.
         """
-        self.policy, self.meanwhile = RankSnapshot(self), LRU(layers, experts)
+        self.policy, self.meanwhile = LearnedRanks(self), LRU(layers, experts)
         self.ready = False  # from then on ranks are worked out
-        self.following = False  # this step's layers; else it is only glanced at when it is over
         self.step = 0  # that the compute thread has begun
-        self.dropped = 0  # notes that the thread was too slow for
+        self.dropped = 0  # steps that the thread was too slow for
+        self.failures = 0  # of the thread, after each of which it has started again
         self.planned = 0  # moves
-        self.studies = self.glances = 0  # steps that were followed; those only glanced at
-        self._shape, self._hysteresis, self._state_file = (layers, experts, top_k), hysteresis, state_file
+        self.studies = self.glances = 0  # steps with looks, and without
+        self._shape, self._hysteresis, self._kept = (layers, experts, top_k), hysteresis, kept
         self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a request over what has to go for it
         self._forecaster = forecaster
-        self._forecast: ExpertForecast | None = None  # of the running step
+        self._heard: ExpertForecast | None = None  # the forecast that was blended in last
         self._clock, self._spent_s = clock, 0.0  # processor time, up to the latest step's end
         self._credit_s = 0.0  # of it, what may be spent
-        self._sequences: tuple[str, ...] = ()  # that are presumed to decode in the running step
-        self._followed = 0  # layers of it that were followed
+        self._looks, self._looking = LOOKS, True  # that a step gets; whether the one that ends next has any
         self._plans: Plans | None = None
-        self._notes: deque[Note] = deque()
-        self._wake, self._idle, self._closed = threading.Condition(), False, False
+        self._running: NextUsePredictor | None = None  # of the running step, where it is learned from
+        self._ranked = 0  # layer that ranks were wanted for last
+        self._shares_s: dict[int, float] = {}  # what steps that have ended may cost; those that failed, nothing
+        self._gates: deque[tuple[int, Said]] = deque(maxlen=4 * layers)  # what gates said, and in which step
+        self._prefilled = threading.Event()  # a step without decoding has ended
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
 
@@ -123,40 +123,60 @@ class Controller:
 
     # --- the compute thread's side
 
-    def look(self, meta: StepMeta) -> None:
-        """A step begins."""
+    def look(self, meta: StepMeta, ids: Ids) -> None:
+        """A step begins. Into `ids` [L, T, k] its gates' choices will be written, layer by layer, over -1."""
         self.step += 1
+        self._ranked, self._running = 0, None
+        if self.ready and meta.decode.any():
+            decode = np.flatnonzero(meta.decode)
+            rows = (np.cumsum(meta.query_lens) - 1)[decode]  # the last tokens
+            if self._predictor.begin([meta.requests[i] for i in decode.tolist()], ids, rows):
+                self._running = self._predictor
+            else:
+                self.dropped += 1
+
+    def rank(self, layer: int) -> FloatArray:
+        """Ranks [L, E] that are up to date with the layers that have run."""
+        running, forecaster = self._running, self._forecaster
+        if running is not None:
+            forecast = forecaster.forecast if forecaster is not None else None
+            if forecast is not None and forecast is not self._heard and forecast.step == self.step:
+                self._heard = forecast
+                if forecaster is not None and len(forecast.probs) > 1:
+                    running.hear(forecast.probs, forecaster.trust)
+            running.follow(layer + 1 - self._ranked)
+            self._ranked = layer
+        return self._predictor.ranks
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """See `types.LivePolicy`."""
-        phase = self._predictor.phase[layer]
-        odds = self.ranks[layer, experts] - phase
-        if self.following and (layer + self.step) % PROBES == 0:
-            self.note(Said(NEXT_LAYER, layer * self._predictor.experts + experts, odds, chance))
+        predictor = self._predictor
+        phase = predictor.phase_of(layer)
+        odds = predictor.ranks[layer, experts] - phase
+        if (layer + self.step) % PROBES == 0:
+            said = Said(NEXT_LAYER, layer * predictor.experts + experts, odds, chance)
+            self._gates.append((predictor.begun, said))
         fused, again = self._blend.foresee(odds, chance)
         return fused, again + phase - self._margin
 
-    def note(self, note: Note) -> None:
-        """Something happened. Never waits; wakes the thread where it has to look."""
-        if not self.ready:
-            return
-        with self._wake:
-            if len(self._notes) >= NOTES:
-                self.dropped += len(self._notes)
-                self._notes.clear()
-            self._notes.append(note)
-            if self._idle and not (isinstance(note, Touch) and note.layer + 1 not in self._predictor.looks):
-                self._idle = False
-                self._wake.notify_all()
-
     def observe(self, routing: StepRouting) -> None:
         """A step ended."""
-        self.note(routing)
+        running, self._running = self._running, None
+        if running is not None:
+            self._shares_s[running.begun] = _share_s(routing)
+            running.end()
+        elif self.ready:
+            self._prefilled.set()
+            self._predictor.nudge()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Until it is ready and every note is worked off; False where that took too long."""
-        with self._wake:
-            return self._wake.wait_for(lambda: self._idle, timeout_s)
+        """Until it is ready and has done all that there is to do; False where that took too long."""
+        end_s = time.monotonic() + timeout_s
+        while not (self.ready and self._predictor.idle):
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(1e-3)
+        return True
 
     def metrics(self) -> dict[str, float]:
         """What it did, by the final names; nothing before it is ready."""
@@ -174,125 +194,99 @@ class Controller:
         return metrics
 
     def close(self) -> None:
-        """Ends the thread and saves what was learned."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
+        """Ends the thread, which saves what was learned."""
+        self._closed.set()
+        if self.ready:
+            self._predictor.stop()
         self._thread.join(CLOSING_S)
-        if self.ready and self._state_file is not None and not self._thread.is_alive():
-            try:
-                self._predictor.save(self._state_file)
-            except OSError as error:
-                log.warning(f"what the cache learned could not be saved to {self._state_file}: {error}")
 
     # --- the thread's side
 
     def _run(self) -> None:
-        self._begin()
-        while (note := self._take()) is not None:
-            if isinstance(note, StepRouting):
-                self._end(note)
-            elif isinstance(note, Touch):
-                self._follow(note)
-            else:
-                self._blend.hear(note)
+        while not self._closed.is_set():
+            try:
+                self._begin()
+                self._serve()
+            except Exception:
+                self.ready = False
+                log.exception("the cache policy failed; least recently used first until it has started again")
+                if self._plans is not None:
+                    self._plans.withdraw()
+                self._closed.wait(RESTART_S * 2 ** min(self.failures, DOUBLED))
+                self.failures += 1
 
     def _begin(self) -> None:
-        compile_learning(*self._shape[1:])
-        self._predictor = NextUsePredictor(*self._shape)
-        file = self._state_file
-        if file is not None and file.exists() and not self._predictor.load(file):
-            log.warning(f"{file} is no state of this model's cache; learning begins anew")
-        self._blend = Blend(self._predictor)
-        self.ranks = self._predictor.scores  # any thread reads
-        if self._forecaster is not None:
-            self.ranks = self.ranks.copy()
-        self._spent_s = self._clock()
-        self.ready = self.following = True
+        link_predictor(self._kept.kernels)
+        predictor, blend, file = NextUsePredictor(*self._shape), Blend(), self._kept.state
+        if file is not None and file.exists():
+            saved = saved_state.read(file)
+            if saved is None or not predictor.restore(saved):
+                log.warning(f"{file} is no state of this model's cache; learning begins anew")
+            else:
+                blend.restore(saved)
+        predictor.weigh(blend.shares, blend.etas)
+        self._predictor, self._blend = predictor, blend
+        self._shares_s.clear()
+        self._gates.clear()
+        self._spent_s, self._looks, self._looking = self._clock(), LOOKS, True
+        self.ready = True
 
-    def _take(self) -> Note | None:
-        with self._wake:
-            if not self._notes:
-                self._idle = True
-                self._wake.notify_all()
-            self._wake.wait_for(lambda: self._notes or self._closed)
-            return None if self._closed else self._notes.popleft()
+    def _serve(self) -> None:
+        """Works until it is closed; saves every minute, and at the end."""
+        saved_s, saved_step = time.monotonic(), self._predictor.step
+        while not self._closed.is_set():
+            if self._predictor.work(max(0.1, saved_s + SAVE_S - time.monotonic())):
+                self._end()
+            elif self._prefilled.is_set() and self._plans is not None:
+                self._plans.withdraw()
+            self._prefilled.clear()
+            if time.monotonic() >= saved_s + SAVE_S:
+                saved_step = self._save(saved_step)
+                saved_s = time.monotonic()
+        self._save(saved_step)
 
-    def _follow(self, touch: Touch) -> None:
-        """One layer of a step; once it does not fit what was presumed, the step's end is waited for."""
-        if not self.following:  # since after it was told
-            return
-        fits = len(self._sequences) == 1 and len(touch.experts) == self._predictor.top_k
-        looked = False
-        if fits and touch.layer == self._followed:
-            looked = self._predictor.see(touch.layer, touch.experts[None, :], touch.experts)
-            self._followed += 1
-        came = self._forecast is None and self._ask(touch.step)
-        if self._forecast is not None and (came or looked):
-            self._blend.listen(self._forecast)
-        if came or looked:
-            self._publish(0, len(self.ranks))
-            self._plan()  # what was requested for layers that have run is not worth it any more
-        elif fits:
-            self._publish(touch.layer, touch.layer + 1)
+    def _save(self, saved_step: int) -> int:
+        """Saves what was learned since a step. The step that runs."""
+        step = self._predictor.step
+        if self._kept.state is None or step == saved_step:
+            return step
+        try:
+            saved_state.write(self._kept.state, self._predictor.learned() | self._blend.learned())
+        except OSError as error:
+            log.warning(f"what the cache learned could not be saved to {self._kept.state}: {error}")
+        return step
 
-    def _ask(self, step: int) -> bool:
-        """Whether there is a forecast of this step by now."""
-        forecast = self._forecaster.forecast if self._forecaster is not None else None
-        if forecast is None or forecast.step != step:
-            return False
-        self._forecast = forecast
-        return True
-
-    def _end(self, routing: StepRouting) -> None:
-        """A step is over: closes what was followed, or learns it as a whole, and looks at the next one."""
-        meta = routing.meta
-        requests = tuple(np.array(meta.requests)[meta.decode].tolist())
-        if not requests:  # prefill only
-            return
-        ids = routing.ids[:, (np.cumsum(meta.query_lens) - 1)[meta.decode]]  # [L, S, k] of the last tokens
-        if self.following:
-            self._study(requests, ids)
-            self.studies += 1
-        else:
-            self._blend.forget()
-        if not self.following and self._credit_s > -OWED_STEPS * _share_s(routing):
-            self._predictor.glance(requests, ids)
-            self._publish(0, len(ids))
-            self.glances += 1
-        self._sequences, self._followed, self._forecast = requests, 0, None
-        self._pay(_share_s(routing))
-        if self.following:
-            self._predictor.begin(requests)
-            self._publish(0, len(ids))
-            self._plan()
-
-    def _study(self, requests: tuple[str, ...], ids: npt.NDArray[np.integer]) -> None:
-        """Learns all that a step tells."""
-        predictor = self._predictor
-        if self._followed < len(ids) or requests != self._sequences:
-            predictor.begin(requests)
-            for layer, row in enumerate(ids):  # [S, k]
-                predictor.see(layer, row, np.unique(row).astype(np.int64))
-        self._blend.learn(predictor.last == predictor.step)
-        predictor.end()
+    def _end(self) -> None:
+        """A step is finished, and the next one was looked at: learns what forecasts were worth, pays, and plans."""
+        predictor, blend = self._predictor, self._blend
+        number = predictor.step - 1
+        for said in predictor.said():
+            blend.hear(said)
+        while self._gates and self._gates[0][0] <= number:
+            at, said = self._gates.popleft()
+            if at == number:
+                blend.hear(said)
+        blend.learn(predictor.learner.needs(number) > 0)
+        predictor.weigh(blend.shares, blend.etas)
+        self.studies += int(self._looking)
+        self.glances += int(not self._looking)
+        self._looking = bool(predictor.looking)
+        self._pay(self._shares_s.pop(number, 0.0))
+        if self._plans is not None:
+            if self._looking:
+                self.planned += self._plans.make(predictor.ranks, predictor)
+            else:
+                self._plans.withdraw()
 
     def _pay(self, share_s: float) -> None:
-        """Counts a step's share against what was spent on it, and decides how much the next one may cost."""
+        """Counts a step's share against what was spent on it, and decides how many looks later steps get."""
         spent_s, self._spent_s = self._spent_s, self._clock()
-        self._credit_s = min(self._credit_s + share_s - (self._spent_s - spent_s), SAVED_STEPS * share_s)
-        self.following = self._credit_s >= 0
-
-    def _publish(self, first: int, last: int) -> None:
-        """Works out the ranks of layers `first` to `last` anew."""
-        if self._forecaster is not None:
-            self._blend.ranks(self.ranks, self._forecast, self._forecaster.trust, first, last)
-
-    def _plan(self) -> None:
-        if self._plans is not None:
-            self.planned += self._plans.make(self.ranks, self._predictor)
+        credit_s = self._credit_s + share_s - (self._spent_s - spent_s)
+        self._credit_s = min(max(credit_s, -OWED_STEPS * share_s), SAVED_STEPS * share_s)
+        self._looks = min(LOOKS, self._looks + 1) if self._credit_s > 0 else max(0, self._looks - 1)
+        self._predictor.allow(self._looks)
 
 
 def _share_s(routing: StepRouting) -> float:
-    """Processor time that following a step may cost."""
+    """Processor time that a step may cost."""
     return SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
 from edgemoe.types.arrays import FloatArray, IntArray
 
 
@@ -23,13 +23,14 @@ class LearnedPolicy:
     def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
         self.predictor = NextUsePredictor(layers, experts, top_k, seed)
         self._routed: npt.NDArray[np.integer] | None = None
+        self._ids: Ids = np.empty((0, 0, 0), np.int16)  # [L, S, k] of the running step
         self._bracketed = False
         self._layer = layers  # the one that ran last; `layers` before the first step
 
     def begin(self, sequences: Sequence[Hashable]) -> None:
         """A step of these sequences, one token each."""
         self._bracketed = True
-        self.predictor.begin(sequences)
+        self._open(sequences, self.predictor.top_k)
 
     def route(self, ids: npt.NDArray[np.integer]) -> None:
         """What each sequence chooses in the layer that is touched next, [S, k]."""
@@ -38,21 +39,30 @@ class LearnedPolicy:
     def end(self) -> None:
         """The step that was begun is over."""
         self.predictor.end()
+        self.predictor.work()
 
     def touch(self, layer: int, experts: IntArray) -> None:
         if not self._bracketed:
             if layer <= self._layer:
                 self._turn()
             self._layer = layer
-        ids = experts[None, :] if self._routed is None else self._routed
-        self.predictor.see(layer, ids, experts)
+        if self._routed is not None:
+            self._ids[layer] = self._routed
+        else:
+            self._ids[layer, 0] = np.resize(experts, self._ids.shape[2])
         self._routed = None
 
     def rank(self, layer: int) -> FloatArray:
         """Log odds of decay^time to the next need, [L, E]."""
-        return self.predictor.scores
+        self.predictor.follow()
+        self.predictor.work()
+        return self.predictor.ranks
+
+    def _open(self, sequences: Sequence[Hashable], width: int) -> None:
+        self._ids = np.full((self.predictor.layers, len(sequences), width), -1, np.int16)
+        self.predictor.begin(sequences, self._ids, np.arange(len(sequences)))
 
     def _turn(self) -> None:
         if self._layer < self.predictor.layers:
-            self.predictor.end()
-        self.predictor.begin((0,))
+            self.end()
+        self._open((0,), self.predictor.experts)

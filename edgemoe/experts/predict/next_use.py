@@ -2,275 +2,273 @@
 
 `scores` ranks all experts by decay^time to their next need, time in steps and parts of a step: a layer that is still
 to run in this step comes sooner than one that has run (W of [Two-Tier, 4.1], with its gamma measured in steps). Bounded
-memory; the state survives restarts.
+memory; the state survives restarts. The work is compiled (`next_use_step`, `next_use_work`), and kept as machine code.
 """
 
 from __future__ import annotations
 
-import math
+import time
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from edgemoe.experts.predict import online_mlp as learner
-from edgemoe.experts.predict import saved_state as state
-from edgemoe.experts.predict.online_mlp import FEATURES, RATES, OnlineMLP, describe, score
-from edgemoe.experts.predict.routing_memory import NONE, RoutingHistory, RoutingMemory
-from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.experts.predict import saved_state
+from edgemoe.experts.predict.fusion import BINS as SHARES
+from edgemoe.experts.predict.fusion import FORESEE, HORIZONS, SAMPLE, Said
+from edgemoe.experts.predict.next_use_step import FOLLOW, LOG_DECAY, MARK, START, STATE, STEP, TRACKS, WIDEST
+from edgemoe.experts.predict.next_use_work import FINISHED, SAID, WORK
+from edgemoe.experts.predict.online_mlp import FEATURES, RATES, OnlineMLP
+from edgemoe.experts.predict.routing_memory import (
+    ALIGNED,
+    APPEND,
+    BINS,
+    LOOKS,
+    NONE,
+    SHARE_OF_PAST,
+    RoutingMemory,
+)
+from edgemoe.kernels.cpu.intrinsics import place_of, sem_init
+from edgemoe.kernels.cpu.object_cache import link
+from edgemoe.types.arrays import FloatArray, IntArray
 
 MEMORY_BYTES = 64 << 20  # of recall
 MOST_SLOTS = 8192
-TRACKS = 16  # sequences that are aligned with the memory at once
-NEIGHBOURS = 32  # tokens of the past that are asked, in all
-FEWEST = 8  # of them for one sequence
-LOOKS = 4  # alignments per step, at even distances between the layers
-UPDATES = 1  # minibatches per step
-LOG_DECAY = np.float32(math.log(learner.DECAY))
+FEW = 4  # layers that are followed while the GIL is held
+CODES = (APPEND, FOLLOW, FORESEE, MARK, START, WORK)
+Ids = npt.NDArray[np.int16]
+PLACES = {name: place_of(STATE, name) for name in STATE.names or ()}
+
+
+def link_predictor(directory: Path | None) -> None:
+    """Has the compiled code ready: from `directory`, or compiles it, which takes seconds."""
+    link(CODES, directory, "predictor")
 
 
 class NextUsePredictor:
-    """Owns all that is learned. One step: `begin`, `see` for each layer, `end`. Not thread-safe."""
+    """Owns all that is learned. One step: `begin`, `follow` where ranks are wanted, `end`; and `work` beside it.
+
+    `begin`, `follow` and `end` are for the thread that runs the steps, `work` and what reads or changes the state for
+    another one, or for the same. Until `work` has finished the step before, `follow` does nothing, and ranks are old.
+    """
 
     def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
+        link_predictor(None)
         self.layers, self.experts, self.top_k = layers, experts, top_k
-        self.scores = np.zeros((layers, experts), np.float32)  # log odds; those of a running step, kept up to date
-        self.step = 0
+        each, of_layer = (layers, experts), (layers,)
+        self.scores = np.zeros(each, np.float32)  # log odds; those of a running step, kept up to date
+        self.ranks = np.zeros(each, np.float32)  # the same with forecasts blended in; any thread reads
         self.memory = RoutingMemory(layers, experts, min(MOST_SLOTS, MEMORY_BYTES // (layers * experts)))
         self.learner = OnlineMLP(layers, experts, seed)
         self.rates = np.full((layers, len(RATES), experts), top_k / experts, np.float32)
-        self.count = np.full((layers, experts), 4 * top_k / experts, np.float32)
+        self.count = np.full(each, 4 * top_k / experts, np.float32)
         self.visits = np.full(layers, 4.0, np.float32)
-        self.last: IntArray = np.full((layers, experts), -1000, np.int64)  # step of the latest need
-        self._tracks: OrderedDict[Hashable, RoutingHistory] = OrderedDict()
-        self._running: list[RoutingHistory] = []
-        self._neighbours = NEIGHBOURS
-        self._looked = 0  # times
-        self.done = 0  # layers of this step that have run
-        self.phase: FloatArray = np.zeros(layers, np.float32)  # [L] log of what a layer's place in the round takes away
-        self._never = np.ones(layers * experts, np.float32)  # 1 - recall
+        self.last: IntArray = np.full(each, -1000, np.int64)  # step of the latest need
+        self.visited: IntArray = np.full(layers, NONE, np.int64)  # step in which each layer ran last
         self.known = np.zeros((layers, FEATURES, experts), np.float32)
-        self._match = np.zeros(2, np.float32)  # mean over sequences: best match, how many count
-        self._odds = np.array(
-            [learner.logit(np.float32(1 - i / 255), np.float32(0.02)) for i in range(256)], np.float32
-        )
-        self.looks = {math.ceil(layers * (i + 1) / LOOKS) for i in range(LOOKS)}
-        self.later = (np.arange(layers) / layers * math.log(learner.DECAY)).astype(np.float32)  # [L]
-        for layer in range(layers):
-            self._describe(layer, self.step - 1)
+        self.later = (np.arange(layers) / layers * LOG_DECAY).astype(np.float32)  # [L]
+        stride = -(-layers // ALIGNED)
+        match_step = np.full(1, (1 - SHARE_OF_PAST) / (-(-layers // stride) * top_k), np.float32)
+        stats = np.tile(np.array([-1.5, -0.6], np.float32), (2, 1))  # features: no match, of one
+        share = (np.arange(256) / 255).astype(np.float32)
+        slots, words = self.memory.slots, self.memory.words
+        self._said_keys: IntArray = np.zeros((SAID, SAMPLE), np.int64)
+        self._said_horizon: IntArray = np.zeros((SAID, SAMPLE), np.int64)
+        self._said_values = np.zeros((SAID, 2, SAMPLE), np.float32)
+        self._trust, self._deadline = np.ones(1, np.float32), np.zeros(2, np.int64)
+        self._steps: npt.NDArray[Any] = np.zeros(2, STEP)
+        self._arrays: dict[str, npt.NDArray[Any]] = {
+            "steps": self._steps, "match_step": match_step, "scores": self.scores, "ranks": self.ranks,
+            "known": self.known, "rates": self.rates, "count": self.count, "visits": self.visits, "last": self.last,
+            "visited": self.visited, "locks": np.zeros(of_layer, np.int64), "later": self.later,
+            "odds": learner.odds(1 - share), "scratch": np.zeros((layers, 3, experts), np.float32),
+            "same": np.zeros((layers, 3), np.float32),
+            "match": np.zeros((TRACKS, 2, slots), np.float32), "half": np.zeros(TRACKS, np.int64),
+            "token": np.zeros((TRACKS, layers, words), np.uint64), "latest": np.full(TRACKS, NONE, np.int64),
+            "running": np.zeros(TRACKS + 1, np.int64), "near": np.zeros((2, TRACKS, WIDEST), np.int64),
+            "near_weights": np.zeros((2, TRACKS, WIDEST), np.float32), "near_n": np.zeros((2, TRACKS), np.int64),
+            "stats": stats, "counts": np.zeros(BINS, np.int64), "trust": self._trust,
+            "shares": np.zeros((HORIZONS, SHARES), np.float32), "etas": np.zeros(HORIZONS, np.float32),
+            "said_keys": self._said_keys, "said_horizon": self._said_horizon, "said_values": self._said_values,
+            "semaphore": np.zeros(8, np.int64), "deadline": self._deadline,
+        }  # fmt: skip
+        self._record = np.zeros(1, STATE)
+        self._view = self._record.view(np.int64)
+        self.address = self._record.ctypes.data
+        numbers = {"layers": layers, "experts": experts, "stride": stride, "memory": self.memory.address}
+        numbers |= {"learner": self.learner.address, "allowed": LOOKS, "looking": LOOKS}
+        numbers |= dict.fromkeys(("begun", "ended", "finished", "heard", "adopted", "listened"), NONE)
+        numbers |= {name: array.ctypes.data for name, array in self._arrays.items()}
+        for name, number in numbers.items():
+            self._view[PLACES[name]] = number
+        sem_init(numbers["semaphore"], 0, 0)
+        self._tracks: OrderedDict[Hashable, int] = OrderedDict()
+        self._kept: list[Any] = [None, None]  # what the two steps' records refer to
+        self._forecasts: list[Any] = [None, None]
+        START.call(self.address)
 
-    def begin(self, sequences: Sequence[Hashable]) -> None:
-        """A step begins in which each of the sequences decodes one token; those beyond TRACKS go untracked."""
-        self.learner.begin(self.step)
-        self._running = [self._track(name) for name in sequences[:TRACKS]]
-        self._neighbours = max(FEWEST, NEIGHBOURS // max(1, len(self._running)))
-        self.done = 0
-        self.phase[:] = self.later
-        for track in self._running:
-            track.begin()
-        self._look()
+    # --- for the thread that runs the steps
 
-    def see(self, layer: int, ids: npt.NDArray[np.integer], needed: IntArray) -> bool:
-        """Layer `layer` ran: what each sequence chose, [S, k], and the distinct experts that were needed, [n].
+    def begin(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> bool:
+        """A step begins in which each of the sequences decodes one token; those beyond TRACKS go untracked.
 
-        Whether all scores are new; else those of the layer are.
+        Of `ids` [L, T, k] int16, each layer's choices are written in the order of the layers, over -1; `rows` [S] are
+        the sequences' tokens. False where `work` is two steps behind: then the step is not to be learned from.
         """
-        for track, row in zip(self._running, np.ascontiguousarray(ids, np.int64), strict=False):
-            track.see(layer, row)
-        self.done = layer + 1
-        self.phase[layer] = self.later[layer] + LOG_DECAY
-        self._visit(layer, needed)
-        if looks := layer + 1 in self.looks:
-            self._look()
-        else:
-            self._refresh(layer, layer + 1)
-        return looks
+        view = self._view
+        if view[PLACES["begun"]] > view[PLACES["ended"]]:  # it failed
+            self._steps["failed"][view[PLACES["begun"]] % 2] = 1
+            self.end()
+        number = int(view[PLACES["begun"]]) + 1
+        if view[PLACES["finished"]] < number - 2:
+            return False
+        tracks = np.zeros((2, TRACKS), np.int64)  # and whether each is new
+        tracked = sequences[:TRACKS]
+        for i, name in enumerate(tracked):
+            tracks[:, i] = self._track(name)
+        rows = np.ascontiguousarray(rows, np.int64)
+        self._kept[number % 2] = (ids, rows, tracks)
+        at = (ids.ctypes.data, *ids.shape[1:], len(rows), rows.ctypes.data, len(tracked), tracks.ctypes.data)
+        self._steps[number % 2] = (*at, tracks[1].ctypes.data, 0)
+        self._mark("begun", number)
+        return True
+
+    def follow(self, layers: int = 0) -> None:
+        """Brings the ranks of the layers that have run up to date; about so many of them."""
+        (FOLLOW.call if layers > FEW else FOLLOW.call_briefly)(self.address)
+
+    def hear(self, probs: FloatArray, trust: float) -> None:
+        """A forecast of the running step and the next one, [2, L, E], to be blended in."""
+        probs = np.ascontiguousarray(probs, np.float32)
+        self._forecasts = [self._forecasts[1], probs]  # the one before may be read now
+        self._trust[0] = trust
+        self._view[PLACES["probs"]] = probs.ctypes.data
+        self._mark("heard", int(self._view[PLACES["begun"]]))
 
     def end(self) -> None:
-        """The step is over: remember it, and learn."""
-        self._remember()
-        self.learner.learn(self.step, UPDATES)
-        self.step += 1
+        """The step that was begun is over."""
+        self._mark("ended", int(self._view[PLACES["begun"]]))
 
-    def glance(self, sequences: Sequence[Hashable], ids: npt.NDArray[np.integer]) -> None:
-        """A whole step, [L, S, k], for a small part of the cost: remembered, but neither aligned nor learned from.
+    # --- for the thread beside it
 
-        In place of `begin`, `see` and `end`. Scores are then those of the next step.
+    def work(self, wait_s: float = 0.0) -> bool:
+        """Looks at the running step, finishes it when it has ended, and looks at the next one. Then True.
+
+        False where it has not ended after `wait_s`, or `stop` or `nudge` came.
         """
-        self.learner.begin(self.step)
-        self._running = [self._track(name) for name in sequences[:TRACKS]]
-        chosen = np.ascontiguousarray(ids, np.int64)
-        for i, track in enumerate(self._running):
-            track.glance(np.ascontiguousarray(chosen[:, i]))
-        for layer, row in enumerate(chosen):
-            self._visit(layer, row[0] if len(row) == 1 else np.unique(row))
-        self._remember()
-        self.learner.learn(self.step, 0)
-        self.step += 1
-        self.done = 0
-        self.phase[:] = self.later
-        self._refresh(0, self.layers)
+        view, until_s = self._view, time.time() + wait_s
+        self._deadline[:] = int(until_s), int(until_s % 1 * 1e9)
+        view[PLACES["waits"]] = wait_s > 0
+        WORK.call(self.address)
+        view[PLACES["nudged"]] = 0
+        return bool(view[PLACES["result"]] == FINISHED)
 
-    def soon(self) -> FloatArray:
-        """Expected decay^steps to the next need, [L, E]."""
-        odds = self.scores - self.phase[:, None]
-        soon: FloatArray = 1 / (1 + np.exp(-odds))
-        return soon
+    def stop(self) -> None:
+        """From now on `work` does not wait."""
+        self._mark("stop", 1)
+
+    def nudge(self) -> None:
+        """Has `work` return if it waits."""
+        self._mark("nudged", 1)
+
+    def allow(self, looks: int) -> None:
+        """How many looks each step gets, from the one after the next on."""
+        self._view[PLACES["allowed"]] = looks
+
+    def weigh(self, shares: FloatArray, etas: FloatArray) -> None:
+        """How forecasts are to be blended in: calibrations and weights by horizon."""
+        self._arrays["shares"][:], self._arrays["etas"][:] = shares, etas
+
+    def said(self) -> list[Said]:
+        """What was forecast of some experts in the step that was finished last; once."""
+        said = []
+        for row in range(int(self._view[PLACES["said"]])):
+            for horizon in np.unique(self._said_horizon[row]).tolist():
+                those = self._said_horizon[row] == horizon
+                said.append(Said(horizon, self._said_keys[row, those], *self._said_values[row][:, those]))
+        self._view[PLACES["said"]] = 0
+        return said
+
+    @property
+    def step(self) -> int:
+        """The running step: steps that are finished."""
+        return int(self._view[PLACES["finished"]]) + 1
+
+    @property
+    def begun(self) -> int:
+        """The step that was begun last."""
+        return int(self._view[PLACES["begun"]])
+
+    @property
+    def looking(self) -> int:
+        """Looks that the running step gets."""
+        return int(self._view[PLACES["looking"]])
+
+    @property
+    def idle(self) -> bool:
+        """Whether `work` waits, and has seen to every mark."""
+        view = self._view
+        return bool(view[PLACES["idle"]]) and view[PLACES["handled"]] == view[PLACES["marks"]]
+
+    @property
+    def phase(self) -> FloatArray:
+        """Log of what each layer's place in the round takes away, [L]."""
+        phase: FloatArray = self.later + np.where(self.visited == self.step, LOG_DECAY, np.float32(0))
+        return phase
+
+    def phase_of(self, layer: int) -> float:
+        """`phase` of one layer."""
+        return float(self.later[layer]) + (float(LOG_DECAY) if self.visited[layer] == self.step else 0.0)
 
     # --- state
 
-    def save(self, path: Path) -> None:
-        """Writes what was learned; whole or not at all."""
+    def learned(self) -> dict[str, Any]:
+        """What is to be kept, by names."""
         filled = self.memory.filled
-        state.write(
-            path,
-            {
-                "shape": np.array([self.layers, self.experts, self.top_k], np.int64),
-                "chosen": np.ascontiguousarray(self.memory.chosen[:, :, :filled]).view(np.int64),
-                "before": self.memory.before[:filled],
-                "written": np.array([self.memory.written], np.int64),
-                **self._learned(),
-            },
-        )
+        return {
+            "shape": np.array([self.layers, self.experts, self.top_k], np.int64),
+            "chosen": np.ascontiguousarray(self.memory.chosen[:, :, :filled]).view(np.int64),
+            "before": self.memory.before[:filled],
+            "written": np.array([self.memory.written], np.int64),
+            **self._adapted(),
+        }
 
-    def load(self, path: Path) -> bool:
-        """Takes over a saved state of the same model; False, and nothing changed, where it is not one."""
-        saved, memory = state.read(path), self.memory
+    def restore(self, saved: Mapping[str, Any]) -> bool:
+        """Goes on from what was kept, before the first step; False, and nothing changed, where that does not fit."""
+        memory = self.memory
         shape = [self.layers, self.experts, self.top_k]
-        if saved is None or not state.fits(saved, shape, self._learned(), memory.chosen.shape[1], memory.slots):
+        if not saved_state.fits(saved, shape, self._adapted(), memory.words, memory.slots):
             return False
-        self.memory = state.rebuilt(saved, RoutingMemory(self.layers, self.experts, memory.slots))
+        saved_state.refill(saved, memory)
         self.rates[:], self.count[:], self.visits[:] = saved["rates"], saved["count"], saved["visits"]
         self.last[:] = self.step - saved["age"]
         self.learner.weights[:] = saved["weights"]
-        self._tracks.clear()
-        for layer in range(self.layers):
-            self._describe(layer, self.step - 1)
+        START.call(self.address)
         return True
 
-    def _learned(self) -> dict[str, Any]:
+    def _adapted(self) -> dict[str, Any]:
         return {
             "rates": self.rates,
             "count": self.count,
             "visits": self.visits,
-            "age": np.minimum(self.step - self.last, 1 << 20),
+            "age": np.clip(self.step - self.last, 0, 1 << 20),
             "weights": self.learner.weights,
         }
 
     # --- inside
 
-    def _track(self, name: Hashable) -> RoutingHistory:
-        track = self._tracks.pop(name, None) or RoutingHistory(self.memory, self.top_k, NEIGHBOURS)
+    def _mark(self, name: str, value: int) -> None:
+        MARK.call_briefly(self.address, 8 * PLACES[name], value)
+
+    def _track(self, name: Hashable) -> tuple[int, bool]:
+        """The track of a sequence, and whether it is new."""
+        track, fresh = self._tracks.pop(name, NONE), False
+        if track == NONE:
+            fresh = True
+            track = self._tracks.popitem(last=False)[1] if len(self._tracks) == TRACKS else len(self._tracks)
         self._tracks[name] = track
-        if len(self._tracks) > TRACKS:
-            self._tracks.popitem(last=False)
-        return track
-
-    def _visit(self, layer: int, needed: IntArray) -> None:
-        """A layer ran that needed distinct experts [n]."""
-        self.visits[layer] += 1
-        keys = slice(layer * self.experts, (layer + 1) * self.experts)
-        needs = self.learner.needs(self.step)[keys]
-        known, visits = self.known[layer], self.visits[layer]
-        _visit(self.rates[layer], self.count[layer], self.last[layer], needs, known, needed, RATES, visits, self.step)
-
-    def _remember(self) -> None:
-        for track in self._running:
-            track.end()
-            for other in self._tracks.values():
-                other.matched[track.last] = 0
-                if other is not track and other.last == track.last:
-                    other.last = NONE
-
-    def _describe(self, layer: int, now: int) -> None:
-        """Features of a layer that ran last in step `now`."""
-        age = now - self.last[layer]
-        describe(self.known[layer], self.rates[layer], age, self.count[layer], self.visits[layer])
-
-    def _look(self) -> None:
-        """Aligns every sequence anew, and scores all experts."""
-        for track in self._running:
-            track.align(self.done, self._neighbours)
-        if self._running:
-            self._match[0] = sum(track.best for track in self._running) / len(self._running)
-            self._match[1] = sum(track.spread for track in self._running) / len(self._running)
-        self._refresh(0, self.layers)
-        self._looked += 1
-        if self._looked % 2:  # of five a step: those of even steps and odd ones in turns
-            self.learner.note(self.known, self.step, self.done)
-
-    def _refresh(self, first: int, last: int) -> None:
-        """Scores the experts of layers `first` to `last`."""
-        self._never[first * self.experts : last * self.experts] = 1
-        for track in self._running:
-            track.recall(self._never, first, last, self.done)
-        _score(
-            self.scores,
-            self.known,
-            self._never,
-            self._match,
-            self.phase,
-            first,
-            last,
-            self.done,
-            self.learner.weights,
-            self._odds,
-        )
-
-
-@njit(fastmath=True, nogil=True)
-def _visit(
-    rates: FloatArray,
-    count: FloatArray,
-    last: IntArray,
-    needs: BoolArray,
-    known: FloatArray,
-    needed: IntArray,
-    steps: FloatArray,
-    visits: np.float32,
-    step: int,
-) -> None:
-    """One visit of a layer: EWMAs [3, E], counts, last uses and needs [E], and the features [F, E] made of them."""
-    for i in range(steps.shape[0]):
-        for expert in range(rates.shape[1]):
-            rates[i, expert] *= np.float32(1) - steps[i]
-        for expert in needed:
-            rates[i, expert] += steps[i]
-    for expert in needed:
-        count[expert] += np.float32(1)
-        last[expert] = step
-        needs[expert] = True
-    describe(known, rates, step - last, count, visits)
-
-
-@njit(fastmath=True, nogil=True)
-def _score(
-    scores: FloatArray,
-    known: FloatArray,
-    never: FloatArray,
-    match: FloatArray,
-    phase: FloatArray,
-    first: int,
-    last: int,
-    done: int,
-    weights: FloatArray,
-    odds: FloatArray,
-) -> None:
-    """Scores of layers `first` to `last`, their place in the round included; `done` layers have run."""
-    experts = scores.shape[1]
-    for layer in range(first, last):
-        score(
-            scores[layer],
-            known[layer],
-            never[layer * experts : (layer + 1) * experts],
-            match[0],
-            match[1],
-            np.float32(1) if layer < done else np.float32(0),
-            phase[layer],
-            weights,
-            odds,
-        )
+        return track, fresh

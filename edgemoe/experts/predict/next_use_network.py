@@ -17,8 +17,9 @@ from numba import njit
 
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
-from edgemoe.experts.predict.next_use import MEMORY_BYTES, MOST_SLOTS, TRACKS
+from edgemoe.experts.predict.next_use import MEMORY_BYTES, MOST_SLOTS
 from edgemoe.experts.predict.next_use_model import AFTER, FLOOR, FROM_HERE, PAST, NextUseNet
+from edgemoe.experts.predict.next_use_step import TRACKS
 from edgemoe.experts.predict.online_mlp import DECAY
 from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -165,10 +166,11 @@ class NetworkPolicy(LearnedPolicy):
     def touch(self, layer: int, experts: IntArray) -> None:
         ids = experts[None, :] if self._routed is None else self._routed
         super().touch(layer, experts)
+        self.predictor.follow()  # the experts' own history
         self.foresight.see(layer, ids)
 
     def rank(self, layer: int) -> FloatArray:
-        online, phase = self.predictor.scores, self.predictor.phase
+        online, phase = super().rank(layer), self.predictor.phase
         np.add(self.foresight.scores, phase[:, None], out=self._ranks)
         self._ranks *= WEIGHT
         self._ranks += np.float32(1 - WEIGHT) * online

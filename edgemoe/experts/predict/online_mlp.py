@@ -10,9 +10,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
+import numpy.typing as npt
 
-from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.kernels.cpu.intrinsics import carray, f32_at, fields, i64_at, jit, place_of, record, u8_at
+from edgemoe.kernels.cpu.vector import log32
+from edgemoe.types.arrays import FloatArray, IntArray
+
+Bytes = npt.NDArray[np.uint8]
 
 RATES = np.array([0.25, 0.05, 0.01], np.float32)  # of the EWMAs, per visit of the layer
 FEATURES = 10  # recall, three EWMAs, age, used now, popularity, best match, how many count, layer is done
@@ -26,59 +30,48 @@ LEARNING_RATE = 3e-3
 START = (1.0, 0.2, 0.3, 0.3, -0.1, 0.0, 0.2, 0.0, 0.0, 0.0)  # weights of the direct path before anything is learned
 FLAT = HIDDEN * FEATURES + 2 * HIDDEN + FEATURES
 
+# The learner; arrays are addresses, see `OnlineMLP`. `noted` counts examples, `known` those whose targets are known.
+LEARNER = fields(
+    *("keys_in_all", "weights", "moments", "inputs", "targets", "keys", "since", "needed", "rows", "gradient"),
+    *("noted", "known", "updates", "random"),
+)
+UPDATES_MADE = place_of(LEARNER, "updates")
+
 
 class OnlineMLP:
     """Owns the network, its window of examples and its random numbers."""
 
     def __init__(self, layers: int, experts: int, seed: int = 0) -> None:
-        self._random = np.random.default_rng(seed)
+        random = np.random.default_rng(seed)
         self.weights = np.zeros(FLAT, np.float32)  # A [H, F], b [H], c [H], direct [F]
-        self.weights[: HIDDEN * FEATURES] = self._random.normal(0, FEATURES**-0.5, HIDDEN * FEATURES)
-        self.weights[HIDDEN * (FEATURES + 1) : HIDDEN * (FEATURES + 2)] = self._random.normal(0, 0.05, HIDDEN)
+        self.weights[: HIDDEN * FEATURES] = random.normal(0, FEATURES**-0.5, HIDDEN * FEATURES)
+        self.weights[HIDDEN * (FEATURES + 1) : HIDDEN * (FEATURES + 2)] = random.normal(0, 0.05, HIDDEN)
         self.weights[-FEATURES:] = START
-        self.updates = 0
-        self._moments = np.zeros((2, FLAT), np.float32)
-        self._inputs = np.zeros((WINDOW, FEATURES), np.float32)
-        self._targets = np.zeros(WINDOW, np.float32)
-        self._keys: IntArray = np.zeros(WINDOW, np.int64)
-        self._since: IntArray = np.zeros(WINDOW, np.int64)  # first step in which the need counts
-        self._noted, self._known = 0, 0  # examples: written, of which targets are known
-        self._needed = np.zeros((HORIZON + 2, layers * experts), np.bool_)  # by step, the last ones
-
-    def begin(self, step: int) -> None:
-        """A step begins that needs nothing yet."""
-        self._needed[step % len(self._needed)] = False
-
-    def needs(self, step: int) -> BoolArray:
-        """Of each expert, layer * E + expert, whether the step needs it; to be written to."""
-        needs: BoolArray = self._needed[step % len(self._needed)]
-        return needs
-
-    def note(self, known: FloatArray, step: int, done: int) -> None:
-        """EXAMPLES at random of what is known [L, F, E] in a step of which `done` layers have run; the next steps will
-        tell their targets."""
-        keys = self._random.integers(0, known.shape[0] * known.shape[2], EXAMPLES)
-        _note(known, keys, step, done, self._noted, self._inputs, self._keys, self._since)
-        self._noted += EXAMPLES
-
-    def learn(self, step: int, updates: int) -> None:
-        """Fills in the targets that `step`, the latest whole one, makes known; then `updates` minibatches."""
-        first = max(self._known, self._noted - WINDOW)
-        self._known = _resolve(
-            self._keys, self._since, self._targets, first, self._noted, step, self._needed, np.float32(DECAY)
+        self.needed: Bytes = np.zeros((HORIZON + 2, layers * experts), np.uint8)  # by step, the last ones
+        self._arrays = (
+            self.weights,
+            np.zeros((2, FLAT), np.float32),  # moments
+            np.zeros((WINDOW, FEATURES), np.float32),  # inputs
+            np.zeros(WINDOW, np.float32),  # targets
+            np.zeros(WINDOW, np.int64),  # keys
+            np.zeros(WINDOW, np.int64),  # first step in which the need counts
+            self.needed,
+            np.zeros(BATCH, np.int64),  # examples of a minibatch
+            np.zeros(FLAT + HIDDEN, np.float32),  # its gradient
         )
-        oldest = max(0, self._noted - WINDOW)
-        if self._known - oldest < 2 * BATCH:
-            return
-        for _ in range(updates):
-            self.updates += 1
-            rows = self._random.integers(oldest, self._known, BATCH) % WINDOW
-            _train(self._inputs, self._targets, rows, self.weights, self._moments, self.updates)
+        addresses = (array.ctypes.data for array in self._arrays)
+        self._record = np.array([(layers * experts, *addresses, 0, 0, 0, int(random.integers(1 << 62)))], LEARNER)
+        self.address = self._record.ctypes.data
 
-    def compile(self) -> None:
-        """Has numba compile the training step."""
-        nothing = np.zeros((1, FEATURES), np.float32), np.zeros(1, np.float32), np.zeros(1, np.int64)
-        _train(*nothing, self.weights.copy(), self._moments.copy(), 1)
+    @property
+    def updates(self) -> int:
+        """Minibatches so far."""
+        return int(self._record.view(np.int64)[UPDATES_MADE])
+
+    def needs(self, step: int) -> Bytes:
+        """Of each expert, layer * E + expert, whether a step of the last ones needed it."""
+        needs: Bytes = self.needed[step % len(self.needed)]
+        return needs
 
 
 def odds(p: FloatArray) -> FloatArray:
@@ -86,44 +79,50 @@ def odds(p: FloatArray) -> FloatArray:
     return (np.log((p + 0.02) / (1.02 - p)) / 2).astype(np.float32)
 
 
-@njit(fastmath=True, nogil=True)
+@jit
 def logit(p: np.float32, floor: np.float32) -> np.float32:
     """Half the log odds of `p`, finite from 0 to 1."""
-    return np.float32(0.5) * np.float32(math.log((p + floor) / (np.float32(1) + floor - p)))
+    return np.float32(0.5) * log32((p + floor) / (np.float32(1) + floor - p))  # type: ignore[no-any-return]
 
 
-@njit(fastmath=True, nogil=True)
-def describe(known: FloatArray, rates: FloatArray, age: IntArray, count: FloatArray, visits: np.float32) -> None:
-    """Fills the features of one layer [F, E] that change only when it runs. `rates` [3, E], `age` in steps."""
+@jit
+def describe(
+    known: FloatArray, rates: FloatArray, last: IntArray, now: int, count: FloatArray, visits: np.float32
+) -> None:
+    """Fills the features of one layer [F, E] that change only when it runs, in step `now`.
+
+    `rates` [3, E]; `last` [E], the step of each expert's latest need.
+    """
     floor = np.float32(3e-3)
-    for expert in range(known.shape[1]):
-        for i in range(3):
+    for i in range(3):
+        for expert in range(known.shape[1]):
             known[1 + i, expert] = logit(rates[i, expert], floor)
-        known[4, expert] = np.float32(0.33) * np.float32(math.log(1.0 + age[expert])) - np.float32(0.6)
-        known[5, expert] = np.float32(1) if age[expert] == 0 else np.float32(0)
+    for expert in range(known.shape[1]):
+        age = now - last[expert]
+        known[4, expert] = np.float32(0.33) * log32(np.float32(1 + age)) - np.float32(0.6)
+        known[5, expert] = np.float32(1) if age == 0 else np.float32(0)
+    for expert in range(known.shape[1]):
         known[6, expert] = logit(count[expert] / visits, floor)
 
 
-@njit(fastmath=True, nogil=True)
+@jit
 def score(
     out: FloatArray,
     known: FloatArray,
-    never: FloatArray,
-    best: np.float32,
-    spread: np.float32,
-    done: np.float32,
+    same: FloatArray,
     phase: np.float32,
     weights: FloatArray,
     odds: FloatArray,
+    scratch: FloatArray,
 ) -> None:
     """Log odds of decay^steps for the experts of one layer [E], and `phase`; completes their features [F, E].
 
-    `out` is written once, so that other threads may read it at any time.
+    `same` [3] are the last features: best match, how many count, and whether the layer is done. `scratch` [3, E] holds
+    1 - recall first. `out` is written once, so that other threads may read it at any time.
     """
     n = known.shape[1]
-    hidden, sums = np.empty(n, np.float32), np.empty(n, np.float32)
+    never, sums, hidden = scratch[0], scratch[1], scratch[2]
     constant = FEATURES - 3  # from here on features that are the same for all experts
-    same = (np.float32(3) * (best - np.float32(0.5)), np.float32(0.4 * math.log(spread) - 0.6), done)
     for expert in range(n):
         known[0, expert] = odds[int(never[expert] * np.float32(255.0) + np.float32(0.5))]
     direct, start = HIDDEN * (FEATURES + 2), np.float32(0)
@@ -152,63 +151,92 @@ def score(
         out[expert] = sums[expert] + phase
 
 
-@njit(nogil=True)
-def _note(
-    known: FloatArray,
-    keys: IntArray,
-    step: int,
-    done: int,
-    noted: int,
-    inputs: FloatArray,
-    keys_noted: IntArray,
-    since: IntArray,
-) -> None:
-    """Writes examples into the window, behind the `noted` ones; a need counts from the next visit of the layer on."""
-    for i in range(len(keys)):
-        at = (noted + i) % len(keys_noted)
-        layer, expert = keys[i] // known.shape[2], keys[i] % known.shape[2]
+@jit
+def draw(learner: int, n: int) -> int:
+    """A random number from 0 to n - 1."""
+    s = record(learner, LEARNER)
+    s.random = s.random * 6364136223846793005 + 1442695040888963407
+    return ((s.random >> 33) & 0x7FFFFFFF) % n  # type: ignore[no-any-return]
+
+
+@jit
+def note(learner: int, known: FloatArray, step: int, ran: IntArray) -> None:
+    """EXAMPLES at random of what is known [L, F, E] in a step; the next steps will tell their targets.
+
+    A need counts from the next visit of the layer on; `ran` [L] is the step in which each layer ran last.
+    """
+    s = record(learner, LEARNER)
+    inputs = carray(f32_at(s.inputs), (WINDOW, FEATURES))
+    keys, since = i64_at(s.keys), i64_at(s.since)
+    for _ in range(EXAMPLES):
+        at, key = s.noted % WINDOW, draw(learner, s.keys_in_all)
+        layer, expert = key // known.shape[2], key % known.shape[2]
         for f in range(FEATURES):
             inputs[at, f] = known[layer, f, expert]
-        keys_noted[at] = keys[i]
-        since[at] = step + 1 if layer < done else step
+        keys[at] = key
+        since[at] = step + 1 if ran[layer] == step else step
+        s.noted += 1
 
 
-@njit(nogil=True)
-def _resolve(
-    keys: IntArray,
-    since: IntArray,
-    targets: FloatArray,
-    first: int,
-    last: int,
-    step: int,
-    needed: BoolArray,
-    decay: np.float32,
-) -> int:
-    """Fills in targets of examples from `first` on, as far as the steps up to `step` tell; where that ends."""
-    example = first
-    while example < last:
-        at = example % len(keys)
+@jit
+def learn(learner: int, step: int, updates: int) -> None:
+    """Fills in the targets that `step`, the latest whole one, makes known; then `updates` minibatches."""
+    s = record(learner, LEARNER)
+    needed = carray(u8_at(s.needed), (HORIZON + 2, s.keys_in_all))
+    _resolve(learner, step, needed)
+    oldest = max(0, s.noted - WINDOW)
+    if s.known - oldest < 2 * BATCH:
+        return
+    rows = carray(i64_at(s.rows), (BATCH,))
+    for _ in range(updates):
+        s.updates += 1
+        for i in range(BATCH):
+            rows[i] = (oldest + draw(learner, s.known - oldest)) % WINDOW
+        _train(
+            carray(f32_at(s.inputs), (WINDOW, FEATURES)),
+            carray(f32_at(s.targets), (WINDOW,)),
+            rows,
+            carray(f32_at(s.weights), (FLAT,)),
+            carray(f32_at(s.moments), (2, FLAT)),
+            s.updates,
+            carray(f32_at(s.gradient), (FLAT + HIDDEN,)),
+        )
+
+
+@jit
+def _resolve(learner: int, step: int, needed: Bytes) -> None:
+    """Fills in targets of examples, as far as the steps up to `step` tell."""
+    s = record(learner, LEARNER)
+    keys, since, targets = i64_at(s.keys), i64_at(s.since), f32_at(s.targets)
+    s.known = max(s.known, s.noted - WINDOW)
+    while s.known < s.noted:
+        at = s.known % WINDOW
         if since[at] + HORIZON > step + 1:
             break
         target = np.float32(1)
         for tokens in range(HORIZON):
-            if needed[(since[at] + tokens) % len(needed), keys[at]]:
+            if needed[(since[at] + tokens) % needed.shape[0], keys[at]]:
                 break
-            target *= decay
+            target *= np.float32(DECAY)
         else:
             target = np.float32(0)
         targets[at] = target
-        example += 1
-    return example
+        s.known += 1
 
 
-@njit(fastmath=True, nogil=True)
+@jit
 def _train(
-    inputs: FloatArray, targets: FloatArray, rows: IntArray, weights: FloatArray, moments: FloatArray, update: int
+    inputs: FloatArray,
+    targets: FloatArray,
+    rows: IntArray,
+    weights: FloatArray,
+    moments: FloatArray,
+    update: int,
+    scratch: FloatArray,
 ) -> None:
-    """One step of Adam on the cross-entropy of the examples `rows` [B]."""
-    gradient = np.zeros(FLAT, np.float32)
-    inner = np.empty(HIDDEN, np.float32)
+    """One step of Adam on the cross-entropy of the examples `rows` [B]. `scratch` is for gradient and hidden units."""
+    gradient, inner = scratch[:FLAT], scratch[FLAT:]
+    gradient[:] = 0
     bias, scale, direct = HIDDEN * FEATURES, HIDDEN * (FEATURES + 1), HIDDEN * (FEATURES + 2)
     for i in range(rows.shape[0]):
         x = inputs[rows[i]]

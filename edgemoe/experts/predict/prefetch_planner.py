@@ -44,14 +44,21 @@ class Plans:
         """
         moves: list[Move] = []
         self.ledger.settle(predictor.last.ravel())
-        if self._watch(ranks, predictor.step - 1) or self.ledger.trusted:
+        if self._watch(ranks, predictor) or self.ledger.trusted:
             moves = self._moves(ranks, predictor)
+        self._request(moves)
+        return len(moves)
+
+    def withdraw(self) -> None:
+        """Cancels what the last plan requested: its step is over."""
+        self._request([])
+
+    def _request(self, moves: list[Move]) -> None:
         if moves or self._has_requests:
             self._loader.prefetch(moves, PrefetchPriority.FAR)
         self._has_requests = bool(moves)
-        return len(moves)
 
-    def _watch(self, ranks: FloatArray, step: int) -> bool:
+    def _watch(self, ranks: FloatArray, predictor: NextUsePredictor) -> bool:
         """Watches the best candidate and what it would replace. Returns True where there is room for it anyway."""
         if self._residency.has_room:
             return True
@@ -61,7 +68,9 @@ class Plans:
             int(np.where(here, ranks, np.inf).argmin()),
         )
         if ranks.ravel()[prefetch_request] > ranks.ravel()[rival]:
-            self.ledger.watch(prefetch_request, rival, step)
+            pair = np.array([prefetch_request, rival])
+            has_run = predictor.visited[pair // predictor.experts] == predictor.step  # needs of this step are over
+            self.ledger.watch(prefetch_request, rival, predictor.step - 1 + has_run)
         return False
 
     def _moves(self, ranks: FloatArray, predictor: NextUsePredictor) -> list[Move]:

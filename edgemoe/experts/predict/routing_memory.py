@@ -13,10 +13,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 from numba.core import types as numba_types
-from numba.extending import intrinsic
 
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    carray,
+    code,
+    fields,
+    i64_at,
+    intrinsic,
+    jit,
+    place_of,
+    record,
+    u8_at,
+    u64_at,
+)
 from edgemoe.types.arrays import FloatArray, IntArray
 
 Words = npt.NDArray[np.uint64]
@@ -26,6 +37,12 @@ TEMPERATURE = 0.06  # in shares of equal experts: how much better an alignment m
 DECAY = 0.8  # worth of being needed one token later
 HORIZON = 24  # tokens; beyond them "never"
 ALIGNED = 32  # layers that alignment looks at, at most: of more, every second, every third...
+LOOKS = 4  # alignments of a sequence in one step, at even distances between the layers, at most
+BINS = 64  # of matches, of equal width, down to where a match counts e^-6 of the best
+
+# The ring; arrays are addresses, see `RoutingMemory`. `written` counts tokens.
+MEMORY = fields("layers", "experts", "words", "slots", "chosen", "soon", "before", "after", "worth", "written")
+WRITTEN = place_of(MEMORY, "written")
 
 
 class RoutingMemory:
@@ -33,99 +50,42 @@ class RoutingMemory:
 
     def __init__(self, layers: int, experts: int, slots: int) -> None:
         self.layers, self.experts, self.slots = layers, experts, slots
-        words = -(-experts // 64)
-        self.written = 0
+        self.words = words = -(-experts // 64)
         self.chosen: Words = np.zeros((layers, words, slots), np.uint64)  # bit e: expert e was chosen
         self.soon: npt.NDArray[np.uint8] = np.zeros((slots, layers * experts), np.uint8)  # 255 * decay^tokens
         self.before: IntArray = np.full(slots, NONE, np.int64)  # slot of the same sequence's token before
         self.after: IntArray = np.full(slots, NONE, np.int64)
         self._worth = np.round(255 * DECAY ** np.arange(HORIZON)).astype(np.uint8)
+        arrays = (self.chosen, self.soon, self.before, self.after, self._worth)
+        row = (layers, experts, words, slots, *(array.ctypes.data for array in arrays), 0)
+        self._record = np.array([row], MEMORY)
+        self._view = self._record.view(np.int64)
+        self.address = self._record.ctypes.data
+
+    @property
+    def written(self) -> int:
+        """Tokens so far."""
+        return int(self._view[WRITTEN])
+
+    @written.setter
+    def written(self, tokens: int) -> None:
+        self._view[WRITTEN] = tokens
 
     @property
     def filled(self) -> int:
         """Slots in use: the first ones."""
         return min(self.written, self.slots)
 
-    def next_slot(self) -> int:
-        """The slot that the next token takes."""
-        return self.written % self.slots
-
     def append(self, words: Words, before: int) -> int:
         """One more token of the sequence whose token before lies in slot `before`; `words` [L, W]. Its slot."""
-        slot = self.next_slot()
-        if (heir := int(self.after[slot])) != NONE:
-            self.before[heir] = NONE
-        if (past := int(self.before[slot])) != NONE:
-            self.after[past] = NONE
-        if before == slot:  # a ring of one sequence that has come round
-            before = NONE
-        self.chosen[:, :, slot] = words
-        self.soon[slot] = 0
-        self.before[slot], self.after[slot] = before, NONE
-        if before != NONE:
-            self.after[before] = slot
-        _tell_back(self.soon, self.chosen, words, before, self.before, self._worth, self.experts)
-        self.written += 1
+        slot = self.written % self.slots
+        APPEND.call_briefly(self.address, words.ctypes.data, before)
         return slot
 
-
-class RoutingHistory:
-    """One sequence's alignment with the memory."""
-
-    def __init__(self, memory: RoutingMemory, top_k: int, neighbours: int) -> None:
-        self.memory = memory
-        self.last = NONE  # slot of its latest token
-        self.words: Words = np.zeros(memory.chosen.shape[:2], np.uint64)  # of the running token
-        self.match = np.zeros(memory.slots, np.float32)  # of the running token so far with each slot's
-        self.matched = np.zeros(memory.slots, np.float32)  # of the latest whole token
-        self.slots: IntArray = np.zeros(4 * neighbours, np.int64)  # [n] the best aligned, for the running token
-        self.weights = np.zeros(4 * neighbours, np.float32)  # [n] of sum 1
-        self.n, self.best, self.spread = 0, 0.0, 1.0  # how many; the best match, 0..1; how many count
-        self._stride = -(-memory.layers // ALIGNED)
-        self._step = np.float32((1 - SHARE_OF_PAST) / (-(-memory.layers // self._stride) * top_k))
-
-    def begin(self) -> None:
-        """A token begins: all that is known is what came before."""
-        _shift(self.match, self.matched, self.memory.before, self.memory.filled, np.float32(SHARE_OF_PAST))
-
-    def see(self, layer: int, experts: IntArray) -> None:
-        """The running token chose `experts` [k] in `layer`."""
-        filled = 0 if layer % self._stride else self.memory.filled
-        _see(self.match, self.memory.chosen[layer], self.words[layer], experts, filled, self._step)
-
-    def glance(self, experts: IntArray) -> None:
-        """A whole token chose `experts` [L, k]; in place of `begin`, `see` and `align`. The best aligned slots move on
-        with it, and what the next token's alignment knows of the past is nothing."""
-        _move_on(self.words, experts, self.slots, self.n, self.memory.after)
-        self.match[:] = 0
-
-    def align(self, layers_done: int, neighbours: int) -> None:
-        """Chooses the best aligned slots, of those whose token before is known too."""
-        known = SHARE_OF_PAST + (1 - SHARE_OF_PAST) * layers_done / self.memory.layers  # of a perfect match
-        self.n, best, self.spread = _select(
-            self.match,
-            self.memory.before,
-            self.memory.filled,
-            neighbours,
-            np.float32(TEMPERATURE * known),
-            self.slots,
-            self.weights,
-        )
-        self.best = best / known
-
-    def recall(self, never: FloatArray, first: int, last: int, layers_done: int) -> None:
-        """Multiplies `never` [L * E] of layers `first` to `last` by 1 - E[decay^tokens to the next need]."""
-        memory = self.memory
-        split = min(max(first, layers_done), last)
-        for start, end, ahead in ((first, split, False), (split, last, True)):
-            if start < end:
-                keys = start * memory.experts, end * memory.experts
-                _add(never, memory.soon, memory.before, self.slots, self.weights, self.n, *keys, ahead)
-
-    def end(self) -> None:
-        """The token is whole: it becomes a part of the memory."""
-        self.last = self.memory.append(self.words, self.last)
-        self.match, self.matched = self.matched, self.match
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.written = 0
+        self.chosen[:], self.soon[:], self.before[:], self.after[:] = 0, 0, NONE, NONE
 
 
 def _count_bits(context, value):  # type: ignore[no-untyped-def]
@@ -138,67 +98,99 @@ def _count_bits(context, value):  # type: ignore[no-untyped-def]
 _popcount: Any = intrinsic(_count_bits)
 
 
-@njit(fastmath=True, nogil=True)
-def _shift(match: FloatArray, matched: FloatArray, before: IntArray, n: int, share: np.float32) -> None:
-    """The match with each slot, known from the token before alone."""
+@jit
+def append(memory: int, words: Words, before: int) -> int:
+    """`RoutingMemory.append` for a MEMORY record."""
+    m = record(memory, MEMORY)
+    chosen = carray(u64_at(m.chosen), (m.layers, m.words, m.slots))
+    soon = carray(u8_at(m.soon), (m.slots, m.layers * m.experts))
+    befores, afters = carray(i64_at(m.before), (m.slots,)), carray(i64_at(m.after), (m.slots,))
+    slot = m.written % m.slots
+    if afters[slot] != NONE:
+        befores[afters[slot]] = NONE
+    if befores[slot] != NONE:
+        afters[befores[slot]] = NONE
+    if before == slot:  # a ring of one sequence that has come round
+        before = NONE
+    for layer in range(m.layers):
+        for word in range(m.words):
+            chosen[layer, word, slot] = words[layer, word]
+    soon[slot] = 0
+    befores[slot], afters[slot] = before, NONE
+    if before != NONE:
+        afters[before] = slot
+    _tell_back(soon, chosen, words, before, befores, carray(u8_at(m.worth), (HORIZON,)), m.experts)
+    m.written += 1
+    return slot  # type: ignore[no-any-return]
+
+
+@code(INT, INT, INT)
+def APPEND(memory: int, words: int, before: int) -> None:
+    """`append` for words at an address."""
+    m = record(memory, MEMORY)
+    append(memory, carray(u64_at(words), (m.layers, m.words)), before)
+
+
+@jit
+def shift(match: FloatArray, matched: FloatArray, before: IntArray, n: int) -> None:
+    """A token begins: the match with each slot, known from the token before alone."""
     for slot in range(n):
-        match[slot] = share * matched[before[slot]] if before[slot] >= 0 else np.float32(0)
+        match[slot] = np.float32(SHARE_OF_PAST) * matched[before[slot]] if before[slot] >= 0 else np.float32(0)
 
 
-@njit(fastmath=True, nogil=True)
-def _see(match: FloatArray, chosen: Words, words: Words, experts: IntArray, n: int, step: np.float32) -> None:
-    """Packs `experts` [k] into `words` [W], and adds `step` for each that a slot has in common; `chosen` [W, slots]."""
-    _pack(words, experts)
+@jit
+def see(match: FloatArray, chosen: Words, words: Words, n: int, step: np.float32) -> None:
+    """Adds `step` for each expert that a slot has in common with `words` [W]; `chosen` [W, slots]."""
     for word in range(words.shape[0]):
         row, wanted = chosen[word], words[word]
         for slot in range(n):
             match[slot] += step * np.float32(np.int64(_popcount(row[slot] & wanted)))
 
 
-@njit(nogil=True)
-def _pack(words: Words, experts: IntArray) -> None:
+@jit
+def pack(words: Words, experts: npt.NDArray[np.int16]) -> None:
+    """Sets the bits of `experts` [k] in `words` [W]."""
     words[:] = 0
     for expert in experts:
         words[expert >> 6] |= np.uint64(1) << np.uint64(expert & 63)
 
 
-@njit(nogil=True)
-def _move_on(words: Words, experts: IntArray, slots: IntArray, n: int, after: IntArray) -> None:
-    """Packs a whole token's experts [L, k] into `words` [L, W]; replaces slots by those of the tokens after them."""
-    for layer in range(words.shape[0]):
-        _pack(words[layer], experts[layer])
+@jit
+def move_on(slots: IntArray, n: int, after: IntArray) -> None:
+    """Replaces the best aligned slots by those of the tokens after them."""
     for i in range(n):
         if after[slots[i]] >= 0:
             slots[i] = after[slots[i]]
 
 
-@njit(fastmath=True, nogil=True)
-def _select(
+@jit
+def select(
+    memory: int,
     match: FloatArray,
-    before: IntArray,
-    n: int,
     wanted: int,
     temperature: np.float32,
     slots: IntArray,
     weights: FloatArray,
-) -> tuple[int, float, float]:
-    """About the `wanted` best matches, with softmax weights: how many, the best match, and how many count."""
-    best = np.float32(-1)
+    counts: IntArray,
+) -> tuple[int, np.float32, np.float32]:
+    """About the `wanted` best matches whose token before is known too, with softmax weights: how many, the best match,
+    and how many count. `counts` is scratch, of as many as there are bins."""
+    m = record(memory, MEMORY)
+    before, n, best = i64_at(m.before), min(m.written, m.slots), np.float32(-1)
     for slot in range(n):
         if before[slot] >= 0 and match[slot] > best:
             best = match[slot]
     if best < 0:
-        return 0, 0.0, 1.0
-    bins = 64  # of equal width, down to where a match counts e^-6 of the best
-    counts = np.zeros(bins, np.int64)
-    per_bin = np.float32(bins) / (np.float32(6) * temperature)
+        return 0, np.float32(0), np.float32(1)
+    counts[:] = 0
+    per_bin = np.float32(BINS) / (np.float32(6) * temperature)
     for slot in range(n):
         if before[slot] >= 0:
             bin_ = int((best - match[slot]) * per_bin)
-            if bin_ < bins:
+            if bin_ < BINS:
                 counts[bin_] += 1
     cut, found = 0, 0
-    while cut < bins and found < wanted:
+    while cut < BINS and found < wanted:
         found += counts[cut]
         cut += 1
     taken, total = 0, np.float32(0)
@@ -212,35 +204,39 @@ def _select(
     for i in range(taken):
         weights[i] /= total
         squares += weights[i] * weights[i]
-    return taken, float(best), 1.0 / float(squares)
+    return taken, best, np.float32(1) / squares
 
 
-@njit(fastmath=True, nogil=True)
-def _add(
+@jit
+def recall(
     never: FloatArray,
-    soon: npt.NDArray[np.uint8],
-    before: IntArray,
+    memory: int,
     slots: IntArray,
     weights: FloatArray,
-    n: int,
     first: int,
-    last: int,
     ahead: bool,
+    sums: FloatArray,
 ) -> None:
-    """`recall` for keys `first` to `last`; `ahead`: their layers are still to come in the aligned tokens."""
-    sums = np.zeros(last - first, np.float32)
-    for i in range(n):
+    """Multiplies `never` [E], of keys from `first` on, by 1 - E[decay^tokens to the next need], as aligned slots say.
+
+    `ahead`: their layer is still to come in the aligned tokens. `sums` [E] is scratch.
+    """
+    m = record(memory, MEMORY)
+    soon, before = carray(u8_at(m.soon), (m.slots, m.layers * m.experts)), i64_at(m.before)
+    experts = never.shape[0]
+    sums[:] = 0
+    for i in range(len(slots)):
         weight = weights[i] * np.float32(1 / 255)
         if weight * np.float32(255) < np.float32(1e-3):
             continue
-        row = soon[before[slots[i]] if ahead else slots[i], first:last]
-        for x in range(last - first):
+        row = soon[max(before[slots[i]], 0) if ahead else slots[i], first : first + experts]
+        for x in range(experts):
             sums[x] += weight * np.float32(row[x])
-    for x in range(last - first):
-        never[first + x] *= np.float32(1) - sums[x]
+    for x in range(experts):
+        never[x] *= np.float32(1) - sums[x]
 
 
-@njit(nogil=True)
+@jit
 def _tell_back(
     soon: npt.NDArray[np.uint8],
     chosen: Words,

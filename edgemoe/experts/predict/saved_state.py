@@ -8,20 +8,17 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
+from edgemoe.durable import replace_file
 from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 
 Arrays = Mapping[str, Any]
 
 
-def write(path: Path, arrays: dict[str, Any]) -> None:
-    """Whole or not at all, and for the owner only."""
-    part = path.with_name(path.name + ".part")
-    part.touch(mode=0o600)
-    save_file(arrays, part)
-    part.chmod(0o600)
-    part.replace(path)
+def write(path: Path, arrays: Arrays) -> None:
+    """Whole or not at all, and for the owner only. Raises OSError."""
+    replace_file(path, save(dict(arrays)))
 
 
 def read(path: Path) -> Arrays | None:
@@ -53,14 +50,14 @@ def fits(saved: Arrays, shape: Sequence[int], learned: Arrays, words: int, slots
     )
 
 
-def rebuilt(saved: Arrays, memory: RoutingMemory) -> RoutingMemory:
-    """The memory, token by token from the oldest on."""
+def refill(saved: Arrays, memory: RoutingMemory) -> None:
+    """Fills the memory, token by token from the oldest on."""
     chosen, before = saved["chosen"].view(np.uint64), saved["before"]
     start = int(saved["written"][0]) % len(before) if len(before) == memory.slots else 0
+    memory.clear()
     moved = {NONE: NONE}
     for old in [*range(start, len(before)), *range(start)]:
         moved[old] = memory.append(np.ascontiguousarray(chosen[:, :, old]), moved.get(int(before[old]), NONE))
-    return memory
 
 
 def _beyond(chosen: Any, experts: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numba
 import numba.core.cgutils
 import numba.extending
+import numba.np.numpy_support
 import numpy as np
 from llvmlite import ir
 
@@ -24,6 +25,7 @@ F32 = ir.FloatType()
 Decorator = Callable[[Any], Any]
 types: Any = numba.types
 cgutils: Any = numba.core.cgutils
+carray: Any = numba.np.numpy_support.carray  # an array at a pointer
 intrinsic: Decorator = numba.extending.intrinsic
 _INNER: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 jit: Decorator = numba.njit(fastmath={"contract"}, **_INNER)  # for functions that only kernels call
@@ -89,8 +91,10 @@ def _pointer(element: Any) -> Any:
 
 f32_at = _pointer(types.float32)
 i64_at = _pointer(types.int64)
+u64_at = _pointer(types.uint64)
 u32_at = _pointer(types.uint32)
 u16_at = _pointer(types.uint16)
+i16_at = _pointer(types.int16)
 u8_at = _pointer(types.uint8)
 
 
@@ -114,6 +118,12 @@ def _libc_call(builder: Any, name: str, arguments: list[Any]) -> Any:
 def wait_for(typing: Any, semaphore: Any) -> Any:
     """Calls sem_wait for the semaphore at an address."""
     return types.int32(types.int64), lambda _, builder, __, args: _libc_call(builder, "sem_wait", [args[0]])
+
+
+@intrinsic
+def wait_until(typing: Any, semaphore: Any, deadline: Any) -> Any:
+    """Calls sem_timedwait for the semaphore at an address, up to the timespec (of time.time) at another; 0: woken."""
+    return types.int32(*[types.int64] * 2), lambda _, builder, __, args: _libc_call(builder, "sem_timedwait", [*args])
 
 
 @intrinsic

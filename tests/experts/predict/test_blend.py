@@ -5,35 +5,44 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.kept import KERNELS
 
 from edgemoe.experts.predict.fusion import HORIZONS, NEXT_LAYER, NEXT_STEP, Blend, Said
-from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
+from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray
 
 L, E, K = 4, 10, 2
-ROW = np.arange(K)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def predictor() -> NextUsePredictor:
     """In the middle of a step: two of four layers have run."""
+    link_predictor(KERNELS)
     it, random = NextUsePredictor(L, E, K), np.random.default_rng(1)
-    for _ in range(5):
-        it.begin(("a",))
-        for layer in range(L):
-            row = random.permutation(E)[:K]
-            it.see(layer, row[None], row)
-        it.end()
-    it.begin(("a",))
-    for layer in range(2):
-        it.see(layer, ROW[None], ROW)
+    for number in range(6):
+        choices = np.full((L, 1, K), -1, np.int16)
+        it.begin(("a",), choices, np.zeros(1, np.int64))
+        for layer in range(L if number < 5 else 2):
+            choices[layer] = random.permutation(E)[:K]
+            it.follow()
+            it.work()
+        if number < 5:
+            it.end()
+            it.work()
     return it
 
 
-def forecast(seed: int) -> ScoutGateForecast:
-    return ScoutGateForecast(1, np.random.default_rng(seed).random((2, L, E)).astype(np.float32))
+def forecast(seed: int) -> FloatArray:
+    return np.random.default_rng(seed).random((2, L, E)).astype(np.float32)
+
+
+def tell(predictor: NextUsePredictor, blend: Blend, probs: FloatArray, trust: float = 1.0) -> FloatArray:
+    """The ranks with a forecast."""
+    predictor.weigh(blend.shares, blend.etas)
+    predictor.hear(probs, trust)
+    predictor.work()
+    return predictor.ranks
 
 
 def expected(
@@ -50,50 +59,49 @@ def expected(
 def learn(blend: Blend, horizon: int, right: bool, rounds: int = 80) -> None:
     """Forecasts of one horizon that are right, or wrong, about experts of which the predictor knows nothing."""
     random = np.random.default_rng(2)
-    for _ in range(rounds):
-        needed = random.random((L, E)) < 0.3
+    for number in range(rounds + (horizon == NEXT_STEP)):
+        needed = random.random(L * E) < 0.3
         keys: npt.NDArray[np.int64] = random.permutation(L * E)[:20]
-        chance = np.where(needed.ravel()[keys] == right, 0.9, 0.1).astype(np.float32)
+        if horizon == NEXT_STEP and number:
+            needed[:] = False
+            needed[said.keys[(said.chance > 0.5) == right]] = True  # noqa: F821
+        chance = np.where(needed[keys] == right, 0.9, 0.1).astype(np.float32)
+        said = Said(horizon, keys, np.zeros(20, np.float32), chance)
         if horizon == NEXT_STEP:
-            blend._before.append(Said(horizon, keys, np.zeros(20, np.float32), chance))
-        else:
-            blend.hear(Said(horizon, keys, np.zeros(20, np.float32), chance))
+            said = said._replace(chance=np.where(random.random(20) < 0.3, 0.9, 0.1).astype(np.float32))
+        blend.hear(said)
         blend.learn(needed)
 
 
 def test_without_a_forecast_or_a_record_ranks_are_the_predictors(predictor: NextUsePredictor) -> None:
-    blend, ranks = Blend(predictor), np.empty((L, E), np.float32)
-    for told in (None, forecast(3)):
-        blend.ranks(ranks, told, 1.0, 0, L)
-        np.testing.assert_array_equal(ranks, predictor.scores)
+    np.testing.assert_array_equal(predictor.ranks, predictor.scores)
+    np.testing.assert_array_equal(tell(predictor, Blend(), forecast(3)), predictor.scores)
 
 
 def test_this_step_and_the_next_are_blended_by_what_each_has_earned(predictor: NextUsePredictor) -> None:
-    blend, ranks, told = Blend(predictor), np.empty((L, E), np.float32), forecast(4)
-    now = blend._horizon
+    blend, probs, now = Blend(), forecast(4), 2  # half of the layers have run
     learn(blend, now, right=True)
     learn(blend, NEXT_STEP, right=True, rounds=40)
     assert min(blend.mix.eta(now), blend.mix.eta(NEXT_STEP)) > 0.5
-    blend.ranks(ranks, told, 0.8, 0, L)
+    ranks = tell(predictor, blend, probs, 0.8)
     odds = predictor.scores - predictor.phase[:, None]
     for layer, horizon in enumerate((NEXT_STEP, NEXT_STEP, now, now)):
-        row = told.probs[1 if layer < 2 else 0, layer]
+        row = probs[1 if layer < 2 else 0, layer]
         eta = blend.mix.eta(horizon, 0.8)
         _, want = expected(odds[layer], row, blend.calibrations[horizon], eta)
         np.testing.assert_allclose(ranks[layer], want + predictor.phase[layer], atol=2e-3)
 
 
 def test_a_forecaster_that_is_wrong_is_not_listened_to(predictor: NextUsePredictor) -> None:
-    blend, ranks = Blend(predictor), np.empty((L, E), np.float32)
+    blend = Blend()
     for horizon in range(HORIZONS):
         learn(blend, horizon, right=False)
         assert blend.mix.eta(horizon) == 0
-    blend.ranks(ranks, forecast(5), 1.0, 0, L)
-    np.testing.assert_allclose(ranks, predictor.scores, atol=2e-3)
+    np.testing.assert_allclose(tell(predictor, blend, forecast(5)), predictor.scores, atol=2e-3)
 
 
-def test_a_gates_chance_is_fused_in_the_same_way(predictor: NextUsePredictor) -> None:
-    blend, random = Blend(predictor), np.random.default_rng(6)
+def test_a_gates_chance_is_fused_in_the_same_way() -> None:
+    blend, random = Blend(), np.random.default_rng(6)
     learn(blend, NEXT_LAYER, right=True)
     odds, chance = random.normal(-1, 2, 8).astype(np.float32), random.random(8).astype(np.float32)
     p, utility = blend.foresee(odds, chance)
@@ -102,9 +110,29 @@ def test_a_gates_chance_is_fused_in_the_same_way(predictor: NextUsePredictor) ->
     np.testing.assert_allclose(utility, want, atol=5e-3)
 
 
-def test_an_export_that_knows_this_step_alone_is_left_out(predictor: NextUsePredictor) -> None:
-    blend, ranks = Blend(predictor), np.empty((L, E), np.float32)
-    one = ScoutGateForecast(1, forecast(7).probs[:1])
-    blend.listen(one)
-    blend.ranks(ranks, one, 1.0, 0, L)
-    np.testing.assert_array_equal(ranks, predictor.scores)
+def test_what_is_forecast_is_told_with_what_the_predictor_said(predictor: NextUsePredictor) -> None:
+    probs = forecast(8)
+    tell(predictor, Blend(), probs)
+    said = predictor.said()
+    assert {each.horizon for each in said} == {2, NEXT_STEP}
+    odds = (predictor.scores - predictor.phase[:, None]).ravel()
+    for each in said:
+        np.testing.assert_array_equal(each.chance, probs[int(each.horizon == NEXT_STEP)].ravel()[each.keys])
+        np.testing.assert_allclose(each.odds, odds[each.keys], atol=1e-5)
+        assert ((each.keys // E < 2) == (each.horizon == NEXT_STEP)).all()
+    assert predictor.said() == []
+
+
+def test_what_fusion_has_learned_is_taken_over_and_damage_is_not() -> None:
+    blend, other = Blend(), Blend()
+    for horizon in (2, NEXT_LAYER):
+        learn(blend, horizon, right=True)
+    kept = {name: array.copy() for name, array in blend.learned().items()}
+    other.restore(kept | {"mix_loss": np.full_like(kept["mix_loss"], np.nan)})
+    assert not other.etas.any()
+    other.restore(kept)
+    np.testing.assert_array_equal(other.etas, blend.etas)
+    np.testing.assert_allclose(other.shares, blend.shares, atol=1e-3)
+    learn(blend, 2, right=False, rounds=5)
+    learn(other, 2, right=False, rounds=5)
+    np.testing.assert_allclose(other.shares, blend.shares, atol=1e-3)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from edgemoe.errors import ConfigError
@@ -106,8 +107,8 @@ class ScoutGateForecaster:
 
     # --- the compute thread's side ---
 
-    def look(self, meta: StepMeta) -> None:
-        """A step begins."""
+    def look(self, meta: StepMeta, ids: npt.NDArray[np.int16] | None = None) -> None:
+        """A step begins; what its gates choose is told at its end."""
         self._step += 1
         self._post(meta)
 

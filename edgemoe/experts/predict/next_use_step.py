@@ -1,0 +1,262 @@
+"""Follows the layers of a step, compiled: `FOLLOW`, called where an expert is evicted, brings ranks up to date.
+
+The layers of the running step are visited in their order, here or by `next_use_work`, whichever comes first; a lock
+for each layer keeps the two apart, and nobody waits long for it.
+
+Steps are counted from 0. At most two are under way: the one that runs, and the one before it, which is being finished.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.experts.predict.fusion import BINS as SHARES
+from edgemoe.experts.predict.fusion import HORIZONS, NEXT_STEP, fuse
+from edgemoe.experts.predict.online_mlp import (
+    DECAY,
+    FEATURES,
+    FLAT,
+    LEARNER,
+    RATES,
+    describe,
+    score,
+)
+from edgemoe.experts.predict.online_mlp import HORIZON as STEPS_KEPT
+from edgemoe.experts.predict.routing_memory import LOOKS, recall
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    atomic_add,
+    atomic_load,
+    atomic_replace,
+    atomic_store,
+    carray,
+    code,
+    f32_at,
+    fields,
+    give_way,
+    i16_at,
+    i64_at,
+    jit,
+    pause,
+    place_of,
+    record,
+    u8_at,
+    wake,
+)
+
+TRACKS = 16  # sequences that are aligned with the memory at once
+NEIGHBOURS = 32  # tokens of the past that are asked, in all
+WIDEST = 4 * NEIGHBOURS  # tokens of the past that are kept for one sequence
+TRIES = 4000  # for a layer's lock: some tens of microseconds
+LOG_DECAY = np.float32(np.log(DECAY))
+
+# One step: `ids` [L, tokens, k] int16, where -1 stands until the layer has run; `rows` [sequences] the tokens that are
+# learned from; of the first `tracked` sequences, the track of each and whether it is new, `tracks` and `fresh`.
+STEP = fields("ids", "tokens", "k", "sequences", "rows", "tracked", "tracks", "fresh", "failed")
+# The predictor; arrays are addresses, see `NextUsePredictor`. Of the flow: `begun`, `ended`, `finished` are the latest
+# such step; `looking` how many looks the running one gets, `allowed` the next one; `looked` of them are done, `seen`
+# layers are in the match; `adopted` is the latest step whose sequences are known to the alignment.
+STATE = fields(
+    *("layers", "experts", "stride", "memory", "learner", "steps", "match_step"),
+    *("scores", "ranks", "known", "rates", "count", "visits", "last", "visited", "locks", "later", "odds", "same"),
+    *("scratch", "near", "near_weights", "near_n", "stats", "counts", "running", "latest", "half", "token", "match"),
+    *("probs", "trust", "shares", "etas", "said_keys", "said_horizon", "said_values"),
+    *("semaphore", "deadline", "waits", "result"),
+    *("begun", "ended", "finished", "followed", "current", "marks", "handled", "idle", "stop", "nudged", "heard"),
+    *("allowed", "looking", "looked", "seen", "adopted", "listened", "said"),
+)
+STEP_BYTES = STEP.itemsize
+
+
+def _offset(name: str) -> int:
+    return 8 * place_of(STATE, name)
+
+
+BEGUN, ENDED, DONE, FOLLOWED, CURRENT = (
+    _offset(name) for name in ("begun", "ended", "finished", "followed", "current")
+)
+MARKS, HANDLED, AT_REST = _offset("marks"), _offset("handled"), _offset("idle")
+STOP, NUDGED, HEARD = _offset("stop"), _offset("nudged"), _offset("heard")
+
+
+@code(INT, INT, INT)
+def MARK(state: int, place: int, value: int) -> None:
+    """Stores a value at a place in the STATE record, and wakes the thread beside the engine."""
+    atomic_store(state + place, value)
+    _wake(state)
+
+
+@jit
+def _wake(state: int) -> None:
+    atomic_add(state + MARKS, 1)
+    wake(record(state, STATE).semaphore)
+
+
+@jit
+def step_of(state: int, number: int) -> int:
+    """The STEP record of a step."""
+    return record(state, STATE).steps + number % 2 * STEP_BYTES  # type: ignore[no-any-return]
+
+
+@jit
+def _has_run(step: int, layer: int) -> bool:
+    """Whether all choices of the layer are there."""
+    p = record(step, STEP)
+    ids, rows = i16_at(p.ids), i64_at(p.rows)
+    for row in range(p.sequences):
+        for choice in range(p.k):
+            if ids[(layer * p.tokens + rows[row]) * p.k + choice] < 0:
+                return False
+    return True
+
+
+@jit
+def _visit(state: int, number: int, layer: int) -> None:
+    """Tells EWMAs, counts and ages of a layer [E] what it needed in a step, and makes features of them."""
+    s, p = record(state, STATE), record(step_of(state, number), STEP)
+    experts = s.experts
+    needed = carray(u8_at(record(s.learner, LEARNER).needed), (STEPS_KEPT + 2, s.layers, experts))
+    needs = needed[number % (STEPS_KEPT + 2), layer]
+    ids, rows = i16_at(p.ids), i64_at(p.rows)
+    for row in range(p.sequences):
+        for choice in range(p.k):
+            needs[ids[(layer * p.tokens + rows[row]) * p.k + choice]] = 1
+    rates = carray(f32_at(s.rates), (s.layers, RATES.shape[0], experts))[layer]
+    count = carray(f32_at(s.count), (s.layers, experts))[layer]
+    last = carray(i64_at(s.last), (s.layers, experts))[layer]
+    visits = f32_at(s.visits)
+    visits[layer] += np.float32(1)
+    for i in range(RATES.shape[0]):
+        for expert in range(experts):
+            rates[i, expert] *= np.float32(1) - RATES[i]
+            if needs[expert]:
+                rates[i, expert] += RATES[i]
+    for expert in range(experts):
+        if needs[expert]:
+            count[expert] += np.float32(1)
+            last[expert] = number
+    known = carray(f32_at(s.known), (s.layers, FEATURES, experts))[layer]
+    describe(known, rates, last, number, count, visits[layer])
+    i64_at(s.visited)[layer] = number
+
+
+@jit
+def _refresh(state: int, number: int, layer: int) -> None:
+    """Scores and ranks the experts of one layer anew."""
+    s = record(state, STATE)
+    experts = s.experts
+    ran = i64_at(s.visited)[layer] == number
+    buffer = atomic_load(state + CURRENT)
+    scratch = carray(f32_at(s.scratch), (s.layers, 3, experts))[layer]
+    never = scratch[0]
+    never[:] = 1
+    slots = carray(i64_at(s.near), (2, TRACKS, WIDEST))[buffer]
+    weights = carray(f32_at(s.near_weights), (2, TRACKS, WIDEST))[buffer]
+    n = carray(i64_at(s.near_n), (2, TRACKS))[buffer]
+    for i in range(TRACKS):
+        if n[i]:
+            recall(never, s.memory, slots[i, : n[i]], weights[i, : n[i]], layer * experts, not ran, scratch[1])
+    same = carray(f32_at(s.same), (s.layers, 3))[layer]
+    stats = carray(f32_at(s.stats), (2, 2))[buffer]
+    same[0], same[1], same[2] = stats[0], stats[1], np.float32(1) if ran else np.float32(0)
+    phase = f32_at(s.later)[layer] + (LOG_DECAY if ran else np.float32(0))
+    scores = carray(f32_at(s.scores), (s.layers, experts))[layer]
+    score(
+        scores,
+        carray(f32_at(s.known), (s.layers, FEATURES, experts))[layer],
+        same,
+        phase,
+        carray(f32_at(record(s.learner, LEARNER).weights), (FLAT,)),
+        carray(f32_at(s.odds), (256,)),
+        scratch,
+    )
+    ranks = carray(f32_at(s.ranks), (s.layers, experts))[layer]
+    horizon = NEXT_STEP if ran else horizon_of(state)
+    eta = f32_at(s.etas)[horizon] * f32_at(s.trust)[0]
+    if atomic_load(state + HEARD) != number or eta <= 0:
+        ranks[:] = scores
+        return
+    share = carray(f32_at(s.shares), (HORIZONS, SHARES))[horizon]
+    probs = carray(f32_at(s.probs), (2, s.layers, experts))[1 if ran else 0, layer]
+    for expert in range(experts):
+        _, odds = fuse(scores[expert] - phase, probs[expert], share, eta)
+        ranks[expert] = odds + phase
+
+
+@jit
+def horizon_of(state: int) -> int:
+    """Of this step, by how much of it has run."""
+    s = record(state, STATE)
+    return min(LOOKS - 1, LOOKS * atomic_load(state + FOLLOWED) // s.layers)  # type: ignore[no-any-return]
+
+
+@jit
+def follow(state: int, number: int, refresh: bool) -> None:
+    """Visits and refreshes the layers of a step that have run and were not visited yet; gives up at a held lock."""
+    s, step = record(state, STATE), step_of(state, number)
+    layer = atomic_load(state + FOLLOWED)
+    while layer < s.layers and _has_run(step, layer):
+        lock, tries = s.locks + 8 * layer, 0
+        while not atomic_replace(lock, 0, 1):
+            tries += 1
+            if tries > TRIES:
+                return
+            pause()
+        if i64_at(s.visited)[layer] != number:
+            _visit(state, number, layer)
+            if refresh:
+                _refresh(state, number, layer)
+        atomic_store(lock, 0)
+        atomic_replace(state + FOLLOWED, layer, layer + 1)
+        layer = atomic_load(state + FOLLOWED)
+
+
+@code(INT)
+def FOLLOW(state: int) -> None:
+    """Brings the ranks of the layers that have run up to date, unless the step before is not finished yet."""
+    number = atomic_load(state + BEGUN)
+    if atomic_load(state + DONE) != number - 1:
+        return
+    follow(state, number, True)
+    if due(state):
+        _wake(state)
+
+
+@jit
+def due(state: int) -> bool:
+    """Whether the running step has reached the layer of its next look, or a forecast has come."""
+    s = record(state, STATE)
+    if s.looking == 0:
+        return False
+    number = s.finished + 1
+    if atomic_load(state + HEARD) == number and s.listened != number:
+        return True
+    at = (s.layers * s.looked + s.looking - 1) // s.looking
+    return s.looked < s.looking and atomic_load(state + FOLLOWED) >= at  # type: ignore[no-any-return]
+
+
+@jit
+def refresh_all(state: int, number: int) -> None:
+    s = record(state, STATE)
+    for layer in range(s.layers):
+        lock = s.locks + 8 * layer
+        while not atomic_replace(lock, 0, 1):
+            give_way()
+        _refresh(state, number, layer)
+        atomic_store(lock, 0)
+
+
+@code(INT)
+def START(state: int) -> None:
+    """Describes and scores all experts, before the first step and after what was learned has been restored."""
+    s = record(state, STATE)
+    for layer in range(s.layers):
+        describe(
+            carray(f32_at(s.known), (s.layers, FEATURES, s.experts))[layer],
+            carray(f32_at(s.rates), (s.layers, RATES.shape[0], s.experts))[layer],
+            carray(i64_at(s.last), (s.layers, s.experts))[layer],
+            s.finished,
+            carray(f32_at(s.count), (s.layers, s.experts))[layer],
+            f32_at(s.visits)[layer],
+        )
+    refresh_all(state, s.finished + 1)

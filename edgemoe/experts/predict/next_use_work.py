@@ -1,0 +1,278 @@
+"""What the predictor does beside the engine, compiled: `WORK` looks at the running step, and finishes it.
+
+It aligns the sequences with the memory, remembers and learns. It sleeps on a semaphore between the marks that the
+engine leaves, and returns when a step is finished and the next one has been looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from edgemoe.experts.predict.fusion import NEXT_STEP, SAMPLE
+from edgemoe.experts.predict.next_use_step import (
+    AT_REST,
+    BEGUN,
+    CURRENT,
+    DONE,
+    ENDED,
+    FOLLOWED,
+    HANDLED,
+    HEARD,
+    LOG_DECAY,
+    MARKS,
+    NEIGHBOURS,
+    NUDGED,
+    STATE,
+    STEP,
+    STOP,
+    TRACKS,
+    WIDEST,
+    due,
+    follow,
+    horizon_of,
+    refresh_all,
+    step_of,
+)
+from edgemoe.experts.predict.online_mlp import FEATURES, LEARNER, draw, learn, note
+from edgemoe.experts.predict.online_mlp import HORIZON as STEPS_KEPT
+from edgemoe.experts.predict.routing_memory import (
+    BINS,
+    LOOKS,
+    MEMORY,
+    NONE,
+    SHARE_OF_PAST,
+    TEMPERATURE,
+    append,
+    move_on,
+    pack,
+    see,
+    select,
+    shift,
+)
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    atomic_load,
+    atomic_store,
+    carray,
+    code,
+    f32_at,
+    i16_at,
+    i64_at,
+    jit,
+    record,
+    u8_at,
+    u64_at,
+    wait_until,
+)
+
+FEWEST = 8  # tokens of the past that are asked for one sequence
+UPDATES = 1  # minibatches per step
+SAID = LOOKS + 1  # looks of one step whose forecasts are learned from
+IDLE, FINISHED = 0, 1  # results
+
+
+@code(INT)
+def WORK(state: int) -> None:
+    """Does what the marks ask for, until a step is finished, or there is nothing to do up to the deadline."""
+    s = record(state, STATE)
+    s.result = IDLE
+    while True:
+        marks = atomic_load(state + MARKS)
+        number = s.finished + 1
+        if atomic_load(state + ENDED) >= number:
+            _finish(state, number)
+            s.result = FINISHED
+            return
+        if atomic_load(state + BEGUN) >= number and due(state):
+            _adopt(state, number)
+            follow(state, number, True)
+            _look(state, number)
+            continue
+        stopped = atomic_load(state + STOP) or atomic_load(state + NUDGED)
+        if stopped or s.waits == 0:
+            return
+        atomic_store(state + HANDLED, marks)
+        atomic_store(state + AT_REST, 1)
+        late = wait_until(s.semaphore, s.deadline)
+        atomic_store(state + AT_REST, 0)
+        if late:
+            return
+
+
+@jit
+def _match(state: int, track: int, running: bool) -> Any:
+    """The match of a track's running token, or of its latest whole one, with each slot."""
+    s = record(state, STATE)
+    half = i64_at(s.half)[track] if running else 1 - i64_at(s.half)[track]
+    return carray(f32_at(s.match), (TRACKS, 2, record(s.memory, MEMORY).slots))[track, half]
+
+
+@jit
+def _begin(state: int, track: int) -> None:
+    """A token of the track begins."""
+    m = record(record(state, STATE).memory, MEMORY)
+    before, filled = carray(i64_at(m.before), (m.slots,)), min(m.written, m.slots)
+    shift(_match(state, track, True), _match(state, track, False), before, filled)
+
+
+@jit
+def _adopt(state: int, number: int) -> None:
+    """Aligns the sequences that the step has, where they are others than was presumed."""
+    s, p = record(state, STATE), record(step_of(state, number), STEP)
+    if s.adopted >= number:
+        return
+    s.adopted = number
+    running, tracks, fresh = i64_at(s.running), i64_at(p.tracks), i64_at(p.fresh)
+    same = running[TRACKS] == p.tracked
+    running[TRACKS] = p.tracked
+    for i in range(p.tracked):
+        same = same and running[i] == tracks[i] and not fresh[i]
+        running[i] = tracks[i]
+        if fresh[i]:
+            i64_at(s.latest)[tracks[i]] = NONE
+            _match(state, tracks[i], False)[:] = 0
+    if not same:
+        for i in range(p.tracked):
+            _begin(state, tracks[i])
+
+
+@jit
+def _see(state: int, number: int, last: int) -> None:
+    """Adds the choices of the layers up to `last` to the running tokens, and to their matches."""
+    s, p = record(state, STATE), record(step_of(state, number), STEP)
+    m = record(s.memory, MEMORY)
+    chosen = carray(u64_at(m.chosen), (m.layers, m.words, m.slots))
+    words = carray(u64_at(s.token), (TRACKS, m.layers, m.words))
+    ids = carray(i16_at(p.ids), (s.layers, p.tokens, p.k))
+    filled = min(m.written, m.slots)
+    for layer in range(s.seen, last):
+        for i in range(p.tracked):
+            track = i64_at(p.tracks)[i]
+            pack(words[track, layer], ids[layer, i64_at(p.rows)[i]])
+            if layer % s.stride == 0:
+                share = f32_at(s.match_step)[0]
+                see(_match(state, track, True), chosen[layer], words[track, layer], filled, share)
+    s.seen = last
+
+
+@jit
+def _look(state: int, number: int) -> None:
+    """Aligns every sequence anew, and scores all experts."""
+    s = record(state, STATE)
+    if atomic_load(state + BEGUN) >= number:
+        _see(state, number, atomic_load(state + FOLLOWED))
+    known = np.float32(SHARE_OF_PAST + (1 - SHARE_OF_PAST) * s.seen / s.layers)  # of a perfect match
+    buffer = 1 - s.current
+    slots = carray(i64_at(s.near), (2, TRACKS, WIDEST))[buffer]
+    weights = carray(f32_at(s.near_weights), (2, TRACKS, WIDEST))[buffer]
+    n = carray(i64_at(s.near_n), (2, TRACKS))[buffer]
+    stats = carray(f32_at(s.stats), (2, 2))[buffer]
+    counts = carray(i64_at(s.counts), (BINS,))
+    running = i64_at(s.running)
+    sequences = max(1, running[TRACKS])
+    wanted = max(FEWEST, NEIGHBOURS // sequences)
+    temperature = np.float32(TEMPERATURE) * known
+    n[:], best, spread = 0, np.float32(0), np.float32(0)
+    for i in range(running[TRACKS]):
+        match = _match(state, running[i], True)
+        n[i], top, count = select(s.memory, match, wanted, temperature, slots[i], weights[i], counts)
+        best += top / known
+        spread += count
+    stats[0] = np.float32(3) * (best / np.float32(sequences) - np.float32(0.5))
+    count = max(np.float32(1), spread / np.float32(sequences))
+    stats[1] = np.float32(0.4) * np.float32(math.log(count)) - np.float32(0.6)
+    atomic_store(state + CURRENT, buffer)
+    refresh_all(state, number)
+    if draw(s.learner, 2) == 0:
+        known_now = carray(f32_at(s.known), (s.layers, FEATURES, s.experts))
+        note(s.learner, known_now, number, carray(i64_at(s.visited), (s.layers,)))
+    if s.seen * s.looking >= s.layers * s.looked:  # else a forecast was the reason
+        s.looked += 1
+    if atomic_load(state + HEARD) == number and atomic_load(state + BEGUN) >= number:
+        _listen(state, number)
+
+
+@jit
+def _listen(state: int, number: int) -> None:
+    """Notes what is forecast now of some experts."""
+    s = record(state, STATE)
+    s.listened = number
+    if s.said == SAID:
+        return
+    keys, horizons = carray(i64_at(s.said_keys), (SAID, SAMPLE))[s.said], i64_at(s.said_horizon)
+    values = carray(f32_at(s.said_values), (SAID, 2, SAMPLE))[s.said]
+    probs, scores = carray(f32_at(s.probs), (2, s.layers * s.experts)), f32_at(s.scores)
+    for i in range(SAMPLE):
+        key = draw(s.learner, s.layers * s.experts)
+        layer = key // s.experts
+        ran = i64_at(s.visited)[layer] == number
+        phase = f32_at(s.later)[layer] + (LOG_DECAY if ran else np.float32(0))
+        keys[i], values[0, i], values[1, i] = key, scores[key] - phase, probs[1 if ran else 0, key]
+        horizons[s.said * SAMPLE + i] = NEXT_STEP if ran else horizon_of(state)
+    s.said += 1
+
+
+@jit
+def _finish(state: int, number: int) -> None:
+    """A step is over: remembers it, looks at the next one, which may have begun, and learns."""
+    s, p = record(state, STATE), record(step_of(state, number), STEP)
+    for _ in range(s.layers):
+        follow(state, number, s.allowed == 0)
+    _adopt(state, number)
+    if not p.failed and atomic_load(state + FOLLOWED) == s.layers:
+        _see(state, number, s.layers)
+        _remember(state)
+    needed = carray(u8_at(record(s.learner, LEARNER).needed), (STEPS_KEPT + 2, s.layers * s.experts))
+    needed[(number + 1) % (STEPS_KEPT + 2)] = 0
+    scores, ranks = f32_at(s.scores), f32_at(s.ranks)
+    for key in range(s.layers * s.experts):  # all layers are to come again
+        scores[key] -= LOG_DECAY
+        ranks[key] -= LOG_DECAY
+    s.looked, s.seen, s.looking = 0, 0, s.allowed
+    atomic_store(state + FOLLOWED, 0)
+    atomic_store(state + DONE, number)
+    if atomic_load(state + BEGUN) > number:
+        _adopt(state, number + 1)
+    for i in range(i64_at(s.running)[TRACKS]):
+        _begin(state, i64_at(s.running)[i])
+    if s.looking:
+        _look(state, number + 1)
+    else:
+        _move_on(state)
+    learn(s.learner, number, UPDATES)
+
+
+@jit
+def _move_on(state: int) -> None:
+    """Without a look: the tokens that the sequences were aligned with move on by one."""
+    s = record(state, STATE)
+    m = record(s.memory, MEMORY)
+    slots, n = carray(i64_at(s.near), (2, TRACKS, WIDEST))[s.current], carray(i64_at(s.near_n), (2, TRACKS))[s.current]
+    for i in range(TRACKS):
+        move_on(slots[i], n[i], carray(i64_at(m.after), (m.slots,)))
+    if draw(s.learner, 2) == 0:
+        note(
+            s.learner,
+            carray(f32_at(s.known), (s.layers, FEATURES, s.experts)),
+            s.finished,
+            carray(i64_at(s.visited), (s.layers,)),
+        )
+
+
+@jit
+def _remember(state: int) -> None:
+    """The running tokens are whole: they become a part of the memory."""
+    s = record(state, STATE)
+    m = record(s.memory, MEMORY)
+    words, latest = carray(u64_at(s.token), (TRACKS, m.layers, m.words)), i64_at(s.latest)
+    for i in range(i64_at(s.running)[TRACKS]):
+        track = i64_at(s.running)[i]
+        latest[track] = slot = append(s.memory, words[track], latest[track])
+        i64_at(s.half)[track] = 1 - i64_at(s.half)[track]
+        for other in range(TRACKS):
+            _match(state, other, False)[slot] = 0
+            if other != track and latest[other] == slot:
+                latest[other] = NONE
