@@ -32,12 +32,13 @@ class BulkChannel:
         self.chunk_s = chunk_s
         self.answered = dict.fromkeys(chunk_s, 0)
         self.size_bytes = 0  # of an expert
+        self.checksum = ""  # of it
         self.lies: dict[str, Callable[[Fetch, Chunk, bytes], Answer[Any]]] = {}
 
     async def ask(self, node: str, fetch: Fetch, *, timeout_s: float) -> Answer[Any]:
         await asyncio.sleep(self.chunk_s[node])
         self.answered[node] += 1
-        chunk, part = Chunk(checksum(b"\7" * self.size_bytes)), b"\7" * fetch.bytes
+        chunk, part = Chunk(self.checksum), b"\7" * fetch.bytes
         if node in self.lies:
             return self.lies[node](fetch, chunk, part)
         return Answer(chunk, [memoryview(part)])
@@ -67,6 +68,7 @@ def store_of(channel: BulkChannel, chunks: float, timeout_s: float, shelf: Empty
         peer.ready, peer.s_per_byte = True, 1e-12
         peer.ram[:] = True
     channel.size_bytes = int(chunks * CHUNK_BYTES)
+    channel.checksum = checksum(b"\7" * channel.size_bytes)
     own: Any = None
     store = PeerStore(own, shelf or EmptyShelf(), checksum, channel.size_bytes)  # type: ignore[arg-type]
     store.join(channel, lambda: peers, timeout_s)  # type: ignore[arg-type]
@@ -88,11 +90,10 @@ async def test_who_has_it_in_memory_and_answers_is_asked_first() -> None:
 
 
 async def test_a_source_that_crawls_is_left_for_another_however_many_chunks_an_expert_has() -> None:
-    channel, chunks = BulkChannel(b=0.15, c=0.0), 16
+    channel, chunks = BulkChannel(b=0.2, c=0.0), 32
     into = memoryview(bytearray(chunks * CHUNK_BYTES))
     await store_of(channel, chunks, timeout_s=5.0).read(0, 0, into)
-    assert 0 < channel.answered["b"] < chunks
-    assert channel.answered["c"] == chunks
+    assert channel.answered["b"] < chunks <= channel.answered["c"]
     assert bytes(into) == b"\7" * len(into)
 
 
