@@ -110,7 +110,11 @@ class CachePolicy(Protocol):
 
 
 class LivePolicy(CachePolicy, Protocol):
-    """Ranks experts in a running engine, and scores prefetch requests in the same units."""
+    """Ranks experts in a running engine, and scores prefetch requests in the same units.
+
+    Any thread may ask for ranks, also while the compute thread runs `touch`. They are asked for only where an expert
+    has to be evicted.
+    """
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Combines a coming layer's gate forecast for experts [n] with everything else that the policy knows.
