@@ -38,6 +38,7 @@ class DeviceBudget:
     kind: str  # cpu | emulated | cuda:N
     expert_bytes: int
     link_bytes_per_s: float = 0.0
+    link_expert_bytes: float = 0.0  # that an emulated link moves for each expert; 0: as many as it copies
 
 
 @dataclass(frozen=True, slots=True)

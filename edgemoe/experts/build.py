@@ -151,7 +151,7 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
     slots = slots_in(device.expert_bytes, geometry, f"experts on {device.kind}")
     if device.kind == "emulated":
         slab = HostSlab(slots, geometry.stride_bytes)
-        link = EmulatedLink(ram, slab, device.link_bytes_per_s)
+        link = EmulatedLink(ram, slab, device.link_bytes_per_s, device.link_expert_bytes)
         return Device(slots, link, HostCompute(_matrices(slab, geometry), math))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.compute.cuda import open_cuda

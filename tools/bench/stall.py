@@ -173,7 +173,7 @@ class Runner:
         policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
         self.policy = policy
         total = geometry.all_bytes
-        device = DeviceBudget("emulated", int(total * args.share), link * geometry.stride_bytes / args.expert_bytes)
+        device = DeviceBudget("emulated", int(total * args.share), link, args.expert_bytes)
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
         self.tiers = ExpertTiers(
             geometry,

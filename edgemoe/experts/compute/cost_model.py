@@ -114,7 +114,7 @@ class CostModel:
         alone, busy = load.sum(axis=2), np.zeros(load.shape[2])
         busy[COMPUTE] = self.unit_s * (units.sum() - units[missing].sum())
         for i, link in enumerate(self._loader.links):
-            busy[FIRST_LINK + i] = 0.0 if link.idle() else self._copy_s(link) / 2  # of a prefetch under way
+            busy[FIRST_LINK + i] = 0.0 if link.idle() else link.piece_s / 2  # of a prefetch under way
         ways = Ways(load, alone, np.zeros_like(busy), busy)
         late_s, order = finish_s(ways, np.full(len(missing), TOP)), np.argsort(alone[:, CPU], kind="stable")
         in_time = int(np.searchsorted(np.cumsum(alone[order, CPU]), late_s))  # so many can the CPU do until then

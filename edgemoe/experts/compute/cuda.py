@@ -126,6 +126,13 @@ class CudaLink:
     def idle(self) -> bool:
         return not self._flying
 
+    @property
+    def piece_s(self) -> float:
+        return self.stats.seconds  # a copy is issued whole
+
+    def withdraw(self, load: Transfer) -> None:
+        """Does nothing: what is issued cannot be taken back."""
+
     def rouse(self) -> None:
         self._ends.put(ROUSE)
 

@@ -222,6 +222,18 @@ def FAIL(state: int, pool: int, slot: int) -> int:
     return 2 * (copy + 1) + demanded  # type: ignore[no-any-return]
 
 
+@code(INT, INT, INT, result=INT)
+def WITHDRAW(state: int, pool: int, slot: int) -> int:
+    """Drops a prefetch to a device unless somebody demands it. Returns whether it did."""
+    s = record(state, STATE)
+    if i64_at(record(i64_at(s.pools)[pool], POOL).demanded)[slot]:
+        return 0
+    _abandon(i64_at(s.pools)[pool], slot)
+    s.changes += 1
+    s.version += 1
+    return 1
+
+
 @jit
 def _waiting_copy(state: int, pool: int, key: int) -> int:
     """Returns the device's slot of the copy that waits for a read into RAM; NONE where none does."""
@@ -269,4 +281,4 @@ def FORGET_FORMER(state: int) -> int:
     return 0
 
 
-CODES = (BEGIN, PIN_ALL, PIN, HOLD, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, KEEP, FORGET_FORMER)
+CODES = (BEGIN, PIN_ALL, PIN, HOLD, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW, KEEP, FORGET_FORMER)

@@ -221,6 +221,13 @@ class Residency(TierPools):
             waiting.error = error
             self._tell(waiting, demanded=True)
 
+    def withdraw(self, load: Transfer) -> bool:
+        """Drops a prefetch to a device unless it is demanded. Returns whether it did; its source stays pinned."""
+        gone = bool(calls.WITHDRAW.call_briefly(self._address, load.pool.index, load.slot))
+        if gone:
+            self._waiters.wake()
+        return gone
+
     def pin(self, layer: int, expert: int) -> int:
         """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
         return int(calls.HOLD.call_briefly(self._address, layer * self.ram.experts + expert))

@@ -1,8 +1,13 @@
 """Estimates how long links stay idle: from when a layer has all its experts until the next layer demands its own.
 
-A transfer that cannot finish in that time delays a demand. It still pays if its expert is likely enough to be demanded.
-Of its C seconds, R are hidden, and C - R delay others if the expert is not needed. If it is needed with probability q,
-the transfer saves q C and costs C - R, so that it pays from q = 1 - R / C on.
+Whether a prefetch is begun follows from it, by the rule **never worse than without**:
+
+* Which expert goes for it is judged by utility, where the slot is granted: only one that is worth less.
+* On its way it delays the demands of a layer by one piece of P seconds at most, for they overtake it between pieces.
+* Begun R seconds before the next demand, it has saved R when its own expert is demanded then, with probability q,
+  and delays nobody: it goes on as a demand. Else it has cost P at most; what has arrived counts later, or is given up.
+
+So it pays where q R >= (1 - q) P. R is the layer's mean; what a single layer can lose beyond it is still one piece.
 """
 
 from __future__ import annotations
@@ -25,6 +30,11 @@ class IdleWindow:
         self._mean_s = [0.0] * layers
         self._open: tuple[int, float] = NOTHING, 0.0  # the layer that computes, and since when
 
+    @property
+    def layer(self) -> int:
+        """Returns the layer that has all its experts and computes; a negative number where none does."""
+        return self._open[0]
+
     def demand(self, layer: int) -> None:
         """Ends the idle time: a layer demands its experts."""
         before, since_s = self._open
@@ -45,6 +55,7 @@ class IdleWindow:
         past, mean = self._clock() - since_s, self._mean_s[layer]
         return max(0.0, mean - past) if past <= AWAY * mean else math.inf
 
-    def pays(self, chance: float, seconds: float) -> bool:
-        """Returns whether a transfer of `seconds` pays, whose expert is needed with probability `chance`."""
-        return seconds <= 0 or chance >= 1 - self.left_s() / seconds
+    def pays(self, chance: float, piece_s: float) -> bool:
+        """Returns whether a prefetch pays that is demanded with probability `chance`, and has pieces of `piece_s`."""
+        left_s = self.left_s()
+        return left_s == math.inf or chance * left_s >= (1 - chance) * piece_s

@@ -1,4 +1,4 @@
-"""Links between tiers, and the rates and costs measured on them."""
+"""Links between tiers, which move experts in pieces, and the rates and costs measured on them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Protocol
 from edgemoe.errors import MissingExpert
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.transfer.pieces import PIECE_BYTES, PieceSchedule, pieces_of
 
 Clock = Callable[[], float]
+Wait = Callable[[threading.Condition, float | None], object]  # until notified, or for so many seconds
 RECENT = 32  # transfers whose single rates are remembered
 
 
@@ -109,17 +111,23 @@ class TransferListener(Protocol):
         """Takes a copy whose bytes are in place, or ordered before all computation from them."""
 
     def released(self, load: Transfer) -> None:
-        """Takes a copy that no longer reads from its source."""
+        """Takes a copy that no longer reads from its source: it has arrived, or was withdrawn."""
 
     def failed(self, load: Transfer, error: Exception) -> None:
         """Takes a copy that failed and no longer reads from its source."""
+
+    def withdraws(self, load: Transfer) -> bool:
+        """Gives a prefetch up unless it is demanded. Returns whether it did."""
 
     def roused(self, link: TierLink) -> None:
         """Answers `rouse`, on the link's thread."""
 
 
 class TierLink(Protocol):
-    """Copies experts from RAM to one device."""
+    """Copies experts from RAM to one device, in pieces, so that a demand waits for one piece of a prefetch at most.
+
+    A prefetch that is demanded while it is queued or under way is a demand from then on.
+    """
 
     stats: LinkStats
 
@@ -129,14 +137,21 @@ class TierLink(Protocol):
     def copy(self, load: Transfer) -> None:
         """Queues one copy from `load.source` of RAM to `load.slot`; demanded ones overtake the others."""
 
+    def withdraw(self, load: Transfer) -> None:
+        """Ends a prefetch that has not arrived, if the listener gives it up. On the link's thread."""
+
     def idle(self) -> bool:
         """Returns whether no copy is queued or under way."""
 
     def rouse(self) -> None:
         """Makes the link call `roused` soon, on a thread that may take its time."""
 
+    @property
+    def piece_s(self) -> float:
+        """Returns the seconds of a piece, which is what a prefetch delays a demand by at most; 0 until measured."""
+
     def close(self) -> None:
-        """Ends the link after the copy under way; what is queued fails."""
+        """Ends the link; what has not arrived fails."""
 
 
 class EmulatedLink:
@@ -147,18 +162,23 @@ class EmulatedLink:
         source: HostSlab,
         target: HostSlab,
         bytes_per_s: float,
+        expert_bytes: float = 0.0,
         *,
         clock: Clock = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        wait: Wait = threading.Condition.wait,
     ) -> None:
+        """Emulates experts of `expert_bytes`, where that is not what is really copied."""
         self.stats = LinkStats(clock)
-        self._source, self._target, self._rate = source, target, bytes_per_s
-        self._clock, self._sleep = clock, sleep
-        self._queues: tuple[deque[tuple[Transfer, float]], ...] = (deque(), deque())  # demand, prefetch
-        self._changed = threading.Condition()
-        self._waiting = 0  # queued or under way
+        self._source, self._target = source, target
+        size_bytes = expert_bytes or target.stride_bytes
+        self._expert_s, pieces = size_bytes / bytes_per_s, pieces_of(size_bytes)
+        self._schedule = PieceSchedule[Transfer](pieces, self._expert_s / pieces)
+        self._copied: dict[Transfer, int] = {}  # bytes that lie in the target; on the thread, as what follows
+        self._errors: dict[Transfer, Exception] = {}
+        self._clock, self._wait = clock, wait
+        self._changed = threading.Condition()  # the lock of schedule and counts
+        self._unfinished = 0  # the listener has not been told their end
         self._roused = False
-        self._free_at_s = 0.0
         self.closed = False
         self._thread = threading.Thread(target=self._run, name="edgemoe-link", daemon=True)
 
@@ -169,27 +189,42 @@ class EmulatedLink:
     def copy(self, load: Transfer) -> None:
         with self._changed:
             if not self.closed:
-                self._queues[0 if load.demand else 1].append((load, self._clock()))
-                self._waiting += 1
+                self._schedule.add(load, self._clock())
+                self._unfinished += 1
                 self.stats.begin()
                 self._changed.notify()
                 return
         self._refuse(load)
 
+    def withdraw(self, load: Transfer) -> None:
+        with self._changed:
+            gone = load in self._schedule.loads and self._listener.withdraws(load)
+            if gone:
+                self._schedule.drop(load, self._clock())
+                self._unfinished -= 1
+                self.stats.abort()
+                self._copied.pop(load, None)
+        if gone:
+            self._listener.released(load)
+
     def idle(self) -> bool:
-        return not self._waiting
+        return not self._unfinished
 
     def rouse(self) -> None:
         with self._changed:
             self._roused = True
             self._changed.notify()
 
+    @property
+    def piece_s(self) -> float:
+        return self._schedule.piece_s
+
     def close(self) -> None:
         with self._changed:
             self.closed = True
             self._changed.notify()
         self._thread.join(timeout=10)
-        for load, _ in (*self._queues[0], *self._queues[1]):
+        for load in self._schedule.take_ended(math.inf):
             self._refuse(load)
 
     def _refuse(self, load: Transfer) -> None:
@@ -197,22 +232,46 @@ class EmulatedLink:
 
     def _run(self) -> None:
         while not self.closed:
-            job = self._next()
-            if job is None:
+            ended, roused = self._next()
+            for load in ended:
+                self._finish(load)
+            if roused:
                 self._listener.roused(self)
-            else:
-                self._serve(*job)
 
-    def _serve(self, load: Transfer, queued_s: float) -> None:
-        error: Exception | None = None
+    def _next(self) -> tuple[list[Transfer], bool]:
+        """Waits until transfers have ended or the link was roused; meanwhile copies what is under way."""
+        while True:
+            with self._changed:
+                now_s, roused = self._clock(), self._roused
+                self._roused = False
+                ended = self._schedule.take_ended(now_s)
+                if ended or roused or self.closed:
+                    return ended, roused
+                load = self._schedule.running
+                if load is None or self._copied.get(load, 0) >= self._target.stride_bytes:
+                    end_s = self._schedule.end_s
+                    self._wait(self._changed, end_s - now_s if load is not None else None)
+                    continue
+            self._copy_some(load)  # without the lock, and little enough to see soon what has come
+
+    def _copy_some(self, load: Transfer) -> None:
+        first = self._copied.get(load, 0)
+        part = slice(first, first + 2 * PIECE_BYTES)
         try:
-            self._transfer(load, queued_s)
-        except Exception as raised:  # those who wait must get an answer in any case
-            error = raised
+            self._target.slab[load.slot, part] = self._source.slab[load.source, part]
+        except Exception as error:  # those who wait must get an answer in any case
+            self._errors[load] = error
+        self._copied[load] = first + 2 * PIECE_BYTES
+
+    def _finish(self, load: Transfer) -> None:
+        while self._copied.get(load, 0) < self._target.stride_bytes:
+            self._copy_some(load)
+        del self._copied[load]
+        error = self._errors.pop(load, None)
         with self._changed:
-            self._waiting -= 1
+            self._unfinished -= 1
             if error is None:
-                self.stats.end(self._target.stride_bytes)
+                self.stats.end(self._target.stride_bytes, self._expert_s)
             else:
                 self.stats.abort()
         if error is None:
@@ -220,20 +279,3 @@ class EmulatedLink:
             self._listener.released(load)
         else:
             self._listener.failed(load, error)
-
-    def _next(self) -> tuple[Transfer, float] | None:
-        """Waits for the next copy and returns it; None when roused or closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.closed or self._roused or any(self._queues))
-            if self.closed or not any(self._queues):
-                self._roused = False
-                return None
-            return next(queue for queue in self._queues if queue).popleft()
-
-    def _transfer(self, load: Transfer, queued_s: float) -> None:
-        """Copies an expert and sleeps to hold the rate; queued copies follow without a gap."""
-        self._free_at_s = max(self._free_at_s, queued_s) + self._target.stride_bytes / self._rate
-        self._target.slab[load.slot] = self._source.slab[load.source]
-        remaining_s = self._free_at_s - self._clock()
-        if remaining_s > 0:
-            self._sleep(remaining_s)

@@ -1,4 +1,4 @@
-"""Loads experts into slots that residency has granted: demanded ones first, prefetch requests in idle time only.
+"""Loads experts into slots that residency has granted: demanded ones first, prefetch requests where the link is idle.
 
 NVMe reads run on the engine's asyncio loop, several at a time, straight into RAM slots. Copies to a device go through
 its link, and are started by any thread that finds that they can start. Methods are thread-safe; the compute thread
@@ -27,6 +27,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 
 Queues = tuple[deque[Move], ...]  # one queue of prefetch requests per priority
+FOR_ONE_LAYER = (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY)  # in vain once the layer has run without it
 
 
 class ExpertLoader:
@@ -61,6 +62,8 @@ class ExpertLoader:
             tuple(deque() for _ in PrefetchPriority) for _ in self.links
         )  # RAM -> device
         self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # requests to copy on once they are in RAM
+        self._hoped: list[Transfer | None] = [None] * len(self.links)  # prefetch under way, for its layer's next run
+        self._in_vain: list[Transfer | None] = [None] * len(self.links)  # to be withdrawn
         self._sleepers: deque[asyncio.Future[None]] = deque()  # readers without work; touched on the loop only
         for link in self.links:
             link.attach(self)
@@ -96,9 +99,13 @@ class ExpertLoader:
         self.start_prefetches()
 
     def start_prefetches(self) -> None:
-        """Starts prefetch requests that idle links and idle readers allow."""
-        for link, queues in zip(self.links, self._copies, strict=True):
-            if any(queues) and link.idle() and self._any_pays(queues, link.stats.seconds):
+        """Starts prefetch requests that idle links and idle readers allow; ends those whose layer did without them."""
+        for i, (link, queues) in enumerate(zip(self.links, self._copies, strict=True)):
+            hoped = self._hoped[i]
+            if hoped is not None and hoped.layer == self.gap.layer and not hoped.demand:
+                self._hoped[i], self._in_vain[i] = None, hoped
+                link.rouse()
+            elif any(queues) and link.idle() and self._any_pays(queues, link.piece_s):
                 link.rouse()
         readers = not self._reading[1] and self._reading[0] < self._idle_readers
         if any(self._stages) and readers and self._any_pays(self._stages, self.stats.seconds):
@@ -196,6 +203,8 @@ class ExpertLoader:
 
     def released(self, load: Transfer) -> None:
         """Unpins the source of a copy that has ended."""
+        if self._hoped[load.pool.index - 1] is load:
+            self._hoped[load.pool.index - 1] = None
         self.residency.unpin(load.source)
         self.start_prefetches()
 
@@ -204,13 +213,21 @@ class ExpertLoader:
         self.residency.fail(load, error)
         self.residency.unpin(load.source)
 
+    def withdraws(self, load: Transfer) -> bool:
+        """Gives up a prefetch unless it is demanded by now."""
+        return self.residency.withdraw(load)
+
     def roused(self, link: TierLink) -> None:
-        """Starts prefetch requests on the idle link."""
-        queues = self._copies[self.links.index(link)]
+        """Ends a prefetch in vain, and starts requests where the link is idle."""
+        i = self.links.index(link)
+        in_vain, self._in_vain[i] = self._in_vain[i], None
+        if in_vain is not None:
+            link.withdraw(in_vain)
         with self._lock:
-            for priority, queue in zip(PrefetchPriority, queues, strict=True):
-                while queue and link.idle() and self.gap.pays(queue[0].chance, link.stats.seconds):
+            for priority, queue in zip(PrefetchPriority, self._copies[i], strict=True):
+                while queue and link.idle() and self.gap.pays(queue[0].chance, link.piece_s):
                     if (load := self.residency.reserve(queue.popleft(), priority)) is not None:
+                        self._hoped[i] = load if priority in FOR_ONE_LAYER else None
                         link.copy(load)
 
     # --- inside -------------------------------------------------------------------------------------------------

@@ -389,3 +389,23 @@ def test_only_homes_that_are_here_count_as_held_for_others() -> None:
     assert not residency.homes.in_ram().any()
     residency.homes.keep(bits((0, 1), (0, 2)))
     assert np.argwhere(residency.homes.in_ram()).tolist() == [[0, 1]]
+
+
+def test_a_prefetch_is_withdrawn_unless_it_is_demanded_meanwhile() -> None:
+    desk, again = Desk(6, 2), Move(ExpertId(0, 0), Tier.RAM, Tier.VRAM, ALWAYS)
+    desk.use(0, 0, 1)
+    desk.use(1, 0, 1)
+    load = desk.residency.reserve(again, PrefetchPriority.NEAR)
+    assert load is not None
+    assert desk.residency.withdraw(load)
+    desk.residency.unpin(load.source)
+    desk.residency.check_integrity(idle=True)
+    load = desk.residency.reserve(again, PrefetchPriority.NEAR)
+    assert load is not None
+    desk.start([load])
+    claim = desk.acquire(0, 0)
+    assert not desk.residency.withdraw(load)
+    desk.finish()
+    assert (0, 0) in desk.on_top()
+    desk.residency.release(0, claim.slots)
+    desk.residency.check_integrity(idle=True)

@@ -1,4 +1,4 @@
-"""Prefetches are begun where they end in time, or are likely enough to be worth a delay."""
+"""Prefetches are begun where what they may save is more than what they may cost: a piece's delay."""
 
 from __future__ import annotations
 
@@ -59,14 +59,26 @@ def test_there_is_none_while_a_demand_is_served_and_no_end_of_it_while_nothing_r
     assert gap.left_s() == math.inf
 
 
-def test_what_ends_in_time_pays_at_any_chance_and_what_does_not_only_where_likely(gap: IdleWindow) -> None:
-    assert gap.pays(0.01, 0.004)
-    assert gap.pays(0.51, 0.008)
-    assert not gap.pays(0.49, 0.008)
-    assert not gap.pays(0.89, 0.040)
-    assert gap.pays(0.91, 0.040)
-    assert gap.pays(1.0, 10.0)
+def test_a_prefetch_pays_where_the_time_left_outweighs_the_piece_that_it_may_delay_a_demand_by(
+    gap: IdleWindow, clock: Clock
+) -> None:
+    assert gap.pays(0.51, 0.004)
+    assert not gap.pays(0.49, 0.004)
+    assert gap.pays(0.12, 0.0005)
+    assert not gap.pays(0.10, 0.0005)
     assert gap.pays(0.0, 0.0), "a transfer never measured"
+    clock.now += 0.003
+    assert not gap.pays(0.3, 0.0005)
+    assert gap.pays(0.4, 0.0005)
+
+
+def test_while_a_demand_is_served_only_what_is_certain_pays_and_while_nothing_runs_everything(
+    gap: IdleWindow, clock: Clock
+) -> None:
+    gap.demand(1)
+    assert gap.pays(1.0, 10.0)
+    assert not gap.pays(0.99, 0.0001)
+    assert IdleWindow(2, clock).pays(0.0, 10.0)
 
 
 def test_a_pause_between_steps_does_not_count_for_long(gap: IdleWindow, clock: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from support.waiting import wait_until
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.experts.transfer.links import EmulatedLink, LinkStats, TierLink
+from edgemoe.experts.transfer.pieces import PIECE_BYTES
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
 
@@ -28,6 +30,36 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+
+    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
+        """Lets a link sleep: for so long, or until it is notified."""
+        if seconds is None:
+            changed.wait(10)
+        else:
+            self.now += seconds
+
+
+class StandingClock(Clock):
+    """Time that passes only when the test says so; what sleeps then looks again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._naps: SimpleQueue[float] = SimpleQueue()
+
+    def wait(self, changed: threading.Condition, seconds: float | None) -> None:
+        self._changed = changed
+        if seconds is not None:
+            self._naps.put(seconds)
+        changed.wait(10)
+
+    def nap_s(self) -> float:
+        """Returns how long the link wants to sleep."""
+        return self._naps.get(timeout=10)
+
+    def go_on(self, seconds: float) -> None:
+        self.now += seconds + 1e-6  # sums of floats may be a little late
+        with self._changed:
+            self._changed.notify()
 
 
 class Listener:
@@ -50,6 +82,9 @@ class Listener:
     def failed(self, load: Transfer, error: Exception) -> None:
         self.failures.append(load.slot)
 
+    def withdraws(self, load: Transfer) -> bool:
+        return not load.demand
+
     def roused(self, link: TierLink) -> None:
         self.ended.release()
 
@@ -67,7 +102,7 @@ def pool() -> SlotPool:
 def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
     clock, listener, source, target = Clock(), Listener(), HostSlab(8, STRIDE), HostSlab(8, STRIDE)
     source.slab[:] = np.arange(8)[:, None]
-    link = EmulatedLink(source, target, 1e6, clock=clock, sleep=clock.sleep)
+    link = EmulatedLink(source, target, 1e6, clock=clock, wait=clock.wait)
     link.attach(listener)
     for slot in range(4):
         link.copy(copy(pool, slot))
@@ -84,7 +119,7 @@ def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
 
 def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
     clock, listener = Clock(), Listener()
-    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
+    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, wait=clock.wait)
     link.attach(listener)
     for slot in range(2):
         clock.now += 5.0
@@ -98,7 +133,7 @@ def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
 
 def test_demanded_copies_overtake_prefetches(pool: SlotPool) -> None:
     clock, listener = Clock(), Listener()
-    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
+    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, wait=clock.wait)
     link.attach(listener)
     link.copy(copy(pool, 0, demand=False))
     assert listener.ended.acquire(timeout=10)
@@ -112,6 +147,86 @@ def test_demanded_copies_overtake_prefetches(pool: SlotPool) -> None:
     assert listener.order == [0, 2, 1]
 
 
+PIECES, PIECE_S = 10, PIECE_BYTES / 1e6
+
+
+@pytest.fixture
+def standing() -> StandingClock:
+    return StandingClock()
+
+
+def link_of_pieces(clock: StandingClock, listener: Listener) -> EmulatedLink:
+    """An emulated link of 1 MB/s that moves experts in ten pieces, whatever it really copies."""
+    source = HostSlab(8, STRIDE)
+    source.slab[:] = np.arange(8)[:, None]
+    link = EmulatedLink(source, HostSlab(8, STRIDE), 1e6, PIECES * PIECE_BYTES, clock=clock, wait=clock.wait)
+    link.attach(listener)
+    for _ in range(8):
+        listener.gate.release()
+    return link
+
+
+def test_a_demand_waits_for_one_piece_of_a_prefetch_and_the_link_s_thread_for_no_other(
+    pool: SlotPool, standing: StandingClock
+) -> None:
+    listener = Listener()
+    link = link_of_pieces(standing, listener)
+    assert link.piece_s == pytest.approx(PIECE_S)
+    link.copy(copy(pool, 0, demand=False))
+    assert standing.nap_s() == pytest.approx(PIECES * PIECE_S), "it sleeps until all pieces are there"
+    standing.now += 3.5 * PIECE_S
+    link.copy(copy(pool, 1))
+    assert standing.nap_s() == pytest.approx(10.5 * PIECE_S)
+    standing.go_on(10.5 * PIECE_S)
+    assert standing.nap_s() == pytest.approx(6 * PIECE_S, rel=1e-3), "four pieces have arrived before"
+    assert listener.order == [1]
+    standing.go_on(6 * PIECE_S)
+    wait_until(link.idle)
+    wait_until(lambda: listener.order == [1, 0])
+    assert link.stats.seconds == pytest.approx(PIECES * PIECE_S), "what it waited for others is not its own time"
+    link.close()
+
+
+def test_a_prefetch_under_way_that_is_demanded_is_not_overtaken(pool: SlotPool, standing: StandingClock) -> None:
+    link = link_of_pieces(standing, Listener())
+    link.copy(copy(pool, 0, demand=False))
+    standing.nap_s()
+    standing.now += 3.5 * PIECE_S
+    pool.demanded[0] = True
+    link.copy(copy(pool, 1))
+    assert standing.nap_s() == pytest.approx(6.5 * PIECE_S)
+    link.close()
+
+
+@pytest.mark.parametrize("demanded", [False, True])
+def test_a_prefetch_is_withdrawn_unless_somebody_needs_it_by_now(
+    demanded: bool, pool: SlotPool, standing: StandingClock
+) -> None:
+    class Regretful(Listener):
+        def roused(self, link: TierLink) -> None:
+            link.withdraw(prefetch)
+            super().roused(link)
+
+        def released(self, load: Transfer) -> None:
+            released.append(load)
+
+    released: list[Transfer] = []
+    prefetch, listener = copy(pool, 0, demand=False), Regretful()
+    link = link_of_pieces(standing, listener)
+    link.copy(prefetch)
+    standing.nap_s()
+    pool.demanded[0] = demanded
+    standing.now += 3.5 * PIECE_S
+    link.rouse()
+    assert listener.ended.acquire(timeout=10)
+    assert link.idle() != demanded
+    assert released == ([] if demanded else [prefetch])
+    link.copy(copy(pool, 1))
+    assert standing.nap_s() == pytest.approx((6.5 if demanded else 10.5) * PIECE_S)
+    link.close()
+    assert listener.failures == ([0, 1] if demanded else [1])
+
+
 def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
     listener = Listener()
     link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6)
@@ -123,7 +238,7 @@ def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
 
 def test_closing_fails_what_is_queued(pool: SlotPool) -> None:
     clock, listener = Clock(), Listener()
-    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, sleep=clock.sleep)
+    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, wait=clock.wait)
     link.attach(listener)
     link.copy(copy(pool, 0))
     assert listener.ended.acquire(timeout=10)

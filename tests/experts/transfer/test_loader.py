@@ -185,6 +185,24 @@ async def test_a_cancelled_prefetch_is_not_copied_on(store: FileStore) -> None:
         tiers.check_integrity(idle=True)
 
 
+async def test_a_prefetch_to_the_device_ends_when_its_layer_has_run_without_it(store: FileStore) -> None:
+    async with moving(small_tiers(store, 8, (4,), link_bytes_per_s=1.0)) as tiers:
+        loader, link = tiers.loader, tiers.loader.links[0]
+        loader.prefetch(stage(1, 3))
+        await until(lambda: tiers.residency.tiers_of(1, np.array([3])) == Tier.RAM)
+        loader.prefetch([Move(ExpertId(1, 3), Tier.RAM, Tier.VRAM, ALWAYS, 0.9)], PrefetchPriority.NEAR)
+        await until(lambda: not link.idle())
+        for layer in range(2):
+            assert tiers.residency.devices[0].loads, "it may still be needed"
+            loader.gap.demand(layer)
+            loader.gap.begin(layer)
+            loader.start_prefetches()
+        await until(link.idle)
+        await until(lambda: not tiers.residency.ram.pins.any())
+        assert tiers.residency.tiers_of(1, np.array([3])) == Tier.RAM
+        tiers.check_integrity(idle=True)
+
+
 @pytest.mark.parametrize("devices", [(), (4,)])
 async def test_a_failed_read_is_told_and_can_be_tried_again(store: FileStore, devices: tuple[int, ...]) -> None:
     store.damaged.add(ExpertId(0, 2))
