@@ -74,8 +74,11 @@ class TieredExperts:
     def begin_step(self, meta: StepMeta) -> npt.NDArray[np.int16]:
         """Starts collecting. Drops what was collected of a step that failed before its end.
 
-        Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1.
+        Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1. Ends looking
+        ahead once nothing can be missing any more.
         """
+        if self.lookahead and not self._fetching.keep_hints and self.residency.has_all:
+            self.lookahead = 0
         self._step = Observations(meta, self.geometry)
         self._next_layer = 0
         return self._step.ids

@@ -51,6 +51,14 @@ class TierPools:
         """Whether a slot of the fastest tier is free."""
         return any(pool.free_count for pool in self.tops)
 
+    @property
+    def has_all(self) -> bool:
+        """Whether the fastest tier has every expert now, and for good: with so many slots it evicts none."""
+        everything = self.ram.where.size
+        if sum(pool.slots for pool in self.tops) < everything:
+            return False
+        return sum(int((pool.where >= 0).sum()) for pool in self.tops) == everything
+
     def resident_mask(self, tier: Tier = Tier.RAM) -> BoolArray:
         """Which experts [L, E] the tier has now."""
         mask: BoolArray = np.logical_or.reduce([pool.where >= 0 for pool in self._pools(tier)])
