@@ -40,6 +40,11 @@ class Decoder:
         device = torch.device(device)
         return cls(spec, load_weights(spec, path, device), device, kernels if device.type == "cpu" else None)
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Returns the token embedding, [V, H] in the model's dtype, on the decoder's device. Not to be changed."""
+        return self._weights.embed
+
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
         """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.

@@ -46,6 +46,7 @@ SCOUTGATE_CALIBRATION = "edgemoe_scout_calibration_ratio"  # {horizon}: expert c
 SCOUTGATE_TRUST = "edgemoe_scout_trust_ratio"  # weight of its forecasts in fusion, by their current accuracy
 SCOUTGATE_SECONDS = "edgemoe_scout_forecast_seconds"  # 99th percentile of the last 512
 SCOUTGATE_SKIPPED = "edgemoe_scout_skipped_total"  # forecasts that would have come too late
+SCOUTGATE_LEFT_OUT = "edgemoe_scout_left_out_total"  # forecasts not made: its share of the steps' time was spent
 SCOUTGATE_LOADS = "edgemoe_scout_loads_total"  # ScoutGate exports taken into use
 SCOUTGATE_REFUSED = "edgemoe_scout_refused_total"  # exports that were damaged, or for another model
 REMOTE_CALLS = "edgemoe_remote_calls_total"  # {peer}: expert calls that a peer answered

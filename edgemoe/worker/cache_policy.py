@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from torch import Tensor
+
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.controller import Controller, Kept
-from edgemoe.experts.predict.scoutgate.embedding import load_embedding
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.policy import baselines
 from edgemoe.policy.ewma import EWMA, PublishedPolicy
@@ -49,23 +50,16 @@ def controller_for(
     )
 
 
-def scoutgate_for(settings: Settings, manifest: Manifest, served: ServedModel) -> ScoutGateForecaster | None:
+def scoutgate_for(
+    settings: Settings, manifest: Manifest, served: ServedModel, embedding: Tensor
+) -> ScoutGateForecaster | None:
     """Returns the forecaster, idle with a warning where its export cannot be used; None if none is configured."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
-    scoutgate = ScoutGateForecaster(served, tokenizer)
+    scoutgate = ScoutGateForecaster(served, tokenizer, embedding)
     try:
-        load_scoutgate(scoutgate, settings)
+        scoutgate.load(Path(settings.cache.scoutgate))
     except ConfigError as error:
         log.warning(f"serving without ScoutGate: {error}")
     return scoutgate
-
-
-def load_scoutgate(scoutgate: ScoutGateForecaster, settings: Settings) -> None:
-    """Loads the export that the settings name. Raises ConfigError, and then the earlier export stays in use."""
-    try:
-        embedding = load_embedding(Path(settings.model.path))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    scoutgate.load(Path(settings.cache.scoutgate), embedding)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from pathlib import Path
 
 import torch
 
@@ -39,7 +40,6 @@ from edgemoe.guard import refuse_pickle
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
-from edgemoe.worker.cache_policy import load_scoutgate
 from edgemoe.worker.cluster import ClusterSide
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ def _reload(assembly: Assembly) -> Reloaded:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        load_scoutgate(assembly.scoutgate, settings)
+        assembly.scoutgate.load(Path(settings.cache.scoutgate))
     except ConfigError as error:
         return Reloaded(message=f"nothing was loaded, all stays as it was: {error}"[:MESSAGE_CHARS], refused=True)
     finally:

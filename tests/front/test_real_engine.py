@@ -29,7 +29,6 @@ from support.waiting import until
 from edgemoe.config.settings import CacheSettings, DeviceSettings, MemorySettings
 from edgemoe.demo import model_path
 from edgemoe.experts.predict.scoutgate import export
-from edgemoe.experts.predict.scoutgate.embedding import load_embedding
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
 from edgemoe.front import engine_handle as engine
 from edgemoe.front.main import WORKER, Front
@@ -37,6 +36,7 @@ from edgemoe.front.supervisor import Supervisor
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
+from scoutgate.embedding import load_embedding
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 HANGING = (sys.executable, str(Path(__file__).parents[1] / "support" / "hanging_worker.py"))

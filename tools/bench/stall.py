@@ -29,7 +29,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgemoe.experts.predict.scoutgate.embedding import load_embedding
 from edgemoe.kernels.env import WORKER_ENV
 
 os.environ.update(WORKER_ENV)  # before anything loads torch
@@ -162,8 +161,8 @@ class Runner:
         geometry = spec.geometry
         self.scoutgate = None
         if contender.scoutgate and args.scoutgate and model.path:
-            self.scoutgate = ScoutGateForecaster(ServedModel("", geometry), "")
-            self.scoutgate.load(args.scoutgate, load_embedding(model.path))
+            self.scoutgate = ScoutGateForecaster(ServedModel("", geometry), "", model.decoder.embedding)
+            self.scoutgate.load(args.scoutgate)
         self.controller = None
         if contender.policy == "learned":
             self.controller = Controller(

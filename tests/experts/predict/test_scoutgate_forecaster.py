@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from edgemoe.config.settings import CacheSettings, ModelSettings, Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate import export
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster, fitting
 from edgemoe.experts.predict.scoutgate.model import ScoutGate, ScoutGateShape
+from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
@@ -46,21 +50,26 @@ def meta(requests: tuple[str, ...], tokens: list[list[int]], positions: list[int
     return StepMeta(requests, np.array([len(part) for part in tokens]), np.array(decode), flat, at)
 
 
-def routing(of: StepMeta, ids: np.ndarray) -> StepRouting:
+def routing(of: StepMeta, ids: np.ndarray, step_s: float = 0.01, stall_s: float = 0.0) -> StepRouting:
     return StepRouting(
         meta=of,
         ids=ids.astype(np.int16),
         weights=np.ones(ids.shape, np.float32),
         hints={},
-        step_s=0.01,
-        stall_s=0.0,
+        step_s=step_s,
+        stall_s=stall_s,
     )
+
+
+def forecaster(clock: Callable[[], float] = lambda: 0.0) -> ScoutGateForecaster:
+    """One whose thread takes no time by its clock."""
+    return ScoutGateForecaster(SERVED, "tokenizer", embedding(), clock)
 
 
 @pytest.fixture(params=["source", "context"])
 def scoutgate(request: pytest.FixtureRequest, tmp_path: Path):
-    scoutgate = ScoutGateForecaster(SERVED, "tokenizer")
-    scoutgate.load(exported(tmp_path, variant=request.param), embedding())
+    scoutgate = forecaster()
+    scoutgate.load(exported(tmp_path, variant=request.param))
     yield scoutgate
     scoutgate.close()
 
@@ -169,36 +178,107 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
     from edgemoe.worker import cache_policy
 
     settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
-    save_file({"embed_tokens.weight": embedding()}, tmp_path / "dense.safetensors")
     manifest = SimpleNamespace(files=())
-    scoutgate = cache_policy.scoutgate_for(settings, manifest, SERVED)
+    scoutgate = cache_policy.scoutgate_for(settings, manifest, SERVED, embedding())
     assert scoutgate is not None
     assert "serving without ScoutGate" in caplog.text
     run(scoutgate, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
     assert scoutgate.forecast is None
     assert scoutgate.trust == 0.0
     exported(tmp_path)
-    cache_policy.load_scoutgate(scoutgate, settings)
+    scoutgate.load(tmp_path)
     run(scoutgate, meta(("a",), [[2]], [1], [True]), np.zeros((L, 1, K), int))
     assert scoutgate.forecast is not None
     scoutgate.close()
 
 
 def test_an_export_is_replaced_while_sequences_run_and_a_bad_one_is_not(tmp_path: Path) -> None:
-    scoutgate = ScoutGateForecaster(SERVED, "tokenizer")
-    scoutgate.load(exported(tmp_path / "a"), embedding())
+    scoutgate = forecaster()
+    scoutgate.load(exported(tmp_path / "a"))
     run(scoutgate, meta(("a",), [[3, 1, 4]], [0], [True]), np.zeros((L, 3, K), int))
     first = scoutgate.forecast
-    scoutgate.load(exported(tmp_path / "b", variant="context"), embedding())
+    scoutgate.load(exported(tmp_path / "b", variant="context"))
     run(scoutgate, meta(("a",), [[1]], [3], [True]), np.zeros((L, 1, K), int))
     second = scoutgate.forecast
     assert first is not None
     assert second is not None
     (tmp_path / "c").mkdir()
     with pytest.raises(ConfigError, match="not a ScoutGate export"):
-        scoutgate.load(tmp_path / "c", embedding())
+        scoutgate.load(tmp_path / "c")
     run(scoutgate, meta(("b",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
     assert scoutgate.forecast is not None
     assert scoutgate.forecast.step == 3
     assert (scoutgate.loads, scoutgate.refused) == (2, 1)
     scoutgate.close()
+
+
+@pytest.mark.parametrize(
+    ("step_s", "stall_s", "forecasts"),
+    [(0.01, 0.0, 7), (0.01, 0.01, 40), (0.05, 0.0, 30), (0.2, 0.0, 100)],  # 0.3, 2, 1.5 and 6 ms a step to spend
+)
+def test_beyond_its_share_of_the_steps_time_it_forecasts_every_so_many_steps(
+    step_s: float, stall_s: float, forecasts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, probs = [0.0], ForecastTables.probs
+
+    def costly(self: ForecastTables, tracks: list[TokenWindow]) -> np.ndarray:
+        now_s[0] += 0.005
+        return probs(self, tracks)
+
+    monkeypatch.setattr(ForecastTables, "probs", costly)
+    scoutgate = forecaster(lambda: now_s[0])
+    scoutgate.load(exported(tmp_path))
+    made = set()
+    for position in range(100):
+        step = meta(("a",), [[1]], [position], [True])
+        run(scoutgate, step)
+        assert scoutgate.forecast is not None
+        made.add(scoutgate.forecast.step)
+        scoutgate.learn(routing(step, np.zeros((L, 1, K), int), step_s, stall_s))
+        assert scoutgate.wait_idle(10)
+    scoutgate.close()
+    assert len(made) == pytest.approx(forecasts, abs=2)
+    assert scoutgate.metrics()[names.SCOUTGATE_LEFT_OUT] == 100 - len(made)
+    assert max(np.diff(sorted(made)), default=0) <= -(-100 // forecasts) + 2  # evenly
+
+
+class Held(TorchDispatchMode):
+    """Counts the bytes of new tensors while they are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        known = {each.untyped_storage().data_ptr() for each in tensors}
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in known:
+                size = each.untyped_storage().nbytes()
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(each, self._drop, size)
+        return out
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+def test_an_export_is_loaded_beside_the_engines_embedding_without_another_copy_of_it(tmp_path: Path) -> None:
+    vocabulary, width = 100_000, 256  # its own part of each token is 128 half floats wide
+    served = ServedModel("digest", replace(SIZES, hidden=width))
+    table = torch.zeros(vocabulary, width, dtype=torch.bfloat16)
+    export.write(
+        tmp_path,
+        ScoutGate(ScoutGateShape((E,) * L, K, width)),
+        (torch.ones(2 * L), torch.zeros(2 * L)),
+        MODEL,
+        PROMISED,
+    )
+    scoutgate = ScoutGateForecaster(served, "tokenizer", table)
+    with Held() as held:
+        scoutgate.load(tmp_path)
+    scoutgate.close()
+    assert held.peak > vocabulary * 128 * 2
+    assert held.peak < vocabulary * 128 * 2 + table.nbytes / 2

@@ -2,8 +2,9 @@
 
 Source: [Two-Tier, 4.2]. The compute thread only leaves notes: `look` before
 a step's first layer, `learn` after its last. The thread keeps each sequence's last tokens, forecasts all layers of this
-token and the next, publishes the batch's forecast, and keeps score of what came true. Where its forecasts get worse
-than the export promised, `trust` falls from 1 towards 0, and fusion weighs them less.
+token and the next, publishes the batch's forecast, and keeps score of what came true. Beyond its share of the steps'
+time it forecasts every so many steps only. Where its forecasts get worse than the export promised, `trust` falls from 1
+towards 0, and fusion weighs them less.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate.export import Export, read
 from edgemoe.experts.predict.scoutgate.score import ForecastScore
 from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
+from edgemoe.experts.predict.scoutgate.time_budget import TimeBudget
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
@@ -69,12 +72,23 @@ def fitting(directory: Path, served: ServedModel, tokenizer: str, embedding: tor
 class ScoutGateForecaster:
     """Owns the sequences' last tokens, the forecast and its live score. Idle before `load`; `close` ends the thread."""
 
-    def __init__(self, served: ServedModel, tokenizer: str) -> None:
-        """Takes what `fitting` compares an export with."""
+    def __init__(
+        self,
+        served: ServedModel,
+        tokenizer: str,
+        embedding: torch.Tensor,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """Takes what `fitting` compares an export with; the embedding [V, H] is the engine's own and stays where it is.
+
+        `clock` is the thread's processor time.
+        """
         self.forecast: ScoutGateForecast | None = None  # the latest; replaced whole, so it may be read from any thread
         self.skipped = 0  # forecasts that were not made because the next step had begun
+        self.left_out = 0  # forecasts that were not made because the thread's time was spent
         self.loads, self.refused = 0, 0  # exports
-        self._served, self._tokenizer = served, tokenizer
+        self._served, self._tokenizer, self._embedding = served, tokenizer, embedding
+        self._budget = TimeBudget(clock)
         self._tables: ForecastTables | None = None  # in use
         self._fresh: ForecastTables | None = None  # to be used from the next note on
         self._tracks: OrderedDict[str, TokenWindow] = OrderedDict()
@@ -88,17 +102,17 @@ class ScoutGateForecaster:
         self._thread = threading.Thread(target=self._run, name="scoutgate", daemon=True)
         self._thread.start()
 
-    def load(self, directory: Path, embedding: torch.Tensor) -> None:
+    def load(self, directory: Path) -> None:
         """Takes the export in `directory` into use, from the next step on. Any thread; a second or so.
 
         Raises ConfigError where it cannot be used; the one in use before stays.
         """
         try:
-            export = fitting(directory, self._served, self._tokenizer, embedding)
+            export = fitting(directory, self._served, self._tokenizer, self._embedding)
         except ConfigError:
             self.refused += 1
             raise
-        tables = ForecastTables.of(export, embedding)
+        tables = ForecastTables.of(export, self._embedding)
         with self._wake:
             self._fresh = tables
             self.loads += 1
@@ -140,6 +154,7 @@ class ScoutGateForecaster:
         metrics = {
             names.SCOUTGATE_TRUST: self.trust,
             names.SCOUTGATE_SKIPPED: float(self.skipped),
+            names.SCOUTGATE_LEFT_OUT: float(self.left_out),
             names.SCOUTGATE_LOADS: float(self.loads),
             names.SCOUTGATE_REFUSED: float(self.refused),
         }
@@ -176,6 +191,7 @@ class ScoutGateForecaster:
                         self._look(step, meta)
                     case (step, StepRouting() as routing):
                         self._learn(step, routing)
+                        self._budget.end_step(routing)
 
     def _take(self) -> tuple[int, StepMeta | StepRouting] | ForecastTables | None:
         with self._wake:
@@ -196,6 +212,7 @@ class ScoutGateForecaster:
         self.forecast = None
         self._live = [ForecastScore() for _ in range(tables.export.shape.horizons)]
         self._tables = tables
+        self._budget.begin()
 
     def _look(self, step: int, meta: StepMeta) -> None:
         if (tables := self._tables) is None:
@@ -210,6 +227,9 @@ class ScoutGateForecaster:
             return
         if self._step > step:  # it is over already
             self.skipped += 1
+            return
+        if self._budget.overdrawn:
+            self.left_out += 1
             return
         probs = tables.probs([self._tracks[request] for request in decoding])  # [S, horizons, L, E]
         self._said = step, decoding, probs
@@ -239,12 +259,15 @@ class ScoutGateForecaster:
             chosen = flat[:, row].ravel()
             if (track := self._tracks.get(request)) is not None:
                 track.previous = chosen
+            before = self._ahead.pop(request, None)
+            forecast = said_at == step and request in said_of
+            if before is None and not forecast:
+                continue
             hot = np.zeros((layers, experts), np.float32)
             hot.ravel()[chosen] = 1
-            before = self._ahead.pop(request, None)
             if before is not None:
                 self._live[1].add(before, hot, top_k)
-            if said_at == step and request in said_of:
+            if forecast:
                 mine = said[said_of.index(request)]
                 self._live[0].add(mine[0], hot, top_k)
                 if len(mine) > 1 and len(self._ahead) < TRACKS:

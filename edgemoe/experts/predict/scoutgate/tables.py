@@ -34,13 +34,16 @@ class ForecastTables:
 
     @classmethod
     def of(cls, export: Export, embedding: torch.Tensor) -> ForecastTables:
+        """Works them out from the embedding [V, H] on any device, of which it copies a chunk at a time."""
         gate, experts = export.gate, export.shape.experts[0]
         with torch.inference_mode():
-            parts = [gate.project(part.to("cpu", torch.float32)) for part in torch.split(embedding, CHUNK)]
+            projected = torch.empty(len(embedding), gate.shape.projection, dtype=torch.float16)
+            for rows, part in zip(torch.split(projected, CHUNK), torch.split(embedding, CHUNK), strict=True):
+                rows.copy_(gate.project(part.to("cpu", torch.float32)))
             towers, own = gate.towers()
             scale = export.scale.repeat_interleave(experts)
             towers, own = towers * scale[:, None], own * scale + export.shift.repeat_interleave(experts)
-            return cls(export, torch.cat(parts).half(), towers.T.contiguous(), own, experts)
+            return cls(export, projected, towers.T.contiguous(), own, experts)
 
     @property
     def promised(self) -> float:
