@@ -100,8 +100,9 @@ def test_a_cut_goes_one_way_only(bed: Bed) -> None:
         import socket, sys
         udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         udp.bind(("0.0.0.0", 7001))
-        udp.settimeout(1)
         print("open", flush=True)
+        sys.stdin.readline()  # until it has been sent
+        udp.settimeout(0.5)
         try:
             print(udp.recv(10).decode())
         except TimeoutError:
@@ -109,12 +110,13 @@ def test_a_cut_goes_one_way_only(bed: Bed) -> None:
     """
 
     def send(sender: str, receiver: str) -> str:
-        waiting = bed[receiver].spawn(python(script), stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        waiting = bed[receiver].spawn(python(script), **pipes, text=True)
         assert waiting.stdout is not None
         assert waiting.stdout.readline() == "open\n"
         say = "import socket, sys; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', (sys.argv[1], 7001))"
-        bed[sender].spawn(python(say, bed[receiver].address)).wait(10)
-        return waiting.communicate(timeout=10)[0].strip()
+        bed[sender].spawn(python(say, bed[receiver].address)).wait(30)
+        return waiting.communicate("sent\n", timeout=30)[0].strip()
 
     assert send("a", "c") == send("c", "a") == "x"
     bed["a"].cut(bed["c"])
