@@ -235,11 +235,13 @@ class Controller:
         """Works until it is closed; saves every minute, and at the end."""
         saved_s, saved_step = time.monotonic(), self._predictor.step
         while not self._closed.is_set():
-            if self._predictor.work(max(0.1, saved_s + SAVE_S - time.monotonic())):
-                self._end()
-            elif self._prefilled.is_set() and self._plans is not None:
-                self._plans.withdraw()
+            finished = self._predictor.work(max(0.1, saved_s + SAVE_S - time.monotonic()))
+            prefilled = self._prefilled.is_set()
             self._prefilled.clear()
+            if finished:
+                self._end()
+            if prefilled and self._plans is not None:
+                self._plans.withdraw()
             if time.monotonic() >= saved_s + SAVE_S:
                 saved_step = self._save(saved_step)
                 saved_s = time.monotonic()
