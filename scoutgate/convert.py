@@ -25,7 +25,7 @@ import numpy.typing as npt
 from edgemoe.errors import EdgemoeError
 from edgemoe.experts.predict.scoutgate.model import NO_TOKEN
 from edgemoe.store.manifest import Manifest
-from edgemoe.telemetry.recording import SUFFIX, read_recording
+from edgemoe.telemetry.recording import AHEAD, SUFFIX, read_recording
 from edgemoe.types.routing import StepRouting
 from scoutgate.data import Meta, Routes, write
 
@@ -42,28 +42,39 @@ class Growing:
         self.tokens: list[int] = []
         self.ids: list[npt.NDArray[np.int16]] = []  # each [L, k]
         self.decode: list[bool] = []
+        self.gate: list[npt.NDArray[np.float16] | None] = []  # each [L, E]; None where no gate was asked early
 
     def takes(self, position: int) -> bool:
         """Whether tokens from this position on continue it."""
         return self.start <= position <= self.start + len(self.tokens)
 
-    def add(self, position: int, tokens: list[int], ids: npt.NDArray[np.int16], decode: bool) -> None:
-        """`ids` [L, n, k]."""
+    def add(self, position: int, part: slice, step: StepRouting, decode: bool) -> None:
+        """Takes the part of a step's tokens that is its own."""
+        tokens, hints = step.meta.tokens[part].tolist(), step.hints.get(AHEAD)
         keep = position - self.start
         before = self.decode[keep:]
-        del self.tokens[keep:], self.ids[keep:], self.decode[keep:]
+        del self.tokens[keep:], self.ids[keep:], self.decode[keep:], self.gate[keep:]
         self.tokens += tokens
-        self.ids += list(ids.transpose(1, 0, 2))
+        self.ids += list(step.ids[:, part].transpose(1, 0, 2))
+        early = [None] * len(tokens) if hints is None else list(hints[:, part].transpose(1, 0, 2).astype(np.float16))
+        self.gate += early
         again = before[: len(tokens)]  # decoded once, prefilled again
         self.decode += [*again, *[decode] * (len(tokens) - len(again))]
 
-    def routes(self) -> Routes:
+    def routes(self, experts: int) -> Routes:
+        """Returns it with what gates said of that many `experts` a layer; 0 leaves this out."""
         tokens, ids, decode = np.array(self.tokens, np.int32), np.stack(self.ids), np.array(self.decode, bool)
-        return Routes(tokens, ids, decode, self.conversation)
+        gate = None
+        if experts:
+            gate = np.zeros((*ids.shape[:2], experts), np.float16)
+            for row, early in enumerate(self.gate):
+                if early is not None:
+                    gate[row] = early
+        return Routes(tokens, ids, decode, self.conversation, gate=gate)
 
 
-def requests_of(steps: Iterable[StepRouting]) -> Iterator[Routes]:
-    """The requests of recorded steps, each when it is over."""
+def requests_of(steps: Iterable[StepRouting], experts: int = 0) -> Iterator[Routes]:
+    """The requests of recorded steps, each when it is over; with hints of that many `experts` a layer, if any."""
     growing: OrderedDict[str, tuple[Growing, int]] = OrderedDict()
     for number, step in enumerate(steps):
         meta = step.meta
@@ -76,17 +87,20 @@ def requests_of(steps: Iterable[StepRouting]) -> Iterator[Routes]:
             request = growing.pop(name, (None, 0))[0]
             if request is None or not request.takes(position):
                 if request is not None:
-                    yield request.routes()
+                    yield request.routes(experts)
                 request = Growing(position, conversation)
-            request.add(position, meta.tokens[part].tolist(), step.ids[:, part], bool(decode))
+            request.add(position, part, step, bool(decode))
             growing[name] = request, number
         while growing and next(iter(growing.values()))[1] < number - QUIET_STEPS:
-            yield growing.popitem(last=False)[1][0].routes()
-    yield from (request.routes() for request, _ in growing.values())
+            yield growing.popitem(last=False)[1][0].routes(experts)
+    yield from (request.routes(experts) for request, _ in growing.values())
 
 
-def recordings(folder: Path, store: Path, out: Path) -> int:
-    """What the daemon recorded of the model in `store`, as a data set; its number of tokens. Raises ValueError."""
+def recordings(folder: Path, store: Path, out: Path, hints: bool = True) -> int:
+    """What the daemon recorded of the model in `store`, as a data set; its number of tokens. Raises ValueError.
+
+    Takes over `hints` where some are recorded (record.hints); a token without any has zeros.
+    """
     try:
         manifest = Manifest.load(store)
         opened = [read_recording(file) for file in sorted(folder.glob(f"*{SUFFIX}"))]
@@ -96,8 +110,11 @@ def recordings(folder: Path, store: Path, out: Path) -> int:
         header = mine[0][0]
         tokenizer = next((f.xxh3_128 for f in manifest.files if f.file == "tokenizer.json"), "")
         experts = (header.experts,) * header.layers
-        meta = Meta(manifest.name, experts, header.top_k, manifest.digest, tokenizer, notes=f"recorded in {folder}")
-        return write(out, meta, requests_of(step for _, steps in mine for step in steps))
+        gate = hints and any(header.hints for header, _ in mine)
+        notes = f"recorded in {folder}"
+        meta = Meta(manifest.name, experts, header.top_k, manifest.digest, tokenizer, gate=gate, notes=notes)
+        steps = (step for _, steps in mine for step in steps)
+        return write(out, meta, requests_of(steps, header.experts * gate))
     except EdgemoeError as error:
         raise ValueError(str(error)) from error
 

@@ -8,7 +8,8 @@ A data set is a directory: `meta.json` and one raw file per array, N tokens in a
     starts int64 [R + 1]     where each request begins, and N
     group  int64 [R]         requests of the same group, a conversation, share a split
     hidden float16 [N, H]    optional: the last layer's output at that token
-    gate   float16 [N, L, E] optional: layer l's gate applied one layer early (layer 0: zeros)
+    gate   float16 [N, L, E] optional: layer l's gate applied one layer early; zeros in layer 0,
+                             and in all layers where it was not asked
 """
 
 from __future__ import annotations
@@ -149,6 +150,13 @@ class Recording:
     def requests(self, split: str) -> npt.NDArray[np.int64]:
         """The requests of a split, in order."""
         return np.flatnonzero(np.isin(self.group % 100, np.array(SPLITS[split])))
+
+    def hinted(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """At which of the positions [n] gates were asked one layer early."""
+        if self.gate is None:
+            return np.zeros(len(positions), np.bool_)
+        asked: npt.NDArray[np.bool_] = self.gate[positions, -1].any(axis=1)
+        return asked
 
     def positions(self, split: str, decode_only: bool = False) -> npt.NDArray[np.int64]:
         """The tokens of a split's requests, in order."""

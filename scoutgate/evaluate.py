@@ -1,8 +1,8 @@
 """Judges a trained ScoutGate on the test split, beside what needs no training: `python -m scoutgate.evaluate`.
 
 Horizons: "this_token" is the whole token ahead of its layer 0, "next_token" the one after it, and "layer_ahead"
-(where the gate was recorded one layer early) each layer just before its own gate runs. Every forecast is calibrated on
-the validation split, and so is the fusion of all; nothing is fitted on the test split.
+(at the tokens where gates were recorded one layer early) each layer just before its own gate runs. Every forecast is
+calibrated on the validation split, and so is the fusion of all; nothing is fitted on the test split.
 """
 
 from __future__ import annotations
@@ -72,10 +72,14 @@ def scoutgate_predictor(gate: ScoutGate, recording: Recording, embedding: Tensor
     return predict
 
 
-def positions_for(recording: Recording, split: str, horizon: int, most: int) -> IntArray:
-    """Decoded tokens of whole requests (all tokens where none is marked), at most about `most`."""
+def positions_for(recording: Recording, split: str, horizon: int, most: int, hinted: bool = False) -> IntArray:
+    """Decoded tokens of whole requests (all tokens where none is marked), at most about `most`.
+
+    With `hinted` only those at which gates were asked one layer early.
+    """
     at = recording.positions(split, decode_only=True)
     at = at if len(at) else recording.positions(split)
+    at = at[recording.hinted(at)] if hinted else at
     if len(at) > most:
         at = at[at < recording.starts[recording.request[at[most]]]]
     ends = recording.starts[recording.request[at] + 1]
@@ -85,12 +89,14 @@ def positions_for(recording: Recording, split: str, horizon: int, most: int) -> 
 class Comparison:
     """All predictors at one horizon: forecasts on validation and test, calibrated per layer, and their fusion."""
 
-    def __init__(self, recording: Recording, predictors: Mapping[str, Predictor], horizon: int, most: int) -> None:
+    def __init__(
+        self, recording: Recording, predictors: Mapping[str, Predictor], horizon: int, most: int, hinted: bool
+    ) -> None:
         self.meta, self.names = recording.meta, list(predictors)
         self.p: dict[str, dict[str, FloatArray]] = {}
         self.truth: dict[str, npt.NDArray[np.bool_]] = {}
         for split in ("validation", "test"):
-            at = positions_for(recording, split, horizon, most)
+            at = positions_for(recording, split, horizon, most, hinted)
             if not len(at):
                 raise ValueError(f"the {split} split is empty; record more requests")
             self.p[split] = {name: predict(at, horizon) for name, predict in predictors.items()}
@@ -147,6 +153,8 @@ def judge(gate: ScoutGate, recording: Recording, embedding: Tensor, most: int = 
         "scoutgate": scoutgate_predictor(gate, recording, embedding),
     }
     ahead = baselines.next_layer_gate(recording)
+    if not all(len(positions_for(recording, split, 0, most, hinted=True)) for split in ("validation", "test")):
+        ahead = None
     horizons: dict[str, Any] = {}
     reliability: dict[str, dict[str, list[tuple[float, float, int]]]] = {}
     calibration: list[calibrate.Array] = []
@@ -154,7 +162,7 @@ def judge(gate: ScoutGate, recording: Recording, embedding: Tensor, most: int = 
         if horizon >= gate.shape.horizons or (name == "layer_ahead" and ahead is None):
             continue
         here = {**predictors, "next_layer_gate": ahead} if name == "layer_ahead" and ahead else predictors
-        comparison = Comparison(recording, here, horizon, most)
+        comparison = Comparison(recording, here, horizon, most, hinted=name == "layer_ahead")
         scores = comparison.run()
         totals = {who: sum(parts[1:], parts[0]) for who, parts in scores.items()}
         horizons[name] = {

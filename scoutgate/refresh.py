@@ -99,7 +99,7 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="scoutgate-"))
     try:
         records, store, target = from_settings(options.config, options.model)
-        recordings(records, store, work / "data")
+        recordings(records, store, work / "data", hints=False)
         verdict = refresh(work / "data", store, target, work / "run", options.max_minutes)
     except ValueError as error:
         raise SystemExit(str(error)) from error

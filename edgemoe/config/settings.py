@@ -96,6 +96,7 @@ class RecordSettings(Section, frozen=True, kw_only=True):
     dir: Text = ""  # "" records nothing
     max_bytes: Bytes = 1 << 30  # oldest files go first
     file_bytes: Bytes = 64 << 20
+    hints: bool = False  # also what each gate says when it is asked a layer early, for scoutgate.evaluate
 
 
 class ServiceSettings(Section, frozen=True, kw_only=True):
@@ -161,6 +162,8 @@ def check(settings: Settings) -> Settings:
         raise ConfigError("api.api_key_file is used for api.tcp only; set api.tcp, or drop the key file")
     if record.dir and record.file_bytes > record.max_bytes:
         raise ConfigError("record.file_bytes is larger than record.max_bytes; one file must fit the limit")
+    if record.hints and not record.dir:
+        raise ConfigError("record.hints is set, but record.dir is not: name the folder to record to, or drop it")
     _check_cluster(settings.cluster)
     return settings
 

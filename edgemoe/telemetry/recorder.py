@@ -21,7 +21,7 @@ import numpy as np
 
 from edgemoe.config.settings import RecordSettings
 from edgemoe.errors import StoreError
-from edgemoe.telemetry.recording import LENGTH, MAGIC, SUFFIX, Header, RoutingBlock
+from edgemoe.telemetry.recording import AHEAD, LENGTH, MAGIC, SUFFIX, Header, RoutingBlock
 from edgemoe.types.routing import StepRouting
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ FLUSH_S = 5.0  # longest that a step waits for its block to fill
 class Filling:
     """Collects the steps of one block."""
 
-    def __init__(self, header: Header, tokens: int) -> None:
-        """Allocates room for `tokens` tokens."""
+    def __init__(self, header: Header, tokens: int, hinted: int) -> None:
+        """Allocates room for `tokens` tokens, and for the hints of `hinted` of them."""
         self.requests: list[tuple[str, ...]] = []
         self._rows = self._tokens = 0
         self._query_lens, self._decode = np.empty(tokens, np.int64), np.empty(tokens, np.bool_)
@@ -44,18 +44,22 @@ class Filling:
         self._inputs, self._positions = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
         self._ids = np.empty((header.layers, tokens, header.top_k), np.int16)
         self._weights = np.empty((header.layers, tokens, header.top_k), np.float32)
+        self._keeps_hints, self._hinted, self._hint_tokens = header.hints, list[bool](), 0
+        self._hints = np.empty((header.layers, hinted, header.experts), np.float16)
 
     @property
     def bytes(self) -> int:
         """Returns the memory that its arrays take, full or not."""
         rows = self._query_lens, self._decode, self._conversations
-        tokens = self._inputs, self._positions, self._ids, self._weights
+        tokens = self._inputs, self._positions, self._ids, self._weights, self._hints
         return sum(column.nbytes for column in (*rows, *tokens))
 
     def fits(self, step: StepRouting) -> bool:
         """Returns whether there is room for the step."""
         rows, tokens = self._rows + len(step.meta.requests), self._tokens + len(step.meta.tokens)
-        return len(self.requests) < BLOCK_STEPS and max(rows, tokens) <= len(self._inputs)
+        hinted = self._hint_tokens + hinted_tokens(step)
+        hints_fit = not self._keeps_hints or hinted <= self._hints.shape[1]
+        return len(self.requests) < BLOCK_STEPS and max(rows, tokens) <= len(self._inputs) and hints_fit
 
     def add(self, step: StepRouting) -> None:
         """Copies the step, on the compute thread: keeping it for another thread to convert would cost more there."""
@@ -68,6 +72,13 @@ class Filling:
         self._inputs[at], self._positions[at] = meta.tokens, meta.positions
         self._ids[:, at], self._weights[:, at] = step.ids, step.weights
         self._rows, self._tokens = rows.stop, at.stop
+        if self._keeps_hints:
+            hints = step.hints.get(AHEAD)
+            self._hinted.append(hints is not None)
+            if hints is not None:
+                after = self._hint_tokens + hints.shape[1]
+                self._hints[:, self._hint_tokens : after] = hints
+                self._hint_tokens = after
 
     def block(self) -> RoutingBlock:
         """Returns the block of the steps copied so far."""
@@ -80,7 +91,14 @@ class Filling:
             ids=self._ids[:, : self._tokens].astype("<i2").tobytes(),
             weights=self._weights[:, : self._tokens].astype("<f2").tobytes(),
             conversations=self._conversations[: self._rows].astype("<i8").tobytes(),
+            hinted=np.array(self._hinted, np.bool_).tobytes(),
+            hints=self._hints[:, : self._hint_tokens].astype("<f2").tobytes(),
         )
+
+
+def hinted_tokens(step: StepRouting) -> int:
+    """Counts the tokens of the step that have hints: all or none."""
+    return len(step.meta.tokens) if AHEAD in step.hints else 0
 
 
 class Recorder:
@@ -99,8 +117,9 @@ class Recorder:
         except OSError as error:
             raise StoreError(f"cannot record to record.dir {self._directory}: {error.strerror}") from error
         block_bytes = min(BLOCK_BYTES, settings.file_bytes)
-        self._room = max(1, block_bytes // (6 * header.layers * header.top_k + 33))  # tokens
-        self._filling = Filling(header, self._room)
+        token_bytes = header.layers * (6 * header.top_k + 2 * header.experts * header.hints) + 33
+        self._room = max(1, block_bytes // token_bytes)  # tokens
+        self._filling = self._empty()
         self._full: deque[Filling] = deque()
         self._lock, self._closed = threading.Lock(), False
         self._wake = threading.Condition(self._lock)
@@ -110,13 +129,17 @@ class Recorder:
     def add(self, step: StepRouting) -> None:
         """Records one step, or counts it as dropped. May be called from any thread."""
         with self._lock:
-            if self._closed or not (self._filling.fits(step) or self._begin_block(len(step.meta.tokens))):
+            if self._closed or not (self._filling.fits(step) or self._begin_block(step)):
                 self.dropped += 1
                 return
             self._filling.add(step)
 
-    def _begin_block(self, tokens: int) -> bool:
-        """Hands the current block to the writer and begins one with room for `tokens`.
+    def _empty(self, tokens: int = 0, hinted: int = 0) -> Filling:
+        """Returns a block with room for the usual number of tokens, at least so many."""
+        return Filling(self._header, max(self._room, tokens), max(self._room, hinted) if self._header.hints else 0)
+
+    def _begin_block(self, step: StepRouting) -> bool:
+        """Hands the current block to the writer and begins one with room for the step.
 
         Returns False, and does neither, where too many bytes wait for the writer.
         """
@@ -125,7 +148,7 @@ class Recorder:
         if self._filling.requests:
             self._full.append(self._filling)
             self._wake.notify()
-        self._filling = Filling(self._header, max(self._room, tokens))
+        self._filling = self._empty(len(step.meta.tokens), hinted_tokens(step))
         return True
 
     def close(self) -> None:
@@ -163,7 +186,7 @@ class Recorder:
             filled = self._filling
             if not filled.requests:
                 return None if self._closed else filled
-            self._filling = Filling(self._header, self._room)
+            self._filling = self._empty()
             return filled
 
     def _write(self, steps: RoutingBlock) -> None:

@@ -20,6 +20,7 @@ from edgemoe.types.routing import StepMeta, StepRouting
 
 MAGIC = b"EDGEMOE\x02"
 SUFFIX = ".routes"
+AHEAD = 1  # layer: the distance of the hints that are recorded
 MAX_BLOCK = 256 << 20  # decompressed bytes of one block that a reader accepts
 LENGTH = struct.Struct("<I")
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     layers: int
     experts: int
     top_k: int
+    hints: bool = False  # steps that only decode hold what each gate said a layer early
 
 
 class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -45,6 +47,8 @@ class RoutingBlock(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes  # [L, T, k] int16
     weights: bytes  # [L, T, k] float16
     conversations: bytes = b""  # [S] int64; empty in older recordings
+    hinted: bytes = b""  # [steps] bool, which of them have hints; empty where none has
+    hints: bytes = b""  # [L, U, E] float16, of the U tokens of these steps; see `AHEAD`
 
 
 def read_recording(path: Path) -> tuple[Header, Iterator[StepRouting]]:
@@ -106,23 +110,29 @@ def _unpack(path: Path, header: Header, block: RoutingBlock) -> Iterator[StepRou
         shape = (header.layers, len(tokens), header.top_k)
         ids = np.frombuffer(block.ids, "<i2").astype(np.int16).reshape(shape)
         weights = np.frombuffer(block.weights, "<f2").astype(np.float32).reshape(shape)
+        hinted = np.frombuffer(block.hinted or bytes(len(block.requests)), np.bool_)
+        hints = np.frombuffer(block.hints, "<f2").reshape(header.layers, -1, header.experts)
     except ValueError as error:
         raise StoreError(f"{path} is damaged: {error}") from error
     sizes = sum(map(len, block.requests)), len(query_lens), len(decode), len(conversations) or len(decode)
     inside = not ids.size or (ids.min() >= 0 and ids.max() < header.experts)
     lens_fit = not query_lens.size or (query_lens.min() >= 0 and query_lens.sum() == len(tokens))
-    if len(set(sizes)) > 1 or not lens_fit or len(positions) != len(tokens) or not inside:
+    fits = len(set(sizes)) == 1 and lens_fit and len(positions) == len(tokens) and len(hinted) == len(block.requests)
+    if not fits or not inside:
         raise StoreError(f"{path} is damaged: the parts of a block do not fit together")
-    row = token = 0
-    for requests in block.requests:
+    row = token = hint = 0
+    for requests, has_hints in zip(block.requests, hinted.tolist(), strict=True):
         rows = slice(row, row + len(requests))
         at = slice(token, token + int(query_lens[rows].sum()))
+        mine = slice(hint, hint + (at.stop - at.start) * has_hints)
+        if mine.stop > hints.shape[1]:
+            raise StoreError(f"{path} is damaged: a block lacks hints of its steps")
         yield StepRouting(
             meta=StepMeta(requests, query_lens[rows], decode[rows], tokens[at], positions[at], conversations[rows]),
             ids=ids[:, at],
             weights=weights[:, at],
-            hints={},
+            hints={AHEAD: hints[:, mine].astype(np.float32)} if has_hints else {},
             step_s=0.0,
             stall_s=0.0,
         )
-        row, token = rows.stop, at.stop
+        row, token, hint = rows.stop, at.stop, mine.stop

@@ -197,7 +197,7 @@ def _tiers(
         TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
-        fetching=Fetching(prefetch=settings.cache.prefetch),
+        fetching=Fetching(prefetch=settings.cache.prefetch, keep_hints=settings.record.hints),
         on_disk=None if sharing is None else sharing.shelf.on_disk(),
     )
     if sharing is not None:
@@ -209,7 +209,8 @@ def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
     if not settings.record.dir:
         return None
     sizes = served.geometry
-    return Recorder(settings.record, Header(served.digest, sizes.layers, sizes.experts, sizes.top_k))
+    header = Header(served.digest, sizes.layers, sizes.experts, sizes.top_k, settings.record.hints)
+    return Recorder(settings.record, header)
 
 
 def _watchers(

@@ -6,6 +6,7 @@ import stat
 import struct
 import threading
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from edgemoe.errors import StoreError
 from edgemoe.replay.trace import load
 from edgemoe.telemetry import recorder as recorder_module
 from edgemoe.telemetry.recorder import BLOCK_STEPS, Recorder
-from edgemoe.telemetry.recording import MAGIC, Header, read_recording
+from edgemoe.telemetry.recording import AHEAD, MAGIC, Header, read_recording
 from edgemoe.types.routing import StepMeta, StepRouting
 
 HEADER = Header("digest", 3, 16, 2)
@@ -62,6 +63,29 @@ def test_steps_come_back_as_they_were(tmp_path: Path) -> None:
             assert np.array_equal(getattr(after.meta, name), getattr(before.meta, name))
         assert np.array_equal(after.ids, before.ids)
         assert after.weights == pytest.approx(before.weights, abs=1e-3)
+
+
+def hinted(number: int, tokens: int) -> StepRouting:
+    """A step that only decodes, with hints, or with one sequence that does not decode, without."""
+    plain = step(number, (True,) * tokens, (1,) * tokens)
+    hints = {AHEAD: np.random.default_rng(number).random((3, tokens, 16), np.float32)} if number % 3 else {}
+    return replace(plain, hints=hints)
+
+
+def test_hints_come_back_where_they_are_asked_for(tmp_path: Path) -> None:
+    steps = [hinted(number, tokens=1 + number % 5) for number in range(2 * BLOCK_STEPS)]
+    for asked in (True, False):
+        header = Header("digest", 3, 16, 2, hints=asked)
+        recorder = Recorder(RecordSettings(dir=str(tmp_path / str(asked)), file_bytes=100_000), header)
+        for each in steps:
+            recorder.add(each)
+        recorder.close()
+        read = [each for file in sorted((tmp_path / str(asked)).iterdir()) for each in read_recording(file)[1]]
+        for before, after in zip(steps, read, strict=True):
+            assert np.array_equal(after.ids, before.ids)
+            assert after.hints.keys() == (before.hints.keys() if asked else set())
+            for distance, hints in after.hints.items():
+                assert hints == pytest.approx(before.hints[distance], abs=1e-3)
 
 
 def test_only_the_owner_may_read_them(tmp_path: Path) -> None:
