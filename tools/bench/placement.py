@@ -7,7 +7,8 @@ as 1 : 1 : 2 and hold in total so many times the experts; the last one has two d
 of each task's tokens and is scored on the second: the share of chosen experts that are on another server, peers called
 per token and layer (the fewest that have what is missing), and the share of layers for which none is called. Then the
 seconds on experts per token [Prism, Eq. 1], one token at a time, for links and computing as stated. `rendezvous` knows
-counts of pairs, `routes` whole routes. Seconds to solve are those of a second run: the first has Numba compile. With
+counts of pairs, `routes` whole routes. `bound` is what no placement's rendezvous on the seen half can be below
+(`tools/bench/rendezvous_bound.py`). Seconds to solve are those of a second run: the first has Numba compile. With
 `--scale NODES` the policies are timed on invented routing of 58 layers of 256 experts instead. The last line is one
 JSON object.
 """
@@ -39,6 +40,7 @@ from edgemoe.policy.placement.smartmoe import smartmoe
 from edgemoe.policy.placement.uniform import redundance, uniform
 from edgemoe.replay.trace import load
 from edgemoe.types.arrays import IntArray
+from tools.bench.rendezvous_bound import least_rendezvous
 
 TASKS = ("intent", "law", "translation")
 DEVICES = ((1,), (1,), (1, 1))  # of each server, in equal parts
@@ -103,6 +105,7 @@ def study(args: argparse.Namespace, capacity: float) -> dict[str, Any]:
         rows[name]["seen_rendezvous"] = round(score(placement, seen).rendezvous, 4)
         rows[name]["layer_ms"] = [round(each, 3) for each in layer_ms(placement, unseen, args)]
         rows[name] |= {"solve_s": round(wall_s, 3), "solve_core_s": round(core_s, 3)}
+    rows["bound"] = {"seen_rendezvous": round(least_rendezvous(seen, EXPERTS, problem.room.tolist()), 4)}
     return rows
 
 
@@ -152,10 +155,11 @@ def scale(nodes: int, capacity: float, tokens: int, most_pairs: int) -> dict[str
 
 def show(title: str, rows: dict[str, Any]) -> None:
     table = Table(title=title)
-    for column in ("policy", *next(iter(rows.values()))):
+    columns = list(next(iter(rows.values())))
+    for column in ("policy", *columns):
         table.add_column(column, justify="right")
     for name, row in rows.items():
-        table.add_row(name, *(str(value) for value in row.values()))
+        table.add_row(name, *(str(row.get(column, "")) for column in columns))
     console.print(table)
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from edgemoe.policy.placement.compiled import entry, inner
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
 from edgemoe.types.arrays import BoolArray, IntArray
 
@@ -35,7 +35,7 @@ class Chains(NamedTuple):
     end_expert: IntArray
 
 
-@njit(nogil=True)
+@inner
 def _best_edge(chains: Chains, n: int, m: int) -> None:
     least, found = np.inf, -1
     for expert in chains.kept[n]:
@@ -46,7 +46,7 @@ def _best_edge(chains: Chains, n: int, m: int) -> None:
     chains.edge[n, m], chains.edge_expert[n, m] = least, found
 
 
-@njit(nogil=True)
+@inner
 def _best_end(chains: Chains, n: int) -> None:
     least, found = np.inf, -1
     for expert in chains.kept[n]:
@@ -55,7 +55,7 @@ def _best_end(chains: Chains, n: int) -> None:
     chains.end[n], chains.end_expert[n] = least, found
 
 
-@njit(nogil=True)
+@inner
 def _replace(chains: Chains, n: int, out: int, into: int) -> None:
     """Gives node n one expert for another, and keeps the edges to n true."""
     slot = chains.place[out, n]
@@ -73,7 +73,7 @@ def _replace(chains: Chains, n: int, out: int, into: int) -> None:
                     chains.edge[other, n], chains.edge_expert[other, n] = cost, out
 
 
-@njit(nogil=True)
+@inner
 def _cover(chains: Chains, expert: int, dist: Values, before: IntArray) -> None:
     """Brings one expert in along the cheapest chain."""
     nodes = len(dist)
@@ -88,7 +88,10 @@ def _cover(chains: Chains, expert: int, dist: Values, before: IntArray) -> None:
                     dist[m], before[m], changed = cost, n, True
         if not changed:
             break
-    node = int(np.argmin(dist + chains.end))
+    node = 0
+    for n in range(nodes):
+        if dist[n] + chains.end[n] < dist[node] + chains.end[node]:
+            node = n
     out = chains.end_expert[node]
     touched = np.zeros(nodes, np.bool_)
     dropped = out
@@ -109,7 +112,7 @@ def _cover(chains: Chains, expert: int, dist: Values, before: IntArray) -> None:
             _best_end(chains, n)
 
 
-@njit(nogil=True)
+@entry
 def solve(chains: Chains) -> None:
     """Changes `homes`, each node's best, until every expert that must be kept is."""
     nodes = len(chains.end)

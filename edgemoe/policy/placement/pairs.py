@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from edgemoe.policy.placement.compiled import entry
 from edgemoe.policy.placement.problem import Values
 from edgemoe.types.arrays import IntArray
 
@@ -60,7 +60,7 @@ def _lift(asked: Values, pairs: IntArray, ordered_pairs: float) -> Values:
     return lift
 
 
-@njit(nogil=True)
+@entry
 def _draw(share: Values, lift: Values, random: Values) -> Routes:
     """Experts [T, k] drawn one after the other with random numbers [T, k]."""
     tokens, top_k = random.shape

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from edgemoe.policy.placement.compiled import entry, inner
 
 Masks = npt.NDArray[np.uint64]  # a bit for each node
 ONE, NONE = np.uint64(1), np.uint64(0)
 MOST_NODES = 64
 
 
-@njit(nogil=True)
+@inner
 def bits(mask: np.uint64) -> int:
     count = 0
     while mask != NONE:
@@ -24,7 +25,7 @@ def bits(mask: np.uint64) -> int:
     return count
 
 
-@njit(nogil=True)
+@inner
 def lowest(mask: np.uint64) -> int:
     place = 0
     while mask & ONE == NONE:
@@ -33,7 +34,7 @@ def lowest(mask: np.uint64) -> int:
     return place
 
 
-@njit(nogil=True)
+@inner
 def _coverable(scratch: Masks, depth: int, count: int, nodes: int) -> bool:
     """Whether so many nodes hit all `count` masks of scratch[depth]."""
     row = scratch[depth]
@@ -54,7 +55,7 @@ def _coverable(scratch: Masks, depth: int, count: int, nodes: int) -> bool:
     while left != NONE:
         node = left & (~left + ONE)
         left ^= node
-        kept = 0
+        kept = np.int64(0)
         for i in range(count):
             if row[i] & node == NONE:
                 scratch[depth + 1, kept] = row[i]
@@ -64,7 +65,7 @@ def _coverable(scratch: Masks, depth: int, count: int, nodes: int) -> bool:
     return False
 
 
-@njit(nogil=True)
+@entry
 def fewest(masks: Masks, count: int, scratch: Masks) -> tuple[int, np.uint64]:
     """How few nodes hit all masks, and the nodes that are in some such set."""
     forced = NONE
@@ -93,12 +94,12 @@ def fewest(masks: Masks, count: int, scratch: Masks) -> tuple[int, np.uint64]:
         while left != NONE:
             node = left & (~left + ONE)
             left ^= node
-            rest = 0
+            rest = np.int64(0)
             for i in range(kept):
                 if scratch[0, i] & node == NONE:
                     scratch[1, rest] = scratch[0, i]
                     rest += 1
-            if _coverable(scratch, 1, rest, nodes - 1):
+            if _coverable(scratch, np.int64(1), rest, nodes - 1):
                 within |= node
         if within != NONE:
             return least + nodes, forced | within

@@ -3,7 +3,7 @@
 A layer waits for the slowest peer that it calls, and what a call takes is mostly its round trip, so peers are counted,
 the fewest that have what is missing, not experts. It pays to have all that a token may need of a layer in one place:
 each layer whole at one node, who calls then calls one peer, and room that is left for the (node, layer) sets of experts
-that serve most tokens whole. From there, or from `exact` where that is better, a local search goes on.
+that serve most tokens whole. From there, and from `exact` where that is not far worse, a local search goes on.
 
 `call_cost` is what a remote expert costs besides, as a share of a rendezvous: nearly nothing where links are slow
 against computing; the larger it is, the more the placement is that of `exact`.
@@ -28,6 +28,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 
 TOKENS = 8192  # drawn from pairs, of all nodes together
 CHANGES = 2000  # that the search makes at most
+HOPELESS = 1.5  # times the cost of the best start: not worth a search
 
 
 def rendezvous(
@@ -41,18 +42,22 @@ def rendezvous(
     nodes = len(problem.slots)
     assert nodes <= MOST_NODES, "homes are masks of 64 bits"
     disk = disk_homes(problem)
-    cost = np.ones(nodes) if node_cost is None else node_cost
+    weight = np.ones(nodes) if node_cost is None else node_cost
     starts = [placed(problem, _whole_layers(problem, routes, disk), disk), exact(problem)]
-    searches = [_search(problem, routes, start, call_cost, cost) for start in starts]
+    searches = [_search(problem, routes, start, call_cost, weight) for start in starts]
     scratch = _scratch(routes[0].shape[2])
     costs = [
-        begin(search, scratch) + call_cost * float((problem.activations * cost[:, None, None])[~start.homes].sum())
+        begin(search, scratch) + call_cost * float((problem.activations * weight[:, None, None])[~start.homes].sum())
         for search, start in zip(searches, starts, strict=True)
     ]
-    best = int(np.argmin(costs))
-    descend(searches[best], scratch, CHANGES)
-    found = searches[best].homes >> np.arange(nodes, dtype=np.uint64)[:, None, None] & ONE != NONE
-    homes = np.where(disk, starts[best].homes, found)
+    found = [
+        (cost + descend(search, scratch, CHANGES), search.homes, start.homes)
+        for cost, search, start in zip(costs, searches, starts, strict=True)
+        if cost <= HOPELESS * min(costs)
+    ]
+    _, masks, before = min(found, key=lambda each: each[0])
+    homes = masks >> np.arange(nodes, dtype=np.uint64)[:, None, None] & ONE != NONE
+    homes = np.where(disk, before, homes)
     fill(problem, homes)
     return placed(problem, homes, disk)
 
@@ -147,8 +152,8 @@ def _search(
         add_expert=np.zeros((layers, nodes), np.int64),
         drop=np.zeros((layers, nodes)),
         drop_expert=np.zeros((layers, nodes), np.int64),
-        move=np.zeros((layers, nodes, nodes)),
-        move_expert=np.zeros((layers, nodes, nodes), np.int64),
+        move=np.zeros((layers, nodes * nodes)),
+        move_expert=np.zeros((layers, nodes * nodes), np.int64),
     )
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from edgemoe.policy.placement.compiled import entry, inner
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.peer_cover import NONE, ONE, Masks, fewest, lowest
 from edgemoe.policy.placement.problem import Values
@@ -35,11 +35,11 @@ class Search(NamedTuple):
     homes: Masks  # [L, E]
     swing: Values  # [L, E, N] what another home saves, or the loss of one costs
     worth: Values  # [L, E, N] what a home saves against none that is of use
-    add: Values  # [L, N] the best of `swing` where there is no home
+    add: Values  # [L, N] the least of -`swing` where there is no home
     add_expert: IntArray
     drop: Values  # [L, N] the least of `swing` where there are several
     drop_expert: IntArray
-    move: Values  # [L, N, N] the least cost of moving an expert's only home
+    move: Values  # [L, N * N] the least cost of moving an expert's only home, from and to
     move_expert: IntArray
 
 
@@ -52,7 +52,7 @@ class Scratch(NamedTuple):
     missing: IntArray  # [k]
 
 
-@njit(nogil=True)
+@inner
 def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
     """Fills Q of each of a token's experts; the peers that it calls. `homes` [E] are those of the layer."""
     absent = 0
@@ -75,7 +75,7 @@ def _useful(homes: Masks, ids: Routes, own: np.uint64, scratch: Scratch) -> int:
     return called
 
 
-@njit(nogil=True)
+@inner
 def _book(search: Search, scratch: Scratch, layer: int, token: int, sign: float) -> float:
     """Adds a token to the tables, or with a sign of -1 takes it out; what it costs, with that sign."""
     ids, homes = search.ids[layer, token], search.homes[layer]
@@ -98,7 +98,7 @@ def _book(search: Search, scratch: Scratch, layer: int, token: int, sign: float)
     return cost
 
 
-@njit(nogil=True)
+@inner
 def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np.uint64) -> float:
     """Gives an expert other homes; by how much that changes what all costs. The layer's bests are not looked for."""
     users = search.users[layer, search.first[layer, expert] : search.first[layer, expert + 1]]
@@ -111,12 +111,12 @@ def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np
     return change
 
 
-@njit(nogil=True)
+@inner
 def _look(search: Search, layer: int) -> None:
     """Finds the layer's best changes."""
     nodes = search.worth.shape[2]
     add, drop, move = search.add[layer], search.drop[layer], search.move[layer]
-    add[:], drop[:], move[:] = -np.inf, np.inf, np.inf
+    add[:], drop[:], move[:] = np.inf, np.inf, np.inf
     for expert in range(search.homes.shape[1]):
         homes = search.homes[layer, expert]
         swing, worth = search.swing[layer, expert], search.worth[layer, expert]
@@ -125,18 +125,18 @@ def _look(search: Search, layer: int) -> None:
         for node in range(nodes):
             bit = ONE << np.uint64(node)
             if homes & bit == NONE:
-                if swing[node] > add[node]:
-                    add[node], search.add_expert[layer, node] = swing[node], expert
+                if -swing[node] < add[node]:
+                    add[node], search.add_expert[layer, node] = -swing[node], expert
             elif only and fixed == NONE:
                 for to in range(nodes):
-                    cost = worth[node] - worth[to]
-                    if to != node and cost < move[node, to]:
-                        move[node, to], search.move_expert[layer, node, to] = cost, expert
+                    cost, pair = worth[node] - worth[to], node * nodes + to
+                    if to != node and cost < move[pair]:
+                        move[pair], search.move_expert[layer, pair] = cost, expert
             elif fixed & bit == NONE and swing[node] < drop[node]:
                 drop[node], search.drop_expert[layer, node] = swing[node], expert
 
 
-@njit(nogil=True)
+@inner
 def _two_least(values: Values, value: Values, layer: IntArray) -> None:
     """The two least of values [L, ...] over layers, and in which layers: value [2, ...] and layer [2, ...]."""
     value[:] = np.inf
@@ -150,50 +150,51 @@ def _two_least(values: Values, value: Values, layer: IntArray) -> None:
                 value[1, place], layer[1, place] = row[place], each
 
 
-@njit(nogil=True)
+@inner
 def _with(homes: np.uint64, node: int) -> np.uint64:
     return homes | (ONE << np.uint64(node))
 
 
-@njit(nogil=True)
+@inner
 def _without(homes: np.uint64, node: int) -> np.uint64:
     return homes & ~(ONE << np.uint64(node))
 
 
-@njit(nogil=True)
+@inner
 def _add(search: Search, scratch: Scratch, layer: int, node: int) -> float:
     expert = search.add_expert[layer, node]
     return _rehome(search, scratch, layer, expert, _with(search.homes[layer, expert], node))
 
 
-@njit(nogil=True)
+@inner
 def _drop(search: Search, scratch: Scratch, layer: int, node: int) -> float:
     expert = search.drop_expert[layer, node]
     return _rehome(search, scratch, layer, expert, _without(search.homes[layer, expert], node))
 
 
-@njit(nogil=True)
+@inner
 def _move(search: Search, scratch: Scratch, layer: int, node: int, to: int) -> float:
-    expert = search.move_expert[layer, node, to]
+    expert = search.move_expert[layer, node * search.worth.shape[2] + to]
     return _rehome(search, scratch, layer, expert, _with(_without(search.homes[layer, expert], node), to))
 
 
-@njit(nogil=True)
+@inner
 def _step(search: Search, scratch: Scratch) -> float:
     """Makes the best change whose parts are in different layers; what it changed.
 
     At one node another expert for a replica; or two nodes exchange experts; or one takes an expert in for a replica,
     and the one that gave it takes in another for it.
     """
-    layers, nodes = search.add.shape
+    nodes = search.add.shape[1]
     pairs = nodes * nodes
     add, add_at = np.empty((2, nodes)), np.zeros((2, nodes), np.int64)
     drop, drop_at = np.empty((2, nodes)), np.zeros((2, nodes), np.int64)
     move, move_at = np.empty((2, pairs)), np.zeros((2, pairs), np.int64)
-    _two_least(-search.add, add, add_at)
+    _two_least(search.add, add, add_at)
     _two_least(search.drop, drop, drop_at)
-    _two_least(search.move.reshape((layers, pairs)), move, move_at)
-    least, kind, node, to, a, b, c = -LEAST, 0, 0, 0, 0, 0, 0
+    _two_least(search.move, move, move_at)
+    least, kind = -LEAST, 0
+    node = to = a = b = c = add_at[0, 0]
     for n in range(nodes):
         for i in range(4):
             x, y = i & 1, i >> 1
@@ -228,7 +229,7 @@ def _step(search: Search, scratch: Scratch) -> float:
     return change
 
 
-@njit(nogil=True)
+@inner
 def _within(search: Search, scratch: Scratch, layer: int) -> float:
     """Makes changes whose two parts are both in this layer, where they pay; what they changed."""
     nodes = search.worth.shape[2]
@@ -236,15 +237,16 @@ def _within(search: Search, scratch: Scratch, layer: int) -> float:
     for n in range(nodes):
         for m in range(n, nodes):
             if n == m:
-                promised = search.drop[layer, n] - search.add[layer, n]
+                promised = search.drop[layer, n] + search.add[layer, n]
             else:
-                promised = search.move[layer, n, m] + search.move[layer, m, n]
+                promised = search.move[layer, n * nodes + m] + search.move[layer, m * nodes + n]
             if promised >= -LEAST:
                 continue
             if n == m:
                 first, second = search.add_expert[layer, n], search.drop_expert[layer, n]
             else:
-                first, second = search.move_expert[layer, n, m], search.move_expert[layer, m, n]
+                first = search.move_expert[layer, n * nodes + m]
+                second = search.move_expert[layer, m * nodes + n]
             before = search.homes[layer, first], search.homes[layer, second]
             if n == m:
                 change = _add(search, scratch, layer, n) + _drop(search, scratch, layer, n)
@@ -259,7 +261,7 @@ def _within(search: Search, scratch: Scratch, layer: int) -> float:
     return total
 
 
-@njit(nogil=True)
+@entry
 def begin(search: Search, scratch: Scratch) -> float:
     """Fills the tables, beside what they hold already; what all costs."""
     layers, tokens, _ = search.ids.shape
@@ -271,15 +273,16 @@ def begin(search: Search, scratch: Scratch) -> float:
     return cost
 
 
-@njit(nogil=True)
-def descend(search: Search, scratch: Scratch, most: int) -> int:
-    """Makes changes until none pays, `most` at most; how many."""
-    for made in range(most):
-        if _step(search, scratch) < 0.0:
-            continue
-        change = 0.0
-        for layer in range(len(search.homes)):
-            change += _within(search, scratch, layer)
+@entry
+def descend(search: Search, scratch: Scratch, most: int) -> float:
+    """Makes changes until none pays, `most` at most; what they change in all."""
+    total = 0.0
+    for _ in range(most):
+        change = _step(search, scratch)
         if change == 0.0:
-            return made
-    return most
+            for layer in range(len(search.homes)):
+                change += _within(search, scratch, layer)
+        total += change
+        if change == 0.0:
+            break
+    return total

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from edgemoe.policy.placement.compiled import entry
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.peer_cover import NONE, ONE, Masks, fewest
 from edgemoe.policy.placement.problem import Placement, Values
@@ -56,7 +56,7 @@ def score(placement: Placement, routes: Sequence[Routes]) -> RouteScore:
     return RouteScore(remote / routes[0].shape[2], called, local)
 
 
-@njit(nogil=True)
+@entry
 def _count(routes: Routes, memory: Masks, anywhere: Masks, node: int) -> Values:
     """Remote experts, peers called and layers without a call, over a node's tokens [T, L, k]."""
     tokens, layers, chosen = routes.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -12,6 +14,7 @@ from edgemoe.policy.placement.pairs import Routes, heaviest_pairs, routes_of_pai
 from edgemoe.policy.placement.problem import PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs
 from edgemoe.policy.placement.score import remote_calls, score
+from tools.bench.rendezvous_bound import least_rendezvous, most_whole
 
 
 def tokens_of(rng: np.random.Generator, nodes: int, tokens: int, layers: int, experts: int, top_k: int) -> list[Routes]:
@@ -28,7 +31,7 @@ def activations_of(routes: list[Routes], experts: int) -> Values:
     )
 
 
-def least_rendezvous(problem: PlacementProblem, routes: list[Routes]) -> float:
+def optimum(problem: PlacementProblem, routes: list[Routes]) -> float:
     """By integer programming: homes z, whether a token calls a peer y, from whom it has an expert x <= y, x <= z."""
     nodes, layers, experts = problem.activations.shape
     cells = [(n, x, ids) for n, each in enumerate(routes) for token in each for x, ids in enumerate(token)]
@@ -70,11 +73,24 @@ def test_it_is_near_the_optimum_of_small_cases() -> None:
         rng = np.random.default_rng(seed)
         routes = tokens_of(rng, 3, 8, 2, 6, 2)
         problem = PlacementProblem(((4,), (4,), (6,)), activations_of(routes, 6))
-        best = least_rendezvous(problem, routes)
+        best = optimum(problem, routes)
         ours = score(rendezvous(problem, routes, call_cost=0.001), routes).rendezvous
+        assert least_rendezvous(routes, 6, problem.room.tolist()) <= best + 1e-9
         assert ours >= best - 1e-9
         gaps.append((ours - best) / best)
     assert np.mean(gaps) < 0.12
+
+
+def test_no_set_of_experts_serves_more_tokens_whole_than_the_bound_says() -> None:
+    routes = tokens_of(np.random.default_rng(5), 1, 60, 2, 6, 2)[0]
+    for slots in range(1, 13):
+        most = 0
+        for chosen in itertools.combinations(range(12), slots):
+            has = np.isin(np.arange(12), chosen).reshape(2, 6)
+            most = max(most, sum(int(has[x][routes[:, x]].all(axis=1).sum()) for x in range(2)))
+        assert most <= most_whole(routes, 6, slots) + 1e-9
+    assert most_whole(routes, 6, 12) == 120
+    assert most_whole(routes, 6, 6) < 100
 
 
 def test_fewer_peers_are_called_by_requests_that_it_has_not_seen() -> None:
