@@ -8,16 +8,17 @@ from typing import Any, TypeVar
 import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_OPTIONS: Any = {"nogil": True, "error_model": "numpy"}
+_ENTRY: Any = {"nogil": True, "error_model": "numpy"}
+_INNER: Any = _ENTRY | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 def entry(function: Function) -> Function:
     """Returns a function compiled for Python to call."""
-    compiled: Function = numba.njit(**_OPTIONS)(function)
+    compiled: Function = numba.njit(**_ENTRY)(function)
     return compiled
 
 
 def inner(function: Function) -> Function:
     """Returns a function compiled for compiled ones to call, which takes half the time to compile."""
-    compiled: Function = numba.njit(**_OPTIONS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+    compiled: Function = numba.njit(**_INNER)(function)
     return compiled

@@ -35,7 +35,7 @@ def lowest(mask: np.uint64) -> int:
 
 
 @inner
-def _coverable(scratch: Masks, depth: int, count: int, nodes: int) -> bool:
+def _coverable(scratch: Masks, depth: int | np.int64, count: int | np.int64, nodes: int) -> bool:
     """Whether so many nodes hit all `count` masks of scratch[depth]."""
     row = scratch[depth]
     if count == 0:
