@@ -44,8 +44,8 @@ def rendezvous(
     disk = disk_homes(problem)
     weight = np.ones(nodes) if node_cost is None else node_cost
     starts = [placed(problem, _whole_layers(problem, routes, disk), disk), exact(problem)]
-    searches = [_search(problem, routes, start, call_cost, weight) for start in starts]
-    scratch = _scratch(routes[0].shape[2])
+    searches = [search_from(problem, routes, start, call_cost, weight) for start in starts]
+    scratch = scratch_for(routes[0].shape[2])
     costs = [
         begin(search, scratch) + call_cost * float((problem.activations * weight[:, None, None])[~start.homes].sum())
         for search, start in zip(searches, starts, strict=True)
@@ -123,10 +123,10 @@ def _serve_whole(homes: BoolArray, room: int, activations: Values, routes: Route
         whole[layer] = experts if kept.all() else int(np.argmin(kept))
 
 
-def _search(
+def search_from(
     problem: PlacementProblem, routes: Sequence[Routes], start: Placement, call_cost: float, cost: Values
 ) -> Search:
-    """The search's tables at a start, filled only with what calls cost."""
+    """Returns the search's tables at a start, with what calls cost in them; `begin` fills them."""
     nodes, layers, experts = start.homes.shape
     ids = np.ascontiguousarray(np.concatenate(routes).transpose(1, 0, 2), np.int16)
     top_k = ids.shape[2]
@@ -144,6 +144,7 @@ def _search(
         weight=np.repeat(weight, counts),
         first=first,
         users=(np.argsort(flat, axis=1, kind="stable") // top_k).astype(np.int32),
+        calls=calls,
         fixed=fixed,
         homes=masks_of(start.homes) | fixed,
         swing=calls.copy(),
@@ -157,6 +158,7 @@ def _search(
     )
 
 
-def _scratch(top_k: int) -> Scratch:
+def scratch_for(top_k: int) -> Scratch:
+    """Returns memory for the search to count in."""
     masks = [np.zeros(top_k, np.uint64) for _ in range(2)]
     return Scratch(np.zeros((top_k + 2, top_k), np.uint64), masks[0], masks[1], np.zeros(top_k, np.int64))

@@ -31,6 +31,7 @@ class Search(NamedTuple):
     weight: Values  # [T] what one peer called for it costs
     first: IntArray  # [L, E + 1] where in `users` the tokens of each expert begin
     users: npt.NDArray[np.int32]  # [L, T * k] tokens by expert
+    calls: Values  # [L, E, N] what the node's calls for the expert cost, where it is not at home there
     fixed: Masks  # [L, E] homes on disk, which stay
     homes: Masks  # [L, E]
     swing: Values  # [L, E, N] what another home saves, or the loss of one costs
@@ -105,6 +106,11 @@ def _rehome(search: Search, scratch: Scratch, layer: int, expert: int, homes: np
     change = 0.0
     for token in users:
         change += _book(search, scratch, layer, token, -1.0)
+    for node in range(search.calls.shape[2]):
+        bit = ONE << np.uint64(node)
+        if search.homes[layer, expert] & bit != homes & bit:
+            cost = search.calls[layer, expert, node]
+            change += cost if homes & bit == NONE else -cost
     search.homes[layer, expert] = homes
     for token in users:
         change += _book(search, scratch, layer, token, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from scipy.sparse import lil_array
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs, routes_of_pairs
 from edgemoe.policy.placement.problem import PlacementProblem, Values
-from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs
+from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs, scratch_for, search_from
+from edgemoe.policy.placement.rendezvous_search import begin, descend
 from edgemoe.policy.placement.score import remote_calls, score
 from tools.bench.rendezvous_bound import least_rendezvous, most_whole
 
@@ -79,6 +81,29 @@ def test_it_is_near_the_optimum_of_small_cases() -> None:
         assert ours >= best - 1e-9
         gaps.append((ours - best) / best)
     assert np.mean(gaps) < 0.12
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tables_stay_true_while_homes_change(seed: int) -> None:
+    routes = tokens_of(np.random.default_rng(seed), 4, 50, 3, 10, 3)
+    problem = PlacementProblem(((8,), (9,), (12,), (14,)), activations_of(routes, 10))
+    start = exact(problem)
+    search = search_from(problem, routes, start, 0.1, np.ones(4))
+    before = begin(search, scratch_for(3))
+    calls = 0.1 * remote_calls(start, problem.activations)
+    change = descend(search, scratch_for(3), 1000)
+    assert change < 0
+    homes = search.homes >> np.arange(4, dtype=np.uint64)[:, None, None] & np.uint64(1) != 0
+    found = replace(start, homes=homes)
+    fresh = search_from(problem, routes, found, 0.1, np.ones(4))
+    after = begin(fresh, scratch_for(3)) + 0.1 * remote_calls(found, problem.activations)
+    assert before + calls + change == pytest.approx(after)
+    assert score(found, routes).rendezvous * 4 * 50 * 3 == pytest.approx(
+        after - 0.1 * remote_calls(found, problem.activations)
+    )
+    np.testing.assert_allclose(search.swing, fresh.swing, atol=1e-9)
+    np.testing.assert_allclose(search.worth, fresh.worth, atol=1e-9)
+    assert homes.sum(axis=(1, 2)).tolist() == problem.room.tolist()
 
 
 def test_no_set_of_experts_serves_more_tokens_whole_than_the_bound_says() -> None:
