@@ -20,6 +20,7 @@ from edgemoe.types.model_info import ServedModel
 
 log = logging.getLogger(__name__)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
+SCORES = ".scoutgate.json"  # how good ScoutGate's forecasts were, beside that
 POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # "learned" has a controller besides
     "lru": lambda sizes: baselines.LRU(sizes.layers, sizes.experts),
     "lfu": lambda sizes: baselines.LFU(sizes.layers, sizes.experts),
@@ -37,15 +38,12 @@ def controller_for(
     kernels: Path | None,
 ) -> Controller:
     """What the policy `learned` goes by, with what it has learned before; `kernels` keeps compiled code."""
-    state = (
-        Path(settings.cache.state_file) if settings.cache.state_file else directory.with_name(STATE % directory.name)
-    )
     return Controller(
         geometry.layers,
         geometry.experts,
         geometry.top_k,
         hysteresis=settings.cache.hysteresis,
-        kept=Kept(state.expanduser(), kernels),
+        kept=Kept(_state_file(settings, directory), kernels),
         forecaster=scoutgate,
     )
 
@@ -57,9 +55,15 @@ def scoutgate_for(
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
-    scoutgate = ScoutGateForecaster(served, tokenizer, embedding)
+    state = _state_file(settings, Path(settings.model.path)).with_suffix(SCORES)
+    scoutgate = ScoutGateForecaster(served, tokenizer, embedding, state_file=state)
     try:
         scoutgate.load(Path(settings.cache.scoutgate))
     except ConfigError as error:
         log.warning(f"serving without ScoutGate: {error}")
     return scoutgate
+
+
+def _state_file(settings: Settings, directory: Path) -> Path:
+    state = settings.cache.state_file
+    return Path(state).expanduser() if state else directory.with_name(STATE % directory.name)

@@ -61,9 +61,9 @@ def routing(of: StepMeta, ids: np.ndarray, step_s: float = 0.01, stall_s: float 
     )
 
 
-def forecaster(clock: Callable[[], float] = lambda: 0.0) -> ScoutGateForecaster:
+def forecaster(clock: Callable[[], float] = lambda: 0.0, state_file: Path | None = None) -> ScoutGateForecaster:
     """One whose thread takes no time by its clock."""
-    return ScoutGateForecaster(SERVED, "tokenizer", embedding(), clock)
+    return ScoutGateForecaster(SERVED, "tokenizer", embedding(), clock, state_file)
 
 
 @pytest.fixture(params=["source", "context"])
@@ -128,15 +128,46 @@ def test_live_figures_tell_recall_and_trust(scoutgate: ScoutGateForecaster) -> N
     assert metrics[names.SCOUTGATE_SECONDS] < 1.0
 
 
-def test_trust_falls_where_forecasts_stop_coming_true(scoutgate: ScoutGateForecaster) -> None:
+def disappoint(scoutgate: ScoutGateForecaster) -> None:
+    """The least likely experts are what is needed."""
     for position in range(100):
         step = meta(("a",), [[position % V]], [position], [True])
         scoutgate.look(step)
         assert scoutgate.wait_idle(10)
         assert scoutgate.forecast is not None
-        scoutgate.learn(routing(step, np.argsort(scoutgate.forecast.probs[0], axis=1)[:, None, :K]))  # the least likely
+        scoutgate.learn(routing(step, np.argsort(scoutgate.forecast.probs[0], axis=1)[:, None, :K]))
     assert scoutgate.wait_idle(10)
+
+
+def test_trust_falls_where_forecasts_stop_coming_true(scoutgate: ScoutGateForecaster) -> None:
+    disappoint(scoutgate)
     assert scoutgate.trust < 0.7
+
+
+def test_trust_outlives_a_restart_but_not_its_export(tmp_path: Path) -> None:
+    state, trust = tmp_path / "state.json", []
+    for variant in ("source", "source", "context"):
+        scoutgate = forecaster(state_file=state)
+        scoutgate.load(exported(tmp_path / variant, variant=variant))
+        assert scoutgate.wait_idle(10)
+        trust.append(scoutgate.trust)
+        disappoint(scoutgate)
+        before = scoutgate.trust
+        scoutgate.close()
+        trust.append(before)
+    assert trust[0] == 1.0
+    assert trust[2] == trust[1] < 0.7  # as it was
+    assert trust[4] == 1.0
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"export": 1}', '{"export": "x", "scores": [{"weight": "a"}]}'])
+def test_a_damaged_score_is_begun_anew(damaged: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(damaged)
+    scoutgate = forecaster(state_file=tmp_path / "state.json")
+    scoutgate.load(exported(tmp_path))
+    assert scoutgate.wait_idle(10)
+    assert scoutgate.trust == 1.0
+    scoutgate.close()
 
 
 def test_what_it_remembers_is_bounded(scoutgate: ScoutGateForecaster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.scoutgate.export import Export, read
-from edgemoe.experts.predict.scoutgate.score import ForecastScore
+from edgemoe.experts.predict.scoutgate.score import ForecastScore, read_scores, write_scores
 from edgemoe.experts.predict.scoutgate.tables import ForecastTables, TokenWindow
 from edgemoe.experts.predict.scoutgate.time_budget import TimeBudget
 from edgemoe.telemetry import metrics as names
@@ -32,6 +32,7 @@ from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
 
 NOTES = 64  # that may wait for the thread; older ones are dropped
+SAVE_S = 60.0  # between two times that the score is kept
 TRACKS = 4096  # sequences whose last tokens are kept
 
 
@@ -78,17 +79,18 @@ class ScoutGateForecaster:
         tokenizer: str,
         embedding: torch.Tensor,
         clock: Callable[[], float] = time.thread_time,
+        state_file: Path | None = None,
     ) -> None:
         """Takes what `fitting` compares an export with; the embedding [V, H] is the engine's own and stays where it is.
 
-        `clock` is the thread's processor time.
+        `clock` is the thread's processor time. `state_file` keeps how good forecasts were, every minute and at the end.
         """
         self.forecast: ScoutGateForecast | None = None  # the latest; replaced whole, so it may be read from any thread
         self.skipped = 0  # forecasts that were not made because the next step had begun
         self.left_out = 0  # forecasts that were not made because the thread's time was spent
         self.loads, self.refused = 0, 0  # exports
         self._served, self._tokenizer, self._embedding = served, tokenizer, embedding
-        self._budget = TimeBudget(clock)
+        self._budget, self._state_file, self._saved_s = TimeBudget(clock), state_file, time.monotonic()
         self._tables: ForecastTables | None = None  # in use
         self._fresh: ForecastTables | None = None  # to be used from the next note on
         self._tracks: OrderedDict[str, TokenWindow] = OrderedDict()
@@ -191,7 +193,10 @@ class ScoutGateForecaster:
                         self._look(step, meta)
                     case (step, StepRouting() as routing):
                         self._learn(step, routing)
+                        if time.monotonic() > self._saved_s + SAVE_S:
+                            self._save()
                         self._budget.end_step(routing)
+        self._save()
 
     def _take(self) -> tuple[int, StepMeta | StepRouting] | ForecastTables | None:
         with self._wake:
@@ -204,13 +209,22 @@ class ScoutGateForecaster:
             fresh, self._fresh = self._fresh, None
             return fresh or self._notes.popleft()
 
+    def _save(self) -> None:
+        self._saved_s = time.monotonic()
+        if self._state_file is not None and self._tables is not None:
+            write_scores(self._state_file, self._tables.export.record["sha256"], self._live)
+
     def _adopt(self, tables: ForecastTables) -> None:
         """From here on others forecast; nothing that was said before counts."""
         self._tracks.clear()  # windows may differ
         self._ahead.clear()
         self._said = (-1, [], np.empty(0, np.float32))
         self.forecast = None
-        self._live = [ForecastScore() for _ in range(tables.export.shape.horizons)]
+        horizons = tables.export.shape.horizons
+        if self._state_file is None:
+            self._live = [ForecastScore() for _ in range(horizons)]
+        else:
+            self._live = read_scores(self._state_file, tables.export.record["sha256"], horizons)
         self._tables = tables
         self._budget.begin()
 
