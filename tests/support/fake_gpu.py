@@ -55,6 +55,11 @@ class FakeGpu:
                     if stream.work[0]():
                         stream.work.popleft()
 
+    def let_others_go_on(self) -> None:
+        """Does a piece, and lets the threads that wait for it run."""
+        self.run(1)
+        time.sleep(0)
+
     def go(self, stream: FakeStream) -> None:
         """Does what one stream can do now."""
         with self._lock:
@@ -134,6 +139,9 @@ class FakeSlab:
 class FakeSlot:
     def __init__(self, gpu: FakeGpu, memory: np.ndarray) -> None:  # type: ignore[type-arg]
         self._gpu, self._memory = gpu, memory
+
+    def __getitem__(self, part: slice) -> FakeSlot:
+        return FakeSlot(self._gpu, self._memory[part])
 
     def copy_(self, source: np.ndarray, non_blocking: bool) -> None:  # type: ignore[type-arg]
         assert non_blocking

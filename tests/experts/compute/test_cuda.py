@@ -18,7 +18,9 @@ from support.waiting import wait_until
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.errors import CapacityError
 from edgemoe.experts.build import ExpertTiers, TierMemory
-from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order, open_cuda
+from edgemoe.experts.compute import cuda_link
+from edgemoe.experts.compute.cuda import CudaCompute, open_cuda
+from edgemoe.experts.compute.cuda_link import CudaLink, Order
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.gpu_calls import blocks_of
 from edgemoe.experts.compute.moe import Fetching
@@ -49,6 +51,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
     layers, experts, stride, policy = 3, 6, 4096, LRU(3, 6)
     ram, slab, order = HostSlab(5, stride), FakeSlab(gpu, 3, stride), Order(3)
     ram.pinned = True  # there is nothing to register with
+    monkeypatch.setattr(cuda_link, "pieces_of", lambda _: 1 + seed % 5)
     pools = [SlotPool(Tier.VRAM, layers, experts, 3, policy)]
     residency = Residency(SlotPool(Tier.RAM, layers, experts, 5, policy), pools, containment=bool(seed % 2))
     link = CudaLink(ram, slab, order)  # type: ignore[arg-type]
@@ -75,6 +78,7 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
                 break
             residency.release(0, claim.slots[claim.slots >= 0])
             gpu.run(5)
+        wait_until(lambda: (pools[0].where[layer, wanted] >= 0).all(), meanwhile=gpu.let_others_go_on)  # noqa: B023
         slots = claim.slots.tolist()
         order.before_compute(slots, compute)  # type: ignore[arg-type]
         compute.work.append(functools.partial(read, slots, [1 + layer * experts + e for e in wanted.tolist()]))
@@ -82,8 +86,8 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
         residency.done(layer, wanted)
         residency.release(0, claim.slots)
         gpu.run(int(rng.integers(12)))
+    wait_until(link.idle, meanwhile=gpu.let_others_go_on)
     gpu.drain()
-    wait_until(link.idle)
     ram.pinned = False
     link.close()
     assert not wrong
@@ -112,6 +116,9 @@ class Desk:
 
     def failed(self, load: Transfer, error: Exception) -> None:
         raise error
+
+    def withdraws(self, load: Transfer) -> bool:
+        raise AssertionError
 
     def roused(self, link: TierLink) -> None:
         raise AssertionError
@@ -188,6 +195,7 @@ def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
     pool = SlotPool(Tier.VRAM, geometry.layers, geometry.experts, 2, LRU(geometry.layers, geometry.experts))
     listener = Landing()
     link.attach(listener)
+    pool.demanded[:] = 1
     link._slab[0].fill_(7)
     seen = torch.zeros(geometry.stride_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
@@ -215,6 +223,7 @@ def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
     pool = SlotPool(Tier.VRAM, geometry.layers, geometry.experts, 4, LRU(geometry.layers, geometry.experts))
     link.attach(Landing())
     torch.cuda.synchronize()
+    pool.demanded[:] = 1
     for slot in range(4):
         link.copy(Transfer(pool, 0, slot, slot, slot))
     stream = torch.cuda.current_stream()
@@ -254,6 +263,9 @@ class Landing:
 
     def failed(self, load: object, error: Exception) -> None:
         raise error
+
+    def withdraws(self, load: object) -> bool:
+        raise AssertionError
 
     def roused(self, link: object) -> None:
         raise AssertionError

@@ -15,7 +15,8 @@ from support.waiting import wait_until
 
 from edgemoe.experts.compute import cuda
 from edgemoe.experts.compute.cost_model import CostModel
-from edgemoe.experts.compute.cuda import CudaCompute, CudaLink, Order
+from edgemoe.experts.compute.cuda import CudaCompute
+from edgemoe.experts.compute.cuda_link import CudaLink, Order
 from edgemoe.experts.compute.dispatch import Compute, Group, Spent
 from edgemoe.experts.compute.moe import TieredExperts
 from edgemoe.experts.tiers.residency import Residency
@@ -43,6 +44,9 @@ class Landing:
 
     def failed(self, load: Transfer, error: Exception) -> None:
         raise error
+
+    def withdraws(self, load: Transfer) -> bool:
+        raise AssertionError
 
     def roused(self, link: object) -> None:
         raise AssertionError
