@@ -1,4 +1,4 @@
-"""Routing recordings as memory-mapped arrays, split by request, and batches from them.
+"""Routing recordings as memory-mapped arrays, split by conversation, and batches from them.
 
 A data set is a directory: `meta.json` and one raw file per array, N tokens in all, requests end to end:
 

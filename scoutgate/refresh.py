@@ -1,8 +1,8 @@
 """Learning at the edge: trains from local recordings, and replaces the export in use only where the new one is better.
 
 `python -m scoutgate.refresh --config FILE` takes recordings, model and export folder from the daemon's settings. Both
-exports forecast the same held-out requests, which neither was trained on as far as the split can tell: it goes by the
-prompts, so that the requests held out today were held out the last time too. `edgemoe reload` has the daemon use it.
+exports forecast the same held-out requests, which neither was trained on as far as the split can tell: it goes by
+conversations, so that those held out today were held out the last time too. `edgemoe reload` has the daemon use it.
 """
 
 from __future__ import annotations
