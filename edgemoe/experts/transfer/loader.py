@@ -56,7 +56,7 @@ class ExpertLoader:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._demanded: deque[Transfer] = deque()  # reads, waiting
-        self._reading = [0, 0]  # reads under way: prefetched, demanded; changed on the loop only
+        self._reading: list[Transfer] = []  # reads under way; changed on the loop only
         self._stages: Queues = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
         self._copies: tuple[Queues, ...] = tuple(
             tuple(deque() for _ in PrefetchPriority) for _ in self.links
@@ -107,8 +107,7 @@ class ExpertLoader:
                 link.rouse()
             elif any(queues) and link.idle() and self._any_pays(queues, link.piece_s):
                 link.rouse()
-        readers = not self._reading[1] and self._reading[0] < self._idle_readers
-        if any(self._stages) and readers and self._any_pays(self._stages, self.stats.seconds):
+        if any(self._stages) and self._may_read_ahead and self._any_pays(self._stages, self.stats.seconds):
             self._wake(self._idle_readers)
 
     @property
@@ -139,8 +138,7 @@ class ExpertLoader:
                 await self._read(load)
 
     async def _read(self, load: Transfer) -> None:
-        demanded = int(load.demand)
-        self._reading[demanded] += 1
+        self._reading.append(load)
         self.stats.begin()
         try:
             await self._store.read(load.layer, load.expert, self._ram.view(load.slot))
@@ -153,7 +151,7 @@ class ExpertLoader:
             self.stats.end(self._ram.stride_bytes)
             self.start(self.residency.arrive(load))
         finally:
-            self._reading[demanded] -= 1
+            self._reading.remove(load)
             self._pass_on(ExpertId(load.layer, load.expert))
         self.start_prefetches()
 
@@ -162,7 +160,7 @@ class ExpertLoader:
         with self._lock:
             if self._demanded:
                 return self._demanded.popleft()
-            if self._reading[1] or self._reading[0] >= self._idle_readers:
+            if not self._may_read_ahead:
                 return None
             for priority, queue in zip(PrefetchPriority, self._stages, strict=True):
                 while queue and self.gap.pays(queue[0].chance, self.stats.seconds):
@@ -236,6 +234,12 @@ class ExpertLoader:
         if move.source is Tier.NVME or not self.links:
             return self._stages
         return self._copies[self.residency.device_of[move.expert]]
+
+    @property
+    def _may_read_ahead(self) -> bool:
+        """Returns whether a reader may serve prefetch requests: no read under way is demanded by now."""
+        reading = tuple(self._reading)
+        return len(reading) < self._idle_readers and not any(load.demand for load in reading)
 
     def _queue_reads(self, reads: Sequence[Transfer]) -> None:
         with self._lock:

@@ -165,6 +165,23 @@ async def test_a_demand_joins_a_prefetch_that_is_being_read(store: FileStore) ->
         tiers.check_integrity()
 
 
+async def test_beside_a_prefetch_that_is_demanded_while_it_is_read_no_other_begins(store: FileStore) -> None:
+    store.pin(0, 0, 1)
+    async with moving(small_tiers(store, 8)) as tiers:
+        tiers.loader.prefetch(stage(0, 0, 1, 2))
+        await settled()
+        claim, arrivals = demand(tiers, 0, 0)
+        store.unpin(0, 1)
+        await settled()
+        assert store.reads == [(0, 0), (0, 1)]
+        store.unpin(0, 0)
+        await settled()
+        assert arrivals.get_nowait().error is None
+        assert store.reads[2:] == [(0, 2)]
+        tiers.residency.release(0, claim.slots)
+        tiers.check_integrity(idle=True)
+
+
 async def test_a_prefetch_to_the_device_is_staged_and_copied_on(store: FileStore) -> None:
     async with moving(small_tiers(store, 8, (4,))) as tiers:
         tiers.loader.prefetch(stage(1, 3, 4, target=Tier.VRAM))
