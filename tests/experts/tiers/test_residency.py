@@ -177,8 +177,8 @@ def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
     assert not load.demand
 
 
-def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
-    policy = Ranks()
+def with_a_prefetched_expert(policy: Ranks) -> Desk:
+    """Two slots, one of which has expert 2 of layer 1, prefetched with a utility of 4; what is worth 1 is in the other."""
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
     load = desk.residency.reserve(prefetch_request(1, 2, score=4.0), PrefetchPriority.NEAR)
@@ -186,6 +186,12 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
     desk.start([load])
     desk.finish()
     policy.ranks[0] = 1.0
+    return desk
+
+
+def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
+    policy = Ranks()
+    desk = with_a_prefetched_expert(policy)
     assert desk.residency.reserve(prefetch_request(1, 3, score=2.0), PrefetchPriority.NEAR) is not None
     assert (1, 2) in desk.on_top()
     desk.residency.begin(1, np.array([5]))
@@ -198,13 +204,7 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
 
 def test_what_was_prefetched_for_us_outlasts_a_peers_use_of_it_and_of_its_layer() -> None:
     policy = Ranks()
-    desk = Desk(2, policy=policy)
-    desk.use(0, 0, 1)
-    load = desk.residency.reserve(prefetch_request(1, 2, score=4.0), PrefetchPriority.NEAR)
-    assert load is not None
-    desk.start([load])
-    desk.finish()
-    policy.ranks[0] = 1.0
+    desk = with_a_prefetched_expert(policy)
     policy.touched.clear()
     peers = desk.residency.for_peers()
     slots = peers.pin_if_all_resident(0, 1, np.array([2]), None)
