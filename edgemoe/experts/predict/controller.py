@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgemoe.experts.predict import saved_state
-from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, Blend, ExpertForecast, Forecaster, Said
+from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, ExpertForecast, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor
 from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
 from edgemoe.experts.predict.routing_memory import LOOKS
@@ -111,7 +111,7 @@ class Controller:
         self._running: NextUsePredictor | None = None  # of the running step, where it is learned from
         self._ranked = 0  # layer that ranks were wanted for last
         self._shares_s: dict[int, float] = {}  # what steps that have ended may cost; those that failed, nothing
-        self._gates: deque[tuple[int, Said]] = deque(maxlen=4 * layers)  # what gates said, and in which step
+        self._gates: deque[tuple[int, AwaitedForecast]] = deque(maxlen=4 * layers)  # of gates, and in which step
         self._prefilled = threading.Event()  # a step without decoding has ended
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
@@ -154,8 +154,8 @@ class Controller:
         phase = predictor.phase_of(layer)
         odds = predictor.ranks[layer, experts] - phase
         if (layer + self.step) % PROBES == 0:
-            said = Said(NEXT_LAYER, layer * predictor.experts + experts, odds, chance)
-            self._gates.append((predictor.begun, said))
+            awaited = AwaitedForecast(NEXT_LAYER, layer * predictor.experts + experts, odds, chance)
+            self._gates.append((predictor.begun, awaited))
         fused, again = self._blend.foresee(odds, chance)
         return fused, again + phase - self._margin
 
@@ -262,12 +262,12 @@ class Controller:
         """A step is finished, and the next one was looked at: learns what forecasts were worth, pays, and plans."""
         predictor, blend = self._predictor, self._blend
         number = predictor.step - 1
-        for said in predictor.said():
-            blend.hear(said)
+        for awaited in predictor.awaited():
+            blend.hear(awaited)
         while self._gates and self._gates[0][0] <= number:
-            at, said = self._gates.popleft()
+            at, awaited = self._gates.popleft()
             if at == number:
-                blend.hear(said)
+                blend.hear(awaited)
         blend.learn(predictor.learner.needs(number) > 0)
         predictor.weigh(blend.shares, blend.etas)
         self.studies += int(self._looking)

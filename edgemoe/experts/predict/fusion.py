@@ -54,7 +54,7 @@ class Forecaster(Protocol):
         """1 while forecasts are as good as was promised, down to 0."""
 
 
-class Said(NamedTuple):
+class AwaitedForecast(NamedTuple):
     """Two forecasts of some experts [n], until it is known what came."""
 
     horizon: int
@@ -71,18 +71,18 @@ class Blend:
         self.calibrations = [Calibration(LOW, HIGH, BINS) for _ in range(HORIZONS)]
         self.shares = np.stack([calibration.share for calibration in self.calibrations]).astype(np.float32)
         self.etas = np.zeros(HORIZONS, np.float32)
-        self._said: list[Said] = []  # in this step
-        self._before: list[Said] = []  # in the last one, of this one
+        self._awaited: list[AwaitedForecast] = []  # in this step
+        self._before: list[AwaitedForecast] = []  # in the last one, of this one
 
-    def hear(self, said: Said) -> None:
-        """Notes what was said in this step."""
-        self._said.append(said)
+    def hear(self, awaited: AwaitedForecast) -> None:
+        """Notes a forecast of this step."""
+        self._awaited.append(awaited)
 
     def learn(self, needed: BoolArray) -> None:
         """A step is over that needed these experts, [L * E]."""
-        said = self._said
-        known = self._before + [each for each in said if each.horizon != NEXT_STEP]
-        self._before, self._said = [each for each in said if each.horizon == NEXT_STEP], []
+        awaited = self._awaited
+        known = self._before + [each for each in awaited if each.horizon != NEXT_STEP]
+        self._before, self._awaited = [each for each in awaited if each.horizon == NEXT_STEP], []
         for each in known:
             came, calibration = needed[each.keys], self.calibrations[each.horizon]
             self.mix.learn(calibration(each.odds), each.chance, came, each.horizon)

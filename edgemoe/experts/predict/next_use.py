@@ -19,9 +19,9 @@ import numpy.typing as npt
 from edgemoe.experts.predict import online_mlp as learner
 from edgemoe.experts.predict import saved_state
 from edgemoe.experts.predict.fusion import BINS as SHARES
-from edgemoe.experts.predict.fusion import FORESEE, HORIZONS, SAMPLE, Said
+from edgemoe.experts.predict.fusion import FORESEE, HORIZONS, SAMPLE, AwaitedForecast
 from edgemoe.experts.predict.next_use_step import FOLLOW, LOG_DECAY, MARK, START, STATE, STEP, TRACKS, WIDEST
-from edgemoe.experts.predict.next_use_work import FINISHED, SAID, WORK
+from edgemoe.experts.predict.next_use_work import AWAITED, FINISHED, WORK
 from edgemoe.experts.predict.online_mlp import FEATURES, RATES, OnlineMLP
 from edgemoe.experts.predict.routing_memory import (
     ALIGNED,
@@ -76,9 +76,9 @@ class NextUsePredictor:
         stats = np.tile(np.array([-1.5, -0.6], np.float32), (2, 1))  # features: no match, of one
         share = (np.arange(256) / 255).astype(np.float32)
         slots, words = self.memory.slots, self.memory.words
-        self._said_keys: IntArray = np.zeros((SAID, SAMPLE), np.int64)
-        self._said_horizon: IntArray = np.zeros((SAID, SAMPLE), np.int64)
-        self._said_values = np.zeros((SAID, 2, SAMPLE), np.float32)
+        self._awaited_keys: IntArray = np.zeros((AWAITED, SAMPLE), np.int64)
+        self._awaited_horizon: IntArray = np.zeros((AWAITED, SAMPLE), np.int64)
+        self._awaited_values = np.zeros((AWAITED, 2, SAMPLE), np.float32)
         self._trust, self._deadline = np.ones(1, np.float32), np.zeros(2, np.int64)
         self._steps: npt.NDArray[Any] = np.zeros(2, STEP)
         self._arrays: dict[str, npt.NDArray[Any]] = {
@@ -93,7 +93,7 @@ class NextUsePredictor:
             "near_weights": np.zeros((2, TRACKS, WIDEST), np.float32), "near_n": np.zeros((2, TRACKS), np.int64),
             "stats": stats, "counts": np.zeros(BINS, np.int64), "trust": self._trust,
             "shares": np.zeros((HORIZONS, SHARES), np.float32), "etas": np.zeros(HORIZONS, np.float32),
-            "said_keys": self._said_keys, "said_horizon": self._said_horizon, "said_values": self._said_values,
+            "awaited_keys": self._awaited_keys, "awaited_horizon": self._awaited_horizon, "awaited_values": self._awaited_values,
             "semaphore": np.zeros(8, np.int64), "deadline": self._deadline,
         }  # fmt: skip
         self._record = np.zeros(1, STATE)
@@ -183,15 +183,17 @@ class NextUsePredictor:
         """How forecasts are to be blended in: calibrations and weights by horizon."""
         self._arrays["shares"][:], self._arrays["etas"][:] = shares, etas
 
-    def said(self) -> list[Said]:
+    def awaited(self) -> list[AwaitedForecast]:
         """What was forecast of some experts in the step that was finished last; once."""
-        said = []
-        for row in range(int(self._view[PLACES["said"]])):
-            for horizon in np.unique(self._said_horizon[row]).tolist():
-                those = self._said_horizon[row] == horizon
-                said.append(Said(horizon, self._said_keys[row, those], *self._said_values[row][:, those]))
-        self._view[PLACES["said"]] = 0
-        return said
+        awaited = []
+        for row in range(int(self._view[PLACES["awaited"]])):
+            for horizon in np.unique(self._awaited_horizon[row]).tolist():
+                those = self._awaited_horizon[row] == horizon
+                awaited.append(
+                    AwaitedForecast(horizon, self._awaited_keys[row, those], *self._awaited_values[row][:, those])
+                )
+        self._view[PLACES["awaited"]] = 0
+        return awaited
 
     @property
     def step(self) -> int:

@@ -60,10 +60,10 @@ STATE = fields(
     *("layers", "experts", "stride", "memory", "learner", "steps", "match_step"),
     *("scores", "ranks", "known", "rates", "count", "visits", "last", "visited", "locks", "later", "odds", "same"),
     *("scratch", "near", "near_weights", "near_n", "stats", "counts", "running", "latest", "half", "token", "match"),
-    *("probs", "trust", "shares", "etas", "said_keys", "said_horizon", "said_values"),
+    *("probs", "trust", "shares", "etas", "awaited_keys", "awaited_horizon", "awaited_values"),
     *("semaphore", "deadline", "waits", "result"),
     *("begun", "ended", "finished", "followed", "current", "marks", "handled", "idle", "stop", "nudged", "heard"),
-    *("allowed", "looking", "looked", "seen", "adopted", "listened", "said"),
+    *("allowed", "looking", "looked", "seen", "adopted", "listened", "awaited"),
 )
 STEP_BYTES = STEP.itemsize
 

@@ -70,7 +70,7 @@ from edgemoe.kernels.cpu.intrinsics import (
 
 FEWEST = 8  # tokens of the past that are asked for one sequence
 UPDATES = 1  # minibatches per step
-SAID = LOOKS + 1  # looks of one step whose forecasts are learned from
+AWAITED = LOOKS + 1  # looks of one step whose forecasts are learned from
 IDLE, FINISHED = 0, 1  # results
 
 
@@ -200,10 +200,10 @@ def _listen(state: int, number: int) -> None:
     """Notes what is forecast now of some experts."""
     s = record(state, STATE)
     s.listened = number
-    if s.said == SAID:
+    if s.awaited == AWAITED:
         return
-    keys, horizons = carray(i64_at(s.said_keys), (SAID, SAMPLE))[s.said], i64_at(s.said_horizon)
-    values = carray(f32_at(s.said_values), (SAID, 2, SAMPLE))[s.said]
+    keys, horizons = carray(i64_at(s.awaited_keys), (AWAITED, SAMPLE))[s.awaited], i64_at(s.awaited_horizon)
+    values = carray(f32_at(s.awaited_values), (AWAITED, 2, SAMPLE))[s.awaited]
     probs, scores = carray(f32_at(s.probs), (2, s.layers * s.experts)), f32_at(s.scores)
     for i in range(SAMPLE):
         key = draw(s.learner, s.layers * s.experts)
@@ -211,8 +211,8 @@ def _listen(state: int, number: int) -> None:
         ran = i64_at(s.visited)[layer] == number
         phase = f32_at(s.later)[layer] + (LOG_DECAY if ran else np.float32(0))
         keys[i], values[0, i], values[1, i] = key, scores[key] - phase, probs[1 if ran else 0, key]
-        horizons[s.said * SAMPLE + i] = NEXT_STEP if ran else horizon_of(state)
-    s.said += 1
+        horizons[s.awaited * SAMPLE + i] = NEXT_STEP if ran else horizon_of(state)
+    s.awaited += 1
 
 
 @jit

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from support.kept import KERNELS
 
-from edgemoe.experts.predict.fusion import HORIZONS, NEXT_LAYER, NEXT_STEP, Blend, Said
+from edgemoe.experts.predict.fusion import HORIZONS, NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
 from edgemoe.policy.fusion import Calibration
 from edgemoe.types.arrays import FloatArray
@@ -64,12 +64,12 @@ def learn(blend: Blend, horizon: int, right: bool, rounds: int = 80) -> None:
         keys: npt.NDArray[np.int64] = random.permutation(L * E)[:20]
         if horizon == NEXT_STEP and number:
             needed[:] = False
-            needed[said.keys[(said.chance > 0.5) == right]] = True  # noqa: F821
+            needed[awaited.keys[(awaited.chance > 0.5) == right]] = True  # noqa: F821
         chance = np.where(needed[keys] == right, 0.9, 0.1).astype(np.float32)
-        said = Said(horizon, keys, np.zeros(20, np.float32), chance)
+        awaited = AwaitedForecast(horizon, keys, np.zeros(20, np.float32), chance)
         if horizon == NEXT_STEP:
-            said = said._replace(chance=np.where(random.random(20) < 0.3, 0.9, 0.1).astype(np.float32))
-        blend.hear(said)
+            awaited = awaited._replace(chance=np.where(random.random(20) < 0.3, 0.9, 0.1).astype(np.float32))
+        blend.hear(awaited)
         blend.learn(needed)
 
 
@@ -113,14 +113,14 @@ def test_a_gates_chance_is_fused_in_the_same_way() -> None:
 def test_what_is_forecast_is_told_with_what_the_predictor_said(predictor: NextUsePredictor) -> None:
     probs = forecast(8)
     tell(predictor, Blend(), probs)
-    said = predictor.said()
-    assert {each.horizon for each in said} == {2, NEXT_STEP}
+    awaited = predictor.awaited()
+    assert {each.horizon for each in awaited} == {2, NEXT_STEP}
     odds = (predictor.scores - predictor.phase[:, None]).ravel()
-    for each in said:
+    for each in awaited:
         np.testing.assert_array_equal(each.chance, probs[int(each.horizon == NEXT_STEP)].ravel()[each.keys])
         np.testing.assert_allclose(each.odds, odds[each.keys], atol=1e-5)
         assert ((each.keys // E < 2) == (each.horizon == NEXT_STEP)).all()
-    assert predictor.said() == []
+    assert predictor.awaited() == []
 
 
 def test_what_fusion_has_learned_is_taken_over_and_damage_is_not() -> None:

@@ -237,7 +237,7 @@ def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
     again, begin_ = threading.Event(), controller._begin
     monkeypatch.setattr(controller, "_begin", lambda: again.wait(20) and begin_())
     broken = controller._predictor
-    monkeypatch.setattr(broken, "said", lambda: 1 / 0)
+    monkeypatch.setattr(broken, "awaited", lambda: 1 / 0)
     choices = begin(controller)
     choices[:] = text(5, 1)[0]
     controller.observe(routing(text(5, 1)[0], ("a",)))
@@ -295,7 +295,7 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
     elif why == "a prompt":
         controller.observe(routing(text(5, 1)[0], ("a",), decode=False))
     else:
-        monkeypatch.setattr(controller._predictor, "said", lambda: 1 / 0)
+        monkeypatch.setattr(controller._predictor, "awaited", lambda: 1 / 0)
         begin(controller)
         controller.observe(routing(text(5, 1)[0], ("a",)))
     wait_until(lambda: not loader.moves)

@@ -178,7 +178,7 @@ def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
 
 
 def with_a_prefetched_expert(policy: Ranks) -> Desk:
-    """Two slots, one of which has expert 2 of layer 1, prefetched with a utility of 4; what is worth 1 is in the other."""
+    """One of two slots has expert 2 of layer 1, prefetched with a utility of 4; the other what is worth 1."""
     desk = Desk(2, policy=policy)
     desk.use(0, 0, 1)
     load = desk.residency.reserve(prefetch_request(1, 2, score=4.0), PrefetchPriority.NEAR)

@@ -95,9 +95,9 @@ class ScoutGateForecaster:
         self._fresh: ForecastTables | None = None  # to be used from the next note on
         self._tracks: OrderedDict[str, TokenWindow] = OrderedDict()
         self._notes: deque[tuple[int, StepMeta | StepRouting]] = deque(maxlen=NOTES)
-        self._said: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
+        self._latest: tuple[int, list[str], FloatArray] = (-1, [], np.empty(0, np.float32))
         self._live: list[ForecastScore] = []  # by horizon
-        self._ahead: dict[str, FloatArray] = {}  # what was said of each sequence's next token
+        self._ahead: dict[str, FloatArray] = {}  # the forecast of each sequence's next token
         self._seconds: deque[float] = deque(maxlen=512)
         self._step = 0
         self._wake, self._idle, self._closed = threading.Condition(), True, False
@@ -164,7 +164,7 @@ class ScoutGateForecaster:
             label = str(horizon)
             metrics[named(names.SCOUTGATE_RECALL, horizon=label)] = live.hits / live.weight
             metrics[named(names.SCOUTGATE_LOG_LOSS, horizon=label)] = live.loss / live.weight
-            metrics[named(names.SCOUTGATE_CALIBRATION, horizon=label)] = live.said / max(live.happened, 1e-9)
+            metrics[named(names.SCOUTGATE_CALIBRATION, horizon=label)] = live.forecast / max(live.happened, 1e-9)
         seconds = sorted(self._seconds) or [0.0]
         metrics[names.SCOUTGATE_SECONDS] = seconds[int(0.99 * (len(seconds) - 1))]
         return metrics
@@ -218,7 +218,7 @@ class ScoutGateForecaster:
         """From here on others forecast; nothing that was said before counts."""
         self._tracks.clear()  # windows may differ
         self._ahead.clear()
-        self._said = (-1, [], np.empty(0, np.float32))
+        self._latest = (-1, [], np.empty(0, np.float32))
         self.forecast = None
         horizons = tables.export.shape.horizons
         if self._state_file is None:
@@ -246,7 +246,7 @@ class ScoutGateForecaster:
             self.left_out += 1
             return
         probs = tables.probs([self._tracks[request] for request in decoding])  # [S, horizons, L, E]
-        self._said = step, decoding, probs
+        self._latest = step, decoding, probs
         self.forecast = ScoutGateForecast(step, 1 - np.prod(1 - probs, axis=0, dtype=np.float32))
         self._seconds.append(time.perf_counter() - began)
 
@@ -268,13 +268,13 @@ class ScoutGateForecaster:
         rows = np.cumsum(routing.meta.query_lens) - 1  # [S] each sequence's last token
         flat = routing.ids[:, rows].astype(np.int64)  # [L, S, k]
         flat += (np.arange(layers) * experts)[:, None, None]
-        said_at, said_of, said = self._said
+        made_at, made_for, probs = self._latest
         for row, request in enumerate(routing.meta.requests):
             chosen = flat[:, row].ravel()
             if (track := self._tracks.get(request)) is not None:
                 track.previous = chosen
             before = self._ahead.pop(request, None)
-            forecast = said_at == step and request in said_of
+            forecast = made_at == step and request in made_for
             if before is None and not forecast:
                 continue
             hot = np.zeros((layers, experts), np.float32)
@@ -282,7 +282,7 @@ class ScoutGateForecaster:
             if before is not None:
                 self._live[1].add(before, hot, top_k)
             if forecast:
-                mine = said[said_of.index(request)]
+                mine = probs[made_for.index(request)]
                 self._live[0].add(mine[0], hot, top_k)
                 if len(mine) > 1 and len(self._ahead) < TRACKS:
                     self._ahead[request] = mine[1]

@@ -26,7 +26,7 @@ class ForecastScore:
     weight: float = 1e-9
     hits: float = 0.0
     loss: float = 0.0
-    said: float = 0.0
+    forecast: float = 0.0
     happened: float = 0.0
 
     def add(self, p: FloatArray, hot: FloatArray, top_k: int) -> None:
@@ -39,7 +39,7 @@ class ForecastScore:
             ("weight", 1.0),
             ("hits", hits),
             ("loss", loss),
-            ("said", p.sum()),
+            ("forecast", p.sum()),
             ("happened", hot.sum()),
         ):
             setattr(self, name, getattr(self, name) * DECAY + float(value))
