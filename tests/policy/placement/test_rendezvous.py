@@ -80,7 +80,7 @@ def test_it_is_near_the_optimum_of_small_cases() -> None:
         assert least_rendezvous(routes, 6, problem.room.tolist()) <= best + 1e-9
         assert ours >= best - 1e-9
         gaps.append((ours - best) / best)
-    assert np.mean(gaps) < 0.12
+    assert np.mean(gaps) < 0.08
 
 
 @pytest.mark.parametrize("seed", range(4))
