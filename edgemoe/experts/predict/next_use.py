@@ -93,7 +93,8 @@ class NextUsePredictor:
             "near_weights": np.zeros((2, TRACKS, WIDEST), np.float32), "near_n": np.zeros((2, TRACKS), np.int64),
             "stats": stats, "counts": np.zeros(BINS, np.int64), "trust": self._trust,
             "shares": np.zeros((HORIZONS, SHARES), np.float32), "etas": np.zeros(HORIZONS, np.float32),
-            "awaited_keys": self._awaited_keys, "awaited_horizon": self._awaited_horizon, "awaited_values": self._awaited_values,
+            "awaited_keys": self._awaited_keys, "awaited_horizon": self._awaited_horizon,
+            "awaited_values": self._awaited_values,
             "semaphore": np.zeros(8, np.int64), "deadline": self._deadline,
         }  # fmt: skip
         self._record = np.zeros(1, STATE)
