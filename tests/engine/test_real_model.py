@@ -175,6 +175,17 @@ def failing(real: Callable[..., Any], when: Callable[[int], bool]) -> Callable[.
     return call
 
 
+class FailingSlab:
+    """A slab that cannot be read at some of the times, counted from 1."""
+
+    def __init__(self, real: Any, when: Callable[[int], bool]) -> None:
+        self.slab = self
+        self._read = failing(real.slab.__getitem__, when)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._read(place)
+
+
 def check_nothing_is_held(model: Model) -> None:
     """No slot is pinned and nothing on its way, soon after the last step."""
     residency, loader = model.experts.residency, model.experts.loader
@@ -220,7 +231,7 @@ def test_a_copy_to_a_device_that_fails_now_and_then_costs_no_token(
     model: Model, alone: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for link in model.experts.loader.links:
-        monkeypatch.setattr(link, "_transfer", failing(link._transfer, lambda call: call % 211 == 40))
+        monkeypatch.setattr(link, "_source", FailingSlab(link._source, lambda call: call % 211 == 40))
     drive = drive_all(model)
     assert {n: drive.tokens(f"r{n}") for n in alone} == alone
     assert drive.engine.loop.steps.blamed == 0
