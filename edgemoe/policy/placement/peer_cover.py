@@ -35,6 +35,17 @@ def lowest(mask: np.uint64) -> int:
 
 
 @inner
+def _leave(scratch: Masks, depth: int | np.int64, count: int | np.int64, node: np.uint64) -> np.int64:
+    """Writes the masks of scratch[depth] that `node` does not hit to the next row. Returns how many."""
+    kept = np.int64(0)
+    for i in range(count):
+        if scratch[depth, i] & node == NONE:
+            scratch[depth + 1, kept] = scratch[depth, i]
+            kept += 1
+    return kept
+
+
+@inner
 def _coverable(scratch: Masks, depth: int | np.int64, count: int | np.int64, nodes: int) -> bool:
     """Whether so many nodes hit all `count` masks of scratch[depth]."""
     row = scratch[depth]
@@ -55,12 +66,7 @@ def _coverable(scratch: Masks, depth: int | np.int64, count: int | np.int64, nod
     while left != NONE:
         node = left & (~left + ONE)
         left ^= node
-        kept = np.int64(0)
-        for i in range(count):
-            if row[i] & node == NONE:
-                scratch[depth + 1, kept] = row[i]
-                kept += 1
-        if _coverable(scratch, depth + 1, kept, nodes - 1):
+        if _coverable(scratch, depth + 1, _leave(scratch, depth, count, node), nodes - 1):
             return True
     return False
 
@@ -94,12 +100,7 @@ def fewest(masks: Masks, count: int, scratch: Masks) -> tuple[int, np.uint64]:
         while left != NONE:
             node = left & (~left + ONE)
             left ^= node
-            rest = np.int64(0)
-            for i in range(kept):
-                if scratch[0, i] & node == NONE:
-                    scratch[1, rest] = scratch[0, i]
-                    rest += 1
-            if _coverable(scratch, np.int64(1), rest, nodes - 1):
+            if _coverable(scratch, np.int64(1), _leave(scratch, np.int64(0), kept, node), nodes - 1):
                 within |= node
         if within != NONE:
             return least + nodes, forced | within
