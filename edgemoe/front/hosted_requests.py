@@ -33,7 +33,7 @@ BATCH = 2000  # emissions in one message
 class HostedRequest:
     """One attempt at a request of another front."""
 
-    host: RemoteFront
+    front: RemoteFront
     request: str  # the request's own name
     attempt: int
     name: str  # at our engine
@@ -62,7 +62,7 @@ class HostedRequests:
         """`send` hands a message to our engine, `spawn` starts a task."""
         self.served = 0
         self._channel, self._send, self._spawn = channel, send, spawn
-        self._hosts: dict[str, RemoteFront] = {}
+        self._fronts: dict[str, RemoteFront] = {}
         self._hosted_requests: dict[str, HostedRequest] = {}  # by their names at our engine
         self._numbers = itertools.count(1)
 
@@ -71,15 +71,15 @@ class HostedRequests:
 
     def submit(self, node: str, boot: str, message: Submit) -> None:
         """Runs a request of that front, unless a later attempt of it is here. Raises PeerBusy where none can be run."""
-        host = self._hosts.get(node)
-        if host is None or host.boot != boot:
+        front = self._fronts.get(node)
+        if front is None or front.boot != boot:
             self.forget(node)
-            host = self._hosts[node] = RemoteFront(node, boot)
+            front = self._fronts[node] = RemoteFront(node, boot)
         request = message.request
-        before = host.hosted_requests.get(request.id)
+        before = front.hosted_requests.get(request.id)
         if before is not None and before.attempt > message.attempt:
             return
-        hosted = HostedRequest(host, request.id, message.attempt, f"{node}/{next(self._numbers)}")
+        hosted = HostedRequest(front, request.id, message.attempt, f"{node}/{next(self._numbers)}")
         renamed = msgspec.structs.replace(
             request, id=hosted.name, user=f"{node}/{request.user}" if request.user else ""
         )
@@ -88,22 +88,22 @@ class HostedRequests:
         if before is not None:
             self._end(before)
         self.served += before is None
-        host.hosted_requests[request.id] = self._hosted_requests[hosted.name] = hosted
+        front.hosted_requests[request.id] = self._hosted_requests[hosted.name] = hosted
 
     def cancel(self, node: str, boot: str, request: str, attempt: int) -> None:
         """Cancels an attempt that its front no longer waits for."""
-        host = self._hosts.get(node)
-        hosted = host.hosted_requests.get(request) if host is not None and host.boot == boot else None
+        front = self._fronts.get(node)
+        hosted = front.hosted_requests.get(request) if front is not None and front.boot == boot else None
         if hosted is not None and hosted.attempt == attempt:
             self._end(hosted)
 
     def missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
         """Returns those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
-        host = self._hosts.get(node)
+        front = self._fronts.get(node)
         here: set[tuple[str, int]] = set()
-        if host is not None and host.boot == boot:
-            here = {(hosted.request, hosted.attempt) for hosted in host.hosted_requests.values()}
-            here |= {(emission.request, emission.attempt) for emission in host.outbox}
+        if front is not None and front.boot == boot:
+            here = {(hosted.request, hosted.attempt) for hosted in front.hosted_requests.values()}
+            here |= {(emission.request, emission.attempt) for emission in front.outbox}
         return tuple(one for one in requests if one not in here)
 
     def take(self, emissions: Sequence[Emission]) -> list[Emission]:
@@ -118,21 +118,21 @@ class HostedRequests:
 
     def forget(self, node: str) -> None:
         """Ends the requests of a front that has gone, or of whose incarnations another has come."""
-        if (host := self._hosts.pop(node, None)) is not None:
-            if host.sending is not None:
-                host.sending.cancel()
-            for hosted in list(host.hosted_requests.values()):
+        if (front := self._fronts.pop(node, None)) is not None:
+            if front.sending is not None:
+                front.sending.cancel()
+            for hosted in list(front.hosted_requests.values()):
                 self._end(hosted)
 
     def keep(self, boots: Mapping[str, str]) -> None:
-        """These are the fronts that are let in, and their incarnations, "" before they have said; others' end here."""
-        for node, host in list(self._hosts.items()):
-            if node not in boots or boots[node] not in ("", host.boot):
+        """Ends the requests of fronts that are not let in, or of another incarnation; "" where it is not known yet."""
+        for node, front in list(self._fronts.items()):
+            if node not in boots or boots[node] not in ("", front.boot):
                 self.forget(node)
 
     def engine_ended(self) -> None:
         """Their fronts notice by themselves, and have them run elsewhere."""
-        for node in list(self._hosts):
+        for node in list(self._fronts):
             self.forget(node)
 
     def _end(self, hosted: HostedRequest) -> None:
@@ -142,43 +142,43 @@ class HostedRequests:
 
     def _remove(self, hosted: HostedRequest) -> None:
         del self._hosted_requests[hosted.name]
-        if hosted.host.hosted_requests.get(hosted.request) is hosted:
-            del hosted.host.hosted_requests[hosted.request]
+        if hosted.front.hosted_requests.get(hosted.request) is hosted:
+            del hosted.front.hosted_requests[hosted.request]
 
     def _pass_on(self, hosted: HostedRequest, emission: Emission) -> None:
-        host = hosted.host
-        host.outbox.append(emission)
+        front = hosted.front
+        front.outbox.append(emission)
         if emission.finish:
             self._remove(hosted)
-        if host.sending is None or host.sending.done():
-            host.sending = self._spawn(self._deliver(host))
+        if front.sending is None or front.sending.done():
+            front.sending = self._spawn(self._deliver(front))
 
-    async def _deliver(self, host: RemoteFront) -> None:
+    async def _deliver(self, front: RemoteFront) -> None:
         failing_s, size = None, BATCH
-        while host.outbox:
-            batch = host.outbox[:size]
+        while front.outbox:
+            batch = front.outbox[:size]
             try:
                 frame = encode(Emissions(items=batch))
-                answer = await self._channel.ask(host.node, Tokens(), [frame], timeout_s=ASK_S)
+                answer = await self._channel.ask(front.node, Tokens(), [frame], timeout_s=ASK_S)
             except PeerError as error:
                 failing_s = failing_s or time.monotonic()
                 if time.monotonic() - failing_s > GIVEN_UP_S:
-                    log.info("tokens cannot be delivered", extra={"peer": host.node, "why": str(error)})
-                    host.sending = None
-                    self.forget(host.node)
+                    log.info("tokens cannot be delivered", extra={"peer": front.node, "why": str(error)})
+                    front.sending = None
+                    self.forget(front.node)
                     return
                 await asyncio.sleep(RETRY_S)
                 continue
             except WireError as error:
                 if len(batch) == 1:
-                    host.outbox[0] = _too_large(batch[0], error)
+                    front.outbox[0] = _too_large(batch[0], error)
                 size = 1
                 continue
             failing_s = None
-            del host.outbox[: len(batch)]
+            del front.outbox[: len(batch)]
             if isinstance(answer.message, Taken):
                 for request, attempt in answer.message.unwanted:
-                    self.cancel(host.node, host.boot, request, attempt)
+                    self.cancel(front.node, front.boot, request, attempt)
 
 
 def _too_large(emission: Emission, error: WireError) -> Emission:

@@ -189,8 +189,8 @@ class FailingSlab:
 def check_nothing_is_held(model: Model) -> None:
     """No slot is pinned and nothing on its way, soon after the last step."""
     residency, loader = model.experts.residency, model.experts.loader
-    for horizon in PrefetchPriority:
-        loader.prefetch((), horizon)
+    for priority in PrefetchPriority:
+        loader.prefetch((), priority)
     wait_until(lambda: not any(pool.loads for pool in (residency.ram, *residency.devices)))
     wait_until(lambda: all(link.idle() for link in loader.links))
     wait_until(lambda: not residency.ram.pins.any())

@@ -59,7 +59,7 @@ class PrefetchRequester:
         self,
         layer: int,
         experts: IntArray,
-        horizon: PrefetchPriority,
+        priority: PrefetchPriority,
         odds: Iterable[tuple[float, float]] | None = None,
     ) -> None:
         """Replaces the requests of one priority by the missing ones of `experts` [n], best first.
@@ -76,16 +76,16 @@ class PrefetchRequester:
                 for expert, tier, (chance, utility) in zip(ids, tiers, odds or repeat(CERTAIN), strict=False)
                 if tier is not fastest
             ]
-        if moves or horizon in self._requested:
-            self._loader.prefetch(moves, horizon)
-            self._requested.pop(horizon, None)
+        if moves or priority in self._requested:
+            self._loader.prefetch(moves, priority)
+            self._requested.pop(priority, None)
             if moves:
-                self._requested[horizon] = layer
+                self._requested[priority] = layer
 
     def _drop(self, layer: int) -> None:
         """Cancels prefetch requests for layers that have started."""
-        for horizon in [horizon for horizon, requested in self._requested.items() if requested <= layer]:
-            self.replace(layer, NOBODY, horizon)
+        for priority in [priority for priority, requested in self._requested.items() if requested <= layer]:
+            self.replace(layer, NOBODY, priority)
 
 
 def _likely(probs: FloatArray, k: int) -> IntArray:

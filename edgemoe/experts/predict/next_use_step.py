@@ -16,12 +16,12 @@ from edgemoe.experts.predict.online_mlp import (
     DECAY,
     FEATURES,
     FLAT,
+    HORIZON_STEPS,
     LEARNER,
     RATES,
     describe,
     score,
 )
-from edgemoe.experts.predict.online_mlp import HORIZON as STEPS_KEPT
 from edgemoe.experts.predict.routing_memory import LOOKS, recall
 from edgemoe.kernels.cpu.intrinsics import (
     INT,
@@ -115,8 +115,8 @@ def _visit(state: int, number: int, layer: int) -> None:
     """Tells EWMAs, counts and ages of a layer [E] what it needed in a step, and makes features of them."""
     s, p = record(state, STATE), record(step_of(state, number), STEP)
     experts = s.experts
-    needed = carray(u8_at(record(s.learner, LEARNER).needed), (STEPS_KEPT + 2, s.layers, experts))
-    needs = needed[number % (STEPS_KEPT + 2), layer]
+    needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers, experts))
+    needs = needed[number % (HORIZON_STEPS + 2), layer]
     ids, rows = i16_at(p.ids), i64_at(p.rows)
     for row in range(p.sequences):
         for choice in range(p.k):

@@ -36,8 +36,7 @@ from edgemoe.experts.predict.next_use_step import (
     refresh_all,
     step_of,
 )
-from edgemoe.experts.predict.online_mlp import FEATURES, LEARNER, draw, learn, note
-from edgemoe.experts.predict.online_mlp import HORIZON as STEPS_KEPT
+from edgemoe.experts.predict.online_mlp import FEATURES, HORIZON_STEPS, LEARNER, draw, learn, note
 from edgemoe.experts.predict.routing_memory import (
     BINS,
     LOOKS,
@@ -225,8 +224,8 @@ def _finish(state: int, number: int) -> None:
     if not p.failed and atomic_load(state + FOLLOWED) == s.layers:
         _see(state, number, s.layers)
         _remember(state)
-    needed = carray(u8_at(record(s.learner, LEARNER).needed), (STEPS_KEPT + 2, s.layers * s.experts))
-    needed[(number + 1) % (STEPS_KEPT + 2)] = 0
+    needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers * s.experts))
+    needed[(number + 1) % (HORIZON_STEPS + 2)] = 0
     scores, ranks = f32_at(s.scores), f32_at(s.ranks)
     for key in range(s.layers * s.experts):  # all layers are to come again
         scores[key] -= LOG_DECAY

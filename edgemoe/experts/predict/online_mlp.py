@@ -22,7 +22,7 @@ RATES = np.array([0.25, 0.05, 0.01], np.float32)  # of the EWMAs, per visit of t
 FEATURES = 10  # recall, three EWMAs, age, used now, popularity, best match, how many count, layer is done
 HIDDEN = 16
 DECAY = 0.85  # target: worth of being needed one step later
-HORIZON = 40  # steps; beyond them "never"
+HORIZON_STEPS = 40  # beyond them "never"
 WINDOW = 1 << 15  # examples kept
 BATCH = 256
 EXAMPLES = 64  # noted at once
@@ -47,7 +47,7 @@ class OnlineMLP:
         self.weights[: HIDDEN * FEATURES] = random.normal(0, FEATURES**-0.5, HIDDEN * FEATURES)
         self.weights[HIDDEN * (FEATURES + 1) : HIDDEN * (FEATURES + 2)] = random.normal(0, 0.05, HIDDEN)
         self.weights[-FEATURES:] = START
-        self.needed: Bytes = np.zeros((HORIZON + 2, layers * experts), np.uint8)  # by step, the last ones
+        self.needed: Bytes = np.zeros((HORIZON_STEPS + 2, layers * experts), np.uint8)  # by step, the last ones
         self._arrays = (
             self.weights,
             np.zeros((2, FLAT), np.float32),  # moments
@@ -182,7 +182,7 @@ def note(learner: int, known: FloatArray, step: int, ran: IntArray) -> None:
 def learn(learner: int, step: int, updates: int) -> None:
     """Fills in the targets that `step`, the latest whole one, makes known; then `updates` minibatches."""
     s = record(learner, LEARNER)
-    needed = carray(u8_at(s.needed), (HORIZON + 2, s.keys_in_all))
+    needed = carray(u8_at(s.needed), (HORIZON_STEPS + 2, s.keys_in_all))
     _resolve(learner, step, needed)
     oldest = max(0, s.noted - WINDOW)
     if s.known - oldest < 2 * BATCH:
@@ -211,11 +211,11 @@ def _resolve(learner: int, step: int, needed: Bytes) -> None:
     s.known = max(s.known, s.noted - WINDOW)
     while s.known < s.noted:
         at = s.known % WINDOW
-        if since[at] + HORIZON > step + 1:
+        if since[at] + HORIZON_STEPS > step + 1:
             break
         target = np.float32(1)
-        for tokens in range(HORIZON):
-            if needed[(since[at] + tokens) % needed.shape[0], keys[at]]:
+        for steps in range(HORIZON_STEPS):
+            if needed[(since[at] + steps) % needed.shape[0], keys[at]]:
                 break
             target *= np.float32(DECAY)
         else:

@@ -21,7 +21,7 @@ MOST_MOVES = 12  # in one plan: a few times a step another one is made
 class PrefetchRequests(Protocol):
     """Takes the moves of a plan: the loader, or a stand-in."""
 
-    def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = ...) -> None:
+    def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = ...) -> None:
         """Replaces the requests of one priority by `moves`, best first."""
 
 

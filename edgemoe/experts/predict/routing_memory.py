@@ -35,7 +35,7 @@ NONE = -1
 SHARE_OF_PAST = 0.3  # weight of the alignment up to the token before
 TEMPERATURE = 0.06  # in shares of equal experts: how much better an alignment must be to count e times as much
 DECAY = 0.8  # worth of being needed one token later
-HORIZON = 24  # tokens; beyond them "never"
+HORIZON_TOKENS = 24  # beyond them "never"
 ALIGNED = 32  # layers that alignment looks at, at most: of more, every second, every third...
 LOOKS = 4  # alignments of a sequence in one step, at even distances between the layers, at most
 BINS = 64  # of matches, of equal width, down to where a match counts e^-6 of the best
@@ -55,7 +55,7 @@ class RoutingMemory:
         self.soon: npt.NDArray[np.uint8] = np.zeros((slots, layers * experts), np.uint8)  # 255 * decay^tokens
         self.before: IntArray = np.full(slots, NONE, np.int64)  # slot of the same sequence's token before
         self.after: IntArray = np.full(slots, NONE, np.int64)
-        self._worth = np.round(255 * DECAY ** np.arange(HORIZON)).astype(np.uint8)
+        self._worth = np.round(255 * DECAY ** np.arange(HORIZON_TOKENS)).astype(np.uint8)
         arrays = (self.chosen, self.soon, self.before, self.after, self._worth)
         row = (layers, experts, words, slots, *(array.ctypes.data for array in arrays), 0)
         self._record = np.array([row], MEMORY)
@@ -119,7 +119,7 @@ def append(memory: int, words: Words, before: int) -> int:
     befores[slot], afters[slot] = before, NONE
     if before != NONE:
         afters[before] = slot
-    _tell_back(soon, chosen, words, before, befores, carray(u8_at(m.worth), (HORIZON,)), m.experts)
+    _tell_back(soon, chosen, words, before, befores, carray(u8_at(m.worth), (HORIZON_TOKENS,)), m.experts)
     m.written += 1
     return slot  # type: ignore[no-any-return]
 

@@ -265,8 +265,8 @@ def test_budgets_faults_and_prefetches_all_together_change_no_result(seed: int) 
             except CorruptExpert:
                 assert store.damaged
             tiers.check_integrity()
-        for horizon in PrefetchPriority:
-            tiers.loader.prefetch((), horizon)
+        for priority in PrefetchPriority:
+            tiers.loader.prefetch((), priority)
         wait_until(lambda: not any(pool.loads for pool in (tiers.residency.ram, *tiers.residency.devices)))
         wait_until(lambda: all(link.idle() for link in tiers.loader.links))
 

@@ -115,9 +115,9 @@ class Loader:
     def __init__(self) -> None:
         self.moves: list[Move] = []
 
-    def prefetch(self, moves: Iterable[Move], horizon: PrefetchPriority = PrefetchPriority.FAR) -> None:
+    def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = PrefetchPriority.FAR) -> None:
         self.moves = list(moves)
-        assert horizon is PrefetchPriority.FAR
+        assert priority is PrefetchPriority.FAR
 
 
 def test_ranks_are_those_of_the_policy_that_replay_judges(controller: Controller) -> None:

@@ -12,7 +12,7 @@ from support.kept import KERNELS
 from edgemoe.experts.predict import routing_memory as recall
 from edgemoe.experts.predict import saved_state as state
 from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
-from edgemoe.experts.predict.routing_memory import DECAY, HORIZON, NONE, RoutingMemory
+from edgemoe.experts.predict.routing_memory import DECAY, HORIZON_TOKENS, NONE, RoutingMemory
 
 L, E, K = 3, 70, 4  # more experts than a word has bits
 Ids = npt.NDArray[np.int64]
@@ -63,8 +63,8 @@ def test_memory_tells_how_soon_each_expert_was_needed_again() -> None:
         for layer in range(L):
             for expert in range(E):
                 later = [t for t in range(at + 1, 60) if expert in ids[t, layer]]
-                tokens = later[0] - at - 1 if later else HORIZON
-                expected = round(255 * DECAY**tokens) if tokens < HORIZON else 0
+                tokens = later[0] - at - 1 if later else HORIZON_TOKENS
+                expected = round(255 * DECAY**tokens) if tokens < HORIZON_TOKENS else 0
                 assert memory.soon[at, layer * E + expert] == expected
 
 
@@ -208,4 +208,4 @@ def test_a_state_that_does_not_fit_is_left_alone(damage: str, tmp_path: Path) ->
 
 def test_memory_is_bounded_for_large_models() -> None:
     assert NextUsePredictor(61, 256, 8).memory.soon.nbytes <= 64 << 20
-    assert NextUsePredictor(2, 8, 2).memory.slots > recall.HORIZON
+    assert NextUsePredictor(2, 8, 2).memory.slots > recall.HORIZON_TOKENS
