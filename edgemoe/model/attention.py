@@ -170,6 +170,7 @@ def paged(spec: ModelSpec, kv: KVCache, layer: int) -> Paged:
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
+        scale=spec.head_dim**-0.5,
         keys=keys,
         values=keys + data.stride(2) * size,
         block_stride=data.stride(0) * size,

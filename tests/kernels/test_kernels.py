@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
 from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at
-from edgemoe.kernels.cpu.runtime import Kernels, Paged
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
 from edgemoe.kernels.cpu.vector import log32
 
 BLOCK = 16
@@ -85,37 +87,72 @@ def test_a_token_gets_the_same_bits_in_any_batch(kernels: Kernels) -> None:
     assert torch.equal(together, alone)
 
 
+class Contexts:
+    """Single queries of sequences of several lengths, whose keys and values lie in blocks in no order."""
+
+    lengths = (1, 16, 17, 256, 300, 512, 777)
+
+    def __init__(self, kernels: Kernels, heads: int, kv_heads: int, head_dim: int) -> None:
+        torch.manual_seed(heads)
+        self.kernels, self.shape, self.scale = kernels, (heads, kv_heads, head_dim), head_dim**-0.5
+        needed = [-(-length // BLOCK) for length in self.lengths]
+        self.cache = _random(kernels, sum(needed) + 1, 2, kv_heads, BLOCK, head_dim)
+        self.queries = _random(kernels, len(needed), heads, head_dim)
+        order = iter(torch.randperm(len(self.cache)).tolist())
+        self.mine = [[next(order) for _ in range(blocks)] for blocks in needed]
+        self.tables = np.zeros((len(needed), max(needed)), np.int64)
+        for row, blocks in zip(self.tables, self.mine, strict=True):
+            row[: len(blocks)] = blocks
+
+    def attend(self, lengths: Sequence[int], window: int = EVERYTHING, sinks: int = 0) -> torch.Tensor:
+        cache, size, (heads, _, head_dim) = self.cache, self.cache.element_size(), self.shape
+        places = {"keys": cache.data_ptr(), "values": cache[0, 1].data_ptr(), "block_stride": cache.stride(0) * size}
+        places["head_stride"] = cache.stride(2) * size
+        pages = Paged(*self.shape, self.scale, **places, window=window, sinks=sinks)
+        out = torch.empty(len(lengths), heads * head_dim)
+        contexts = np.array(lengths)
+        self.kernels.attend(self.queries.data_ptr(), len(lengths), self.tables, contexts, pages, out.data_ptr())
+        return out
+
+    def expected(self, window: int = EVERYTHING, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """Attention by definition."""
+        results, (_, kv_heads, head_dim) = [], self.shape
+        for query, length, blocks in zip(self.queries, self.lengths, self.mine, strict=True):
+            seen = slice(max(0, length - window), length)
+            keys, values = self.cache[blocks].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, seen]
+            scores = query.double().view(kv_heads, -1, head_dim) @ keys.transpose(1, 2) * self.scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().view(kv_heads, -1, 1)], -1)
+            results.append((scores.softmax(-1)[..., : keys.shape[1]] @ values).flatten())
+        return torch.stack(results)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (4, 4, 16), (6, 1, 40)])
 def test_paged_attention_equals_attention_over_the_whole_context(
     kernels: Kernels, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    torch.manual_seed(heads)
-    contexts = [1, 16, 17, 256, 300, 512, 777]
-    needed = [-(-context // BLOCK) for context in contexts]
-    cache = _random(kernels, sum(needed) + 1, 2, kv_heads, BLOCK, head_dim)
-    order = torch.randperm(len(cache)).tolist()
-    tables = np.zeros((len(contexts), max(needed)), np.int64)
-    queries = _random(kernels, len(contexts), heads, head_dim)
-    out, expected = torch.empty(len(contexts), heads * head_dim), []
-    for i, (context, blocks) in enumerate(zip(contexts, needed, strict=True)):
-        mine = [order.pop() for _ in range(blocks)]
-        tables[i, :blocks] = mine
-        keys, values = cache[mine].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
-        scores = queries[i].double().view(kv_heads, -1, head_dim) @ keys.transpose(1, 2) * head_dim**-0.5
-        expected.append((scores.softmax(-1) @ values).flatten())
-    size = cache.element_size()
-    paged = Paged(
-        heads,
-        kv_heads,
-        head_dim,
-        keys=cache.data_ptr(),
-        values=cache[0, 1].data_ptr(),
-        block_stride=cache.stride(0) * size,
-        head_stride=cache.stride(2) * size,
-    )
-    for lengths in (np.full(len(contexts), max(contexts)), np.array(contexts)):  # the first leave their parts behind
-        kernels.attend(queries.data_ptr(), len(contexts), tables, lengths, paged, out.data_ptr())
-    torch.testing.assert_close(out.double(), torch.stack(expected), atol=2e-5, rtol=2e-5)
+    one = Contexts(kernels, heads, kv_heads, head_dim)
+    one.attend([max(one.lengths)] * len(one.lengths))  # leaves its parts behind
+    torch.testing.assert_close(one.attend(one.lengths).double(), one.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 128, 300, 1000])
+def test_paged_attention_sees_its_window_and_its_sinks(kernels: Kernels, window: int) -> None:
+    one = Contexts(kernels, 8, 2, 64)
+    one.scale = 0.3
+    sinks = torch.linspace(-30, 30, 8)
+    sinks[0] = -torch.inf
+    for blocks, length in zip(one.mine, one.lengths, strict=True):
+        one.cache[blocks[: max(0, length - window) // BLOCK]] = torch.nan  # which is not read
+    result = one.attend(one.lengths, window, sinks.data_ptr()).double()
+    torch.testing.assert_close(result, one.expected(window, sinks), atol=2e-5, rtol=2e-5)
+
+
+def test_a_window_gives_a_token_the_same_bits_in_any_batch(kernels: Kernels) -> None:
+    one, sinks = Contexts(kernels, 8, 2, 64), torch.randn(8)
+    together = one.attend(one.lengths, 300, sinks.data_ptr())
+    alone = [one.attend(one.lengths[: n + 1], 300, sinks.data_ptr())[n] for n in range(len(one.lengths))]
+    torch.testing.assert_close(torch.stack(alone), together, atol=0, rtol=0)
 
 
 @code(INT, INT, INT)

@@ -7,10 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from edgemoe.kernels.cpu.gemm_tile import make_tile, panel_words
-from edgemoe.kernels.cpu.runtime import Kernels, Paged
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
 
 BLOCK = 16
 
@@ -22,30 +21,38 @@ class Prompt:
         torch.manual_seed(context)
         dtype = torch.bfloat16 if kernels.bf16 else torch.float32
         self.kernels, self.context, self.shape = kernels, context, (heads, kv_heads, head_dim)
+        self.scale = head_dim**-0.5
         blocks = -(-context // BLOCK)
         self.data = torch.randn(blocks + 2, 2, kv_heads, BLOCK, head_dim).to(dtype)
         self.table = np.random.default_rng(0).permutation(blocks + 2)[:blocks]
         self.queries = torch.randn(context, heads, head_dim).to(dtype)
 
-    def attend(self, tokens: int, context: int) -> torch.Tensor:
+    def attend(self, tokens: int, context: int, window: int = EVERYTHING, sinks: int = 0) -> torch.Tensor:
         """Of the last `tokens` of the first `context`."""
         size, data = self.data.element_size(), self.data
         strides = {"block_stride": data.stride(0) * size, "head_stride": data.stride(2) * size}
         keys = data.data_ptr()
-        pages = Paged(*self.shape, keys=keys, values=keys + data.stride(1) * size, **strides)
+        places = {"keys": keys, "values": keys + data.stride(1) * size, **strides}
+        pages = Paged(*self.shape, self.scale, **places, window=window, sinks=sinks)
         queries = self.queries[context - tokens : context].contiguous()
         out = torch.full_like(queries, torch.nan)
         self.kernels.prefill(queries.data_ptr(), tokens, self.table, context, pages, out.data_ptr())
         return out
 
-    def expected(self, tokens: int) -> torch.Tensor:
+    def expected(self, tokens: int, window: int = EVERYTHING, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Of the last tokens, by definition."""
-        pages = self.data[torch.from_numpy(self.table)].double()
-        keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, None, :, : self.context].unbind(0)
-        mask = torch.arange(self.context)[None] <= torch.arange(self.context - tokens, self.context)[:, None]
-        queries = self.queries[-tokens:].double().transpose(0, 1)[None]
-        result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        return result[0].transpose(0, 1)
+        pages, kv_heads = self.data[torch.from_numpy(self.table)].double(), self.shape[1]
+        keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.context].unbind(0)  # [kv_heads, n, D]
+        reach = torch.arange(self.context - tokens, self.context)[:, None]
+        past = reach - torch.arange(self.context)[None]
+        grouped = self.queries[-tokens:].double().unflatten(1, (kv_heads, -1))
+        scores = torch.einsum("tkgd,knd->tkgn", grouped, keys) * self.scale
+        scores = scores.masked_fill(((past < 0) | (past >= window))[:, None, None], -torch.inf)
+        if sinks is not None:
+            more = sinks.double().view(1, kv_heads, -1, 1).expand(tokens, -1, -1, -1)
+            scores = torch.cat([scores, more], -1)
+            values = torch.cat([values, torch.zeros_like(values[:, :1])], 1)
+        return torch.einsum("tkgn,knd->tkgd", scores.softmax(-1), values).flatten(1, 2)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 3, 24), (16, 1, 128), (4, 2, 10)])
@@ -57,6 +64,33 @@ def test_a_chunk_attends_to_all_that_came_before(
     rounding = 0.02 if kernels.bf16 else 1e-5
     result = prompt.attend(tokens, context)
     torch.testing.assert_close(result.double(), prompt.expected(tokens), atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("window", [1, 16, 50, 128, 1000])
+@pytest.mark.parametrize(("tokens", "context"), [(2, 2), (70, 700), (300, 300)])
+def test_a_chunk_sees_its_windows_and_its_sinks(kernels: Kernels, tokens: int, context: int, window: int) -> None:
+    prompt = Prompt(kernels, context, 8, 2, 64)
+    prompt.scale = 0.3
+    sinks = torch.linspace(-30, 30, 8)
+    sinks[0] = -torch.inf
+    rounding = 0.02 if kernels.bf16 else 1e-5
+    result = prompt.attend(tokens, context, window, sinks.data_ptr())
+    expected = prompt.expected(tokens, window, sinks)
+    torch.testing.assert_close(result.double(), expected, atol=rounding, rtol=rounding)
+
+
+def test_what_lies_before_all_windows_is_not_read(kernels: Kernels) -> None:
+    prompt = Prompt(kernels, 700, 8, 2, 64)
+    prompt.data[prompt.table[: (700 - 70 - 49) // 64 * 4]] = torch.nan
+    assert prompt.attend(70, 700, 50).isfinite().all()
+
+
+def test_windows_and_sinks_give_the_same_bits_however_the_prompt_is_cut(kernels: Kernels) -> None:
+    prompt, sinks = Prompt(kernels, 300, 8, 2, 64), torch.randn(8)
+    whole = prompt.attend(300, 300, 70, sinks.data_ptr())
+    cuts = [0, 7, 100, 101, 164, 300]
+    pieces = [prompt.attend(after - first, after, 70, sinks.data_ptr()) for first, after in pairwise(cuts)]
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=0, rtol=0)
 
 
 def test_a_token_gets_the_same_bits_however_the_prompt_is_cut(kernels: Kernels) -> None:

@@ -3,7 +3,8 @@
 A block's keys of one KV head lie together as [16, head_dim], so they are read like the rows of a weight matrix. A
 context is cut into at most SPLITS parts, so that all threads work on a long one. Each part keeps its largest score, the
 sum of its exponentials and its weighted values; `combine` puts the parts together. The cut depends on
-the context's length alone, so a token's result is the same bits in any batch.
+the context's length alone, so a token's result is the same bits in any batch. With a window, what lies before the block
+in which it begins is not read. A sink is one more score, whose value is zero.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ TILE = 4  # values added side by side
 # unless `plain`; `tables` [tokens, table_width] int64, block ids; `contexts` [tokens] int64, tokens of each context,
 # the new one among them; `longest` the largest of these; `keys` and `values` those of block 0 and KV head 0;
 # `block_stride` and `head_stride` bytes from block to block and from KV head to KV head; `scores` and `parts` scratch
-# memory, see `scratch_floats`; `iota` 0, 1, 2, ... int64.
+# memory, see `scratch_floats`; `iota` 0, 1, 2, ... int64; `window` tokens that a token sees, itself among them;
+# `sinks` [heads] float32, or 0.
 ATTENTION = fields(
     *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "tables", "table_width", "contexts"),
     *("keys", "values", "block_stride", "head_stride", "scores", "parts", "longest", "iota", "plain"),
+    *("window", "sinks"),
 )
 
 
@@ -46,11 +49,21 @@ def most_parts(longest: int) -> int:
     return min(SPLITS, (longest + SHORTEST - 1) // SHORTEST)
 
 
-_part_tokens, _most_parts = jit(part_tokens), jit(most_parts)
+def reach(longest: int, window: int) -> int:
+    """Returns the most tokens that are read of a context of up to `longest`: a window begins within a block."""
+    return min(longest, window + BLOCK - 1)
+
+
+def first_block(context: int, window: int) -> int:
+    """Returns the first token of the block in which the window begins."""
+    return max(context - window, 0) // BLOCK * BLOCK
+
+
+_part_tokens, _most_parts, _reach, _first_block = jit(part_tokens), jit(most_parts), jit(reach), jit(first_block)
 
 
 def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict[str, int]:
-    """Returns the sizes of the scratch arrays, in float32, where the longest context has `longest` tokens."""
+    """Returns the sizes of the scratch arrays, in float32, where at most `longest` tokens of a context are read."""
     parts = most_parts(longest)
     return {
         "scores": tokens * heads * parts * part_tokens(longest),
@@ -91,35 +104,45 @@ def _make_attend(bf16: bool, row_code: Code) -> Code:
     @chunk
     def attend(job: int, number: int) -> None:
         a = record(job, ATTENTION)
-        splits = _most_parts(a.longest)
+        longest = _reach(a.longest, a.window)
+        splits = _most_parts(longest)
         token, head = number // (a.kv_heads * splits), number // splits % a.kv_heads
         context = i64_at(a.contexts)[token]
-        length = _part_tokens(context)
-        start = number % splits * length
+        base = _first_block(context, a.window)
+        length = _part_tokens(context - base)
+        start = base + number % splits * length
         if start >= context:
             return
         end, group = min(start + length, context), a.heads // a.kv_heads
-        scores = a.scores + number * group * _part_tokens(a.longest) * 4
+        begin = max(start, context - a.window)  # no later than in the part's first block
+        scores = a.scores + number * group * _part_tokens(longest) * 4
         queries = a.queries + (token * a.heads + head * group) * a.head_dim * 4
         table = i64_at(a.tables + 8 * token * a.table_width)
         line = a.head_dim * size
-        for at in range(start, end, BLOCK):
-            keys = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
-            count, to = min(BLOCK, end - at), scores + (at - start) * 4
+        at = begin
+        while at < end:
+            inside = at % BLOCK
+            keys = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride + inside * line
+            count, to = min(BLOCK - inside, end - at), scores + (at - begin) * 4
             call_rows(
                 rows(), keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4
             )
+            at += count
         part = a.parts + number * group * (a.head_dim + 2) * 4
         for query in range(group):
             result = f32_at(part + query * (a.head_dim + 2) * 4)
-            result[0], result[1] = softmax(scores + query * length * 4, end - start)
+            result[0], result[1] = softmax(scores + query * length * 4, end - begin)
             for d in range(a.head_dim):
                 result[2 + d] = np.float32(0)
-        for at in range(start, end, BLOCK):
-            values = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
+        at = begin
+        while at < end:
+            inside = at % BLOCK
+            values = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride + inside * line
+            count = min(BLOCK - inside, end - at)
             for query in range(group):
-                probs = scores + (query * length + at - start) * 4
-                add_values(values, a.head_dim, min(BLOCK, end - at), probs, part + (query * (a.head_dim + 2) + 2) * 4)
+                probs = scores + (query * length + at - begin) * 4
+                add_values(values, a.head_dim, count, probs, part + (query * (a.head_dim + 2) + 2) * 4)
+            at += count
 
     return attend
 
@@ -132,16 +155,21 @@ def _make_combine(bf16: bool) -> Code:
     def combine(job: int, number: int) -> None:
         """Writes the result of one query head of one token, the mean of its parts weighted by their sums."""
         a = record(job, ATTENTION)
-        splits = _most_parts(a.longest)
+        splits = _most_parts(_reach(a.longest, a.window))
         token, head, group = number // a.heads, number % a.heads, a.heads // a.kv_heads
         context = i64_at(a.contexts)[token]
-        used = (context + _part_tokens(context) - 1) // _part_tokens(context)
+        seen = context - _first_block(context, a.window)
+        used = (seen + _part_tokens(seen) - 1) // _part_tokens(seen)
         first = (token * a.kv_heads + head // group) * splits
         line, n = (a.head_dim + 2) * 4, a.heads * a.head_dim
         base = a.parts + (first * group + head % group) * line
         largest, mass = f32_at(base)[0], np.float32(0)
         for split in range(1, used):
             largest = max(largest, f32_at(base + split * group * line)[0])
+        if a.sinks:
+            sink = f32_at(a.sinks)[head]
+            largest = max(largest, sink)
+            mass += exp32(sink - largest)
         for split in range(used):
             part = f32_at(base + split * group * line)
             part[0] = exp32(part[0] - largest)
@@ -171,7 +199,7 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[
     @jit
     def run(control: int, job: int) -> None:
         a = record(job, ATTENTION)
-        parallel(control, attending(), job, a.tokens * a.kv_heads * _most_parts(a.longest))
+        parallel(control, attending(), job, a.tokens * a.kv_heads * _most_parts(_reach(a.longest, a.window)))
         parallel(control, combining(), job, a.tokens * a.heads)
 
     attention = code(INT, INT)(run.py_func)

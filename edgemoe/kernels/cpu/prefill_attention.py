@@ -3,7 +3,8 @@
 It passes over the context once, on tiles that stay in the second-level cache [FlashAttention, Algorithm 1]. One piece
 of work is `span` tokens of all query heads that share a KV head; it takes the context TILE tokens at a time. Tiles
 begin at multiples of TILE of the context, and what a token does not see is added as zero. So a token's result is the
-same bits however the prompt is cut into chunks.
+same bits however the prompt is cut into chunks. Tiles before all windows are not read. A sink is a score that a row
+begins with, whose value is zero.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ LOWEST = np.float32(-3e38)
 # The record of one call; arrays are addresses.
 # `queries` and `out` [tokens, heads, head_dim] in the model's type, of the last `tokens` of `context`; `table` [blocks]
 # int64, block ids; `keys`, `values`, `block_stride` and `head_stride` as in ATTENTION; `scratch` `piece_bytes` for each
-# piece of work, see `scratch_floats`; `span` tokens of one piece.
-PREFILL = fields(
-    *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "table", "context"),
-    *("keys", "values", "block_stride", "head_stride", "scratch", "span", "piece_bytes"),
+# piece of work, see `scratch_floats`; `span` tokens of one piece; `window` and `sinks` as in ATTENTION; `scale` that of
+# the scores.
+PREFILL = np.dtype(
+    [
+        *fields(
+            *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "table", "context"),
+            *("keys", "values", "block_stride", "head_stride", "scratch", "span", "piece_bytes", "window", "sinks"),
+        ).descr,
+        ("scale", np.float64),
+    ]
 )
 
 
@@ -158,10 +165,15 @@ def _make_weigh(bf16: bool) -> Callable[..., None]:
     """Makes the function that carries on the softmax of one row by a tile."""
 
     @jit
-    def weigh(scores: int, seen: int, scale: float, state: int, sums: int, wide: int, probs: int) -> None:
-        """Turns scores into probabilities in the model's type. `state` is the largest score and the mass so far."""
+    def weigh(scores: int, unseen: int, seen: int, scale: float, state: int, sums: int, wide: int, probs: int) -> None:
+        """Turns scores into probabilities in the model's type; those from `unseen` to `seen` count.
+
+        `state` is the largest score and the mass so far.
+        """
         s, p, m = f32_at(scores), f32_at(probs), f32_at(state)
-        if seen > 0:
+        if seen > unseen:
+            for k in range(unseen):
+                s[k] = LOWEST
             for k in range(seen, TILE):
                 s[k] = LOWEST
             largest = peak(scores)
@@ -173,7 +185,9 @@ def _make_weigh(bf16: bool) -> Callable[..., None]:
             base = m[0]
             for k in range(TILE):
                 p[k] = exp32((s[k] - base) * np.float32(scale))
-        for k in range(max(seen, 0), TILE):
+        for k in range(unseen):
+            p[k] = np.float32(0)
+        for k in range(max(seen, unseen), TILE):
             p[k] = np.float32(0)
         m[1] += mass(probs)
         if bf16:
@@ -207,14 +221,17 @@ def _make_attend(bf16: bool, tile_code: Code) -> Code:
         sums = scores + rows * TILE * 4
         state = sums + rows * wide * 4
         probs = state + rows * 8
-        scale, line = np.float32(1.0 / np.sqrt(a.head_dim)), a.heads * a.head_dim * size
+        scale, line = np.float32(a.scale), a.heads * a.head_dim * size
         o = f32_at(sums)
         for k in range(rows * wide):
             o[k] = np.float32(0)
         for row in range(rows):
-            f32_at(state)[2 * row], f32_at(state)[2 * row + 1] = LOWEST, np.float32(0)
+            begin, f32_at(state)[2 * row + 1] = LOWEST, np.float32(0)
+            if a.sinks:
+                begin, f32_at(state)[2 * row + 1] = f32_at(a.sinks)[head * group + row // count] / scale, np.float32(1)
+            f32_at(state)[2 * row] = begin
         words = a.head_dim * size // 4
-        for start in range(0, position + count, TILE):
+        for start in range(max(position + 1 - a.window, 0) // TILE * TILE, position + count, TILE):
             there = min(TILE, position + count - start)
             fill_keys(job, head, start, there, keys)
             fill_values(job, head, start, there, values)
@@ -223,8 +240,9 @@ def _make_attend(bf16: bool, tile_code: Code) -> Code:
                 to = scores + g * count * TILE * 4
                 call_rows(multiply(), q, line, count, q, keys, KEY_LINE, words, to, TILE * 4, TILE, 1)
             for row in range(rows):
-                seen = min(TILE, position + row % count + 1 - start)
-                weigh(scores + row * TILE * 4, seen, scale, state + row * 8, sums + row * wide * 4, wide, probs)
+                after = position + row % count + 1 - start
+                unseen, seen = min(max(after - a.window, 0), TILE), min(TILE, after)
+                weigh(scores + row * TILE * 4, unseen, seen, scale, state + row * 8, sums + row * wide * 4, wide, probs)
             call_rows(multiply(), scores, TILE * 4, rows, scores, values, wide * 4, tile_words, sums, wide * 4, wide, 0)
         for row in range(rows):
             whole = f32_at(state)[2 * row + 1]

@@ -29,18 +29,22 @@ FloatArray = npt.NDArray[np.float32]
 SLAB, STRIDE, X, X_BF16, OUT = (place_of(EXPERTS, name) for name in ("slab", "stride", "x", "x_bf16", "out"))
 SLOTS, OFFSETS, INDEX, WEIGHTS = (place_of(EXPERTS, name) for name in ("slots", "offsets", "index", "weights"))
 MOST_TOKENS = 1024  # of one call of a kernel for single tokens
+EVERYTHING = 1 << 40  # a window that no context fills
 
 
 class Paged(NamedTuple):
-    """Says where one layer's keys and values lie. Strides are in bytes."""
+    """Says where one layer's keys and values lie, and what of them a token sees. Strides are in bytes."""
 
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float  # of the scores
     keys: int  # address of block 0, KV head 0
     values: int  # the same
     block_stride: int  # from block to block
     head_stride: int  # from KV head to KV head
+    window: int = EVERYTHING  # tokens that a token sees, itself among them
+    sinks: int = 0  # address of float32 [heads], or 0
 
 
 class Kernels:
@@ -169,8 +173,7 @@ class Kernels:
         values are in the cache already.
         """
         packed = self.scratch("attend.queries", tokens * cache.heads * cache.head_dim)
-        scale = cache.head_dim**-0.5
-        self._pack(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, scale)
+        self._pack(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, cache.scale)
         job = self.attention_record(tokens, tables, contexts, cache)
         job["queries"], job["out"], job["plain"] = packed, out, 1
         self._attention(self.pool.control, job.ctypes.data)
@@ -191,6 +194,7 @@ class Kernels:
         job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
         job["scratch"] = self.scratch("prefill", cache.kv_heads * -(-tokens // span) * piece)
         job["span"], job["piece_bytes"] = span, 4 * piece
+        job["window"], job["sinks"], job["scale"] = cache.window, cache.sinks, cache.scale
         self._prefill(self.pool.control, job.ctypes.data)
 
     def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged) -> npt.NDArray[np.void]:
@@ -201,7 +205,9 @@ class Kernels:
         job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
         job["tables"], job["table_width"] = tables.ctypes.data, tables.shape[1]
         job["contexts"], job["longest"], job["iota"] = contexts.ctypes.data, longest, self.iota
-        for name, count in attention.scratch_floats(cache.heads, cache.head_dim, tokens, longest).items():
+        job["window"], job["sinks"] = cache.window, cache.sinks
+        read = attention.reach(longest, cache.window)
+        for name, count in attention.scratch_floats(cache.heads, cache.head_dim, tokens, read).items():
             job[name] = self.scratch(f"attention.{name}", count)
         return job
 
