@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from edgemoe.families.kv_layout import KVLayout, KVRow
 from edgemoe.families.table import FAMILIES, Family
 from edgemoe.types.experts import DTYPE_BYTES, ExpertGeometry
+from edgemoe.types.step import BLOCK_TOKENS
 
 Shape = tuple[int, ...]
 
@@ -63,9 +65,15 @@ class ModelSpec:
         return ExpertGeometry(self.layers, self.experts, self.top_k, self.hidden, self.expert_width, self.dtype)
 
     @property
+    def kv_layout(self) -> KVLayout:
+        """Where a block has each layer's keys and values."""
+        row = KVRow(self.kv_heads, self.head_dim, self.head_dim, self.dtype)
+        return KVLayout.of([row] * self.layers)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return self.kv_layout.block_bytes // BLOCK_TOKENS
 
 
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:

@@ -85,15 +85,16 @@ class StepAttention:
             if 0 < context % BLOCK_TOKENS <= count
         ]
         if begun:
-            self._kv.data[self._tensor(begun)] = 0.0
+            self._kv.data[self._tensor(begun)] = 0
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Stores k and v [T, kv_heads, D] and returns the attention [T, heads * D] of q [T, heads, D].
 
         All are in the model's dtype, q and k after rotary embedding.
         """
-        self._kv.data[self._blocks, layer, 0, :, self._places] = k
-        self._kv.data[self._blocks, layer, 1, :, self._places] = v
+        keys, values = self._kv.layers[layer]
+        keys[self._blocks, :, self._places] = k
+        values[self._blocks, :, self._places] = v
         out = torch.empty_like(q)
         prompt = self._prefill_by_kernel if self._kernels is not None else self._prefill
         for prefill in self._prefills:
@@ -113,8 +114,8 @@ class StepAttention:
 
     def _prefill(self, layer: int, prefill: Prefill, q: torch.Tensor) -> torch.Tensor:
         needed = -(-prefill.context // BLOCK_TOKENS)
-        pages = self._kv.data[prefill.blocks[:needed], layer]  # [n, 2, kv_heads, 16, D]
-        keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[None].unbind(1)  # [1, kv_heads, n * 16, D]
+        pages = (part[prefill.blocks[:needed]] for part in self._kv.layers[layer])  # [n, kv_heads, 16, D] each
+        keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in pages)  # [1, kv_heads, n * 16, D]
         return torch.cat([self._tile(prefill, q, first, keys, values) for first in _tiles(prefill)])
 
     def _tile(
@@ -146,8 +147,8 @@ class StepAttention:
     def _gathered(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Returns the attention of single queries; those of one KV head's group form the query dimension."""
         blocks, mask = self._gather_plan
-        pages = self._kv.data[:, layer][blocks]  # [S, n, 2, kv_heads, 16, D]
-        keys, values = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)  # [S, kv_heads, n * 16, D]
+        pages = (part[blocks] for part in self._kv.layers[layer])  # [S, n, kv_heads, 16, D] each
+        keys, values = (part.transpose(1, 2).flatten(2, 3) for part in pages)  # [S, kv_heads, n * 16, D]
         grouped = q.view(len(q), self._spec.kv_heads, -1, self._spec.head_dim)
         return scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view(q.shape)
 
@@ -164,15 +165,14 @@ def _tiles(prefill: Prefill) -> Iterator[int]:
 
 def paged(spec: ModelSpec, kv: KVCache, layer: int) -> Paged:
     """Returns the addresses and strides of a layer's keys and values, for the kernel."""
-    data, size = kv.data, kv.data.element_size()
-    keys = data.data_ptr() + layer * data.stride(1) * size
+    keys, values = kv.layers[layer]
     return Paged(
         heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
+        kv_heads=keys.shape[1],
+        head_dim=keys.shape[3],
         scale=spec.head_dim**-0.5,
-        keys=keys,
-        values=keys + data.stride(2) * size,
-        block_stride=data.stride(0) * size,
-        head_stride=data.stride(3) * size,
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        block_stride=kv.block_bytes,
+        head_stride=keys.stride(1) * keys.element_size(),
     )

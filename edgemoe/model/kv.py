@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from edgemoe.families.spec import ModelSpec
+from edgemoe.families.kv_layout import KVLayout, KVRow
 from edgemoe.model.memory import zeros
 from edgemoe.types.step import BLOCK_TOKENS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+class LayerKV(NamedTuple):
+    """Views of one layer's keys [B, kv_heads, 16, key_width] and values [B, kv_heads, 16, value_width] in all blocks.
+
+    Where the values are the first part of the keys, both views show the same memory.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class KVCache:
-    """Owns `data` [blocks, layers, 2, kv_heads, 16, head_dim]: keys, then values of each layer.
+    """Owns `data` [blocks, block_bytes] uint8; `layers` are views of it, as the layout says.
 
     The block manager decides who uses which block. Memory is allocated once and never grows.
     """
 
-    def __init__(self, spec: ModelSpec, blocks: int, device: torch.device | str = "cpu") -> None:
-        shape = (blocks, spec.layers, 2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
-        self.data = zeros(shape, DTYPES[spec.dtype], device)
+    def __init__(self, layout: KVLayout, blocks: int, device: torch.device | str = "cpu") -> None:
+        self.data = zeros((blocks, layout.block_bytes), torch.uint8, device)
+        self.layers = tuple(self._views(row) for row in layout.rows)
+
+    def _views(self, row: KVRow) -> LayerKV:
+        between = row.offset + row.key_bytes
+        keys = self._view(row, row.offset, between, row.key_width)
+        if row.values_in_keys:
+            return LayerKV(keys, keys[..., : row.value_width])
+        return LayerKV(keys, self._view(row, between, between + row.value_bytes, row.value_width))
+
+    def _view(self, row: KVRow, start: int, end: int, width: int) -> torch.Tensor:
+        part = self.data[:, start:end].view(DTYPES[row.dtype])
+        return part.view(len(self.data), row.kv_heads, BLOCK_TOKENS, width)
 
     @property
     def blocks(self) -> int:
@@ -29,10 +51,10 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        return self.data.stride(0) * self.data.element_size()
+        return self.data.stride(0)
 
     def gather(self, blocks: Sequence[int]) -> torch.Tensor:
-        """Returns a copy of these blocks in host memory, one row each: [n, layers, 2, kv_heads, 16, head_dim]."""
+        """Returns a copy of these blocks in host memory, one row each: [n, block_bytes] uint8."""
         return self.data[torch.tensor(blocks, dtype=torch.int64, device=self.data.device)].cpu()
 
     def scatter(self, blocks: Sequence[int], rows: torch.Tensor) -> None:

@@ -255,7 +255,7 @@ def _engine(
     kv_blocks = (budgets.kv_bytes - (0 if on_gpu else kv_swap_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
-    cache = KVCache(spec, kv_blocks, decoder.device)
+    cache = KVCache(spec.kv_layout, kv_blocks, decoder.device)
     timeout_s = MISSING_EXPERT_TIMEOUT_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),

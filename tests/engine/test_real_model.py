@@ -95,7 +95,7 @@ def model(
         )
         with running(tiers):
             decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels)
-            yield Model(decoder, tiers.experts, spec, partial(KVCache, spec))
+            yield Model(decoder, tiers.experts, spec, partial(KVCache, spec.kv_layout))
             assert tiers.experts.cpu_experts.experts or not slow, "the CPU computed nothing from RAM"
 
 

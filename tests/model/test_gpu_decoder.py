@@ -30,7 +30,7 @@ class GpuSession(Session):
 
     def __init__(self, tiny: Tiny, sequences: int = 1) -> None:
         super().__init__(tiny, sequences)
-        self.kv, self.device = KVCache(tiny.spec, 64, "cuda"), "cuda"
+        self.kv, self.device = KVCache(tiny.spec.kv_layout, 64, "cuda"), "cuda"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

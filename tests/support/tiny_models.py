@@ -81,7 +81,7 @@ class Session:
     """Sequences that grow step by step, over a cache whose blocks are dealt out in no particular order."""
 
     def __init__(self, tiny: Tiny, sequences: int = 1, blocks: int = 64) -> None:
-        self._tiny, self.kv, self.device = tiny, KVCache(tiny.spec, blocks), "cpu"
+        self._tiny, self.kv, self.device = tiny, KVCache(tiny.spec.kv_layout, blocks), "cpu"
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: list[list[int]] = [[] for _ in range(sequences)]
         self._lengths = [0] * sequences

@@ -113,7 +113,7 @@ class Ours:
     def begin(self, batch: int, most: int) -> None:
         """Empty caches for so many sequences of so many tokens."""
         blocks = -(-most // BLOCK_TOKENS)
-        self._kv = KVCache(self.spec, batch * blocks)
+        self._kv = KVCache(self.spec.kv_layout, batch * blocks)
         self._tables = [list(range(s * blocks, (s + 1) * blocks)) for s in range(batch)]
         self._batch, self._length = batch, 0
 

@@ -138,7 +138,7 @@ class Bench:
         """Whole steps of the decoder, every expert a hit."""
         decoder, spec = self._decoder(), self.spec
         blocks = CONTEXT // BLOCK_TOKENS
-        kv = KVCache(spec, batch * blocks, self.device)
+        kv = KVCache(spec.kv_layout, batch * blocks, self.device)
         step = Batch(
             tokens=torch.arange(batch, device=self.device),
             positions=torch.full((batch,), CONTEXT - 1, device=self.device),

@@ -186,7 +186,7 @@ class Runner:
             self.tiers.experts.lookahead = 0
         if self.controller and contender.plans:
             self.controller.attach(self.tiers.residency, self.tiers.loader, spec.geometry.expert_bytes)
-        self._kv = KVCache(spec, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
+        self._kv = KVCache(spec.kv_layout, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.tiers.run())
         self._thread = threading.Thread(target=self._serve, daemon=True)

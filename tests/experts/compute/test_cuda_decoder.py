@@ -62,7 +62,7 @@ def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[ExpertTiers]:
 
 def generate(decoder: Decoder, experts: ExpertTiers, prompt: list[int], steps: int) -> list[torch.Tensor]:
     """Greedy: the logits of the prompt's last token and of each step."""
-    kv, table = KVCache(decoder.spec, 8, decoder.device), list(range(8))
+    kv, table = KVCache(decoder.spec.kv_layout, 8, decoder.device), list(range(8))
     tokens, start, found = prompt, 0, []
     for _ in range(steps):
         end = start + len(tokens)

@@ -1,0 +1,37 @@
+"""The cache's views of a layout whose layers differ."""
+
+from __future__ import annotations
+
+import torch
+
+from edgemoe.families.kv_layout import KVLayout, KVRow
+from edgemoe.model.kv import KVCache
+
+
+def test_unlike_layers_share_a_block_and_keep_apart() -> None:
+    rows = [KVRow(2, 8, 8, "bfloat16"), KVRow(), KVRow(1, 6, 4, "float32"), KVRow(1, 8, 6, "float32", True)]
+    cache = KVCache(KVLayout.of(rows), 3)
+    assert (cache.blocks, cache.block_bytes) == (3, 1024 + 640 + 512)
+    parts = [part for number in (0, 2) for part in cache.layers[number]] + [cache.layers[3].keys]
+    for value, part in enumerate(parts):
+        part.fill_(value)
+    assert [part.unique().tolist() for part in parts] == [[0], [1], [2], [3], [4]]
+    assert cache.layers[1].keys.numel() == 0
+    assert [tuple(view.shape) for view in cache.layers[3]] == [(3, 1, 16, 8), (3, 1, 16, 6)]
+
+
+def test_a_value_stored_in_its_key_is_the_keys_first_part() -> None:
+    cache = KVCache(KVLayout.of([KVRow(1, 8, 6, "float32", values_in_keys=True)]), 2)
+    keys, values = cache.layers[0]
+    keys[1, 0, 3] = torch.arange(8.0)
+    assert values[1, 0, 3].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_blocks_of_unlike_layers_are_copied_whole() -> None:
+    cache = KVCache(KVLayout.of([KVRow(2, 8, 8, "bfloat16"), KVRow(1, 6, 4, "float32")]), 4)
+    for part in (*cache.layers[0], *cache.layers[1]):
+        part.copy_(torch.randn(part.shape))
+    before, rows = cache.data.clone(), cache.gather([3, 1])
+    cache.data[[3, 1]] = 0xFF
+    cache.scatter([3, 1], rows)
+    assert torch.equal(cache.data, before)
