@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 
 BLOCK_TOKENS = 16  # tokens per KV block, everywhere
+
+
+class StateUse(NamedTuple):
+    """Which slots a sequence's states are read from and written to, where the model has such (see `StateCache`)."""
+
+    read: int  # the slot of the state before the step's first token
+    writes: Sequence[tuple[int, int]]  # (tokens of the step, slot of the state after them), ascending, the last for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,7 @@ class Batch:
     block_tables: Sequence[Sequence[int]]  # [S][blocks] KV block ids, in order
     logit_rows: torch.Tensor  # [R] int64, the rows of T whose logits are wanted
     decode: bool  # every sequence contributes one token
+    states: Sequence[StateUse] = ()  # [S], empty where the model has no states
 
 
 class Experts(Protocol):
