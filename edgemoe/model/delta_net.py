@@ -39,7 +39,7 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Stretch:
     """A run of one sequence's tokens: rows first:after of the step, and the slots of the state before and after."""
 
     first: int
@@ -49,7 +49,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class DeltaInputs:
     """What tokens bring to the states. Queries and keys are normalised, queries scaled too; all float32."""
 
     q: torch.Tensor  # [T, value_heads, key_dim]
@@ -58,8 +58,8 @@ class Inputs:
     decay: torch.Tensor  # [T, value_heads]: log a, never above 0
     beta: torch.Tensor  # [T, value_heads]
 
-    def rows(self, rows: slice | torch.Tensor) -> Inputs:
-        return Inputs(self.q[rows], self.k[rows], self.v[rows], self.decay[rows], self.beta[rows])
+    def rows(self, rows: slice | torch.Tensor) -> DeltaInputs:
+        return DeltaInputs(self.q[rows], self.k[rows], self.v[rows], self.decay[rows], self.beta[rows])
 
 
 class StepDelta:
@@ -72,19 +72,18 @@ class StepDelta:
         single = [(start, use.read, use.writes[-1][1]) for use, start, count in used if count == 1]
         rows = torch.tensor(single, dtype=torch.int64, device=device).view(-1, 3)
         self._rows, self._reads, self._writes = rows.unbind(1)
-        self._segments: list[Segment] = []
+        self._segments: list[Stretch] = []
         for use, start, count in used:
             done, read = 0, use.read
             for after, slot in use.writes if count > 1 else ():
-                self._segments.append(Segment(start + done, start + after, read, slot))
+                self._segments.append(Stretch(start + done, start + after, read, slot))
                 done, read = after, slot
 
     def __call__(self, layer: DeltaWeights, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         """Returns the layer's output [T, H] in the model's dtype for its normalised input x, and writes the states."""
         spec = self._spec
-        mixed, gate, beta, decay = linear(x, layer.project).split(
-            [spec.channels, spec.values, spec.value_heads, spec.value_heads], dim=1
-        )
+        widths = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
+        mixed, gate, beta, decay = torch.split(linear(x, layer.project), widths, dim=1)
         inputs = self._inputs(layer, self._convolve(layer, mixed.float(), states), beta.float(), decay.float())
         out = torch.empty_like(inputs.v)
         if len(self._rows):
@@ -111,12 +110,12 @@ class StepDelta:
             states.tails[part.write] = line[count:]
         return silu(out)
 
-    def _inputs(self, layer: DeltaWeights, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> Inputs:
+    def _inputs(self, layer: DeltaWeights, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
         spec = self._spec
-        q, k, v = mixed.split([spec.keys, spec.keys, spec.values], dim=1)
+        q, k, v = torch.split(mixed, [spec.keys, spec.keys, spec.values], dim=1)
         q, k = (_unit(part.view(len(mixed), -1, spec.key_dim)) for part in (q, k))
         share = spec.value_heads // spec.key_heads
-        return Inputs(
+        return DeltaInputs(
             q=(q * spec.key_dim**-0.5).repeat_interleave(share, dim=1),
             k=k.repeat_interleave(share, dim=1),
             v=v.view(len(mixed), -1, spec.value_dim),
@@ -129,7 +128,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
-def recur(new: Inputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def recur(new: DeltaInputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns states [S, heads, key_dim, value_dim] after one token each, and the outputs [S, heads, value_dim]."""
     states = states * new.decay.exp()[..., None, None]
     known = (new.k[..., None, :] @ states)[..., 0, :]
@@ -137,7 +136,7 @@ def recur(new: Inputs, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return states, (new.q[..., None, :] @ states)[..., 0, :]
 
 
-def chunked(new: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked(new: DeltaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the state [heads, key_dim, value_dim] after a sequence's next tokens, and the outputs [T, heads, D]."""
     outputs = []
     for first in range(0, len(new.q), CHUNK):
@@ -146,7 +145,7 @@ def chunked(new: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return state, torch.cat(outputs)
 
 
-def _chunk(new: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk(new: DeltaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (part.transpose(0, 1) for part in (new.q, new.k, new.v))  # [heads, t, D]
     total = new.decay.T.cumsum(1)  # [heads, t]: log A
     between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # [heads, t, t]: A_i / A_j, j <= i

@@ -38,8 +38,8 @@ class StateCache:
 
     def layer(self, number: int) -> LayerStates:
         """Returns the states of one layer, counted among those that have states."""
-        tails, matrices = self.data[:, number].split([prod(self._tail), prod(self._matrices)], dim=1)
-        return LayerStates(tails.unflatten(1, self._tail), matrices.unflatten(1, self._matrices))
+        tails, matrices = torch.split(self.data[:, number], [prod(self._tail), prod(self._matrices)], dim=1)
+        return LayerStates(tails.view(-1, *self._tail), matrices.view(-1, *self._matrices))
 
     def gather(self, slots: Sequence[int]) -> torch.Tensor:
         """Returns a copy of these slots in host memory, one row each."""

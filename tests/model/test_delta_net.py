@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def rows_of_next(spec: DeltaSpec) -> tuple[list[int], list[int]]:
             first += size
         for offset, part in enumerate(ba):
             part += range((2 * head + offset) * share, (2 * head + offset + 1) * share)
-    return sum(qkvz, []), sum(ba, [])
+    return [*chain(*qkvz)], [*chain(*ba)]
 
 
 class Layer:
