@@ -7,17 +7,15 @@ the context and not with its square.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
-from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels, Paged
 from edgemoe.model.kv import KVCache
+from edgemoe.model.scores import Scores, attend
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
@@ -51,8 +49,8 @@ def block_tables(batch: Batch, chosen: list[int]) -> tuple[IntArray, IntArray]:
 class StepAttention:
     """Computes attention for each layer of one step, with the block tables and masks that all layers share."""
 
-    def __init__(self, spec: ModelSpec, batch: Batch, kv: KVCache, kernels: Kernels | None) -> None:
-        self._spec, self._kv, self._kernels = spec, kv, kernels
+    def __init__(self, batch: Batch, kv: KVCache, kernels: Kernels | None) -> None:
+        self._kv, self._kernels = kv, kernels
         self._device = kv.data.device
         starts = np.cumsum([0, *batch.query_lens]).tolist()
         single = [s for s, length in enumerate(batch.query_lens) if length == 1]
@@ -68,6 +66,7 @@ class StepAttention:
         padded = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)  # [S, widest]
         self._blocks = padded[owner, batch.positions // BLOCK_TOKENS]  # [T], where new keys and values go
         self._places = batch.positions % BLOCK_TOKENS
+        self._plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by window
         if kernels is None:
             self._clear_begun(batch)
 
@@ -87,7 +86,7 @@ class StepAttention:
         if begun:
             self._kv.data[self._tensor(begun)] = 0
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         """Stores k and v [T, kv_heads, D] and returns the attention [T, heads * D] of q [T, heads, D].
 
         All are in the model's dtype, q and k after rotary embedding.
@@ -98,81 +97,93 @@ class StepAttention:
         out = torch.empty_like(q)
         prompt = self._prefill_by_kernel if self._kernels is not None else self._prefill
         for prefill in self._prefills:
-            out[prefill.first : prefill.after] = prompt(layer, prefill, q)
+            out[prefill.first : prefill.after] = prompt(layer, prefill, q, scores)
         if len(self._single_rows):
             single = self._by_kernel if self._kernels is not None else self._gathered
-            out[self._single_rows] = single(layer, q[self._single_rows]).to(q.dtype)
+            out[self._single_rows] = single(layer, q[self._single_rows], scores).to(q.dtype)
         return out.flatten(1)
 
-    def _prefill_by_kernel(self, layer: int, prefill: Prefill, q: torch.Tensor) -> torch.Tensor:
+    def _prefill_by_kernel(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         assert self._kernels is not None
         queries = q[prefill.first : prefill.after].contiguous()
         out, table = torch.empty_like(queries), prefill.blocks.numpy()
-        pages = paged(self._spec, self._kv, layer)
+        pages = paged(q.shape[1], self._kv, layer, scores)
         self._kernels.prefill(queries.data_ptr(), len(queries), table, prefill.context, pages, out.data_ptr())
         return out
 
-    def _prefill(self, layer: int, prefill: Prefill, q: torch.Tensor) -> torch.Tensor:
+    def _prefill(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+        begin = max(0, prefill.context - (prefill.after - prefill.first) + 1 - scores.window) // BLOCK_TOKENS
         needed = -(-prefill.context // BLOCK_TOKENS)
-        pages = (part[prefill.blocks[:needed]] for part in self._kv.layers[layer])  # [n, kv_heads, 16, D] each
+        pages = (part[prefill.blocks[begin:needed]] for part in self._kv.layers[layer])  # [n, kv_heads, 16, D] each
         keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in pages)  # [1, kv_heads, n * 16, D]
-        return torch.cat([self._tile(prefill, q, first, keys, values) for first in _tiles(prefill)])
+        seen = prefill.context - begin * BLOCK_TOKENS
+        tiles = []
+        for first in range(prefill.first, prefill.after, QUERY_TILE):
+            after = min(first + QUERY_TILE, prefill.after)
+            end = seen - (prefill.after - after)
+            start = max(0, end - (after - first) + 1 - scores.window)
+            tiles.append(self._tile(q[first:after], keys[:, :, start:end], values[:, :, start:end], scores))
+        return torch.cat(tiles)
 
-    def _tile(
-        self, prefill: Prefill, q: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the attention of at most QUERY_TILE queries, [t, heads, D]."""
-        after = min(first + QUERY_TILE, prefill.after)
-        context = prefill.context - (prefill.after - after)
-        queries = q[first:after].transpose(0, 1)[None]  # [1, heads, t, D]
-        keys, values = keys[:, :, :context], values[:, :, :context]
+    def _tile(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """Returns the attention [t, heads, D] of at most QUERY_TILE queries, the last of which has the last key."""
+        queries, sinks = q.transpose(0, 1)[None], scores.sinks  # [1, heads, t, D]
+        t, n = len(q), keys.shape[2]
         mask: torch.Tensor
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and n <= scores.window:
             from torch.nn.attention.bias import causal_lower_right  # takes seconds to load
 
-            mask = causal_lower_right(after - first, context)  # no mask in memory
+            mask = causal_lower_right(t, n if sinks is None else 1 + n)  # no mask in memory
         else:
-            reach = torch.arange(context - (after - first), context)
-            mask = torch.arange(context)[None] <= reach[:, None]
-        result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        return result[0].transpose(0, 1)
+            past = torch.arange(n - t, n, device=q.device)[:, None] - torch.arange(n, device=q.device)[None]
+            mask = (past >= 0) & (past < scores.window)
+            mask = mask if sinks is None else pad(mask, (1, 0), value=True)
+        each = None if sinks is None else sinks[:, None]
+        return attend(queries, keys, values, mask, scores, each)[0].transpose(0, 1)
 
-    def _by_kernel(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _by_kernel(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         assert self._kernels is not None
         out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=torch.float32)
-        pages = paged(self._spec, self._kv, layer)
+        pages = paged(q.shape[1], self._kv, layer, scores)
         self._kernels.attend(q.data_ptr(), len(q), self._tables, self._contexts, pages, out.data_ptr())
         return out.view(q.shape)
 
-    def _gathered(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         """Returns the attention of single queries; those of one KV head's group form the query dimension."""
-        blocks, mask = self._gather_plan
+        blocks, mask = self._gather_plan(scores.window)
         pages = (part[blocks] for part in self._kv.layers[layer])  # [S, n, kv_heads, 16, D] each
         keys, values = (part.transpose(1, 2).flatten(2, 3) for part in pages)  # [S, kv_heads, n * 16, D]
-        grouped = q.view(len(q), self._spec.kv_heads, -1, self._spec.head_dim)
-        return scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view(q.shape)
+        grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
+        sinks = None if scores.sinks is None else scores.sinks.view(grouped.shape[1:3])
+        mask = mask if sinks is None else pad(mask, (1, 0), value=True)
+        return attend(grouped, keys, values, mask, scores, sinks).flatten(1, 2)
 
-    @cached_property
-    def _gather_plan(self) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = torch.from_numpy(self._tables).to(self._device)
-        reach = torch.from_numpy(self._contexts).to(self._device)[:, None, None, None]
-        return blocks, torch.arange(blocks.shape[1] * BLOCK_TOKENS, device=self._device) < reach
+    def _gather_plan(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the blocks [S, n] that windows of this size lie in, and the mask [S, 1, 1, n * 16] of tokens."""
+        if window not in self._plans:
+            first = np.maximum(self._contexts - window, 0) // BLOCK_TOKENS
+            count = int((-(-self._contexts // BLOCK_TOKENS) - first).max())
+            places = np.minimum(first[:, None] + np.arange(count), self._tables.shape[1] - 1)
+            tokens = first[:, None] * BLOCK_TOKENS + np.arange(count * BLOCK_TOKENS)
+            past = self._contexts[:, None] - 1 - tokens
+            mask = torch.from_numpy((past >= 0) & (past < window))[:, None, None]
+            blocks = torch.from_numpy(np.take_along_axis(self._tables, places, 1))
+            self._plans[window] = blocks.to(self._device), mask.to(self._device)
+        return self._plans[window]
 
 
-def _tiles(prefill: Prefill) -> Iterator[int]:
-    return iter(range(prefill.first, prefill.after, QUERY_TILE))
-
-
-def paged(spec: ModelSpec, kv: KVCache, layer: int) -> Paged:
-    """Returns the addresses and strides of a layer's keys and values, for the kernel."""
+def paged(heads: int, kv: KVCache, layer: int, scores: Scores) -> Paged:
+    """Returns where a layer's keys and values lie, and how they are attended to, for the kernel."""
     keys, values = kv.layers[layer]
     return Paged(
-        heads=spec.heads,
+        heads=heads,
         kv_heads=keys.shape[1],
         head_dim=keys.shape[3],
-        scale=spec.head_dim**-0.5,
+        scale=scores.scale,
         keys=keys.data_ptr(),
         values=values.data_ptr(),
         block_stride=kv.block_bytes,
         head_stride=keys.stride(1) * keys.element_size(),
+        window=scores.window,
+        sinks=0 if scores.sinks is None else scores.sinks.data_ptr(),
     )

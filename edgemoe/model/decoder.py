@@ -17,6 +17,7 @@ from edgemoe.model.attention import StepAttention
 from edgemoe.model.fused import FusedDecoder
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Rope, turn
+from edgemoe.model.scores import Scores
 from edgemoe.model.weights import LayerWeights, Weights, load_weights
 from edgemoe.types.step import Batch, Experts
 
@@ -30,6 +31,7 @@ class Decoder:
         self.spec, self.device = spec, device
         self._weights, self.kernels = weights, kernels
         self._rope = Rope(spec, device)
+        self._scores = Scores(spec.head_dim**-0.5)
         self._fused = FusedDecoder(spec, weights, kernels, self._rope) if kernels is not None else None
 
     @classmethod
@@ -54,12 +56,12 @@ class Decoder:
         tokens = len(batch.tokens)
         if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
             return self._fused.forward(batch, kv, experts)
-        attention = StepAttention(self.spec, batch, kv, self.kernels)
+        attention = StepAttention(batch, kv, self.kernels)
         cos, sin = self._rope(batch.positions)
         residual = self._weights.embed[batch.tokens].float()
         for number, layer in enumerate(self._weights.layers):
             q, k, v = self._qkv(layer, self._norm(residual, layer.norm), cos, sin)
-            residual += linear(attention(number, q, k, v), layer.o)
+            residual += linear(attention(number, q, k, v, self._scores), layer.o)
             hidden = self._norm(residual, layer.post_norm)
             ids, weights = self._route(hidden, layer)
             if batch.decode:

@@ -15,6 +15,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import block_tables, paged
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Rope
+from edgemoe.model.scores import Scores
 from edgemoe.model.weights import LayerWeights, Weights
 from edgemoe.types.step import Batch, Experts
 
@@ -27,6 +28,7 @@ class FusedDecoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, rope: Rope) -> None:
         self._spec, self._weights, self._kernels, self._rope = spec, weights, kernels, rope
+        self._scores = Scores(spec.head_dim**-0.5)
         self._step = self._sizes()
         self._layers = np.concatenate([self._layer_record(layer) for layer in weights.layers])
         self._addresses = [self._layers[i : i + 1].ctypes.data for i in range(spec.layers)]
@@ -83,12 +85,12 @@ class FusedDecoder:
         step["attended"] = scratch("step.attended", tokens * queries)
         step["mixed"] = scratch("step.mixed", tokens * spec.hidden)
         step["probs"] = scratch("step.probs", tokens * spec.experts)
-        attention = self._kernels.attention_record(tokens, tables, contexts, paged(spec, kv, 0))
+        attention = self._kernels.attention_record(tokens, tables, contexts, paged(spec.heads, kv, 0, self._scores))
         attention["queries"] = scratch("step.queries", tokens * queries)
         attention["out"], attention["plain"] = step["attended"], 0
         step["attention"] = attention.ctypes.data
         for layer in range(spec.layers):
-            pages = paged(spec, kv, layer)
+            pages = paged(spec.heads, kv, layer, self._scores)
             self._layers[layer]["keys"], self._layers[layer]["values"] = pages.keys, pages.values
 
     def _hint(self, experts: Experts, layer: int, hidden: torch.Tensor) -> None:
