@@ -1,0 +1,1 @@
+"""Encodes matrices, and decodes them: what every kernel must agree with."""
