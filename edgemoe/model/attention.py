@@ -179,6 +179,7 @@ def paged(heads: int, kv: KVCache, layer: int, scores: Scores) -> Paged:
         heads=heads,
         kv_heads=keys.shape[1],
         head_dim=keys.shape[3],
+        value_dim=values.shape[3],
         scale=scores.scale,
         keys=keys.data_ptr(),
         values=values.data_ptr(),

@@ -92,9 +92,11 @@ class Contexts:
 
     lengths = (1, 16, 17, 256, 300, 512, 777)
 
-    def __init__(self, kernels: Kernels, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(self, kernels: Kernels, heads: int, kv_heads: int, head_dim: int, latent: int = 0) -> None:
+        """With `latent`, a value is the first so many elements of its key."""
         torch.manual_seed(heads)
         self.kernels, self.shape, self.scale = kernels, (heads, kv_heads, head_dim), head_dim**-0.5
+        self.latent, self.value_dim = bool(latent), latent or head_dim
         needed = [-(-length // BLOCK) for length in self.lengths]
         self.cache = _random(kernels, sum(needed) + 1, 2, kv_heads, BLOCK, head_dim)
         self.queries = _random(kernels, len(needed), heads, head_dim)
@@ -105,11 +107,12 @@ class Contexts:
             row[: len(blocks)] = blocks
 
     def attend(self, lengths: Sequence[int], window: int = EVERYTHING, sinks: int = 0) -> torch.Tensor:
-        cache, size, (heads, _, head_dim) = self.cache, self.cache.element_size(), self.shape
-        places = {"keys": cache.data_ptr(), "values": cache[0, 1].data_ptr(), "block_stride": cache.stride(0) * size}
+        cache, size = self.cache, self.cache.element_size()
+        places = {"keys": cache.data_ptr(), "values": cache[0, 0 if self.latent else 1].data_ptr()}
+        places["block_stride"] = cache.stride(0) * size
         places["head_stride"] = cache.stride(2) * size
-        pages = Paged(*self.shape, self.scale, **places, window=window, sinks=sinks)
-        out = torch.empty(len(lengths), heads * head_dim)
+        pages = Paged(*self.shape, self.value_dim, self.scale, **places, window=window, sinks=sinks)
+        out = torch.empty(len(lengths), self.shape[0] * self.value_dim)
         contexts = np.array(lengths)
         self.kernels.attend(self.queries.data_ptr(), len(lengths), self.tables, contexts, pages, out.data_ptr())
         return out
@@ -120,6 +123,7 @@ class Contexts:
         for query, length, blocks in zip(self.queries, self.lengths, self.mine, strict=True):
             seen = slice(max(0, length - window), length)
             keys, values = self.cache[blocks].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, seen]
+            values = keys[..., : self.value_dim] if self.latent else values
             scores = query.double().view(kv_heads, -1, head_dim) @ keys.transpose(1, 2) * self.scale
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double().view(kv_heads, -1, 1)], -1)
@@ -133,6 +137,12 @@ def test_paged_attention_equals_attention_over_the_whole_context(
 ) -> None:
     one = Contexts(kernels, heads, kv_heads, head_dim)
     one.attend([max(one.lengths)] * len(one.lengths))  # leaves its parts behind
+    torch.testing.assert_close(one.attend(one.lengths).double(), one.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("heads", "latent"), [(16, 32), (3, 38)])
+def test_values_may_be_the_first_part_of_the_keys(kernels: Kernels, heads: int, latent: int) -> None:
+    one = Contexts(kernels, heads, 1, 40, latent)
     torch.testing.assert_close(one.attend(one.lengths).double(), one.expected(), atol=2e-5, rtol=2e-5)
 
 

@@ -17,11 +17,13 @@ BLOCK = 16
 class Prompt:
     """Queries, and the keys and values of their whole context in blocks that lie in no order."""
 
-    def __init__(self, kernels: Kernels, context: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, kernels: Kernels, context: int, heads: int, kv_heads: int, head_dim: int, value_dim: int = 0
+    ) -> None:
         torch.manual_seed(context)
         dtype = torch.bfloat16 if kernels.bf16 else torch.float32
         self.kernels, self.context, self.shape = kernels, context, (heads, kv_heads, head_dim)
-        self.scale = head_dim**-0.5
+        self.scale, self.value_dim = head_dim**-0.5, value_dim or head_dim
         blocks = -(-context // BLOCK)
         self.data = torch.randn(blocks + 2, 2, kv_heads, BLOCK, head_dim).to(dtype)
         self.table = np.random.default_rng(0).permutation(blocks + 2)[:blocks]
@@ -33,9 +35,9 @@ class Prompt:
         strides = {"block_stride": data.stride(0) * size, "head_stride": data.stride(2) * size}
         keys = data.data_ptr()
         places = {"keys": keys, "values": keys + data.stride(1) * size, **strides}
-        pages = Paged(*self.shape, self.scale, **places, window=window, sinks=sinks)
+        pages = Paged(*self.shape, self.value_dim, self.scale, **places, window=window, sinks=sinks)
         queries = self.queries[context - tokens : context].contiguous()
-        out = torch.full_like(queries, torch.nan)
+        out = torch.full_like(queries[..., : self.value_dim], torch.nan, memory_format=torch.contiguous_format)
         self.kernels.prefill(queries.data_ptr(), tokens, self.table, context, pages, out.data_ptr())
         return out
 
@@ -43,6 +45,7 @@ class Prompt:
         """Of the last tokens, by definition."""
         pages, kv_heads = self.data[torch.from_numpy(self.table)].double(), self.shape[1]
         keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : self.context].unbind(0)  # [kv_heads, n, D]
+        values = values[..., : self.value_dim]
         reach = torch.arange(self.context - tokens, self.context)[:, None]
         past = reach - torch.arange(self.context)[None]
         grouped = self.queries[-tokens:].double().unflatten(1, (kv_heads, -1))
@@ -64,6 +67,13 @@ def test_a_chunk_attends_to_all_that_came_before(
     rounding = 0.02 if kernels.bf16 else 1e-5
     result = prompt.attend(tokens, context)
     torch.testing.assert_close(result.double(), prompt.expected(tokens), atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize("value_dim", [16, 18])
+def test_values_may_be_narrower_than_keys(kernels: Kernels, value_dim: int) -> None:
+    prompt = Prompt(kernels, 200, 6, 2, 24, value_dim)
+    rounding = 0.02 if kernels.bf16 else 1e-5
+    torch.testing.assert_close(prompt.attend(70, 200).double(), prompt.expected(70), atol=rounding, rtol=rounding)
 
 
 @pytest.mark.parametrize("window", [1, 16, 50, 128, 1000])

@@ -1,6 +1,7 @@
 """Computes the attention of single new tokens over paged keys and values, with grouped queries.
 
-A block's keys of one KV head lie together as [16, head_dim], so they are read like the rows of a weight matrix. A
+A block's keys of one KV head lie together as [16, head_dim], so they are read like the rows of a weight matrix. Values
+lie in lines of the same width, of which they may be the first part only. A
 context is cut into at most SPLITS parts, so that all threads work on a long one. Each part keeps its largest score, the
 sum of its exponentials and its weighted values; `combine` puts the parts together. The cut depends on
 the context's length alone, so a token's result is the same bits in any batch. With a window, what lies before the block
@@ -26,14 +27,14 @@ SHORTEST = 256  # tokens of a part at least
 TILE = 4  # values added side by side
 
 # The record of one call; arrays are addresses.
-# `queries` [tokens, heads, head_dim] float32, packed and scaled; `out` [tokens, heads * head_dim] float32, packed
+# `queries` [tokens, heads, head_dim] float32, packed and scaled; `out` [tokens, heads * value_dim] float32, packed
 # unless `plain`; `tables` [tokens, table_width] int64, block ids; `contexts` [tokens] int64, tokens of each context,
 # the new one among them; `longest` the largest of these; `keys` and `values` those of block 0 and KV head 0;
 # `block_stride` and `head_stride` bytes from block to block and from KV head to KV head; `scores` and `parts` scratch
 # memory, see `scratch_floats`; `iota` 0, 1, 2, ... int64; `window` tokens that a token sees, itself among them;
 # `sinks` [heads] float32, or 0.
 ATTENTION = fields(
-    *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "tables", "table_width", "contexts"),
+    *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "value_dim", "tables", "table_width", "contexts"),
     *("keys", "values", "block_stride", "head_stride", "scores", "parts", "longest", "iota", "plain"),
     *("window", "sinks"),
 )
@@ -62,27 +63,27 @@ def first_block(context: int, window: int) -> int:
 _part_tokens, _most_parts, _reach, _first_block = jit(part_tokens), jit(most_parts), jit(reach), jit(first_block)
 
 
-def scratch_floats(heads: int, head_dim: int, tokens: int, longest: int) -> dict[str, int]:
+def scratch_floats(heads: int, value_dim: int, tokens: int, longest: int) -> dict[str, int]:
     """Returns the sizes of the scratch arrays, in float32, where at most `longest` tokens of a context are read."""
     parts = most_parts(longest)
     return {
         "scores": tokens * heads * parts * part_tokens(longest),
-        "parts": tokens * heads * parts * (head_dim + 2),
+        "parts": tokens * heads * parts * (value_dim + 2),
     }
 
 
-def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int], None]:
+def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int, int], None]:
     """Makes the function that adds up weighted values, which are bf16 or float32."""
-    size, load = (2, load_bf16) if bf16 else (4, load_f32)
+    load = load_bf16 if bf16 else load_f32
 
     @jit
-    def add_values(values: int, head_dim: int, count: int, probs: int, out: int) -> None:
-        """Computes out [head_dim] += probs [count] . values [count, head_dim]."""
-        p, o, line = f32_at(probs), f32_at(out), head_dim * size
+    def add_values(values: int, line: int, value_dim: int, count: int, probs: int, out: int) -> None:
+        """Computes out [value_dim] += probs [count] . values [count, value_dim], which lie `line` bytes apart."""
+        p, o = f32_at(probs), f32_at(out)
         full = count - count % TILE
         for j in range(0, full, TILE):
             at, p0, p1, p2, p3 = values + j * line, p[j], p[j + 1], p[j + 2], p[j + 3]
-            for d in range(head_dim):
+            for d in range(value_dim):
                 o[d] += (
                     p0 * load(at, d)
                     + p1 * load(at + line, d)
@@ -90,7 +91,7 @@ def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int], None]:
                     + p3 * load(at + 3 * line, d)
                 )
         for j in range(full, count):
-            for d in range(head_dim):
+            for d in range(value_dim):
                 o[d] += p[j] * load(values + j * line, d)
 
     return add_values  # type: ignore[no-any-return]
@@ -128,11 +129,11 @@ def _make_attend(bf16: bool, row_code: Code) -> Code:
                 rows(), keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4
             )
             at += count
-        part = a.parts + number * group * (a.head_dim + 2) * 4
+        part = a.parts + number * group * (a.value_dim + 2) * 4
         for query in range(group):
-            result = f32_at(part + query * (a.head_dim + 2) * 4)
+            result = f32_at(part + query * (a.value_dim + 2) * 4)
             result[0], result[1] = softmax(scores + query * length * 4, end - begin)
-            for d in range(a.head_dim):
+            for d in range(a.value_dim):
                 result[2 + d] = np.float32(0)
         at = begin
         while at < end:
@@ -141,7 +142,7 @@ def _make_attend(bf16: bool, row_code: Code) -> Code:
             count = min(BLOCK - inside, end - at)
             for query in range(group):
                 probs = scores + (query * length + at - begin) * 4
-                add_values(values, a.head_dim, count, probs, part + (query * (a.head_dim + 2) + 2) * 4)
+                add_values(values, line, a.value_dim, count, probs, part + (query * (a.value_dim + 2) + 2) * 4)
             at += count
 
     return attend
@@ -161,7 +162,7 @@ def _make_combine(bf16: bool) -> Code:
         seen = context - _first_block(context, a.window)
         used = (seen + _part_tokens(seen) - 1) // _part_tokens(seen)
         first = (token * a.kv_heads + head // group) * splits
-        line, n = (a.head_dim + 2) * 4, a.heads * a.head_dim
+        line, n = (a.value_dim + 2) * 4, a.heads * a.value_dim
         base = a.parts + (first * group + head % group) * line
         largest, mass = f32_at(base)[0], np.float32(0)
         for split in range(1, used):
@@ -175,12 +176,12 @@ def _make_combine(bf16: bool) -> Code:
             part[0] = exp32(part[0] - largest)
             mass += part[0] * part[1]
         out = f32_at(a.out + token * n * 4)
-        for d in range(a.head_dim):
+        for d in range(a.value_dim):
             value = np.float32(0)
             for split in range(used):
                 part = f32_at(base + split * group * line)
                 value += part[0] * part[2 + d]
-            k = head * a.head_dim + d
+            k = head * a.value_dim + d
             out[k if a.plain else place(k, n)] = value / mass
 
     return combine

@@ -48,14 +48,14 @@ KEY_LINE, VALUE_LINE = 4 * TILE, 4  # bytes of a panel's line, of values per ele
 LOWEST = np.float32(-3e38)
 
 # The record of one call; arrays are addresses.
-# `queries` and `out` [tokens, heads, head_dim] in the model's type, of the last `tokens` of `context`; `table` [blocks]
-# int64, block ids; `keys`, `values`, `block_stride` and `head_stride` as in ATTENTION; `scratch` `piece_bytes` for each
-# piece of work, see `scratch_floats`; `span` tokens of one piece; `window` and `sinks` as in ATTENTION; `scale` that of
-# the scores.
+# `queries` [tokens, heads, head_dim] and `out` [tokens, heads, value_dim] in the model's type, of the last `tokens` of
+# `context`; `table` [blocks] int64, block ids; `keys`, `values`, `block_stride` and `head_stride` as in ATTENTION;
+# `scratch` `piece_bytes` for each piece of work, see `scratch_floats`; `span` tokens of one piece; `window` and `sinks`
+# as in ATTENTION; `scale` that of the scores.
 PREFILL = np.dtype(
     [
         *fields(
-            *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "table", "context"),
+            *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "value_dim", "table", "context"),
             *("keys", "values", "block_stride", "head_stride", "scratch", "span", "piece_bytes", "window", "sinks"),
         ).descr,
         ("scale", np.float64),
@@ -68,15 +68,15 @@ def span_tokens(heads: int, kv_heads: int, tokens: int, threads: int) -> int:
     return max(1, min(MOST_ROWS * kv_heads // heads, -(-tokens * kv_heads // threads)))
 
 
-def scratch_floats(heads: int, kv_heads: int, head_dim: int, span: int) -> int:
+def scratch_floats(heads: int, kv_heads: int, head_dim: int, value_dim: int, span: int) -> int:
     """Returns the scratch float32 of one piece: a tile of keys, of values and of scores, the sums and their scales."""
-    rows, wide = heads // kv_heads * span, padded(head_dim)
+    rows, wide = heads // kv_heads * span, padded(value_dim)
     return TILE * head_dim + TILE * wide + rows * (TILE + wide + 2) + TILE
 
 
-def padded(head_dim: int) -> int:
-    """Returns `head_dim` rounded up to whole vectors."""
-    return -(-head_dim // LANES) * LANES
+def padded(value_dim: int) -> int:
+    """Returns `value_dim` rounded up to whole vectors."""
+    return -(-value_dim // LANES) * LANES
 
 
 _padded = jit(padded)
@@ -149,14 +149,14 @@ def _make_fill_values(bf16: bool) -> Callable[..., None]:
     def fill_values(p: int, head: int, start: int, count: int, panel: int) -> None:
         """Values as lines, zero beyond the context and beyond the head's own elements."""
         a = record(p, PREFILL)
-        table, line = i64_at(a.table), _padded(a.head_dim) * VALUE_LINE
+        table, line = i64_at(a.table), _padded(a.value_dim) * VALUE_LINE
         to = f32_at(panel)
         for k in range(value_lines * line // 4):
             to[k] = np.float32(0)
         for j in range(count):
             at = start + j
             source = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
-            copy_line(panel, line, j, source + at % BLOCK * a.head_dim * size, a.head_dim)
+            copy_line(panel, line, j, source + at % BLOCK * a.head_dim * size, a.value_dim)
 
     return fill_values  # type: ignore[no-any-return]
 
@@ -213,7 +213,7 @@ def _make_attend(bf16: bool, tile_code: Code) -> Code:
         a = record(job, PREFILL)
         spans = (a.tokens + a.span - 1) // a.span
         head, first = number // spans, (spans - 1 - number % spans) * a.span  # the longest ones first
-        count, group, wide = min(a.span, a.tokens - first), a.heads // a.kv_heads, _padded(a.head_dim)
+        count, group, wide = min(a.span, a.tokens - first), a.heads // a.kv_heads, _padded(a.value_dim)
         rows, position = group * count, a.context - a.tokens + first
         keys = a.scratch + number * a.piece_bytes
         values = keys + TILE * a.head_dim * 4
@@ -247,8 +247,8 @@ def _make_attend(bf16: bool, tile_code: Code) -> Code:
         for row in range(rows):
             whole = f32_at(state)[2 * row + 1]
             token, g = first + row % count, row // count
-            out, o = a.out + token * line + (head * group + g) * a.head_dim * size, f32_at(sums + row * wide * 4)
-            for d in range(a.head_dim):
+            out, o = a.out + ((token * a.heads + head * group + g) * a.value_dim) * size, f32_at(sums + row * wide * 4)
+            for d in range(a.value_dim):
                 store(out, d, o[d] / whole)
 
     return attend

@@ -38,6 +38,7 @@ class Paged(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int  # a value is the first part of a line as wide as a key
     scale: float  # of the scores
     keys: int  # address of block 0, KV head 0
     values: int  # the same
@@ -166,7 +167,7 @@ class Kernels:
         self._linear(self.pool.control, job.ctypes.data)
 
     def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:
-        """Computes the attention of one new token each of several sequences: out [tokens, heads * head_dim] float32.
+        """Computes the attention of one new token each of several sequences: out [tokens, heads * value_dim] float32.
 
         `queries` [tokens, heads, head_dim] are in the weights' type, after rotary; `tables` [tokens, blocks] are block
         ids, `contexts` [tokens] the tokens of each context, the new one among them. The new tokens' keys and
@@ -179,17 +180,18 @@ class Kernels:
         self._attention(self.pool.control, job.ctypes.data)
 
     def prefill(self, queries: int, tokens: int, table: IntArray, context: int, cache: Paged, out: int) -> None:
-        """Computes the attention of one sequence's last `tokens`: out [tokens, heads, head_dim] in the model's type.
+        """Computes the attention of one sequence's last `tokens`: out [tokens, heads, value_dim] in the model's type.
 
-        `queries` are like `out`, after rotary; `table` [blocks] are block ids; `context` is the number of tokens with
-        these. The chunk's own keys and values are in the cache already.
+        `queries` [tokens, heads, head_dim] are in the model's type, after rotary; `table` [blocks] are block ids;
+        `context` is the number of tokens with these. The chunk's own keys and values are in the cache already.
         """
         shape = (cache.heads, cache.kv_heads)
         span = prefill.span_tokens(*shape, tokens, self.pool.threads)
-        piece = prefill.scratch_floats(*shape, cache.head_dim, span)
+        piece = prefill.scratch_floats(*shape, cache.head_dim, cache.value_dim, span)
         job = np.zeros(1, PREFILL)
         job["queries"], job["out"], job["tokens"], job["heads"], job["kv_heads"] = queries, out, tokens, *shape
-        job["head_dim"], job["table"], job["context"] = cache.head_dim, table.ctypes.data, context
+        job["head_dim"], job["value_dim"] = cache.head_dim, cache.value_dim
+        job["table"], job["context"] = table.ctypes.data, context
         job["keys"], job["values"] = cache.keys, cache.values
         job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
         job["scratch"] = self.scratch("prefill", cache.kv_heads * -(-tokens // span) * piece)
@@ -201,13 +203,14 @@ class Kernels:
         """Returns the ATTENTION record with all but `queries`, `out` and `plain`. Keep the arrays while it is used."""
         job, longest = self._attention_job, int(contexts.max())
         job["tokens"], job["heads"], job["kv_heads"] = tokens, cache.heads, cache.kv_heads
-        job["head_dim"], job["keys"], job["values"] = cache.head_dim, cache.keys, cache.values
+        job["head_dim"], job["value_dim"] = cache.head_dim, cache.value_dim
+        job["keys"], job["values"] = cache.keys, cache.values
         job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
         job["tables"], job["table_width"] = tables.ctypes.data, tables.shape[1]
         job["contexts"], job["longest"], job["iota"] = contexts.ctypes.data, longest, self.iota
         job["window"], job["sinks"] = cache.window, cache.sinks
         read = attention.reach(longest, cache.window)
-        for name, count in attention.scratch_floats(cache.heads, cache.head_dim, tokens, read).items():
+        for name, count in attention.scratch_floats(cache.heads, cache.value_dim, tokens, read).items():
             job[name] = self.scratch(f"attention.{name}", count)
         return job
 
