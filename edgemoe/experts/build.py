@@ -161,4 +161,5 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
 
 
 def _matrices(slab: HostSlab, geometry: ExpertGeometry) -> ExpertSlab:
-    return ExpertSlab(torch.from_numpy(slab.slab), geometry.hidden, geometry.width, geometry.bf16)
+    sizes = (geometry.hidden, geometry.width, geometry.bf16, geometry.activation, geometry.biases)
+    return ExpertSlab(torch.from_numpy(slab.slab), *sizes)

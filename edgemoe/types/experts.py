@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from edgemoe.types.arrays import FloatArray, IntArray
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+BIAS_BYTES = 4  # float32, whatever the weights are
 PAGE_BYTES = 4096  # experts start and end at multiples of it, in a store's files as in a slab
 
 
@@ -17,11 +18,27 @@ def padded(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+class Activation(NamedTuple):
+    """States what becomes of a gate g and an up u between an expert's products.
+
+    "silu": silu(g) u. "gelu_tanh": gelu(g) u, gelu by its approximation with tanh. "clamped_swiglu":
+    g sigmoid(alpha g) (u + 1), with g at most `limit`, and u at most `limit` away from 0 [gpt-oss].
+    """
+
+    kind: str = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+SILU = Activation()
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertGeometry:
-    """States the sizes of a model's experts: L layers of E experts, k of them per token, each SwiGLU of width I.
+    """States the sizes of a model's experts: L layers of E experts, k of them per token, each gated, of width I.
 
-    An expert's bytes are its gate and up rows [2I, H], then down [H, I].
+    An expert's bytes are its gate and up rows [2I, H], then down [H, I], then where there are biases those of gate and
+    up [2I] and of down [H], float32.
     """
 
     layers: int
@@ -30,6 +47,8 @@ class ExpertGeometry:
     hidden: int
     width: int
     dtype: str  # "float32" | "bfloat16"
+    activation: Activation = SILU
+    biases: bool = False
 
     @property
     def bf16(self) -> bool:
@@ -56,7 +75,11 @@ class ExpertGeometry:
     @property
     def expert_bytes(self) -> int:
         """Returns the bytes of one expert, without padding."""
-        return 3 * self.width * self.row_bytes
+        return 3 * self.width * self.row_bytes + self.bias_bytes
+
+    @property
+    def bias_bytes(self) -> int:
+        return BIAS_BYTES * (2 * self.width + self.hidden) if self.biases else 0
 
     @property
     def stride_bytes(self) -> int:

@@ -11,17 +11,22 @@ import torch
 from edgemoe.kernels.cpu import expert_math as products
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, one_by_one
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
 
 
-def _slab(bf16: bool) -> ExpertSlab:
+def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> ExpertSlab:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if bf16 else torch.float32
     weights = (torch.randn(SLOTS, 3 * HIDDEN * WIDTH) * 0.1).to(dtype).view(torch.uint8)
-    slab = torch.zeros(SLOTS, -(-weights.shape[1] // 4096) * 4096, dtype=torch.uint8)
+    if biases:
+        weights = torch.cat([weights, torch.randn(SLOTS, 2 * WIDTH + HIDDEN).view(torch.uint8)], 1)
+    geometry = ExpertGeometry(1, SLOTS, 1, HIDDEN, WIDTH, str(dtype)[6:], activation, biases)
+    assert weights.shape[1] == geometry.expert_bytes
+    slab = torch.full((SLOTS, geometry.stride_bytes), 255, dtype=torch.uint8)  # NaN
     slab[:, : weights.shape[1]] = weights
-    return ExpertSlab(slab, HIDDEN, WIDTH, bf16)
+    return ExpertSlab(slab, HIDDEN, WIDTH, bf16, activation, biases)
 
 
 def _calls(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
@@ -38,10 +43,37 @@ def _expected(slab: ExpertSlab, tokens: int, x: torch.Tensor) -> torch.Tensor:
     out = torch.ones(tokens, HIDDEN, dtype=torch.float64)
     for i, slot in enumerate(slots):
         for pair in range(offsets[i], offsets[i + 1]):
-            gate, up = (slab.gate_up[slot].double().cpu() @ x[index[pair]].double()).chunk(2)
-            output = slab.down[slot].double().cpu() @ (torch.nn.functional.silu(gate) * up)
+            both = slab.gate_up[slot].double() @ x[index[pair]].double()
+            if slab.gate_up_bias is not None:
+                both += slab.gate_up_bias[slot]
+            output = slab.down[slot].double() @ _activated(slab.activation, *both.chunk(2))
+            if slab.down_bias is not None:
+                output += slab.down_bias[slot]
             out[index[pair]] += float(weights[pair]) * output
     return out
+
+
+def _activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """By definition."""
+    if activation.kind == "gelu_tanh":
+        return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    if activation.kind == "clamped_swiglu":
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return (up + 1) * gate / (1 + torch.exp(-activation.alpha * gate))
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("activation", [SILU, Activation("gelu_tanh"), Activation("clamped_swiglu", 1.702, 2.0)])
+def test_other_activations_and_biases_equal_the_definition(
+    kernels: Kernels, activation: Activation, biases: bool
+) -> None:
+    slab = _slab(kernels.bf16, activation, biases)
+    x = (torch.randn(40, HIDDEN) * 3).to(slab.down.dtype)
+    out = torch.ones(40, HIDDEN)
+    ExpertMath(kernels).add(slab, *_calls(40), x, out)
+    rounding = 0.15 if kernels.bf16 else 1e-4
+    torch.testing.assert_close(out.double(), _expected(slab, 40, x), atol=rounding, rtol=rounding)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 70])

@@ -19,7 +19,7 @@ from edgemoe.experts.compute.gpu_calls import GpuCalls
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.experts import SILU, ExpertGeometry
 from edgemoe.types.peers import work_units
 
 
@@ -45,7 +45,10 @@ class CudaCompute:
     """Computes experts in place in the slab, by two kernels for all experts of a layer."""
 
     def __init__(self, slab: torch.Tensor, geometry: ExpertGeometry, order: Order) -> None:
-        """Compiles the kernels. Raises ConfigError where that fails."""
+        """Compiles the kernels. Raises ConfigError where that fails, or they cannot compute such experts."""
+        if geometry.activation != SILU or geometry.biases:
+            what = f"{geometry.activation.kind}{' with biases' if geometry.biases else ''}"
+            raise ConfigError(f"{slab.device} has no kernels for experts of {what}; take the GPU out of `devices`")
         self._geometry, self._order, self._device = geometry, order, slab.device
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:

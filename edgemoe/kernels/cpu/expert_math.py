@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from edgemoe.kernels.cpu.runtime import FloatArray, IntArray, Kernels
+from edgemoe.types.experts import SILU, Activation
 
 TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at which the ways are timed
 FEW_TOKENS = 128  # of one expert; up to here rounded up to a multiple of an eighth of this, beyond of a half
@@ -24,17 +25,38 @@ Way = Callable[..., None]
 
 
 class ExpertSlab:
-    """Views slots of experts as matrices: gate and up rows [S, 2I, H], and down [S, H, I]. Owns no memory."""
+    """Views slots of experts as matrices: gate and up rows [S, 2I, H], and down [S, H, I]. Owns no memory.
 
-    def __init__(self, slab: torch.Tensor, hidden: int, width: int, bf16: bool) -> None:
+    Where experts have biases, `gate_up_bias` [S, 2I] and `down_bias` [S, H] are float32, else None.
+    """
+
+    def __init__(
+        self,
+        slab: torch.Tensor,
+        hidden: int,
+        width: int,
+        bf16: bool,
+        activation: Activation = SILU,
+        biases: bool = False,
+    ) -> None:
         """Views `slab`, uint8 [S, stride], in which each slot begins with an expert's bytes."""
-        self.hidden, self.width, self.bf16 = hidden, width, bf16
+        self.hidden, self.width, self.bf16, self.activation = hidden, width, bf16, activation
         dtype = torch.bfloat16 if bf16 else torch.float32
         item, split = dtype.itemsize, 2 * width * hidden
-        rows = slab[:, : 3 * width * hidden * item].view(dtype)  # [S, 3 * I * H]
+        end = 3 * width * hidden * item
+        rows = slab[:, :end].view(dtype)  # [S, 3 * I * H]
         self.gate_up = rows[:, :split].view(len(slab), 2 * width, hidden)
         self.down = rows[:, split:].view(len(slab), hidden, width)
         self.address, self.stride_bytes = slab.data_ptr(), slab.stride(0)
+        self.gate_up_bias = self.down_bias = None
+        if biases:
+            floats = slab[:, end : end + 4 * (2 * width + hidden)].view(torch.float32)
+            self.gate_up_bias, self.down_bias = floats[:, : 2 * width], floats[:, 2 * width :]
+
+    @property
+    def plain(self) -> bool:
+        """Returns whether the kernels can compute these experts."""
+        return self.activation == SILU and self.gate_up_bias is None
 
 
 class ExpertMath:
@@ -63,7 +85,7 @@ class ExpertMath:
         type, with routing weight `weights[p]`.
         """
         tokens = len(index) / max(len(slots), 1)
-        if self._kernels is None or tokens >= self.products_from:
+        if self._kernels is None or tokens >= self.products_from or not slab.plain:
             one_by_one(slab, slots, offsets, index, weights, x, out)
             return
         tiles = tokens >= self.tiles_from and slab.hidden % 2 == slab.width % 2 == 0
@@ -127,9 +149,25 @@ def one_by_one(
     inputs[places] = x[rows]
     results = torch.empty_like(inputs)
     for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        gate, up = torch.mm(slab.gate_up[slot], inputs[start:end].T).chunk(2)
-        torch.mm(slab.down[slot], silu(gate).mul_(up), out=results[start:end].T)
+        both = torch.mm(slab.gate_up[slot], inputs[start:end].T)
+        if slab.gate_up_bias is not None:
+            both = both.float().add_(slab.gate_up_bias[slot][:, None])
+        mid = activated(slab.activation, *both.chunk(2)).to(inputs.dtype)
+        torch.mm(slab.down[slot], mid, out=results[start:end].T)
+        if slab.down_bias is not None:
+            results[start:end] += slab.down_bias[slot]
     out.index_add_(0, rows, results[places].float().mul_(torch.from_numpy(weights)[:, None]))
+
+
+def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Returns what becomes of a gate and an up, of any shape. May write into `up`."""
+    if activation.kind == "clamped_swiglu":
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return gate * torch.sigmoid(activation.alpha * gate) * up.add_(1)
+    if activation.kind == "gelu_tanh":
+        return gelu(gate, approximate="tanh").mul_(up)
+    assert activation.kind == "silu", activation
+    return silu(gate).mul_(up)
 
 
 class _Trial:
