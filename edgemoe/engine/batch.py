@@ -10,7 +10,7 @@ import torch
 from edgemoe.engine.scheduler import Work
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.routing import StepMeta
-from edgemoe.types.step import BLOCK_TOKENS, Batch
+from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse
 
 
 def describe(works: Sequence[Work]) -> StepMeta:
@@ -47,6 +47,7 @@ def make_batch(works: Sequence[Work], meta: StepMeta, device: torch.device) -> B
         block_tables=[seq.blocks for seq, _ in works],
         logit_rows=torch.tensor(wanted, dtype=torch.int64, device=device),
         decode=bool(meta.decode.all()),
+        states=[StateUse(seq.state, seq.next_states) for seq, _ in works if seq.next_states],
     )
 
 

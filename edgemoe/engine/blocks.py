@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.engine.sequence import Sequence, blocks_for
+from edgemoe.engine.state_slots import StateSlots
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -36,8 +37,12 @@ class BlockManager:
     swaps a block that it completes for the one that is already known by the same key.
     """
 
-    def __init__(self, blocks: int, layers: int, experts: int, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, blocks: int, layers: int, experts: int, prefix_cache: bool = True, states: StateSlots | None = None
+    ) -> None:
+        """`states` are the slots of a model that has states beside keys and values."""
         self.count = blocks
+        self._states = states
         self.signatures: npt.NDArray[np.uint8] = np.zeros((blocks, layers, experts), np.uint8)  # [B, L, E]
         self._prefix_cache = prefix_cache
         self._refs = [0] * blocks
@@ -55,12 +60,14 @@ class BlockManager:
     def known(self, seq: Sequence) -> int:
         """Counts the leading blocks of `seq` that the prefix cache has, leaving at least one token to compute.
 
+        Where the model has states, these are the blocks after which the cache has the state, too.
         Returns 0 where log probabilities of the prompt are wanted: they take logits, which are not cached.
         """
         if seq.wants_prompt_logprobs:
             return 0
         keys = self.keys(seq, (len(seq.tokens) - 1) // BLOCK_TOKENS)
-        return bisect_left(keys, True, key=lambda key: key not in self._known)
+        known = bisect_left(keys, True, key=lambda key: key not in self._known)
+        return known if self._states is None else self._states.covered(keys[:known])
 
     def needs(self, seq: Sequence) -> int:
         """Counts the free blocks that `open(seq)` would take."""
@@ -89,12 +96,18 @@ class BlockManager:
     # --- changes
 
     def open(self, seq: Sequence) -> None:
-        """Gives `seq` blocks for all its tokens, and counts as computed those that come from the prefix cache."""
+        """Gives `seq` blocks for all its tokens, and counts as computed those that come from the prefix cache.
+
+        With these it gets their state.
+        """
         assert not seq.blocks, "the sequence has its blocks already"
         assert self.needs(seq) <= self.free, "there is no room for the sequence"
-        hits = [self._known[key] for key in seq.keys[: self.known(seq)]]
+        keys = seq.keys[: self.known(seq)]
+        hits = [self._known[key] for key in keys]
         for block in hits:
             self._hold(block)
+        if self._states is not None:
+            self._states.resume(seq, keys)
         seq.computed = len(hits) * BLOCK_TOKENS
         seq.blocks = hits + [self._take() for _ in range(blocks_for(len(seq.tokens)) - len(hits))]
 
@@ -103,15 +116,27 @@ class BlockManager:
         if len(seq.tokens) > len(seq.blocks) * BLOCK_TOKENS:
             seq.blocks.append(self._take())
 
+    def prepare(self, seq: Sequence, tokens: int, snapshots: bool = True) -> None:
+        """Takes slots for the states that the next `tokens` tokens of `seq` lead to, where the model has states.
+
+        With `snapshots` also for those on the way that the prefix cache is to keep.
+        """
+        if self._states is not None:
+            self._states.prepare(seq, tokens, snapshots and self._prefix_cache)
+
     def advance(self, seq: Sequence, tokens: int) -> None:
-        """Counts `tokens` more of `seq` as computed, and remembers the blocks that this fills."""
+        """Counts `tokens` more of `seq` as computed, and remembers the blocks that this fills, and the states."""
         done, seq.computed = seq.computed // BLOCK_TOKENS, seq.computed + tokens
-        full = seq.computed // BLOCK_TOKENS
-        for i, key in enumerate(self.keys(seq, full)[done:], start=done):
+        keys = self.keys(seq, seq.computed // BLOCK_TOKENS)
+        for i, key in enumerate(keys[done:], start=done):
             self._remember(seq, i, key)
+        if self._states is not None:
+            self._states.advance(seq, keys)
 
     def close(self, seq: Sequence) -> None:
-        """Releases all blocks of `seq`, the last one first."""
+        """Releases all blocks of `seq`, the last one first, and its states."""
+        if self._states is not None and seq.blocks:
+            self._states.close(seq)
         for block in reversed(seq.blocks):
             self._release(block)
         seq.blocks, seq.computed = [], 0
@@ -164,3 +189,5 @@ class BlockManager:
             shared = [self._refs[block] > 1 for block in seq.blocks[seq.computed // BLOCK_TOKENS :]]
             assert not any(shared), "a block that is still being written is shared"
         assert self.signatures.max(initial=0) <= BLOCK_TOKENS
+        if self._states is not None:
+            self._states.check_integrity(live)

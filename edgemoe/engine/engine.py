@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 
 from edgemoe.config.settings import EngineSettings
 from edgemoe.engine.blocks import BlockManager
@@ -17,6 +18,7 @@ from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import engine_metrics
 from edgemoe.engine.runner import LoadedModel, Runner, Watchers
 from edgemoe.engine.scheduler import Scheduler
+from edgemoe.engine.state_slots import StateSlots
 from edgemoe.types.request import RequestLimits
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -29,7 +31,8 @@ class EngineBudget:
 
     kv_blocks: int
     context_tokens: int  # of one request, where the blocks hold as many
-    kv_swap_bytes: int = 0  # for keys and values of paused requests
+    kv_swap_bytes: int = 0  # for keys, values and states of paused requests
+    state_slots: int = 0  # where the model has states beside keys and values
     missing_expert_timeout_s: float = 0.0  # how long a request waits for a box that brings an expert that it lacks
 
 
@@ -49,13 +52,18 @@ class Engine:
         watchers: Watchers = NOBODY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        spec, grammars = model.spec, model.grammars
-        self.blocks = BlockManager(budget.kv_blocks, spec.layers, spec.experts, settings.prefix_cache)
+        spec, grammars, states = model.spec, model.grammars, None
+        if budget.state_slots:
+            most = min(settings.max_sequences, (budget.state_slots - 1) // 2)  # one slot to read, one to write
+            settings = structs.replace(settings, max_sequences=most)
+            states = StateSlots(budget.state_slots, most)
+        self.blocks = BlockManager(budget.kv_blocks, spec.layers, spec.experts, settings.prefix_cache, states)
         self.limits = RequestLimits(min(budget.context_tokens, budget.kv_blocks * BLOCK_TOKENS), spec.vocab)
         chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
         kv_swap = None
         if settings.preemption == "park":
-            kv_swap = KVSwap(model.kv, self.blocks, BLOCK_TOKENS * spec.kv_bytes_per_token, budget.kv_swap_bytes)
+            block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token
+            kv_swap = KVSwap(model.kv, self.blocks, block_bytes, budget.kv_swap_bytes, model.kv.states)
         self.scheduler = Scheduler(settings, self.blocks, chunk_budget, kv_swap)
         self.runner = Runner(model, self.blocks, chunk_budget, watchers)
         self.loop = StepLoop(

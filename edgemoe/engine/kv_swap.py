@@ -1,4 +1,4 @@
-"""Keys and values of paused sequences, kept in host memory within a budget of bytes."""
+"""Keys, values and states of paused sequences, kept in host memory within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -14,61 +14,84 @@ from edgemoe.engine.sequence import Sequence, blocks_for
 
 
 class Copyable(Protocol):
-    """Reads and writes KV blocks: the part of the KV cache that swapping needs."""
+    """Reads and writes KV blocks, or slots of states: the part of these that swapping needs."""
 
-    def gather(self, blocks: list[int]) -> torch.Tensor:
-        """Returns a copy of these blocks in host memory, one row each."""
+    def gather(self, places: list[int], /) -> torch.Tensor:
+        """Returns a copy of these blocks or slots in host memory, one row each."""
 
-    def scatter(self, blocks: list[int], rows: torch.Tensor) -> None:
-        """Writes rows that `gather` returned into these blocks."""
+    def scatter(self, places: list[int], rows: torch.Tensor, /) -> None:
+        """Writes rows that `gather` returned into these blocks or slots."""
+
+
+class CopyableStates(Copyable, Protocol):
+    """Reads and writes slots of states."""
+
+    @property
+    def slot_bytes(self) -> int: ...
 
 
 class SwappedBlocks(NamedTuple):
-    """The keys, values and signatures that a paused sequence had computed."""
+    """The keys, values, signatures and state that a paused sequence had computed."""
 
     tokens: int
     rows: torch.Tensor  # [n, ...] a KV block each
     signatures: npt.NDArray[np.uint8]  # [n, L, E]
+    state: torch.Tensor | None  # [1, ...], where the model has states
+    size: int  # what it takes of the budget, in blocks
 
 
 class KVSwap:
-    """Owns swapped keys and values. A sequence that does not fit is computed again instead."""
+    """Owns what is swapped out. A sequence that does not fit is computed again instead."""
 
-    def __init__(self, kv: Copyable, blocks: BlockManager, block_bytes: int, budget_bytes: int) -> None:
-        self._kv = kv
+    def __init__(
+        self,
+        kv: Copyable,
+        blocks: BlockManager,
+        block_bytes: int,
+        budget_bytes: int,
+        states: CopyableStates | None = None,
+    ) -> None:
+        self._kv, self._states = kv, states
         self._blocks = blocks
         self._budget = self._room = budget_bytes // block_bytes  # blocks
+        self._state_size = 0 if states is None else -(-states.slot_bytes // block_bytes)  # blocks
 
     def swap_out(self, seq: Sequence) -> bool:
-        """Copies the computed blocks of `seq` to host memory. Returns False where there is no room for them."""
+        """Copies the computed blocks and the state of `seq` to host memory. Returns False where there is no room."""
         held = seq.blocks[: blocks_for(seq.computed)]
-        if not held or len(held) > self._room:
+        size = len(held) + self._state_size
+        if not held or size > self._room:
             return False
-        seq.swapped = SwappedBlocks(seq.computed, self._kv.gather(held), self._blocks.signatures[held])
-        self._room -= len(held)
+        state = self._states.gather([seq.state]) if self._states else None
+        signatures = self._blocks.signatures[held]
+        seq.swapped = SwappedBlocks(seq.computed, self._kv.gather(held), signatures, state, size)
+        self._room -= size
         return True
 
     def restore(self, seq: Sequence) -> None:
-        """Copies the swapped blocks that the prefix cache did not supply into the new blocks of `seq`."""
+        """Copies what is swapped out and the prefix cache did not supply into the new blocks and state of `seq`."""
         if seq.swapped is None:
             return
-        tokens, rows, signatures = seq.swapped
+        tokens, rows, signatures, state, _ = seq.swapped
         known = blocks_for(seq.computed)
         if tokens > seq.computed:
             fresh = seq.blocks[known : len(rows)]
             self._kv.scatter(fresh, rows[known:])
             self._blocks.signatures[fresh] = signatures[known:]
+            self._blocks.prepare(seq, tokens - seq.computed, snapshots=False)
+            if self._states is not None and state is not None:
+                self._states.scatter([slot for _, slot in seq.next_states], state)
             self._blocks.advance(seq, tokens - seq.computed)
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
         """Frees what is swapped out of `seq`, if anything is."""
         if seq.swapped is not None:
-            self._room += len(seq.swapped.rows)
+            self._room += seq.swapped.size
             seq.swapped = None
 
     def check_integrity(self, waiting: Iterable[Sequence]) -> None:
         """Asserts that the waiting sequences' swapped blocks add up to the room taken."""
-        swapped = sum(len(seq.swapped.rows) for seq in waiting if seq.swapped)
+        swapped = sum(seq.swapped.size for seq in waiting if seq.swapped)
         assert self._room >= 0
         assert swapped + self._room == self._budget

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from edgemoe.engine.runner import Runner
-from edgemoe.engine.sampler import Sampled
+from edgemoe.engine.sampling.sampler import Sampled
 from edgemoe.engine.scheduler import Scheduler, Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.step import BROKEN, Steps

@@ -54,7 +54,7 @@ class LoadedModel:
     spec: ModelSpec
     decoder: StepDecoder
     experts: StepExperts
-    kv: Any  # of as many blocks as the engine's budget has
+    kv: Any  # of as many blocks and, in its `states`, slots as the engine's budget has
     device: torch.device
     grammars: Grammars | None = None
 

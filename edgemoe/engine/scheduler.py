@@ -112,12 +112,15 @@ class Scheduler:
         self.fairness.leave(seq.user)
 
     def schedule(self, now_s: float) -> list[Work]:
-        """Returns the next step's work, decoding sequences first. Every token of it has a place in a KV block."""
+        """Returns the next step's work, decoding sequences first. Every token has a place in a KV block."""
         self._grow()
         if self.waiting:
             self._admit(now_s)
         decoding = [Work(seq, 1) for seq in self.running if seq.decoding]
-        return decoding + self._chunks(now_s, self._chunk_budget.prefill_tokens(len(decoding)))
+        works = decoding + self._chunks(now_s, self._chunk_budget.prefill_tokens(len(decoding)))
+        for seq, tokens in works:
+            self._blocks.prepare(seq, tokens)
+        return works
 
     # --- running
 

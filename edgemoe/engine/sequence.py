@@ -36,6 +36,9 @@ class Sequence:
         self.deadline_s = deadline_s
         self.computed = 0
         self.blocks: list[int] = []  # the block table
+        self.state = 0  # the slot of the state after the computed tokens, where the model has states
+        self.next_states: list[tuple[int, int]] = []  # tokens of the next step, and the slot for the state after them
+        self.snapshot = 0  # blocks before the last state that this sequence left for the prefix cache
         self.prompt_logprobs: list[
             TokenLogprob
         ] = []  # log probabilities of the prompt's second token and on, as far as they go

@@ -18,7 +18,7 @@ import torch
 
 from edgemoe.engine.batch import completes
 from edgemoe.engine.runner import Computed, Runner
-from edgemoe.engine.sampler import Sampled, sample, tell_prompt
+from edgemoe.engine.sampling.sampler import Sampled, sample, tell_prompt
 from edgemoe.engine.scheduler import Work
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import EdgemoeError, RequestError, StoreError
@@ -108,6 +108,7 @@ class Steps:
         """Returns the sequence's error if a probe token can be computed. Raises what the probe raises otherwise."""
         probe = Sequence(NOBODYS, (), 1, 0.0, math.inf)
         probe.blocks = seq.blocks[-1:]  # not shared: the sequence has still to write to it
+        probe.next_states = [(1, slot) for _, slot in seq.next_states[-1:]]  # as little
         with contextlib.suppress(StoreError):  # an expert that is not here does not mean that the engine is broken
             self._attempt([Work(probe, 1)])
         return Outcome(seq, self.blame(seq, error))

@@ -9,6 +9,7 @@ import torch
 
 from edgemoe.families.kv_layout import KVLayout, KVRow
 from edgemoe.model.memory import zeros
+from edgemoe.model.states import StateCache
 from edgemoe.types.step import BLOCK_TOKENS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,10 +28,14 @@ class LayerKV(NamedTuple):
 class KVCache:
     """Owns `data` [blocks, block_bytes] uint8; `layers` are views of it, as the layout says.
 
-    The block manager decides who uses which block. Memory is allocated once and never grows.
+    The block manager decides who uses which block. Memory is allocated once and never grows. `states` are what a model
+    remembers of a sequence beside keys and values.
     """
 
-    def __init__(self, layout: KVLayout, blocks: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, layout: KVLayout, blocks: int, device: torch.device | str = "cpu", states: StateCache | None = None
+    ) -> None:
+        self.states = states
         self.data = zeros((blocks, layout.block_bytes), torch.uint8, device)
         self.layers = tuple(self._views(row) for row in layout.rows)
 

@@ -36,6 +36,10 @@ class StateCache:
         self._tail = (spec.taps - 1, spec.channels)
         self._matrices = (spec.value_heads, spec.key_dim, spec.value_dim)
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.data.stride(0) * self.data.element_size()
+
     def layer(self, number: int) -> LayerStates:
         """Returns the states of one layer, counted among those that have states."""
         tails, matrices = torch.split(self.data[:, number], [prod(self._tail), prod(self._matrices)], dim=1)

@@ -12,14 +12,15 @@ from support.engine_kit import Drive, PlainDecoder, prompt
 from test_sampler import VOCAB, random_logits, sequence, tokens
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from edgemoe.engine import loop, sampler, step
+from edgemoe.engine import loop, step
 from edgemoe.engine.blocks import BlockManager
 from edgemoe.engine.fairness import Fairness
 from edgemoe.engine.loop import StepLoop
 from edgemoe.engine.runner import Runner
-from edgemoe.engine.sampler import sample
+from edgemoe.engine.sampling import sampler
+from edgemoe.engine.sampling.sampler import sample
+from edgemoe.engine.sampling.segmented_topk import pick
 from edgemoe.engine.scheduler import PROMPT_ROWS, Scheduler
-from edgemoe.engine.segmented_topk import pick
 from edgemoe.engine.sequence import Sequence
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS

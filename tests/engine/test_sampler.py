@@ -19,9 +19,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from edgemoe.engine import sampler
 from edgemoe.engine.grammar import Grammars
-from edgemoe.engine.sampler import Sampled, sample, uniform
+from edgemoe.engine.sampling import sampler
+from edgemoe.engine.sampling.sampler import Sampled, sample, uniform
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.request import Request, Sampling

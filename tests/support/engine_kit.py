@@ -46,6 +46,8 @@ SPEC = ModelSpec(
 class PlainCache:
     """Keys and values of all layers in blocks."""
 
+    states: Any = None
+
     def __init__(self, blocks: int) -> None:
         shape = (blocks, SPEC.layers, 2, BLOCK_TOKENS, SPEC.kv_heads, SPEC.head_dim)
         self.data = torch.full(shape, torch.nan)
@@ -114,13 +116,16 @@ class PlainDecoder:
 
     def forward(self, batch: Batch, kv: PlainCache, experts: PlainExperts) -> torch.Tensor:
         self.steps.append(batch)
-        x = self.embed[batch.tokens] + self.places[batch.positions]
+        x = self.embedded(batch, kv)
         for layer in range(SPEC.layers):
             x = x + self._attend(layer, _norm(x), batch, kv)
             probs = torch.softmax(_norm(x) @ self.gates[layer], -1)
             shares, ids = probs.topk(SPEC.top_k)
             x = x + experts.forward(layer, _norm(x), ids, shares)
         return _norm(x[batch.logit_rows]) @ self.embed.T
+
+    def embedded(self, batch: Batch, kv: PlainCache) -> torch.Tensor:
+        return self.embed[batch.tokens] + self.places[batch.positions]
 
     def _attend(self, layer: int, x: torch.Tensor, batch: Batch, kv: PlainCache) -> torch.Tensor:
         heads = (-1, SPEC.heads, SPEC.head_dim)
@@ -175,10 +180,12 @@ class Drive:
         self.emitted: list[Emission] = []
         self.model = model = model or plain_model()
         chosen = {"mixed_step_s": 0.0, "step_tokens": 48, "max_sequences": 8, **settings}
+        cache = model.cache(blocks)
+        slots = 0 if cache.states is None else len(cache.states.data)
         self.engine = Engine(
-            LoadedModel(model.spec, model.decoder, model.experts, model.cache(blocks), torch.device("cpu"), grammars),
+            LoadedModel(model.spec, model.decoder, model.experts, cache, torch.device("cpu"), grammars),
             EngineSettings(**chosen),
-            EngineBudget(blocks, model.spec.context_tokens, 1 << 20, missing_expert_timeout_s),
+            EngineBudget(blocks, model.spec.context_tokens, 1 << 20, slots, missing_expert_timeout_s),
             self.emitted.extend,
             clock=lambda: self.now_s,
             watchers=Watchers(observe),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.engine.segmented_topk import RUN, gather, largest, pick, richest, runs, top
+from edgemoe.engine.sampling.segmented_topk import RUN, gather, largest, pick, richest, runs, top
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.request import Request, TokenLogprob
