@@ -86,7 +86,7 @@ class ExpertTiers:
             for device in self.devices
         ]
         ram_pool = SlotPool(Tier.RAM, geometry.layers, geometry.experts, ram.slots, policies[Tier.RAM])
-        host = HostCompute(_matrices(ram, geometry), math)
+        host = HostCompute(_by_layer(ram, geometry), math)
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=memory.containment)
         self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
@@ -152,7 +152,7 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
     if device.kind == "emulated":
         slab = HostSlab(slots, geometry.stride_bytes)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s, device.link_expert_bytes)
-        return Device(slots, link, HostCompute(_matrices(slab, geometry), math))
+        return Device(slots, link, HostCompute(_by_layer(slab, geometry), math))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.compute.cuda import open_cuda
 
@@ -160,6 +160,9 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
     raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
 
 
-def _matrices(slab: HostSlab, geometry: ExpertGeometry) -> ExpertSlab:
-    sizes = (geometry.hidden, geometry.width, geometry.bf16, geometry.activation, geometry.biases)
-    return ExpertSlab(torch.from_numpy(slab.slab), *sizes)
+def _by_layer(slab: HostSlab, geometry: ExpertGeometry) -> list[ExpertSlab]:
+    """Returns the slab as each layer's experts lie in it, [L]."""
+    memory, every = torch.from_numpy(slab.slab), [geometry.encoding(layer) for layer in range(geometry.layers)]
+    sizes, rest = (geometry.hidden, geometry.width), (geometry.bf16, geometry.activation, geometry.biases)
+    views = {each: ExpertSlab(memory, *sizes, each, *rest) for each in dict.fromkeys(every)}
+    return [views[each] for each in every]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.encoding import ENCODINGS, Encoding
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BIAS_BYTES = 4  # float32, whatever the weights are
@@ -37,8 +38,8 @@ SILU = Activation()
 class ExpertGeometry:
     """States the sizes of a model's experts: L layers of E experts, k of them per token, each gated, of width I.
 
-    An expert's bytes are its gate and up rows [2I, H], then down [H, I], then where there are biases those of gate and
-    up [2I] and of down [H], float32.
+    An expert's bytes are its gate and up rows [2I, H], then down [H, I], in its layer's encoding, then where there are
+    biases those of gate and up [2I] and of down [H], float32. Hidden states are of `dtype`, whatever the encodings.
     """
 
     layers: int
@@ -49,10 +50,12 @@ class ExpertGeometry:
     dtype: str  # "float32" | "bfloat16"
     activation: Activation = SILU
     biases: bool = False
+    encodings: tuple[str, ...] = ()  # of each layer's experts; (): `dtype` for all
+    int8_activations: bool = False  # hidden states are rounded to 8 bits where weights have no more
 
     @property
     def bf16(self) -> bool:
-        """Returns whether weights and hidden states are bfloat16, else they are float32."""
+        """Returns whether hidden states are bfloat16, else they are float32."""
         return self.dtype == "bfloat16"
 
     @property
@@ -72,10 +75,22 @@ class ExpertGeometry:
         """Returns the bytes of one row of hidden states."""
         return self.hidden * self.item_bytes
 
+    def encoding(self, layer: int) -> Encoding:
+        """Returns how a layer's experts are encoded."""
+        return ENCODINGS[self.encodings[layer] if self.encodings else self.dtype]
+
+    def bytes_of(self, layer: int) -> int:
+        """Returns the bytes of one expert of a layer, without padding."""
+        encoding = self.encoding(layer)
+        gate_up, down = 2 * self.width * encoding.row_bytes(self.hidden), self.hidden * encoding.row_bytes(self.width)
+        return gate_up + down + self.bias_bytes
+
     @property
     def expert_bytes(self) -> int:
-        """Returns the bytes of one expert, without padding."""
-        return 3 * self.width * self.row_bytes + self.bias_bytes
+        """Returns the bytes of one expert of the largest size, without padding."""
+        if not self.encodings:
+            return 3 * self.width * self.row_bytes + self.bias_bytes
+        return max(self.bytes_of(layer) for layer in range(self.layers))
 
     @property
     def bias_bytes(self) -> int:

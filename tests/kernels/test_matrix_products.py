@@ -11,6 +11,7 @@ import torch
 from edgemoe.kernels.cpu import expert_math as products
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, one_by_one
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
@@ -26,7 +27,7 @@ def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> Ex
     assert weights.shape[1] == geometry.expert_bytes
     slab = torch.full((SLOTS, geometry.stride_bytes), 255, dtype=torch.uint8)  # NaN
     slab[:, : weights.shape[1]] = weights
-    return ExpertSlab(slab, HIDDEN, WIDTH, bf16, activation, biases)
+    return ExpertSlab(slab, HIDDEN, WIDTH, BFLOAT16 if bf16 else FLOAT32, bf16, activation, biases)
 
 
 def _calls(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]

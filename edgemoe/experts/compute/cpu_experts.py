@@ -41,7 +41,7 @@ class CpuExperts:
         if chosen is None:
             return None
         if not self._used:  # now, because later it would wait for the devices' work
-            self._compute.begin(self._hidden.to("cpu"))
+            self._compute.begin(layer, self._hidden.to("cpu"))
             self._used = True
         slots = self._residency.pin_in_ram(
             layer, group.experts[chosen], None if prefill_only is None else prefill_only[chosen]

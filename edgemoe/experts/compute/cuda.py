@@ -26,9 +26,13 @@ from edgemoe.types.peers import work_units
 def open_cuda(kind: str, slots: int, geometry: ExpertGeometry, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
     """Returns the link and the computation of device `cuda:N`.
 
-    Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
+    Raises CapacityError where the slab does not fit, ConfigError where there are no kernels for it.
     """
     device = torch.device(kind)
+    if unknown := {*geometry.encodings} - {geometry.dtype}:
+        raise ConfigError(
+            f"{kind} cannot compute experts in {', '.join(sorted(unknown))} yet; take it out of `devices`"
+        )
     try:
         slab = torch.empty((slots, geometry.stride_bytes), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
@@ -59,7 +63,7 @@ class CudaCompute:
                 "torch asks for and a C compiler, or take the GPU out of `devices`"
             ) from error
 
-    def begin(self, hidden: torch.Tensor) -> None:
+    def begin(self, layer: int, hidden: torch.Tensor) -> None:
         self._hidden = hidden.to(self._device, non_blocking=True).contiguous()
         rows = len(hidden) * self._geometry.top_k
         self._out = torch.zeros((rows, self._geometry.hidden), dtype=torch.float32, device=self._device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -72,7 +73,7 @@ class Spent(NamedTuple):
 class Compute(Protocol):
     """Computes experts on one device. Called on the compute thread only."""
 
-    def begin(self, hidden: torch.Tensor) -> None:
+    def begin(self, layer: int, hidden: torch.Tensor) -> None:
         """Starts a layer with `hidden` [T, H]."""
 
     def add(self, slots: IntArray, group: Group) -> None:
@@ -91,10 +92,12 @@ class Compute(Protocol):
 class HostCompute:
     """Computes experts in a slab of host memory on the CPU."""
 
-    def __init__(self, slab: ExpertSlab, math: ExpertMath) -> None:
-        self._slab, self._math = slab, math
+    def __init__(self, slabs: Sequence[ExpertSlab], math: ExpertMath) -> None:
+        """Takes one view of the slab for each layer."""
+        self._slabs, self._math = slabs, math
 
-    def begin(self, hidden: torch.Tensor) -> None:
+    def begin(self, layer: int, hidden: torch.Tensor) -> None:
+        self._slab = self._slabs[layer]
         self._hidden = hidden.contiguous()
         self._out = torch.zeros(hidden.shape, dtype=torch.float32)
 
@@ -108,4 +111,4 @@ class HostCompute:
         return Spent()
 
     def twin(self, math: ExpertMath) -> Self:
-        return type(self)(self._slab, math)
+        return type(self)(self._slabs, math)

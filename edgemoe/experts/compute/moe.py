@@ -107,7 +107,7 @@ class TieredExperts:
     ) -> torch.Tensor:
         """Returns the weighted sum of the group's calls, [T, H] float32. Raises MissingExpert, CorruptExpert."""
         for compute in self._computes:
-            compute.begin(hidden)
+            compute.begin(layer, hidden)
         self.cpu_experts.begin(hidden)
         helped: torch.Tensor | None = None
         if not self._all_there(layer, group, prefill_only):
@@ -128,7 +128,7 @@ class TieredExperts:
         """Returns what `compute` does if all experts are in the top tier, else None."""
         if len(self._computes) > 1 or not self.residency.all_on_top(layer, group.experts):
             return None
-        self._computes[0].begin(hidden)
+        self._computes[0].begin(layer, hidden)
         return self._computes[0].end() if self._all_there(layer, group, None) else None
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:

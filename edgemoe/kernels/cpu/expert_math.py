@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch.nn.functional import gelu, silu
 
+from edgemoe.encodings.codec import unpack
 from edgemoe.kernels.cpu.runtime import FloatArray, IntArray, Kernels
+from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
 from edgemoe.types.experts import SILU, Activation
 
 TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at which the ways are timed
@@ -25,9 +27,10 @@ Way = Callable[..., None]
 
 
 class ExpertSlab:
-    """Views slots of experts as matrices: gate and up rows [S, 2I, H], and down [S, H, I]. Owns no memory.
+    """Views slots of experts as rows: gate and up [S, 2I, H], and down [S, H, I]. Owns no memory.
 
-    Where experts have biases, `gate_up_bias` [S, 2I] and `down_bias` [S, H] are float32, else None.
+    Rows in the type of the hidden states are numbers, as `in_place` tells; others are bytes. Where experts have biases,
+    `gate_up_bias` [S, 2I] and `down_bias` [S, H] are float32, else None.
     """
 
     def __init__(
@@ -35,18 +38,21 @@ class ExpertSlab:
         slab: torch.Tensor,
         hidden: int,
         width: int,
+        encoding: Encoding,
         bf16: bool,
         activation: Activation = SILU,
         biases: bool = False,
     ) -> None:
-        """Views `slab`, uint8 [S, stride], in which each slot begins with an expert's bytes."""
-        self.hidden, self.width, self.bf16, self.activation = hidden, width, bf16, activation
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        item, split = dtype.itemsize, 2 * width * hidden
-        end = 3 * width * hidden * item
-        rows = slab[:, :end].view(dtype)  # [S, 3 * I * H]
-        self.gate_up = rows[:, :split].view(len(slab), 2 * width, hidden)
-        self.down = rows[:, split:].view(len(slab), hidden, width)
+        """Views `slab`, uint8 [S, stride], in which each slot begins with an expert; `bf16` are the hidden states."""
+        self.hidden, self.width, self.encoding, self.bf16, self.activation = hidden, width, encoding, bf16, activation
+        self.in_place = encoding == (BFLOAT16 if bf16 else FLOAT32)
+        long, short = encoding.row_bytes(hidden), encoding.row_bytes(width)
+        split, end = 2 * width * long, 2 * width * long + hidden * short
+        self.gate_up = slab[:, :split].view(len(slab), 2 * width, long)
+        self.down = slab[:, split:end].view(len(slab), hidden, short)
+        if self.in_place:
+            dtype = torch.bfloat16 if bf16 else torch.float32
+            self.gate_up, self.down = self.gate_up.view(dtype), self.down.view(dtype)
         self.address, self.stride_bytes = slab.data_ptr(), slab.stride(0)
         self.gate_up_bias = self.down_bias = None
         if biases:
@@ -56,7 +62,17 @@ class ExpertSlab:
     @property
     def plain(self) -> bool:
         """Returns whether the kernels can compute these experts."""
-        return self.activation == SILU and self.gate_up_bias is None
+        return self.in_place and self.activation == SILU and self.gate_up_bias is None
+
+    def matrices(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns gate and up [2I, H] and down [H, I] of one slot: as they are where they are numbers, else float32."""
+        if self.in_place:
+            return self.gate_up[slot], self.down[slot]
+        gate_up, down = self.gate_up[slot].numpy(), self.down[slot].numpy()
+        return (
+            torch.from_numpy(unpack(gate_up, self.encoding, self.hidden)),
+            torch.from_numpy(unpack(down, self.encoding, self.width)),
+        )
 
 
 class ExpertMath:
@@ -81,8 +97,8 @@ class ExpertMath:
     ) -> None:
         """Adds the weighted outputs of the experts in `slots` [n] to `out` [T, H] float32.
 
-        Slot i serves the pairs offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [T, H], in the slab's
-        type, with routing weight `weights[p]`.
+        Slot i serves the pairs offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [T, H], of the type that
+        the slab says, with routing weight `weights[p]`.
         """
         tokens = len(index) / max(len(slots), 1)
         if self._kernels is None or tokens >= self.products_from or not slab.plain:
@@ -145,15 +161,16 @@ def one_by_one(
     starts = np.concatenate(([0], ends[:-1]))
     places = torch.from_numpy(np.repeat(starts - offsets[:-1], counts) + np.arange(len(index)))
     rows = torch.from_numpy(index)
-    inputs = x.new_zeros((int(ends[-1]), slab.hidden))
-    inputs[places] = x[rows]
+    inputs = torch.zeros((int(ends[-1]), slab.hidden), dtype=x.dtype if slab.in_place else torch.float32)
+    inputs[places] = x[rows].to(inputs.dtype)
     results = torch.empty_like(inputs)
     for slot, start, end in zip(slots.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        both = torch.mm(slab.gate_up[slot], inputs[start:end].T)
+        gate_up, down = slab.matrices(slot)
+        both = torch.mm(gate_up, inputs[start:end].T)
         if slab.gate_up_bias is not None:
             both = both.float().add_(slab.gate_up_bias[slot][:, None])
         mid = activated(slab.activation, *both.chunk(2)).to(inputs.dtype)
-        torch.mm(slab.down[slot], mid, out=results[start:end].T)
+        torch.mm(down, mid, out=results[start:end].T)
         if slab.down_bias is not None:
             results[start:end] += slab.down_bias[slot]
     out.index_add_(0, rows, results[places].float().mul_(torch.from_numpy(weights)[:, None]))
@@ -178,7 +195,7 @@ class _Trial:
         self._experts = max(2, min(16, TRIAL_BYTES // size))
         dtype = torch.bfloat16 if bf16 else torch.float32
         weights = torch.randn(self._experts, size // dtype.itemsize).mul_(0.02).to(dtype)
-        self._slab = ExpertSlab(weights.view(torch.uint8), hidden, width, bf16)
+        self._slab = ExpertSlab(weights.view(torch.uint8), hidden, width, BFLOAT16 if bf16 else FLOAT32, bf16)
 
     def first_faster(self, way: Way, than: Way) -> float:
         """Returns from how many tokens per expert on `way` is faster than `than`; infinite where it never is."""

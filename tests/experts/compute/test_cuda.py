@@ -168,7 +168,7 @@ def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(dtype: str) -> N
     for tokens in (1, 7, 90, 700):
         hidden, ids, shares = weights.route(tokens, rng)
         group = Group.of(ids.numpy(), shares.numpy())
-        compute.begin(hidden.cuda())
+        compute.begin(0, hidden.cuda())
         compute.add(slots[group.experts], group)
         want, rounding = weights.forward(0, hidden, ids, shares), 3e-2 if dtype == "bfloat16" else 1e-4
         assert (compute.end().cpu().double() - want).abs().max() < rounding * float(want.abs().max())

@@ -70,7 +70,7 @@ class Desk:
         self.link.attach(self.landing)
         self.pool = SlotPool(Tier.VRAM, 1, SLOTS, SLOTS, LRU(1, SLOTS))
         self.compute = CudaCompute(slab, SMALL, self.order)
-        self.compute.begin(torch.ones(1, SMALL.hidden))
+        self.compute.begin(0, torch.ones(1, SMALL.hidden))
 
     def copy(self, slot: int, *, demand: bool = True) -> None:
         self.pool.demanded[slot] = demand
