@@ -163,6 +163,6 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
 def _by_layer(slab: HostSlab, geometry: ExpertGeometry) -> list[ExpertSlab]:
     """Returns the slab as each layer's experts lie in it, [L]."""
     memory, every = torch.from_numpy(slab.slab), [geometry.encoding(layer) for layer in range(geometry.layers)]
-    sizes, rest = (geometry.hidden, geometry.width), (geometry.bf16, geometry.activation, geometry.biases)
-    views = {each: ExpertSlab(memory, *sizes, each, *rest) for each in dict.fromkeys(every)}
+    sizes, rest = (geometry.hidden, geometry.width), (geometry.activation, geometry.biases)
+    views = {each: ExpertSlab(memory, *sizes, each, geometry.bf16, *rest) for each in dict.fromkeys(every)}
     return [views[each] for each in every]

@@ -1,0 +1,55 @@
+"""What encodings a store is to have, as the command line says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgemoe.errors import ConfigError
+
+KEEP = "keep"
+CHOICES = {"int4": "int4", "int8": "int8", "bf16": "bfloat16", KEEP: KEEP}  # as asked for -> an encoding's name
+
+
+@dataclass(frozen=True, slots=True)
+class WantedEncodings:
+    """The encoding of experts, by layer where it differs, and of dense matrices; `KEEP` leaves them as they are."""
+
+    experts: str = KEEP
+    dense: str = KEEP
+    layers: tuple[tuple[str, str], ...] = ()  # "first", "last" or a layer's number, and its experts' encoding
+
+    @classmethod
+    def parse(cls, experts: str, dense: str) -> WantedEncodings:
+        """Reads "int4,first=int8,last=int8" and "int8". Raises ConfigError."""
+        usual, *others = experts.split(",")
+        layers = []
+        for other in others:
+            layer, equals, name = other.strip().partition("=")
+            if not equals or not (layer in ("first", "last") or layer.isdecimal()):
+                raise ConfigError(f"--experts: {other!r} is no LAYER=ENCODING, such as first=int8, last=int8 or 3=int8")
+            layers.append((layer, _choice(name, "--experts")))
+        return cls(_choice(usual, "--experts"), _choice(dense, "--dense"), tuple(sorted(layers)))
+
+    def of_layer(self, layer: int, layers: int) -> str:
+        """Returns the encoding of one layer's experts."""
+        named = dict(self.layers)
+        for key in named:
+            if key.isdecimal() and int(key) >= layers:
+                raise ConfigError(f"--experts: there is no layer {key} with experts; it has {layers}, from 0 on")
+        ends = {0: named.get("first"), layers - 1: named.get("last")}
+        return named.get(str(layer)) or ends.get(layer) or self.experts
+
+    @property
+    def label(self) -> str:
+        """Returns what the store's name says of it; "" where everything is kept."""
+        if self == WantedEncodings():
+            return ""
+        parts = [self.experts, *(f"{layer}-{name}" for layer, name in self.layers)]
+        parts += [f"dense-{self.dense}"] if self.dense != KEEP else []
+        return "-".join(parts)
+
+
+def _choice(name: str, option: str) -> str:
+    if name.strip() not in CHOICES:
+        raise ConfigError(f"{option}: {name.strip()!r} is none of {', '.join(CHOICES)}")
+    return CHOICES[name.strip()]
