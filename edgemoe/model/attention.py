@@ -54,9 +54,9 @@ class StepAttention:
         self._device = kv.data.device
         starts = np.cumsum([0, *batch.query_lens]).tolist()
         single = [s for s, length in enumerate(batch.query_lens) if length == 1]
-        self._single_rows = torch.tensor([starts[s] for s in single], dtype=torch.int64, device=self._device)
+        self.single_rows = torch.tensor([starts[s] for s in single], dtype=torch.int64, device=self._device)
         self._tables, self._contexts = block_tables(batch, single)
-        self._prefills = [
+        self.prefills = [
             Prefill(starts[s], starts[s + 1], batch.context_lens[s], self._tensor(batch.block_tables[s]))
             for s, length in enumerate(batch.query_lens)
             if length > 1
@@ -91,62 +91,54 @@ class StepAttention:
 
         All are in the model's dtype, q and k after rotary embedding.
         """
-        keys, values = self._kv.layers[layer]
-        keys[self._blocks, :, self._places] = k
-        values[self._blocks, :, self._places] = v
+        self.store(layer, k, v)
         out = torch.empty_like(q)
-        prompt = self._prefill_by_kernel if self._kernels is not None else self._prefill
-        for prefill in self._prefills:
-            out[prefill.first : prefill.after] = prompt(layer, prefill, q, scores)
-        if len(self._single_rows):
-            single = self._by_kernel if self._kernels is not None else self._gathered
-            out[self._single_rows] = single(layer, q[self._single_rows], scores).to(q.dtype)
+        for prefill in self.prefills:
+            out[prefill.first : prefill.after] = self.prompt(layer, prefill, q[prefill.first : prefill.after], scores)
+        if len(self.single_rows):
+            out[self.single_rows] = self.single(layer, q[self.single_rows], scores)
         return out.flatten(1)
 
-    def _prefill_by_kernel(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
-        assert self._kernels is not None
-        queries = q[prefill.first : prefill.after].contiguous()
-        out, table = torch.empty_like(queries), prefill.blocks.numpy()
-        pages = paged(q.shape[1], self._kv, layer, scores)
-        self._kernels.prefill(queries.data_ptr(), len(queries), table, prefill.context, pages, out.data_ptr())
-        return out
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Writes the step's keys [T, kv_heads, D] and its values, None where they are stored in the keys."""
+        keys, values = self._kv.layers[layer]
+        keys[self._blocks, :, self._places] = k
+        if v is not None:
+            values[self._blocks, :, self._places] = v
 
-    def _prefill(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+    def prompt(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """Returns the attention [t, heads, value width] of one prefill's queries [t, heads, D]."""
+        if self._kernels is None:
+            return self._gathered_prompt(layer, prefill, q, scores)
+        pages = paged(q.shape[1], self._kv, layer, scores)
+        return prompt_by_kernel(self._kernels, q, prefill.blocks.numpy(), prefill.context, pages)
+
+    def single(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """Returns the attention [S, heads, value width] of the step's single queries [S, heads, D]."""
+        attended = self._gathered if self._kernels is None else self._by_kernel
+        return attended(layer, q, scores).to(q.dtype)
+
+    def past(self, layer: int, prefill: Prefill) -> torch.Tensor:
+        """Returns a copy of the keys of one prefill's whole context, [kv_heads, context, D]."""
+        needed = -(-prefill.context // BLOCK_TOKENS)
+        pages = self._kv.layers[layer].keys[prefill.blocks[:needed]]
+        return pages.transpose(0, 1).flatten(1, 2)[:, : prefill.context]
+
+    def _gathered_prompt(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         begin = max(0, prefill.context - (prefill.after - prefill.first) + 1 - scores.window) // BLOCK_TOKENS
         needed = -(-prefill.context // BLOCK_TOKENS)
         pages = (part[prefill.blocks[begin:needed]] for part in self._kv.layers[layer])  # [n, kv_heads, 16, D] each
         keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in pages)  # [1, kv_heads, n * 16, D]
         seen = prefill.context - begin * BLOCK_TOKENS
-        tiles = []
-        for first in range(prefill.first, prefill.after, QUERY_TILE):
-            after = min(first + QUERY_TILE, prefill.after)
-            end = seen - (prefill.after - after)
-            start = max(0, end - (after - first) + 1 - scores.window)
-            tiles.append(self._tile(q[first:after], keys[:, :, start:end], values[:, :, start:end], scores))
-        return torch.cat(tiles)
-
-    def _tile(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
-        """Returns the attention [t, heads, D] of at most QUERY_TILE queries, the last of which has the last key."""
-        queries, sinks = q.transpose(0, 1)[None], scores.sinks  # [1, heads, t, D]
-        t, n = len(q), keys.shape[2]
-        mask: torch.Tensor
-        if self._device.type == "cuda" and n <= scores.window:
-            from torch.nn.attention.bias import causal_lower_right  # takes seconds to load
-
-            mask = causal_lower_right(t, n if sinks is None else 1 + n)  # no mask in memory
-        else:
-            past = torch.arange(n - t, n, device=q.device)[:, None] - torch.arange(n, device=q.device)[None]
-            mask = (past >= 0) & (past < scores.window)
-            mask = mask if sinks is None else pad(mask, (1, 0), value=True)
-        each = None if sinks is None else sinks[:, None]
-        return attend(queries, keys, values, mask, scores, each)[0].transpose(0, 1)
+        return prompt_in_tiles(q, keys[:, :, :seen], values[:, :, :seen], scores)
 
     def _by_kernel(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         assert self._kernels is not None
-        out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=torch.float32)
         pages = paged(q.shape[1], self._kv, layer, scores)
+        out = torch.empty((len(q), pages.heads, pages.value_dim), dtype=torch.float32)
+        q = q.contiguous()
         self._kernels.attend(q.data_ptr(), len(q), self._tables, self._contexts, pages, out.data_ptr())
-        return out.view(q.shape)
+        return out
 
     def _gathered(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         """Returns the attention of single queries; those of one KV head's group form the query dimension."""
@@ -170,6 +162,44 @@ class StepAttention:
             blocks = torch.from_numpy(np.take_along_axis(self._tables, places, 1))
             self._plans[window] = blocks.to(self._device), mask.to(self._device)
         return self._plans[window]
+
+
+def prompt_by_kernel(kernels: Kernels, q: torch.Tensor, table: IntArray, context: int, pages: Paged) -> torch.Tensor:
+    """Returns the attention [t, heads, value width] of a context's last queries [t, heads, D] to its pages."""
+    q = q.contiguous()
+    out = q.new_empty((len(q), pages.heads, pages.value_dim))
+    kernels.prefill(q.data_ptr(), len(q), table, context, pages, out.data_ptr())
+    return out
+
+
+def prompt_in_tiles(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Returns the attention [t, heads, D] of a context's last queries to its keys and values [1, kv_heads, n, D]."""
+    tiles, seen = [], keys.shape[2]
+    for first in range(0, len(q), QUERY_TILE):
+        after = min(first + QUERY_TILE, len(q))
+        end = seen - (len(q) - after)
+        start = max(0, end - (after - first) + 1 - scores.window)
+        tiles.append(_tile(q[first:after], keys[:, :, start:end], values[:, :, start:end], scores))
+    return torch.cat(tiles)
+
+
+def _tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Returns the attention [t, heads, D] of at most QUERY_TILE queries, the last of which has the last key."""
+    queries, sinks = q.transpose(0, 1)[None], scores.sinks  # [1, heads, t, D]
+    mask = causal_mask(len(q), keys.shape[2], scores, q.device)
+    each = None if sinks is None else sinks[:, None]
+    return attend(queries, keys, values, mask, scores, each)[0].transpose(0, 1)
+
+
+def causal_mask(queries: int, keys: int, scores: Scores, device: torch.device) -> torch.Tensor:
+    """Returns which keys, a sink before them, the last queries see. On a GPU without a window it takes no memory."""
+    before = 0 if scores.sinks is None else 1
+    if device.type == "cuda" and keys <= scores.window:
+        from torch.nn.attention.bias import causal_lower_right  # takes seconds to load
+
+        return causal_lower_right(queries, before + keys)
+    past = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)[None]
+    return pad((past >= 0) & (past < scores.window), (before, 0), value=True)
 
 
 def paged(heads: int, kv: KVCache, layer: int, scores: Scores) -> Paged:

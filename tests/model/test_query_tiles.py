@@ -11,7 +11,7 @@ import torch
 from support.tiny_models import FAMILIES, Session, Tiny
 
 from edgemoe.model import attention
-from edgemoe.model.attention import StepAttention
+from edgemoe.model.scores import Scores
 
 
 @pytest.mark.parametrize("mask", ["in memory", "lower right"])
@@ -19,16 +19,16 @@ from edgemoe.model.attention import StepAttention
 def test_a_prompt_of_several_tiles_equals_transformers(
     make_tiny: Callable[..., Tiny], family: str, mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny, tile = make_tiny(family, fused=False), StepAttention._tile
+    tiny, made = make_tiny(family, fused=False), attention.causal_mask
 
-    def on_a_gpu(self: Any, *arguments: Any) -> torch.Tensor:
+    def on_a_gpu(queries: int, keys: int, scores: Scores, _: torch.device) -> torch.Tensor:
         """A GPU's mask, which the CPU can take as well."""
-        self._device = SimpleNamespace(type="cuda")
-        return tile(self, *arguments)
+        device: Any = SimpleNamespace(type="cuda")
+        return made(queries, keys, scores, device)
 
     monkeypatch.setattr(attention, "QUERY_TILE", 32)
     if mask == "lower right":
-        monkeypatch.setattr(StepAttention, "_tile", on_a_gpu)
+        monkeypatch.setattr(attention, "causal_mask", on_a_gpu)
     tokens = torch.randint(0, 300, (130,), generator=torch.Generator().manual_seed(1)).tolist()
     reference = tiny.reference(tokens)
     for cuts in ([130], [32, 98], [33, 64, 33], [7, 1, 122]):
