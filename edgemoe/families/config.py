@@ -79,7 +79,6 @@ def _refuse_variants(config: Mapping[str, Any], family: Family) -> None:
         "mlp_only_layers": config.get("mlp_only_layers") or False,
         "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
         "sliding_window": windowed and integer(config, "sliding_window") < integer(config, "max_position_embeddings"),
-        "quantization_config": config.get("quantization_config") or False,
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
     }
     for key, refused in unsupported.items():
@@ -87,7 +86,7 @@ def _refuse_variants(config: Mapping[str, Any], family: Family) -> None:
             raise UnsupportedModel(
                 f"{family.architecture} with {key} = {config.get(key)!r} is not supported; "
                 f"supported are {', '.join(sorted(FAMILIES))} with dense attention, SiLU, an expert layer in every "
-                "block and unquantised float32 or bfloat16 weights"
+                "block"
             )
 
 

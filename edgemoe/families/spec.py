@@ -49,6 +49,7 @@ class ModelSpec:
     rope: RopeSpec
     dtype: str  # "float32" | "bfloat16"
     context_tokens: int
+    encodings: tuple[str, ...] = ()  # of each layer's experts, as the store has them; (): `dtype` for all
 
     @property
     def names(self) -> Family:
@@ -62,7 +63,8 @@ class ModelSpec:
     @property
     def geometry(self) -> ExpertGeometry:
         """Of its experts."""
-        return ExpertGeometry(self.layers, self.experts, self.top_k, self.hidden, self.expert_width, self.dtype)
+        sizes = (self.layers, self.experts, self.top_k, self.hidden, self.expert_width)
+        return ExpertGeometry(*sizes, self.dtype, encodings=self.encodings)
 
     @property
     def kv_layout(self) -> KVLayout:

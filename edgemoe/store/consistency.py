@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from edgemoe.errors import StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.types.experts import DTYPE_BYTES
+from edgemoe.types.encoding import BFLOAT16, ENCODINGS
 
 
 def spec_of(manifest: Manifest) -> ModelSpec:
@@ -18,17 +19,20 @@ def spec_of(manifest: Manifest) -> ModelSpec:
     CheckpointError, and StoreError where they contradict each other.
     """
     spec = spec_from_config(manifest.spec_config)
-    expert_bytes = spec.geometry.expert_bytes
+    experts = tuple(layer.encoding or manifest.dtype for layer in manifest.layers)
+    if any(encoding != manifest.dtype for encoding in experts):
+        spec = replace(spec, encodings=experts)
     if len(manifest.layers) != spec.layers:
         raise _contradiction(manifest, f"{len(manifest.layers)} layers", f"{spec.layers}")
     for layer, entry in enumerate(manifest.layers):
         for expert in entry.experts:
             if expert.expert >= spec.experts:
                 raise _contradiction(manifest, f"an expert {expert.expert} of layer {layer}", f"{spec.experts} experts")
-            if expert.bytes != expert_bytes:
+            if expert.bytes != (expert_bytes := spec.geometry.bytes_of(layer)):
                 found = f"{expert.bytes} bytes for expert {expert.expert} of layer {layer}"
                 raise _contradiction(manifest, found, f"{expert_bytes} bytes an expert")
-    least_bytes = sum(map(math.prod, dense_shapes(spec).values())) * min(DTYPE_BYTES.values())
+    encoding = ENCODINGS.get(manifest.dense.encoding, BFLOAT16)
+    least_bytes = sum(map(math.prod, dense_shapes(spec).values())) * encoding.bits // 8
     if manifest.dense.bytes < least_bytes:
         raise _contradiction(manifest, f"{manifest.dense.bytes} bytes of dense weights", f"{least_bytes} or more")
     return spec

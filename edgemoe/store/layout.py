@@ -1,11 +1,12 @@
 """What a store's weight files will hold, worked out from a checkpoint before anything is written.
 
-An expert becomes one run of bytes: gate rows and up rows [2I, H], then down [H, I], as transformers 5 stacks them;
-pad tensors fill the run up to whole pages, because safetensors allows no holes.
+An expert becomes one run of bytes: gate rows and up rows [2I, H], then down [H, I], as transformers 5 stacks them, in
+the encoding of its layer; pad tensors fill the run up to whole pages, because safetensors allows no holes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,36 +14,21 @@ from functools import cached_property
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
+from edgemoe.families.recipe import SourceRows, expert_recipes
 from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
-from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint, Tensor
+from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
 from edgemoe.store.manifest import DENSE, layer_file
+from edgemoe.store.pieces import Piece, Run, pieces_of
+from edgemoe.store.quantized import check_method
+from edgemoe.store.source_tensors import SourceTensors
+from edgemoe.store.sources import Source
+from edgemoe.store.wanted import KEEP, WantedEncodings
+from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
 from edgemoe.types.experts import padded
 
-STORED_AS = {"F32": "F32", "BF16": "BF16", "F16": "BF16"}  # safetensors dtype of the source -> of the store
-DTYPES = {"F32": "float32", "BF16": "bfloat16"}
-IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry and that follow from the configuration
+STORED_AS = {"float32": "F32", "bfloat16": "BF16"}  # encoding -> safetensors dtype; others are bytes, U8
+MATRICES = ("_proj.weight", "_proj_with_mqa.weight", "embed_tokens.weight", "lm_head.weight")  # dense, to be encoded
 NO_DIGEST = "0" * 32
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive bytes of a source tensor."""
-
-    tensor: Tensor
-    offset: int  # in the tensor's file
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive bytes of a file of the store that have one checksum; `padding` zeros follow."""
-
-    pieces: tuple[Piece, ...]
-    padding: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(piece.bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -83,74 +69,47 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The weight files of a store. `rounded` counts the tensors that are float16 and become bfloat16."""
+    """The weight files of a store. `spec` has the precision and the encodings of what they hold."""
 
     spec: ModelSpec
     dense: FilePlan
+    dense_encoding: str  # of the matrices that are encoded; "" where none is
     layers: tuple[FilePlan, ...]
-    rounded: int
+    rounded: int  # tensors that are float16 and become bfloat16
+    unfit: tuple[str, ...]  # what keeps its type because its rows do not fit the encoding asked for
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """Returns the encodings by layer, then that of dense matrices; () where all are plain."""
+        experts = self.spec.encodings or ("",) * len(self.layers)
+        return (*experts, self.dense_encoding) if any(experts) or self.dense_encoding else ()
 
 
-def plan(checkpoint: Checkpoint) -> Layout:
-    """Finds every tensor that the configuration asks for and checks its shape.
+def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
+    """Finds every tensor that the configuration asks for, and checks its shape and whether it can be encoded so.
 
     Raises UnsupportedModel and CheckpointError, naming the tensor, what was expected and what was found.
     """
+    check_method(checkpoint.config)
     spec = spec_from_config({**checkpoint.config, "dtype": "bfloat16"})  # precision: from the tensors, below
     if spec.layers > len(checkpoint.tensors):
         raise CheckpointError(
             f"{checkpoint.directory}: config.json promises {spec.layers} layers, the files hold only "
             f"{len(checkpoint.tensors)} tensors"
         )
-    tensors = _Tensors(checkpoint, spec)
-    dense = _dense_plan(tensors)
-    layers = tuple(_layer_plan(tensors, layer) for layer in range(spec.layers))
+    tensors = SourceTensors(checkpoint, spec)
+    dense = {name: tensors.take(name, shape) for name, shape in dense_shapes(spec).items()}
+    layers = [_experts(tensors, spec, layer) for layer in range(spec.geometry.layers)]
     tensors.refuse_leftovers()
-    kinds = sorted({dtype for layer in layers for name, dtype, _ in layer.tensors if not name.startswith("pad")})
-    if len(kinds) > 1:
-        raise CheckpointError(f"{checkpoint.directory}: experts of several types ({', '.join(kinds)})")
-    return Layout(replace(spec, dtype=DTYPES[kinds[0]]), dense, layers, tensors.rounded)
-
-
-class _Tensors:
-    """The checkpoint's tensors under any of the family's spellings; knows which have been asked for."""
-
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.rounded = 0
-        self._where = checkpoint.directory
-        self._left = dict(checkpoint.tensors)
-
-    def has(self, name: str) -> bool:
-        return any(spelling in self._left for spelling in self.spec.names.spellings(name))
-
-    def take(self, name: str, shape: Shape) -> Tensor:
-        found = [spelling for spelling in self.spec.names.spellings(name) if spelling in self._left]
-        if not found:
-            raise CheckpointError(f"{self._where}: tensor {name} is missing; its shape should be {list(shape)}")
-        if len(found) > 1:
-            raise CheckpointError(f"{self._where}: {' and '.join(found)} are the same tensor")
-        tensor = self._left.pop(found[0])
-        if tensor.shape != shape:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {tensor.name} should have the shape {list(shape)} by config.json, "
-                f"but has {list(tensor.shape)}"
-            )
-        if tensor.dtype not in STORED_AS:
-            raise UnsupportedModel(
-                f"{tensor.file}: tensor {tensor.name} is of type {tensor.dtype}; supported are {', '.join(STORED_AS)}"
-            )
-        self.rounded += tensor.dtype == "F16"
-        return tensor
-
-    def refuse_leftovers(self) -> None:
-        tied = ("lm_head.weight",) if self.spec.tied else ()
-        left = [name for name in self._left if not name.endswith(IGNORED + tied)]
-        if left:
-            raise UnsupportedModel(
-                f"{self._where}: {len(left)} tensors have no place in a {self.spec.architecture} "
-                f"of this configuration, such as {left[0]!r}"
-            )
+    unfit: list[str] = []
+    dtype = _dtype(checkpoint, layers, wanted)
+    spec = replace(spec, dtype=dtype)
+    chosen = [_layer_encoding(layer, number, spec, wanted, unfit) for number, layer in enumerate(layers)]
+    if any(each != dtype for each in chosen):
+        spec = replace(spec, encodings=tuple(chosen))
+    dense_file, encoding = _dense_plan(dense, spec, wanted, unfit)
+    files = (_layer_plan(layer, number, spec) for number, layer in enumerate(layers))
+    return Layout(spec, dense_file, encoding, tuple(files), tensors.rounded, tuple(unfit))
 
 
 def tensor_bytes(dtype: str, shape: Shape) -> int:
@@ -161,54 +120,127 @@ def tensor_bytes(dtype: str, shape: Shape) -> int:
     return size
 
 
-def _dense_plan(tensors: _Tensors) -> FilePlan:
-    found = {name: tensors.take(name, shape) for name, shape in dense_shapes(tensors.spec).items()}
-    by_alignment = sorted(found.items(), key=lambda item: -ITEM_BYTES[item[1].dtype])
-    return FilePlan(
-        file=DENSE,
-        tensors=tuple((name, STORED_AS[tensor.dtype], tensor.shape) for name, tensor in by_alignment),
-        runs=(Run(tuple(Piece(tensor, tensor.offset, tensor.bytes) for _, tensor in by_alignment)),),
-    )
+Rows = tuple[Source, SourceRows]
 
 
-def _layer_plan(tensors: _Tensors, layer: int) -> FilePlan:
-    spec, geometry = tensors.spec, tensors.spec.geometry
-    take = _take_stacked if tensors.has(spec.names.stacked(layer)[0]) else _take_separate
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    gate_up: tuple[Rows, ...]
+    down: tuple[Rows, ...]
+    biases: tuple[Rows, ...]
+
+
+def _experts(tensors: SourceTensors, spec: ModelSpec, layer: int) -> list[_Expert]:
+    return [
+        _Expert(*(tuple(map(tensors.rows, part)) for part in (recipe.gate_up, recipe.down, recipe.biases)))
+        for recipe in expert_recipes(spec, layer, tensors.has)
+    ]
+
+
+def _matrices(layer: Sequence[_Expert]) -> Iterator[Rows]:
+    return itertools.chain.from_iterable((*expert.gate_up, *expert.down) for expert in layer)
+
+
+def _dtype(checkpoint: Checkpoint, layers: Sequence[Sequence[_Expert]], wanted: WantedEncodings) -> str:
+    """The type of hidden states: that of plain experts; of quantised ones, what the configuration says."""
+    sources = {source.kind: source for layer in layers for source, _ in _matrices(layer)}
+    kinds = {source.kept_as for source in sources.values()}
+    if len(kinds) > 1:
+        raise CheckpointError(f"{checkpoint.directory}: experts of several types ({', '.join(sorted(kinds))})")
+    kept = next(iter(kinds))
+    if kept not in STORED_AS:
+        said = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")).removeprefix("torch.")
+        kept = "float32" if said == "float32" else "bfloat16"
+    return "bfloat16" if wanted.dense == "bfloat16" else kept
+
+
+def _layer_encoding(
+    layer: Sequence[_Expert], number: int, spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
+) -> str:
+    geometry = spec.geometry
+    name = wanted.of_layer(number, geometry.layers)
+    kept = next(source.kept_as for source, _ in _matrices(layer))
+    if name == KEEP:
+        for source, take in _matrices(layer):
+            _demand_kept(source, take)
+        return kept
+    if ENCODINGS[name].fits(geometry.hidden) and ENCODINGS[name].fits(geometry.width):
+        return name
+    unfit.append(f"experts of layer {number}")
+    return kept if kept in STORED_AS else spec.dtype
+
+
+def _demand_kept(source: Source, take: SourceRows) -> None:
+    """Raises UnsupportedModel where codes cannot be kept as they are."""
+    if source.plain:
+        return
+    encoding = ENCODINGS[source.kept_as]
+    if not source.keeps(encoding) or take.transposed or not encoding.fits(source.shape[-1]):
+        raise UnsupportedModel(
+            f"{source.codes.file}: {source.name} cannot be kept in {source.kept_as}, for its scales serve "
+            f"{source.block[1]} of {source.shape[-1]} columns; name an encoding, as in --experts int8"
+        )
+
+
+def _dense_plan(
+    found: dict[str, Source], spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]
+) -> tuple[FilePlan, str]:
+    stored: list[tuple[str, str, Shape, tuple[Piece, ...]]] = []
+    encoded: set[str] = set()
+    for name, source in found.items():
+        encoding = _dense_encoding(name, source, spec, wanted, unfit)
+        pieces = pieces_of(source, SourceRows(name, source.shape), encoding)
+        if dtype := STORED_AS.get(encoding.name):
+            stored.append((name, dtype, source.shape, pieces))
+            continue
+        encoded.add(encoding.name)
+        stored.append((name, "U8", (source.shape[0], encoding.row_bytes(source.shape[1])), pieces))
+    if len(encoded) > 1:
+        raise UnsupportedModel(
+            f"dense weights in several encodings ({', '.join(sorted(encoded))}); name one: --dense int8"
+        )
+    stored.sort(key=lambda entry: -ITEM_BYTES[entry[1]])  # so that all are aligned
+    run = Run(tuple(itertools.chain.from_iterable(pieces for *_, pieces in stored)))
+    tensors = tuple((name, dtype, shape) for name, dtype, shape, _ in stored)
+    return FilePlan(DENSE, tensors, (run,)), "".join(encoded)
+
+
+def _dense_encoding(name: str, source: Source, spec: ModelSpec, wanted: WantedEncodings, unfit: list[str]) -> Encoding:
+    usual = ENCODINGS[source.kept_as if source.plain else spec.dtype]
+    if len(source.shape) != 2 or not name.endswith(MATRICES):
+        return usual
+    encoding = ENCODINGS[source.kept_as if wanted.dense == KEEP else wanted.dense]
+    if wanted.dense == KEEP and not source.plain and not source.keeps(encoding):
+        return usual
+    if encoding.fits(source.shape[1]):
+        return encoding
+    unfit.append(name)
+    return usual
+
+
+def _layer_plan(layer: Sequence[_Expert], number: int, spec: ModelSpec) -> FilePlan:
+    geometry = spec.geometry
+    encoding = geometry.encoding(number)
     entries: list[tuple[str, str, Shape]] = []
     runs: list[Run] = []
-    for expert, pieces in enumerate(take(tensors, layer)):
-        size = sum(piece.bytes for piece in pieces)
-        run = Run(pieces, padded(size) - size)
-        dtypes = {STORED_AS[piece.tensor.dtype] for piece in pieces}
-        if len(dtypes) > 1:
-            raise CheckpointError(f"{pieces[0].tensor.file}: expert {expert} of layer {layer} is of several types")
-        dtype = dtypes.pop()
-        entries.append((f"experts.{expert}.gate_up_proj", dtype, geometry.gate_up_shape))
-        entries.append((f"experts.{expert}.down_proj", dtype, geometry.down_shape))
+    for index, expert in enumerate(layer):
+        name = f"experts.{index}"
+        entries.append(_entry(f"{name}.gate_up_proj", encoding, geometry.gate_up_shape))
+        entries.append(_entry(f"{name}.down_proj", encoding, geometry.down_shape))
+        parts = [(rows, encoding) for rows in (*expert.gate_up, *expert.down)]
+        if expert.biases:
+            entries.append((f"{name}.biases", "F32", (geometry.bias_bytes // 4,)))
+            parts += [(rows, FLOAT32) for rows in expert.biases]
+        pieces = tuple(itertools.chain.from_iterable(pieces_of(*rows, each) for rows, each in parts))
+        run = Run(pieces, padded(geometry.bytes_of(number)) - geometry.bytes_of(number))
+        assert run.bytes == geometry.bytes_of(number)
         if run.padding:
-            entries.append((f"pad.{expert}", "U8", (run.padding,)))
+            entries.append((f"pad.{index}", "U8", (run.padding,)))
         runs.append(run)
-    return FilePlan(layer_file(layer), tuple(entries), tuple(runs))
+    return FilePlan(layer_file(number), tuple(entries), tuple(runs))
 
 
-def _take_stacked(tensors: _Tensors, layer: int) -> Iterator[tuple[Piece, ...]]:
-    spec, geometry = tensors.spec, tensors.spec.geometry
-    shapes = ((spec.experts, *geometry.gate_up_shape), (spec.experts, *geometry.down_shape))
-    whole = [tensors.take(name, shape) for name, shape in zip(spec.names.stacked(layer), shapes, strict=True)]
-    for expert in range(spec.experts):
-        yield tuple(_share(tensor, expert, spec.experts) for tensor in whole)
-
-
-def _share(tensor: Tensor, index: int, count: int) -> Piece:
-    size = tensor.bytes // count
-    return Piece(tensor, tensor.offset + index * size, size)
-
-
-def _take_separate(tensors: _Tensors, layer: int) -> Iterator[tuple[Piece, ...]]:
-    spec = tensors.spec
-    rows = (spec.expert_width, spec.hidden)
-    shapes = (rows, rows, spec.geometry.down_shape)
-    for expert in range(spec.experts):
-        names = spec.names.separate(layer, expert)
-        found = [tensors.take(name, shape) for name, shape in zip(names, shapes, strict=True)]
-        yield tuple(Piece(tensor, tensor.offset, tensor.bytes) for tensor in found)
+def _entry(name: str, encoding: Encoding, shape: tuple[int, int]) -> tuple[str, str, Shape]:
+    if dtype := STORED_AS.get(encoding.name):
+        return name, dtype, shape
+    return name, "U8", (shape[0], encoding.row_bytes(shape[1]))

@@ -6,7 +6,7 @@ configuration and tokenizer files. An expert that is not listed is absent, which
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Self
@@ -18,15 +18,18 @@ from edgemoe.durable import replace_file
 from edgemoe.errors import CorruptExpert, StoreError, StoreVersionError
 from edgemoe.store.files import checksum, file_bytes
 from edgemoe.types.arrays import Json
+from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.experts import PAGE_BYTES, padded
 
-VERSION = 1
+VERSION = 2
+READ_VERSIONS = (1, 2)  # 1 has no encodings, and is otherwise the same
 MANIFEST, DENSE = "manifest.json", "dense.safetensors"
 MAX_MANIFEST_BYTES = 32 << 20  # of 170,000 experts; what is decoded takes twenty times as much
 
 Size = Annotated[int, Meta(ge=0, le=1 << 60)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+EncodingName = Annotated[str, Meta(pattern=f"^({'|'.join(ENCODINGS)})?$")]
 PlainName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=255)]
 
 
@@ -60,6 +63,7 @@ class LayerEntry(FileEntry, frozen=True):
 
     header: Digest
     experts: tuple[ExpertEntry, ...]
+    encoding: EncodingName = ""  # "": the model's dtype
 
     @cached_property
     def by_expert(self) -> dict[int, ExpertEntry]:
@@ -67,10 +71,14 @@ class LayerEntry(FileEntry, frozen=True):
 
 
 class DenseEntry(FileEntry, frozen=True):
-    """The file of all other weights; `xxh3_128` is the checksum of what follows the header."""
+    """The file of all other weights; `xxh3_128` is the checksum of what follows the header.
+
+    `encoding` is that of the matrices that are stored as bytes.
+    """
 
     header: Digest
     xxh3_128: Digest
+    encoding: EncodingName = ""
 
 
 class CopyEntry(FileEntry, frozen=True):
@@ -124,29 +132,34 @@ class Manifest(Record, frozen=True):
         text = path.read_bytes()
         try:
             version = msgspec.json.decode(text, type=_Version).version
-            if version != VERSION:
+            if version not in READ_VERSIONS:
+                known = " and ".join(map(str, READ_VERSIONS))
                 raise StoreVersionError(
-                    f"{path} is of version {version}, this program reads {VERSION}; pack the checkpoint again"
+                    f"{path} is of version {version}, this program reads {known}; pack the checkpoint again"
                 )
             manifest = msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise StoreError(f"{path} is not a manifest: {error}") from error
-        if manifest.checksum != manifest._own_checksum():
+        if manifest.checksum != own_checksum(msgspec.json.decode(text)):
             raise StoreError(f"{path} is damaged: its checksum is wrong; pack the checkpoint again")
         return manifest
 
     def save(self, directory: Path) -> None:
         """Writes `manifest.json`, replacing an older one in one step."""
-        signed = msgspec.structs.replace(self, checksum=self._own_checksum())
+        plain = msgspec.to_builtins(self)
+        signed = {**plain, "checksum": own_checksum(plain)}
         replace_file(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(signed), indent=1), 0o644)
-
-    def _own_checksum(self) -> str:
-        return checksum(msgspec.json.encode(msgspec.structs.replace(self, checksum="")))
 
     @property
     def spec_config(self) -> Json:
         """Returns the configuration for `spec_from_config`, with the precision that the store really has."""
         return {**self.config, "dtype": self.dtype}
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """Returns the experts' encodings by layer, if they are not all `dtype`, then that of dense matrices."""
+        experts = tuple(layer.encoding for layer in self.layers)
+        return (*experts, self.dense.encoding) if any(experts) or self.dense.encoding else ()
 
     def present(self, layer: int, expert: int) -> bool:
         return 0 <= layer < len(self.layers) and expert in self.layers[layer].by_expert
@@ -170,9 +183,18 @@ class _Version(msgspec.Struct):
     version: int
 
 
-def content_digest(config: Json, dtype: str, checksums: Iterable[str]) -> str:
-    """Names a model by its configuration and weights: equal on every box that packed the same checkpoint."""
-    return checksum(msgspec.json.encode([config, dtype, list(checksums)], order="sorted"))
+def own_checksum(manifest: Json) -> str:
+    """Returns the checksum of a manifest as it lies in its file, its `checksum` apart."""
+    return checksum(msgspec.json.encode({**manifest, "checksum": ""}))
+
+
+def content_digest(config: Json, dtype: str, encodings: Sequence[str], checksums: Iterable[str]) -> str:
+    """Names a model by its configuration and weights: equal on every box that packed the same checkpoint alike.
+
+    `encodings` are none where all weights are plain, so that such a store has one name in all versions.
+    """
+    parts = [config, dtype, list(checksums)]
+    return checksum(msgspec.json.encode([*parts, list(encodings)] if encodings else parts, order="sorted"))
 
 
 def _check_layer(directory: Path, layer: int, entry: LayerEntry) -> None:

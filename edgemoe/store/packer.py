@@ -25,6 +25,7 @@ from edgemoe.store.layout import FilePlan, Layout, plan
 from edgemoe.store.manifest import (
     DENSE,
     MANIFEST,
+    READ_VERSIONS,
     VERSION,
     CopyEntry,
     DenseEntry,
@@ -33,9 +34,11 @@ from edgemoe.store.manifest import (
     Manifest,
     content_digest,
 )
+from edgemoe.store.wanted import WantedEncodings
 from edgemoe.store.writer import copy_file, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+AS_IT_IS = WantedEncodings()
 JOURNAL = "packing.json"  # there while a store is unfinished; names the checkpoint that it is packed from
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 STALLED_S = 600.0  # without anything written by the process that packs
@@ -48,7 +51,9 @@ def silent(done_bytes: int, total_bytes: int) -> None:
     """Shows no progress."""
 
 
-def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = silent) -> Path:
+def ensure_store(
+    path: str | Path, store_dir: str | Path, progress: Progress = silent, wanted: WantedEncodings = AS_IT_IS
+) -> Path:
     """Returns the store of a model: `path` itself where it is one, else one under `store_dir`, packed if need be.
 
     Raises CheckpointError, StoreError.
@@ -57,12 +62,11 @@ def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = s
     if (path / MANIFEST).is_file():
         return path
     checkpoint = Checkpoint.open(path)
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
-    store = Path(store_dir).expanduser() / f"{name}-v{VERSION}-{checkpoint.fingerprint[:12]}"
+    store = _place(Path(store_dir).expanduser(), checkpoint, wanted)
     waiting, seen, since_s = False, None, time.monotonic()
     while not (store / MANIFEST).is_file():
         try:
-            pack(path, store, progress, again=False)
+            pack(path, store, progress, wanted, again=False)
         except StoreInUse:  # by one who packs it, and whose death frees it
             if not waiting:
                 log.info("waiting for another process that packs this model", extra={"store": str(store)})
@@ -73,6 +77,14 @@ def ensure_store(path: str | Path, store_dir: str | Path, progress: Progress = s
                 raise StoreInUse(_stalled(store)) from None
             time.sleep(WAIT_S)
     return store
+
+
+def _place(directory: Path, checkpoint: Checkpoint, wanted: WantedEncodings) -> Path:
+    """Where the store of a checkpoint lies: a finished one of an older version, or one of this version."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
+    name += f"-{wanted.label}" if wanted.label else ""
+    places = [directory / f"{name}-v{version}-{checkpoint.fingerprint[:12]}" for version in READ_VERSIONS]
+    return next((place for place in places if (place / MANIFEST).is_file()), places[-1])
 
 
 def _extent(store: Path) -> list[tuple[str, int, int]]:
@@ -94,7 +106,14 @@ def _stalled(store: Path) -> str:
     )
 
 
-def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = silent, *, again: bool = True) -> Manifest:
+def pack(
+    source_dir: str | Path,
+    dest_dir: str | Path,
+    progress: Progress = silent,
+    wanted: WantedEncodings = AS_IT_IS,
+    *,
+    again: bool = True,
+) -> Manifest:
     """Writes the store of the checkpoint in `source_dir` to `dest_dir`, or finishes or repairs it.
 
     Without `again` a store that is finished is left as it is.
@@ -103,7 +122,7 @@ def pack(source_dir: str | Path, dest_dir: str | Path, progress: Progress = sile
     is in use, or has too little room.
     """
     checkpoint = Checkpoint.open(source_dir)
-    layout = plan(checkpoint)
+    layout = plan(checkpoint, wanted)
     dest = Path(dest_dir).expanduser()
     try:
         dest.mkdir(parents=True, exist_ok=True)
@@ -134,6 +153,8 @@ class _Packer:
         finished = self._begin()
         if self._layout.rounded:
             log.warning("%d float16 tensors are rounded to bfloat16", self._layout.rounded)
+        for name in self._layout.unfit:
+            log.warning("%s cannot be encoded so, for its rows are no multiples of 32; it keeps its type", name)
         kept = self._keep(finished)
         self._check_room(kept)
         digests = [kept.get(file.file) or write_file(file, self._store, self._advance) for file in self._files]
@@ -159,11 +180,12 @@ class _Packer:
     def _begin(self) -> bool:
         """Makes the directory ready; true where it holds a finished store of this checkpoint."""
         store, journal = self._store, self._store / JOURNAL
-        state = msgspec.json.encode({"version": VERSION, "source": self._checkpoint.fingerprint})
+        state = {"version": VERSION, "source": self._checkpoint.fingerprint, "encodings": self._layout.encodings}
         finished = self._finished()
-        if not finished and not (journal.exists() and journal.read_bytes() == state):
+        text = msgspec.json.encode(state)
+        if not finished and not (journal.exists() and journal.read_bytes() == text):
             self._start_over()
-            replace_file(journal, state, 0o644)
+            replace_file(journal, text, 0o644)
         for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
             leftover.unlink()
         (store / "experts").mkdir(exist_ok=True)
@@ -180,6 +202,9 @@ class _Packer:
             return False
         if found.source != self._checkpoint.fingerprint:
             raise StoreError(f"{self._store} is the store of another checkpoint ({found.name}); remove it first")
+        if found.encodings != self._layout.encodings:
+            held = ", ".join(dict.fromkeys(found.encodings)) or found.dtype
+            raise StoreError(f"{self._store} holds this checkpoint in other encodings ({held}); remove it first")
         return True
 
     def _start_over(self) -> None:
@@ -235,23 +260,33 @@ class _Packer:
             bytes=layout.dense.bytes,
             header=checksum(layout.dense.header(digests[0])),
             xxh3_128=digests[0][0],
+            encoding=layout.dense_encoding,
         )
+        encodings = layout.spec.encodings or [""] * len(layout.layers)
         return Manifest(
             version=VERSION,
             name=self._checkpoint.name,
-            digest=content_digest(config, layout.spec.dtype, (digest for file in digests for digest in file)),
+            digest=content_digest(
+                config, layout.spec.dtype, layout.encodings, (digest for file in digests for digest in file)
+            ),
             source=self._checkpoint.fingerprint,
             dtype=layout.spec.dtype,
             config=config,
             dense=dense,
-            layers=tuple(map(_layer_entry, layout.layers, digests[1:])),
+            layers=tuple(map(_layer_entry, layout.layers, digests[1:], encodings)),
             files=copies,
         )
 
 
-def _layer_entry(file: FilePlan, digests: Sequence[str]) -> LayerEntry:
+def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> LayerEntry:
     entries = (
         ExpertEntry(expert=expert, offset=offset, bytes=run.bytes, xxh3_128=digest)
         for expert, (run, offset, digest) in enumerate(zip(file.runs, file.offsets(), digests, strict=True))
     )
-    return LayerEntry(file=file.file, bytes=file.bytes, header=checksum(file.header(digests)), experts=tuple(entries))
+    return LayerEntry(
+        file=file.file,
+        bytes=file.bytes,
+        header=checksum(file.header(digests)),
+        experts=tuple(entries),
+        encoding=encoding,
+    )

@@ -56,18 +56,16 @@ def _compressed_faults(given: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def find_source(left: Mapping[str, Tensor], name: str, shape: Shape, config: Mapping[str, Any]) -> Source | None:
-    """Returns the tensor of this name and shape as it is in the checkpoint; None where it is not there.
+def find_source(left: Mapping[str, Tensor], name: str, shape: Shape, config: Mapping[str, Any]) -> Source:
+    """Returns the tensor of this name, which is there.
 
-    Raises CheckpointError and UnsupportedModel where it is there in another shape or type.
+    Raises CheckpointError and UnsupportedModel where it is of another shape or type.
     """
     if (blocks := left.get(f"{name}_blocks")) is not None:
         return _mxfp4(left, name, shape, blocks)
     if (packed := left.get(f"{name}_packed")) is not None:
         return _packed(left, name, shape, packed)
-    tensor = left.get(name)
-    if tensor is None:
-        return None
+    tensor = left[name]
     _demand_shape(tensor, shape)
     if tensor.dtype in PLAIN:
         return Source(name, shape, tensor.dtype, tensor)

@@ -49,6 +49,13 @@ class Source:
         """Returns the encoding that holds the tensor as it is."""
         return {**PLAIN, "uint8": "int8"}.get(self.kind, self.kind)
 
+    def number(self, index: Shape) -> int:
+        """Returns the place in its stack of the matrix, or the vector, of this index."""
+        number = 0
+        for which, length in zip(index, self.shape, strict=False):
+            number = number * length + which
+        return number
+
     @property
     def _rows(self) -> int:
         return self.shape[-2] if len(self.shape) > 1 else 1
@@ -117,7 +124,7 @@ class Transform:
 
     def run(self, read: Read) -> Bytes:
         """Returns the bytes of the rows, one after the other."""
-        source, index, chosen = self.source, self._index(), self._chosen()
+        source, index, chosen = self.source, self.source.number(self.take.index), self._chosen()
         if len(self.take.matrix) == 1:
             line = source.weights(0, index, index + 1, read)[0, chosen.start : chosen.stop : chosen.step]
             return pack(line[:, None], self.encoding).ravel()
@@ -128,13 +135,6 @@ class Transform:
         if source.keeps(self.encoding):
             return source.encoded(index, low, after, self.encoding, read)[picked].ravel()
         return pack(source.weights(index, low, after, read)[picked], self.encoding).ravel()
-
-    def _index(self) -> int:
-        """Returns the number of the matrix in its stack."""
-        number = 0
-        for which, length in zip(self.take.index, self.source.shape, strict=False):
-            number = number * length + which
-        return number
 
     def _chosen(self) -> range:
         rows = range(self.take.matrix[0]) if self.take.rows is None else self.take.rows

@@ -1,4 +1,4 @@
-"""Copies tensors from a checkpoint into a file of the store: in blocks, off the page cache, all or nothing."""
+"""Writes a file of the store from a checkpoint's tensors: in blocks, off the page cache, all or nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +17,18 @@ import numpy.typing as npt
 
 from edgemoe.durable import sync_directory
 from edgemoe.errors import CheckpointError
+from edgemoe.store.checkpoint import Tensor
 from edgemoe.store.files import BLOCK_BYTES, Buffer, Checksum, PageFile, blocks, open_direct, page_memory
-from edgemoe.store.layout import NO_DIGEST, FilePlan, Piece, Run
+from edgemoe.store.layout import NO_DIGEST, FilePlan
+from edgemoe.store.pieces import Piece, Run
+from edgemoe.store.sources import Transform
 from edgemoe.types.experts import PAGE_BYTES, padded
 
-AHEAD = 4  # blocks read before they are wanted
+AHEAD = 4  # blocks read, or encoded, before they are wanted
 
 
 class _Span(NamedTuple):
-    """At most a block of a piece; `run` counts the file's runs."""
+    """At most a block of a copy, or a whole transformation; `run` counts the file's runs."""
 
     run: int
     piece: Piece
@@ -130,18 +134,19 @@ class _Output:
 
 
 class _Source:
-    """Reads a checkpoint's tensors ahead of whoever consumes them."""
+    """Reads a checkpoint's tensors, and encodes what is to be encoded, ahead of whoever consumes them."""
 
     def __init__(self) -> None:
         self._files: dict[Path, PageFile] = {}
+        self._opening = Lock()
         self._buffers = [page_memory(BLOCK_BYTES + PAGE_BYTES) for _ in range(1 + AHEAD)]
-        self._reader = ThreadPoolExecutor(1, "pack-reader")
+        self._workers = ThreadPoolExecutor(AHEAD, "pack-reader")
 
     def __enter__(self) -> _Source:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._reader.shutdown(cancel_futures=True)
+        self._workers.shutdown(cancel_futures=True)
         for file in self._files.values():
             file.close()
 
@@ -151,29 +156,45 @@ class _Source:
         for span, buffer in zip(_spans(runs), cycle(self._buffers), strict=False):
             if len(pending) == len(self._buffers) - 1:
                 yield pending.popleft().result()
-            pending.append(self._reader.submit(self._read_span, span, buffer))
+            pending.append(self._workers.submit(self._make, span, buffer))
         while pending:
             yield pending.popleft().result()
 
-    def _read_span(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
-        """Reads the pages that the span lies in."""
+    def _make(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
+        if isinstance(span.piece, Transform):
+            return span.run, span.piece.run(self._bytes).data.cast("B")
         tensor = span.piece.tensor
-        before = span.offset % PAGE_BYTES
-        try:
-            if tensor.file not in self._files:
-                self._files[tensor.file] = PageFile(tensor.file)
-            needed = before + span.bytes
-            self._files[tensor.file].fill(buffer[: padded(needed)], needed, span.offset - before)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"{tensor.file} cannot be read, within tensor {tensor.name}: {error}") from error
-        block = buffer[before:needed]
+        block = self._read(tensor, span.offset, span.bytes, buffer)
         if tensor.dtype == "F16":
             block[:] = to_bfloat16(np.frombuffer(block, np.float16)).data.cast("B")
         return span.run, block
+
+    def _bytes(self, tensor: Tensor, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        room = page_memory(padded(size) + PAGE_BYTES)
+        return np.frombuffer(self._read(tensor, offset, size, room), np.uint8)
+
+    def _read(self, tensor: Tensor, offset: int, size: int, room: memoryview) -> memoryview:
+        """Reads the pages that a stretch of a tensor lies in; returns the stretch."""
+        start = tensor.offset + offset
+        before = start % PAGE_BYTES
+        try:
+            self._open(tensor.file).fill(room[: padded(before + size)], before + size, start - before)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{tensor.file} cannot be read, within tensor {tensor.name}: {error}") from error
+        return room[before : before + size]
+
+    def _open(self, path: Path) -> PageFile:
+        with self._opening:
+            if path not in self._files:
+                self._files[path] = PageFile(path)
+            return self._files[path]
 
 
 def _spans(runs: Sequence[Run]) -> Iterator[_Span]:
     for index, run in enumerate(runs):
         for piece in run.pieces:
+            if isinstance(piece, Transform):
+                yield _Span(index, piece, 0, piece.bytes)
+                continue
             for block in blocks(piece.bytes):
                 yield _Span(index, piece, piece.offset + block.start, block.stop - block.start)

@@ -163,7 +163,6 @@ def test_yarn_extends_the_context() -> None:
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"torch_dtype": "float16"}, "float16"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

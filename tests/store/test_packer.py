@@ -377,7 +377,7 @@ def test_a_directory_with_other_things_in_it_is_left_alone(checkpoint: Make, tmp
 
 def test_a_store_of_another_version_is_refused(checkpoint: Make, store: Path) -> None:
     text = (store / MANIFEST).read_text()
-    (store / MANIFEST).write_text(text.replace('"version": 1', '"version": 99', 1))
+    (store / MANIFEST).write_text(text.replace('"version": 2', '"version": 99', 1))
     with pytest.raises(StoreVersionError, match="99"):
         Manifest.load(store)
     with pytest.raises(StoreVersionError):
