@@ -1,7 +1,7 @@
 """Decides memory budgets once at start: from settings, machine and model sizes to the bytes of every slab.
 
 Host RAM holds the RAM slab, the slabs of emulated devices and, where no GPU computes, dense weights and KV. A GPU holds
-its expert slab; the first GPU also holds dense weights and KV. Headroom stays free on both. A stated budget is used as
+its expert slab; the first GPU also holds dense weights and KV. States of sequences count with KV. Headroom stays free on both. A stated budget is used as
 it is or refused, never changed; a budget of 0 takes what is free.
 """
 
@@ -19,6 +19,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
 KV_SHARE = 0.25  # the default KV budget takes at most this part of what dense weights leave
+LEAST_SLOTS = 3  # of states: the first token's, one to read and one to write
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class ModelNeeds:
     kv_bytes_per_token: int
     experts: ExpertGeometry
     context_tokens: int
+    state_bytes: int = 0  # of one sequence, where layers have states beside keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Budgets:
     context_tokens: int  # longest sequence: the model's or the setting's limit, at most what KV holds
     containment: bool  # what is in VRAM is in RAM too
     experts: ExpertGeometry
+    state_slots: int = 0
+    state_bytes: int = 0  # of all slots
 
     @property
     def all_fit(self) -> bool:
@@ -64,6 +68,8 @@ class Budgets:
     def lines(self) -> list[str]:
         """Returns the lines to print at start."""
         rows = [f"dense weights {format_size(self.dense_bytes)}, KV {format_size(self.kv_bytes)}"]
+        if self.state_slots:
+            rows[0] += f", states {format_size(self.state_bytes)} ({self.state_slots} slots)"
         rows.append(self._row("RAM experts", self.ram_bytes))
         for device in self.devices:
             if device.kind != "cpu":
@@ -86,17 +92,19 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     host_free -= 0 if on_gpu else needs.dense_bytes
     first_free = _gpu_free(settings, machine, devices[0]) - needs.dense_bytes if on_gpu else host_free
     context_tokens = min(settings.engine.context_tokens or needs.context_tokens, needs.context_tokens)
-    kv_bytes = _kv_bytes(settings, needs, first_free, context_tokens)
+    kv_bytes, state_slots = _sequences(settings, needs, first_free, context_tokens)
+    state_bytes = state_slots * needs.state_bytes
+    taken = kv_bytes + state_bytes
     ram_bytes = _slots_bytes(
         settings.memory.ram_bytes,
-        host_free - (0 if on_gpu else kv_bytes),
+        host_free - (0 if on_gpu else taken),
         needs,
         "RAM for experts",
         "memory.ram_bytes",
     )
     slabs = []
     for index, device in enumerate(devices):
-        free = first_free - kv_bytes if index == 0 else _gpu_free(settings, machine, device)
+        free = first_free - taken if index == 0 else _gpu_free(settings, machine, device)
         slabs.append(_device_budget(index, device, free, needs))
     return Budgets(
         dense_bytes=needs.dense_bytes,
@@ -107,6 +115,8 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
         context_tokens=min(context_tokens, kv_bytes // needs.kv_bytes_per_token),
         containment=_containment(settings, ram_bytes, slabs, needs),
         experts=needs.experts,
+        state_slots=state_slots,
+        state_bytes=state_bytes,
     )
 
 
@@ -129,17 +139,24 @@ def _gpu_free(settings: Settings, machine: Machine, device: DeviceSettings) -> i
     return machine.gpus[number].free_bytes - settings.memory.vram_headroom_bytes
 
 
-def _kv_bytes(settings: Settings, needs: ModelNeeds, free: int, context_tokens: int) -> int:
-    block_bytes = BLOCK_TOKENS * needs.kv_bytes_per_token
-    stated = settings.memory.kv_bytes
-    if stated:
-        _demand(stated, 2 * block_bytes, "keys and values", "memory.kv_bytes")
-        return stated // block_bytes * block_bytes
-    _demand(free, 2 * block_bytes, "dense weights, keys and values", "a lower memory.headroom_bytes")
-    one = -(-context_tokens // BLOCK_TOKENS) * block_bytes
-    typical = settings.engine.max_sequences * min(one, TYPICAL_TOKENS * needs.kv_bytes_per_token)
-    wanted = min(max(one, typical), int(free * KV_SHARE))
-    return max(2, wanted // block_bytes) * block_bytes
+def _sequences(settings: Settings, needs: ModelNeeds, free: int, context_tokens: int) -> tuple[int, int]:
+    """Returns the bytes of whole KV blocks, and the slots of states, which take half of both at most."""
+    block_bytes, most = BLOCK_TOKENS * needs.kv_bytes_per_token, settings.engine.max_sequences
+    least_states, most_slots = LEAST_SLOTS * needs.state_bytes, LEAST_SLOTS * most + 1  # one snapshot for each sequence
+    least = 2 * block_bytes + least_states
+    total = settings.memory.kv_bytes
+    what = "keys, values and states" if needs.state_bytes else "keys and values"
+    if total:
+        _demand(total, least, what, "memory.kv_bytes")
+    else:
+        _demand(free, least, f"dense weights, {what}", "a lower memory.headroom_bytes")
+        one = -(-context_tokens // BLOCK_TOKENS) * block_bytes
+        typical = most * min(one, TYPICAL_TOKENS * needs.kv_bytes_per_token) + most_slots * needs.state_bytes
+        total = max(least, min(max(one + least_states, typical), int(free * KV_SHARE)))
+    if not needs.state_bytes:
+        return total // block_bytes * block_bytes, 0
+    slots = min(max(LEAST_SLOTS, total // 2 // needs.state_bytes), most_slots)
+    return (total - slots * needs.state_bytes) // block_bytes * block_bytes, slots
 
 
 def _slab(device: DeviceSettings, needs: ModelNeeds) -> int:

@@ -260,7 +260,7 @@ def _engine(
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),
         settings.engine,
-        EngineBudget(kv_blocks, budgets.context_tokens, kv_swap_bytes, missing_expert_timeout_s=timeout_s),
+        EngineBudget(kv_blocks, budgets.context_tokens, kv_swap_bytes, budgets.state_slots, timeout_s),
         emit,
         watchers=watchers,
     )

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from edgemoe.config.budgets import ModelNeeds, resolve_budgets
+from edgemoe.config.budgets import LEAST_SLOTS, ModelNeeds, resolve_budgets
 from edgemoe.config.settings import CacheSettings, DeviceSettings, EngineSettings, MemorySettings, Settings
 from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
@@ -29,6 +31,34 @@ def test_on_a_cpu_everything_together_leaves_the_headroom_free() -> None:
     assert found.dense_bytes + found.kv_bytes + found.ram_bytes <= 8 * GIB
     assert found.ram_bytes % EXPERTS.stride_bytes == 0
     assert found.threads == 8
+
+
+STATE = 60 << 20
+
+
+@pytest.mark.parametrize("machine", [HOST, GPU_HOST])
+def test_states_of_sequences_are_counted_and_leave_the_headroom_free(machine: Machine) -> None:
+    needs = dataclasses.replace(NEEDS, state_bytes=STATE)
+    found = resolve_budgets(settings(headroom_bytes=12 * GIB), machine, needs)
+    assert found.state_bytes == found.state_slots * STATE
+    assert LEAST_SLOTS < found.state_slots <= 3 * 64 + 1
+    experts = found.devices[0].expert_bytes if machine.gpus else found.ram_bytes
+    assert found.dense_bytes + found.kv_bytes + found.state_bytes + experts <= (7 if machine.gpus else 8) * GIB
+    assert found.kv_bytes >= found.state_bytes
+    assert f"({found.state_slots} slots)" in found.lines()[0]
+
+
+def test_a_stated_budget_holds_blocks_and_states_or_is_refused() -> None:
+    needs = dataclasses.replace(NEEDS, state_bytes=STATE)
+    found = resolve_budgets(settings(kv_bytes=700 << 20), HOST, needs)
+    assert found.state_slots == 5
+    assert found.kv_bytes == (700 << 20) - 5 * STATE
+    few = resolve_budgets(
+        Settings(engine=EngineSettings(max_sequences=1), memory=MemorySettings(kv_bytes=GIB)), HOST, needs
+    )
+    assert few.state_slots == 4
+    with pytest.raises(CapacityError, match=r"keys, values and states: .* set memory\.kv_bytes"):
+        resolve_budgets(settings(kv_bytes=3 * STATE), HOST, needs)
 
 
 def test_a_slab_never_exceeds_the_model() -> None:
