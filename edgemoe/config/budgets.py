@@ -1,8 +1,8 @@
 """Decides memory budgets once at start: from settings, machine and model sizes to the bytes of every slab.
 
 Host RAM holds the RAM slab, the slabs of emulated devices and, where no GPU computes, dense weights and KV. A GPU holds
-its expert slab; the first GPU also holds dense weights and KV. States of sequences count with KV. Headroom stays free on both. A stated budget is used as
-it is or refused, never changed; a budget of 0 takes what is free.
+its expert slab; the first GPU also holds dense weights and KV. States of sequences lie beside KV. Headroom stays free
+on both. A stated budget is used as it is or refused, never changed; a budget of 0 takes what is free.
 """
 
 from __future__ import annotations

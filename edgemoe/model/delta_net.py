@@ -15,14 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, rms_norm, silu, softplus
 
 from edgemoe.families.delta import DeltaSpec
-from edgemoe.model.states import LayerStates
-from edgemoe.types.step import Batch
+from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.model.states import LayerStates, StepStates
 
 CHUNK = 64  # tokens
+KERNEL_TOKENS = 16  # at most; with more, torch's products are faster
 NORM_EPS = 1e-6  # of queries and keys, whatever the model's own is
 
 
@@ -39,16 +42,6 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A run of one sequence's tokens: rows first:after of the step, and the slots of the state before and after."""
-
-    first: int
-    after: int
-    read: int
-    write: int
-
-
-@dataclass(frozen=True, slots=True)
 class DeltaInputs:
     """What tokens bring to the states. Queries and keys are normalised, queries scaled too; all float32."""
 
@@ -62,56 +55,84 @@ class DeltaInputs:
         return DeltaInputs(self.q[rows], self.k[rows], self.v[rows], self.decay[rows], self.beta[rows])
 
 
-class StepDelta:
-    """Computes the gated delta nets of one step, with the slots and rows that all layers share."""
+class DeltaNet:
+    """One layer's gated delta net."""
 
-    def __init__(self, spec: DeltaSpec, eps: float, batch: Batch, device: torch.device) -> None:
-        self._spec, self._eps = spec, eps
-        starts = np.cumsum([0, *batch.query_lens]).tolist()
-        used = list(zip(batch.states, starts, batch.query_lens, strict=False))
-        single = [(start, use.read, use.writes[-1][1]) for use, start, count in used if count == 1]
-        rows = torch.tensor(single, dtype=torch.int64, device=device).view(-1, 3)
-        self._rows, self._reads, self._writes = rows.unbind(1)
-        self._segments: list[Stretch] = []
-        for use, start, count in used:
-            done, read = 0, use.read
-            for after, slot in use.writes if count > 1 else ():
-                self._segments.append(Stretch(start + done, start + after, read, slot))
-                done, read = after, slot
+    def __init__(self, spec: DeltaSpec, eps: float, weights: DeltaWeights) -> None:
+        self._spec, self._eps, self._weights = spec, eps, weights
+        self._record: npt.NDArray[np.void] | None = None  # of the kernel, as far as it is the same for each step
 
-    def __call__(self, layer: DeltaWeights, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
-        """Returns the layer's output [T, H] in the model's dtype for its normalised input x, and writes the states."""
-        spec = self._spec
+    def __call__(
+        self, x: torch.Tensor, step: StepStates, states: LayerStates, kernels: Kernels | None = None
+    ) -> torch.Tensor:
+        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states.
+
+        `kernels` compute the steps in which every sequence has one token.
+        """
+        if kernels is not None and not step.stretches and len(x) <= KERNEL_TOKENS:
+            return self._by_kernel(x, step, states, kernels)
+        spec, weights = self._spec, self._weights
         widths = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
-        mixed, gate, beta, decay = torch.split(linear(x, layer.project), widths, dim=1)
-        inputs = self._inputs(layer, self._convolve(layer, mixed.float(), states), beta.float(), decay.float())
+        mixed, gate, beta, decay = torch.split(linear(x, weights.project), widths, dim=1)
+        inputs = self._inputs(self._convolve(mixed.float(), step, states), beta.float(), decay.float())
         out = torch.empty_like(inputs.v)
-        if len(self._rows):
-            memory, out[self._rows] = recur(inputs.rows(self._rows), states.matrices[self._reads])
-            states.matrices[self._writes] = memory
-        for part in self._segments:
+        if len(step.rows):
+            memory, out[step.rows] = recur(inputs.rows(step.rows), states.matrices[step.reads])
+            states.matrices[step.writes] = memory
+        for part in step.stretches:
             rows = slice(part.first, part.after)
             states.matrices[part.write], out[rows] = chunked(inputs.rows(rows), states.matrices[part.read])
-        gated = rms_norm(out, out.shape[-1:], layer.norm, self._eps) * silu(gate.float().view_as(out))
-        return linear(gated.flatten(1).to(x.dtype), layer.out)
+        gated = rms_norm(out, out.shape[-1:], weights.norm, self._eps) * silu(gate.float().view_as(out))
+        return linear(gated.flatten(1).to(x.dtype), weights.out)
 
-    def _convolve(self, layer: DeltaWeights, mixed: torch.Tensor, states: LayerStates) -> torch.Tensor:
+    def _by_kernel(self, x: torch.Tensor, step: StepStates, states: LayerStates, kernels: Kernels) -> torch.Tensor:
+        spec, weights, tokens = self._spec, self._weights, len(x)
+        if self._record is None:
+            self._record = self._fixed()
+        job, floats = self._record, scratch_floats(tokens, spec.value_heads, spec.key_dim, spec.value_dim)
+        projected, out = torch.empty(tokens, spec.rows), torch.empty(tokens, spec.values)
+        result = torch.empty(tokens, x.shape[1])
+        is_bf16 = x.dtype == torch.bfloat16
+        kernels.linear(
+            weights.project.data_ptr(), spec.rows, x.shape[1], x.data_ptr(), is_bf16, tokens, projected.data_ptr()
+        )
+        job["tokens"], job["projected"], job["out"] = tokens, projected.data_ptr(), out.data_ptr()
+        job["reads"], job["writes"] = step.reads.data_ptr(), step.writes.data_ptr()
+        job["tails"], job["matrices"] = states.tails.data_ptr(), states.matrices.data_ptr()
+        job["slot_stride"], job["scratch"] = states.tails.stride(0) * 4, kernels.scratch("delta", floats)
+        kernels.delta(job.ctypes.data)
+        kernels.linear(
+            weights.out.data_ptr(), x.shape[1], spec.values, out.data_ptr(), False, tokens, result.data_ptr()
+        )
+        return result.to(x.dtype)
+
+    def _fixed(self) -> npt.NDArray[np.void]:
+        """Returns the DELTA record with the sizes and weights of the layer."""
+        job, spec, weights = np.zeros(1, DELTA), self._spec, self._weights
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "rows", "channels"):
+            job[name] = getattr(spec, name)
+        for name in ("convolution", "rates", "dt_bias", "norm"):
+            job[name] = getattr(weights, name).data_ptr()
+        job["eps"] = self._eps
+        return job
+
+    def _convolve(self, mixed: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
         """Returns silu of the causal convolution of `mixed` [T, channels], and writes the tails."""
-        out = torch.empty_like(mixed)
-        if len(self._rows):
-            window = torch.cat([states.tails[self._reads], mixed[self._rows, None]], dim=1)  # [S, taps, channels]
-            out[self._rows] = (window * layer.convolution).sum(1)
-            states.tails[self._writes] = window[:, 1:]
-        for part in self._segments:
+        out, convolution = torch.empty_like(mixed), self._weights.convolution
+        if len(step.rows):
+            window = torch.cat([states.tails[step.reads], mixed[step.rows, None]], dim=1)  # [S, taps, channels]
+            out[step.rows] = (window * convolution).sum(1)
+            states.tails[step.writes] = window[:, 1:]
+        for part in step.stretches:
             line = torch.cat([states.tails[part.read], mixed[part.first : part.after]])  # [taps - 1 + t, channels]
             count = part.after - part.first
-            taps = (line[tap : tap + count] * weight for tap, weight in enumerate(layer.convolution))
+            taps = (line[tap : tap + count] * weight for tap, weight in enumerate(convolution))
             out[part.first : part.after] = sum(taps)
             states.tails[part.write] = line[count:]
         return silu(out)
 
-    def _inputs(self, layer: DeltaWeights, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
-        spec = self._spec
+    def _inputs(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
+        spec, weights = self._spec, self._weights
         q, k, v = torch.split(mixed, [spec.keys, spec.keys, spec.values], dim=1)
         q, k = (_unit(part.view(len(mixed), -1, spec.key_dim)) for part in (q, k))
         share = spec.value_heads // spec.key_heads
@@ -119,7 +140,7 @@ class StepDelta:
             q=(q * spec.key_dim**-0.5).repeat_interleave(share, dim=1),
             k=k.repeat_interleave(share, dim=1),
             v=v.view(len(mixed), -1, spec.value_dim),
-            decay=-layer.rates * softplus(decay + layer.dt_bias),
+            decay=-weights.rates * softplus(decay + weights.dt_bias),
             beta=beta.sigmoid(),
         )
 

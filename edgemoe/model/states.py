@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from edgemoe.families.delta import DeltaSpec
 from edgemoe.model.memory import zeros
+from edgemoe.types.step import Batch
 
 
 class LayerStates(NamedTuple):
@@ -53,3 +55,29 @@ class StateCache:
         """Writes rows that `gather` returned into these slots."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.data.device)
         self.data.index_copy_(0, index, rows.to(self.data.device))
+
+
+class Stretch(NamedTuple):
+    """A run of one sequence's tokens: rows first:after of the step, and the slots of the states before and after."""
+
+    first: int
+    after: int
+    read: int
+    write: int
+
+
+class StepStates:
+    """Says which rows of a step lead from which slot to which: sequences of one token together, others in stretches."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        starts = np.cumsum([0, *batch.query_lens]).tolist()
+        used = list(zip(batch.states, starts, batch.query_lens, strict=False))
+        single = [(start, use.read, use.writes[-1][1]) for use, start, count in used if count == 1]
+        columns = torch.tensor(single, dtype=torch.int64).view(-1, 3).T.contiguous().to(device)
+        self.rows, self.reads, self.writes = columns.unbind(0)  # [S] each
+        self.stretches: list[Stretch] = []
+        for use, start, count in used:
+            done, read = 0, use.read
+            for after, slot in use.writes if count > 1 else ():
+                self.stretches.append(Stretch(start + done, start + after, read, slot))
+                done, read = after, slot

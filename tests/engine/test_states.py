@@ -11,12 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from support.engine_kit import SPEC, Drive, PlainDecoder, prompt
-from support.states_kit import SLOTS, StatefulDecoder, stateful_model
-from test_blocks import EXPERTS, LAYERS, Blocks, sequence
+from support.states_kit import SLOTS, PlainStates, StatefulDecoder, stateful_model
+from test_blocks import EXPERTS, LAYERS, Blocks, Memory, sequence
 from test_loop import STYLES
 
 from edgemoe.engine import state_slots
 from edgemoe.engine.blocks import BlockManager
+from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence
 from edgemoe.engine.state_slots import StateSlots
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -189,6 +190,28 @@ def test_requests_that_hang_up_leave_no_slot_behind() -> None:
     drive.run()
     assert drive.engine.blocks.free == 20
     drive.engine.blocks.check_integrity([])
+
+
+def test_a_long_answer_leaves_a_state_a_period_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_slots, "SNAPSHOT_BLOCKS", 4)
+    drive = Drive(model=stateful_model())
+    drive.submit(prompt(40), max_tokens=150)
+    drive.run()
+    states = drive.engine.blocks._states
+    assert states is not None
+    assert sorted(+states._depths) == [2, 4, 8, 11]
+
+
+def test_a_swapped_state_counts_in_the_budget() -> None:
+    blocks = BlockManager(12, LAYERS, EXPERTS, states=StateSlots(12, 3))
+    memory, states = Memory(12), PlainStates(12)
+    seq = sequence([1] * 20)
+    blocks.open(seq)
+    blocks.prepare(seq, 18)
+    blocks.advance(seq, 18)
+    for budget, fits in ((3, False), (4, True)):
+        swap = KVSwap(memory, blocks, states.slot_bytes // 2, budget * states.slot_bytes // 2, states)
+        assert swap.swap_out(seq) is fits, "two blocks, and a state as large as two more"
 
 
 # --- the slots, against a model that remembers everything

@@ -12,8 +12,9 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from edgemoe.families.delta import DeltaSpec
-from edgemoe.model.delta_net import DeltaWeights, StepDelta
-from edgemoe.model.states import StateCache
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.model.delta_net import DeltaNet, DeltaWeights
+from edgemoe.model.states import StateCache, StepStates
 from edgemoe.types.step import Batch, StateUse
 
 HIDDEN, EPS = 32, 1e-6
@@ -61,7 +62,7 @@ class Layer:
         else:
             project = torch.cat([state[f"in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
         self.spec = spec
-        self.weights = DeltaWeights(
+        weights = DeltaWeights(
             project=project,
             convolution=state["conv1d.weight"][:, 0].T.contiguous(),
             rates=state["A_log"].exp(),
@@ -69,6 +70,7 @@ class Layer:
             norm=state["norm.weight"],
             out=state["out_proj.weight"],
         )
+        self.ours = DeltaNet(spec, EPS, weights)
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         return self.theirs(x[None])[0]  # type: ignore[no-any-return]
@@ -77,8 +79,8 @@ class Layer:
 class Sequences:
     """States that step by step move from slot to slot."""
 
-    def __init__(self, layer: Layer, count: int, slots: int = 40) -> None:
-        self._layer = layer
+    def __init__(self, layer: Layer, count: int, kernels: Kernels | None = None, slots: int = 40) -> None:
+        self._layer, self._kernels = layer, kernels
         self.cache = StateCache(layer.spec, 2, slots)
         self.cache.data[1:] = torch.nan  # what others left
         self.free = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
@@ -103,9 +105,9 @@ class Sequences:
             decode=False,
             states=uses,
         )
-        step = StepDelta(self._layer.spec, EPS, batch, torch.device("cpu"))
+        step = StepStates(batch, torch.device("cpu"))
         self.uses = dict(zip(present, uses, strict=True))
-        out = step(self._layer.weights, torch.cat(chunks), self.cache.layer(1))
+        out = self._layer.ours(torch.cat(chunks), step, self.cache.layer(1), self._kernels)
         return list(out.split([len(chunk) for chunk in chunks]))
 
 
@@ -132,6 +134,20 @@ def test_prompts_chunks_and_single_tokens_give_what_transformers_gives(layer: La
     single = Sequences(layer, 1)
     single.free = [1, 2] * 100  # two slots are enough
     near(torch.cat([single.step(token)[0] for token in x.split(1)]), reference)
+
+
+@torch.inference_mode()
+def test_single_tokens_by_the_kernel_go_on_where_a_prompt_ended(layer: Layer, kernels: dict[bool, Kernels]) -> None:
+    lines = [random(n, n) for n in (70, 1, 30)]
+    both = Sequences(layer, 3, kernels[False], slots=120)
+    first = both.step(*[x[: len(x) // 2] for x in lines])
+    parts = [[part] for part in first]
+    for n in range(35):
+        chunks = [x[len(x) // 2 + n :][:1] for x in lines]
+        for mine, part in zip(parts, both.step(*chunks), strict=True):
+            mine.append(part)
+    for x, mine in zip(lines, parts, strict=True):
+        near(torch.cat(mine), layer.reference(x))
 
 
 @torch.inference_mode()

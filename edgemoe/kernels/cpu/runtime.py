@@ -14,6 +14,7 @@ from edgemoe.kernels.cpu import experts_prefill as prefill_experts
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
 from edgemoe.kernels.cpu.decode_layer import make_layer
+from edgemoe.kernels.cpu.delta_step import make_delta
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, make_experts
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
 from edgemoe.kernels.cpu.intrinsics import place_of
@@ -65,11 +66,12 @@ class Kernels:
         prefill_experts, prefill_experts_code = make_prefill_experts(bf16)
         prefill, prefill_code = make_prefill_attention(bf16)
         every = (HELP, PAUSES, *layer_code, *experts_code, *linear_code, *attention_code, pack)
-        every = (*every, *prefill_experts_code, *prefill_code)
+        delta, delta_code = make_delta()
+        every = (*every, *prefill_experts_code, *prefill_code, *delta_code)
         link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
         self._layer, self._head, self._experts = layer.call, head.call, experts.call
         self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
-        self._prefill_experts, self._prefill = prefill_experts.call, prefill.call
+        self._prefill_experts, self._prefill, self._delta = prefill_experts.call, prefill.call, delta.call
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
         self._scratch: dict[str, npt.NDArray[Any]] = {}
@@ -217,6 +219,10 @@ class Kernels:
     def layer(self, record: int) -> None:
         """Runs the dense part of the layer whose LAYER record lies at this address."""
         self._layer(self.pool.control, record)
+
+    def delta(self, record: int) -> None:
+        """Advances the states of a gated delta net by one token of each sequence, from the DELTA record there."""
+        self._delta(self.pool.control, record)
 
     def head(self, record: int) -> None:
         """Runs the final norm and the head from the HEAD record at this address."""
