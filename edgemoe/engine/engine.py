@@ -57,7 +57,9 @@ class Engine:
             most = min(settings.max_sequences, (budget.state_slots - 1) // 2)  # one slot to read, one to write
             settings = structs.replace(settings, max_sequences=most)
             states = StateSlots(budget.state_slots, most)
-        self.blocks = BlockManager(budget.kv_blocks, spec.layers, spec.experts, settings.prefix_cache, states)
+        self.blocks = BlockManager(
+            budget.kv_blocks, spec.geometry.layers, spec.geometry.experts, settings.prefix_cache, states
+        )
         self.limits = RequestLimits(min(budget.context_tokens, budget.kv_blocks * BLOCK_TOKENS), spec.vocab)
         chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
         kv_swap = None

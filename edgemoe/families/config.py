@@ -9,58 +9,75 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.config_values import integer, real
+from edgemoe.families.read import Config, choice, flag, integer, number, whole
+from edgemoe.families.records import Attention, Block, FeedForward, Heads, RouterSpec
 from edgemoe.families.rope_config import read_rope
 from edgemoe.families.spec import ModelSpec
-from edgemoe.families.table import FAMILIES, Family
-from edgemoe.types.experts import DTYPE_BYTES
+from edgemoe.families.table import FAMILIES, REFUSED, Family, Given
+from edgemoe.types.experts import DTYPE_BYTES, SILU
 
 MAX_EXPERTS = 1 << 17  # of all layers together
-MOST = {  # of anything that is to come; what is larger is nonsense
-    "vocab": 1 << 24,
-    "hidden": 1 << 20,
-    "layers": 1 << 12,
-    "heads": 1 << 14,
-    "head_dim": 1 << 14,
-    "expert_width": 1 << 22,
-    "experts": 1 << 16,
-    "context_tokens": 1 << 31,
+
+
+def _head_dim(config: Config) -> int:
+    return integer(config, "hidden_size") // integer(config, "num_attention_heads")
+
+
+def _window(config: Config) -> int:
+    """Returns the tokens that a token sees, 0 where they are all that a context has."""
+    if config.get("sliding_window") is None or not config.get("use_sliding_window", True):
+        return 0
+    window = integer(config, "sliding_window")
+    return window if window < integer(config, "max_position_embeddings") else 0
+
+
+# What configurations call most things; a family names what it calls otherwise.
+HEADS: Given = {
+    "count": whole("num_attention_heads"),
+    "kv_count": whole("num_key_value_heads", default=whole("num_attention_heads")),
+    "dim": whole("head_dim", default=_head_dim),
+    "window": _window,
 }
+ROUTER: Given = {
+    "experts": whole("num_local_experts", "num_experts"),
+    "top_k": whole("num_experts_per_tok"),
+    "renormalise": flag("norm_topk_prob"),
+}
+FEED_FORWARD: Given = {
+    "width": whole("moe_intermediate_size"),
+    "activation": choice("hidden_act", {"silu": SILU}, SILU),
+}
+BLOCK: Given = {"eps": number("rms_norm_eps", default=1e-6), "tied": flag("tie_word_embeddings")}
 
 
-def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
+def spec_from_config(config: Config) -> ModelSpec:
     """The spec of a `config.json`. Raises UnsupportedModel, and CheckpointError for nonsense."""
     family = _family(config)
-    _refuse_variants(config, family)
-    hidden = integer(config, "hidden_size")
-    heads = integer(config, "num_attention_heads")
-    norm_topk = config.get("norm_topk_prob", False) if family.norm_topk is None else family.norm_topk
-    rope, context_tokens = read_rope(config, family)
+    config = _decoder_part(config, family)
+    heads = family.mechanism(**_read(config, HEADS, family.heads))
+    rope, context_tokens = read_rope(config, family.rope, heads.dim)
     spec = ModelSpec(
         family=family.name,
         architecture=family.architecture,
         vocab=integer(config, "vocab_size"),
-        hidden=hidden,
-        layers=integer(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=integer(config, "num_key_value_heads", default=heads),
-        head_dim=integer(config, "head_dim", default=hidden // heads),
-        expert_width=integer(config, family.width_key),
-        experts=integer(config, "num_local_experts", "num_experts"),
-        top_k=integer(config, "num_experts_per_tok"),
-        norm_topk=bool(norm_topk),
-        rms_eps=real(config, "rms_norm_eps", default=family.default_eps),
-        qk_norm=family.qk_norm,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        rope=rope,
+        hidden=integer(config, "hidden_size"),
         dtype=_dtype(config),
         context_tokens=context_tokens,
+        names=family.names,
+        attention=family.layers(config, Attention(heads, rope)),
+        router=RouterSpec(**_read(config, ROUTER, family.router)),
+        feed_forward=FeedForward(**_read(config, FEED_FORWARD, family.feed_forward)),
+        block=Block(**_read(config, BLOCK, family.block)),
     )
     _check_sizes(spec)
     return spec
 
 
-def _family(config: Mapping[str, Any]) -> Family:
+def _read(config: Config, common: Given, given: Given) -> dict[str, Any]:
+    return {field: value(config) if callable(value) else value for field, value in {**common, **given}.items()}
+
+
+def _family(config: Config) -> Family:
     named = config.get("architectures") or []
     if not isinstance(named, list):
         raise CheckpointError(f"config.json: architectures must be a list, not {named!r}")
@@ -68,29 +85,20 @@ def _family(config: Mapping[str, Any]) -> Family:
         if family.architecture in named or (not named and config.get("model_type") == family.name):
             return family
     found = ", ".join(map(str, named)) or config.get("model_type") or "none named in config.json"
-    raise UnsupportedModel(f"architecture not supported: {found}; supported are {', '.join(sorted(FAMILIES))}")
+    why = next((f": {REFUSED[name]}" for name in named if name in REFUSED), "")
+    have = ", ".join(sorted(FAMILIES))
+    raise UnsupportedModel(f"architecture not supported: {str(found)[:200]}{why}; supported are {have}")
 
 
-def _refuse_variants(config: Mapping[str, Any], family: Family) -> None:
-    windowed = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    unsupported = {
-        "attention_bias": config.get("attention_bias", False),
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "mlp_only_layers": config.get("mlp_only_layers") or False,
-        "decoder_sparse_step": config.get("decoder_sparse_step", 1) != 1,
-        "sliding_window": windowed and integer(config, "sliding_window") < integer(config, "max_position_embeddings"),
-        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
-    }
-    for key, refused in unsupported.items():
-        if refused:
-            raise UnsupportedModel(
-                f"{family.architecture} with {key} = {config.get(key)!r} is not supported; "
-                f"supported are {', '.join(sorted(FAMILIES))} with dense attention, SiLU, an expert layer in every "
-                "block"
-            )
+def _decoder_part(config: Config, family: Family) -> Config:
+    """Returns the configuration of the decoder alone; what it leaves unsaid is said for the whole model."""
+    part = config.get(family.section) if family.section else {}
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"config.json: {family.section} must be a table, not {str(part)[:80]!r}")
+    return {**config, **part}
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def _dtype(config: Config) -> str:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModel(f"weights of type {dtype} are not supported; have {', '.join(DTYPE_BYTES)}")
@@ -98,15 +106,42 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def _check_sizes(spec: ModelSpec) -> None:
-    for name, most in MOST.items():
-        if getattr(spec, name) > most:
-            raise CheckpointError(f"config.json: {name} = {getattr(spec, name)} is impossible; {most} is the most")
+    router, feed_forward = spec.router, spec.feed_forward
+    for heads in {attention.heads for attention in spec.attention}:
+        _check_heads(heads)
+    for name, value, most in (  # of anything that is to come; what is larger is nonsense
+        ("vocab_size", spec.vocab, 1 << 24),
+        ("hidden_size", spec.hidden, 1 << 20),
+        ("the experts' width", feed_forward.width, 1 << 22),
+        ("the dense layers' width", feed_forward.dense_width, 1 << 22),
+        ("the shared experts' width", feed_forward.shared_width, 1 << 22),
+        ("the number of experts", router.experts, 1 << 16),
+        ("max_position_embeddings", spec.context_tokens, 1 << 31),
+    ):
+        _bound(name, value, most)
+    dense = feed_forward.dense_layers
     for fault, what in (
-        (spec.layers * spec.experts > MAX_EXPERTS, f"more than {MAX_EXPERTS} experts are impossible"),
-        (spec.heads % spec.kv_heads, "num_attention_heads must be a multiple of num_key_value_heads"),
-        (spec.head_dim % 2, "head_dim must be even"),
-        (spec.hidden % 2 or spec.expert_width % 2, "hidden_size and the experts' width must be even"),
-        (spec.top_k > spec.experts, "num_experts_per_tok must be at most the number of experts"),
+        (spec.layers * router.experts > MAX_EXPERTS, f"more than {MAX_EXPERTS} experts are impossible"),
+        (spec.hidden % 2 or feed_forward.width % 2, "hidden_size and the experts' width must be even"),
+        (router.top_k > router.experts, "num_experts_per_tok must be at most the number of experts"),
+        (len(dense) >= spec.layers, "no layer has experts"),
+        (dense and not feed_forward.dense_width, "it has dense layers, but not their width"),
+        (router.experts % router.groups, "the number of experts must be a multiple of the number of groups"),
+        (router.top_groups > router.groups, "more groups of experts are chosen than there are"),
     ):
         if fault:
             raise CheckpointError(f"config.json: {what}")
+
+
+def _check_heads(heads: Heads) -> None:
+    _bound("num_attention_heads", heads.count, 1 << 14)
+    _bound("head_dim", heads.dim, 1 << 14)
+    if heads.count % heads.kv_count:
+        raise CheckpointError("config.json: num_attention_heads must be a multiple of num_key_value_heads")
+    if heads.dim % 2:
+        raise CheckpointError("config.json: head_dim must be even")
+
+
+def _bound(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise CheckpointError(f"config.json: {name} = {value} is impossible; {most} is the most")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from edgemoe.families.spec import ModelSpec, Shape
+from edgemoe.families.records import Shape
+from edgemoe.families.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +41,15 @@ class ExpertRecipe:
 
 
 def expert_recipes(spec: ModelSpec, layer: int, has: Callable[[str], bool]) -> Iterator[ExpertRecipe]:
-    """Yields the experts of a layer. `has` tells whether the checkpoint has a tensor."""
-    stacked = spec.names.stacked(layer)
-    gate_up, down = spec.geometry.gate_up_shape, spec.geometry.down_shape
-    if has(stacked[0]):
-        shapes = (spec.experts, *gate_up), (spec.experts, *down)
-        for expert in range(spec.experts):
-            both = [SourceRows(name, shape, (expert,)) for name, shape in zip(stacked, shapes, strict=True)]
-            yield ExpertRecipe((both[0],), (both[1],))
+    """Yields the experts of a layer, which is counted among all. `has` tells whether the checkpoint has a tensor."""
+    names, geometry = spec.names.experts(layer), spec.geometry
+    gate_up, down, count = geometry.gate_up_shape, geometry.down_shape, geometry.experts
+    if has(names.gate_up):
+        for expert in range(count):
+            both = SourceRows(names.gate_up, (count, *gate_up), (expert,))
+            yield ExpertRecipe((both,), (SourceRows(names.down, (count, *down), (expert,)),))
         return
-    rows = (spec.expert_width, spec.hidden)
-    for expert in range(spec.experts):
-        names = spec.names.separate(layer, expert)
-        yield ExpertRecipe((SourceRows(names[0], rows), SourceRows(names[1], rows)), (SourceRows(names[2], down),))
+    rows = (geometry.width, geometry.hidden)
+    for expert in range(count):
+        gate, up, last = names.separate(expert)
+        yield ExpertRecipe((SourceRows(gate, rows), SourceRows(up, rows)), (SourceRows(last, down),))

@@ -4,38 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
-from edgemoe.families.config_values import integer, real
-from edgemoe.families.spec import RopeSpec
-from edgemoe.families.table import Family
+from edgemoe.families.read import Config, integer, real
+from edgemoe.families.records import RopeSpec
+
+THETA = 1e4
 
 
-def read_rope(config: Mapping[str, Any], family: Family) -> tuple[RopeSpec, int]:
-    """The rotary embedding and the tokens of context that it reaches."""
+def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]:
+    """The rotary embedding and the tokens of context that it reaches.
+
+    `family` has what the configuration may leave unsaid: `theta`, and the `partial` share of a head that turns.
+    """
     context_tokens = integer(config, "max_position_embeddings")
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: rope parameters must be a table, not {given!r}")
-    theta = real(given, "rope_theta", default=real(config, "rope_theta", default=family.default_theta))
+    theta = real(given, "rope_theta", default=real(config, "rope_theta", default=family.get("theta", THETA)))
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ("default", "linear", "yarn") or given.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind not in ("default", "linear", "yarn"):
         raise UnsupportedModel(f"rotary embedding {dict(given)!r} is not supported; have default, linear and yarn")
+    plain = RopeSpec(theta, _dims(config, given, family, head_dim), bool(family.get("interleaved", False)))
     if kind == "default":
-        return RopeSpec(theta), context_tokens
+        return plain, context_tokens
     original = integer(config, "original_max_position_embeddings", default=_original_tokens(given, context_tokens))
     if kind == "yarn" and given.get("factor") is None:
         factor = context_tokens / original
     else:
         factor = real(given, "factor")
     if kind == "linear":
-        return RopeSpec(theta, kind, factor), context_tokens
-    rope = RopeSpec(
-        theta,
-        kind,
-        factor,
-        original,
+        return replace(plain, kind=kind, factor=factor), context_tokens
+    rope = replace(
+        plain,
+        kind=kind,
+        factor=factor,
+        original_tokens=original,
         attention_factor=_yarn_attention_factor(given, factor),
         beta_fast=real(given, "beta_fast", default=32.0),
         beta_slow=real(given, "beta_slow", default=1.0),
@@ -44,11 +50,20 @@ def read_rope(config: Mapping[str, Any], family: Family) -> tuple[RopeSpec, int]
     return rope, max(context_tokens, int(original * factor))
 
 
-def _original_tokens(given: Mapping[str, Any], context_tokens: int) -> int:
+def _dims(config: Config, given: Config, family: Mapping[str, Any], head_dim: int) -> int:
+    """Returns how many dimensions of a head turn: an even number, all of them where nothing says otherwise."""
+    stated = real(config, "partial_rotary_factor", default=family.get("partial", 1.0))
+    dims = int(head_dim * real(given, "partial_rotary_factor", default=stated))
+    if dims % 2 or not 0 < dims <= head_dim:
+        raise CheckpointError(f"config.json: partial_rotary_factor turns {dims} of {head_dim} dimensions of a head")
+    return dims
+
+
+def _original_tokens(given: Config, context_tokens: int) -> int:
     return integer(given, "original_max_position_embeddings", default=context_tokens)
 
 
-def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(given: Config, factor: float) -> float:
     """Stated, or from `factor` [YaRN, 3.4], with DeepSeek's mscale pair."""
 
     def scale(weight: float) -> float:

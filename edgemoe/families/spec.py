@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from edgemoe.families.kv_layout import KVLayout, KVRow
-from edgemoe.families.table import FAMILIES, Family
+from edgemoe.families.kv_layout import KVLayout
+from edgemoe.families.records import Attention, Block, FeedForward, Names, RouterSpec, Shape, Tensors
 from edgemoe.types.experts import DTYPE_BYTES, ExpertGeometry
 from edgemoe.types.step import BLOCK_TOKENS
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding: `kind` "default", "linear" or "yarn"; the fields after `factor` are YaRN's."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_tokens: int = 0
-    attention_factor: float = 1.0  # multiplies cos and sin
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +18,23 @@ class ModelSpec:
     architecture: str
     vocab: int
     hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    expert_width: int
-    experts: int
-    top_k: int
-    norm_topk: bool
-    rms_eps: float
-    qk_norm: bool
-    tied: bool  # the head is the embedding
-    rope: RopeSpec
     dtype: str  # "float32" | "bfloat16"
     context_tokens: int
+    names: Names
+    attention: tuple[Attention, ...]  # of each layer
+    router: RouterSpec
+    feed_forward: FeedForward
+    block: Block
     encodings: tuple[str, ...] = ()  # of each layer's experts, as the store has them; (): `dtype` for all
 
     @property
-    def names(self) -> Family:
-        """The family's record in the table."""
-        return FAMILIES[self.architecture]
+    def layers(self) -> int:
+        return len(self.attention)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Returns the layers that have experts. Whatever counts experts counts these layers alone, from 0."""
+        return tuple(layer for layer in range(self.layers) if layer not in self.feed_forward.dense_layers)
 
     @property
     def dtype_bytes(self) -> int:
@@ -63,14 +43,23 @@ class ModelSpec:
     @property
     def geometry(self) -> ExpertGeometry:
         """Of its experts."""
-        sizes = (self.layers, self.experts, self.top_k, self.hidden, self.expert_width)
-        return ExpertGeometry(*sizes, self.dtype, encodings=self.encodings)
+        router, feed_forward = self.router, self.feed_forward
+        return ExpertGeometry(
+            layers=self.layers - len(feed_forward.dense_layers),
+            experts=router.experts,
+            top_k=router.top_k,
+            hidden=self.hidden,
+            width=feed_forward.width,
+            dtype=self.dtype,
+            activation=feed_forward.activation,
+            biases=feed_forward.expert_biases,
+            encodings=self.encodings,
+        )
 
     @property
     def kv_layout(self) -> KVLayout:
         """Where a block has each layer's keys and values."""
-        row = KVRow(self.kv_heads, self.head_dim, self.head_dim, self.dtype)
-        return KVLayout.of([row] * self.layers)
+        return KVLayout.of(replace(each.heads.kv, dtype=self.dtype) for each in self.attention)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -82,22 +71,37 @@ def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Name (as transformers 5 spells it) -> shape of every tensor that is not an expert's."""
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (spec.vocab, spec.hidden)}
     for layer in range(spec.layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(spec, layer)}
     shapes["model.norm.weight"] = (spec.hidden,)
-    if not spec.tied:
+    if not spec.block.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     return shapes
 
 
-def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+def _layer_shapes(spec: ModelSpec, layer: int) -> Tensors:
     yield "input_layernorm.weight", (spec.hidden,)
-    yield "self_attn.q_proj.weight", (queries, spec.hidden)
-    yield "self_attn.k_proj.weight", (keys, spec.hidden)
-    yield "self_attn.v_proj.weight", (keys, spec.hidden)
-    yield "self_attn.o_proj.weight", (spec.hidden, queries)
-    if spec.qk_norm:
-        yield "self_attn.q_norm.weight", (spec.head_dim,)
-        yield "self_attn.k_norm.weight", (spec.head_dim,)
+    yield from spec.attention[layer].heads.tensors(spec.hidden)
     yield "post_attention_layernorm.weight", (spec.hidden,)
-    yield "mlp.gate.weight", (spec.experts, spec.hidden)
+    if layer in spec.feed_forward.dense_layers:
+        yield from _mlp_shapes("mlp", spec.hidden, spec.feed_forward.dense_width)
+    else:
+        yield from _expert_layer_shapes(spec)
+
+
+def _expert_layer_shapes(spec: ModelSpec) -> Tensors:
+    router, feed_forward = spec.router, spec.feed_forward
+    yield "mlp.gate.weight", (router.experts, spec.hidden)
+    if router.logit_bias:
+        yield "mlp.gate.bias", (router.experts,)
+    if router.selection_bias:
+        yield "mlp.gate.e_score_correction_bias", (router.experts,)
+    if feed_forward.shared_width:
+        yield from _mlp_shapes("mlp.shared_experts", spec.hidden, feed_forward.shared_width)
+    if feed_forward.shared_gate:
+        yield "mlp.shared_expert_gate.weight", (1, spec.hidden)
+
+
+def _mlp_shapes(prefix: str, hidden: int, width: int) -> Tensors:
+    yield f"{prefix}.gate_proj.weight", (width, hidden)
+    yield f"{prefix}.up_proj.weight", (width, hidden)
+    yield f"{prefix}.down_proj.weight", (hidden, width)

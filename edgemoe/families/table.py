@@ -1,41 +1,36 @@
-"""The table of families: how each architecture names its tensors, and what its configuration leaves unsaid."""
+"""The table of families: what of each record an architecture fixes, and where its configuration has the rest."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgemoe.families.layers import alike, sparse_steps
+from edgemoe.families.read import Config, flag, number, whole
+from edgemoe.families.records import Attention, Heads, Names
+
+Given = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration
+
+
+PLAIN = Names()
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one architecture names its tensors, and what its configuration leaves unsaid.
-
-    Names are those of transformers 5; `older` holds (part, the part as transformers 4 spells it).
-    """
+    """One architecture. Its records are what is given here, over the common readings in `config`."""
 
     name: str  # `model_type` of the configuration
     architecture: str
-    width_key: str  # where the configuration has the experts' width
-    projections: tuple[str, str, str]  # gate, up and down of one expert where each is a tensor of its own
-    qk_norm: bool
-    norm_topk: bool | None  # None: the configuration says
-    default_theta: float
-    default_eps: float
-    older: tuple[tuple[str, str], ...] = ()
-
-    def spellings(self, name: str) -> tuple[str, ...]:
-        """`name` as each version of transformers writes it, newest first."""
-        return (name, *(name.replace(new, old) for new, old in self.older if new in name))
-
-    def stacked(self, layer: int) -> tuple[str, str]:
-        """Tensors with a whole layer's experts: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
-        base = f"model.layers.{layer}.mlp.experts"
-        return f"{base}.gate_up_proj", f"{base}.down_proj"
-
-    def separate(self, layer: int, expert: int) -> tuple[str, str, str]:
-        """Tensors of one expert: gate [I, H], up [I, H] and down [H, I]; see `spellings`."""
-        base = f"model.layers.{layer}.mlp.experts.{expert}"
-        gate, up, down = self.projections
-        return f"{base}.{gate}.weight", f"{base}.{up}.weight", f"{base}.{down}.weight"
+    section: str = ""  # of the configuration, that has the decoder; "": the configuration itself
+    names: Names = PLAIN
+    mechanism: type[Heads] = Heads  # the record of its heads
+    layers: Callable[[Config, Attention], tuple[Attention, ...]] = alike  # what each layer attends with
+    heads: Given = field(default_factory=dict)
+    rope: Given = field(default_factory=dict)
+    router: Given = field(default_factory=dict)
+    feed_forward: Given = field(default_factory=dict)
+    block: Given = field(default_factory=dict)
 
 
 FAMILIES: dict[str, Family] = {
@@ -44,23 +39,25 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="mixtral",
             architecture="MixtralForCausalLM",
-            width_key="intermediate_size",
-            projections=("w1", "w3", "w2"),
-            qk_norm=False,
-            norm_topk=True,
-            default_theta=1e6,
-            default_eps=1e-5,
-            older=((".mlp.", ".block_sparse_moe."),),
+            names=Names(renames=((".mlp.", ".block_sparse_moe."),), projections=("w1", "w3", "w2")),
+            rope={"theta": 1e6},
+            router={"renormalise": True},
+            feed_forward={"width": whole("intermediate_size")},
+            block={"eps": number("rms_norm_eps", default=1e-5)},
         ),
         Family(
             name="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
-            width_key="moe_intermediate_size",
-            projections=("gate_proj", "up_proj", "down_proj"),
-            qk_norm=True,
-            norm_topk=None,
-            default_theta=1e4,
-            default_eps=1e-6,
+            heads={"qk_norm": "head", "qkv_bias": flag("attention_bias"), "o_bias": flag("attention_bias")},
+            feed_forward={"dense_layers": sparse_steps, "dense_width": whole("intermediate_size", default=0)},
         ),
     )
+}
+INDEXER = "its attention chooses what to look at by an indexer of its own (sparse attention)"
+REFUSED: dict[str, str] = {  # architecture -> why
+    "DeepseekV32ForCausalLM": INDEXER,
+    "DeepseekV4ForCausalLM": "its attention compresses the context, and its residual has several streams",
+    "GlmMoeDsaForCausalLM": INDEXER,
+    "MiniMaxM3SparseForConditionalGeneration": INDEXER,
+    "MiniMaxM3VLForCausalLM": INDEXER,
 }

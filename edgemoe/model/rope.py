@@ -1,6 +1,6 @@
-"""Rotary position embedding: default, linear [Linear-RoPE] and YaRN [YaRN].
+"""Rotary position embedding: default, linear [Linear-RoPE] and YaRN [YaRN]. Float32 throughout.
 
-Half-split layout as in the checkpoints of the supported families; float32 throughout.
+The two halves of what turns form pairs; weights of models whose neighbours form pairs are reordered when they are read.
 """
 
 from __future__ import annotations
@@ -9,37 +9,47 @@ import math
 
 import torch
 
-from edgemoe.families.spec import ModelSpec, RopeSpec
+from edgemoe.families.records import RopeSpec
+
+Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin [T, dims / 2]
 
 
 class Rope:
     """Computes cos and sin of positions."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        self._frequencies = frequencies(spec.rope, spec.head_dim).to(device)  # [D / 2]
-        self._scale = spec.rope.attention_factor
+    def __init__(self, rope: RopeSpec, device: torch.device) -> None:
+        self._frequencies = frequencies(rope).to(device)  # [dims / 2]
+        self._scale = rope.attention_factor
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin [T, D / 2] at positions [T]."""
+    def __call__(self, positions: torch.Tensor) -> Angles:
+        """Returns cos and sin [T, dims / 2] at positions [T]."""
         angles = positions[:, None].float() * self._frequencies
         return angles.cos() * self._scale, angles.sin() * self._scale
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates heads x [T, heads, D] by cos and sin [T, D / 2]."""
-    low, high = x.chunk(2, dim=-1)
+    """Rotates the first dims of heads x [T, heads, D] by cos and sin [T, dims / 2]."""
+    dims = 2 * cos.shape[-1]
+    low, high = x[..., :dims].chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, x[..., dims:]), dim=-1)
 
 
-def frequencies(rope: RopeSpec, dim: int) -> torch.Tensor:
-    """Returns radians per position, [dim / 2] float32."""
-    periods = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+def half_split(rows: torch.Tensor, dim: int, dims: int) -> torch.Tensor:
+    """Returns rows [heads * dim, ...] with the even ones of each head's first `dims` before the odd ones."""
+    order = [*range(0, dims, 2), *range(1, dims, 2), *range(dims, dim)]
+    return rows.view(-1, dim, *rows.shape[1:])[:, order].flatten(0, 1)
+
+
+def frequencies(rope: RopeSpec) -> torch.Tensor:
+    """Returns radians per position, [dims / 2] float32."""
+    dims = rope.dims
+    periods = rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     if rope.kind == "default":
         return 1.0 / periods
     if rope.kind == "linear":
         return 1.0 / periods / rope.factor
-    share = _extrapolated(rope, dim)
+    share = _extrapolated(rope, dims)
     return (1.0 / (rope.factor * periods)) * (1.0 - share) + (1.0 / periods) * share
 
 

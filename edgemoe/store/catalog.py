@@ -107,9 +107,9 @@ def _describe(path: Path) -> tuple[str, ...]:
         spec = spec_of(manifest)
     except (StoreError, CheckpointError) as error:
         return "", "", "", "", "", str(error)
-    present, total = sum(len(layer.experts) for layer in manifest.layers), spec.layers * spec.experts
+    present, total = sum(len(layer.experts) for layer in manifest.layers), spec.geometry.layers * spec.geometry.experts
     state = "complete" if present == total else f"{present} of {total} experts"
-    experts = f"{spec.experts}, top {spec.top_k}"
+    experts = f"{spec.router.experts}, top {spec.router.top_k}"
     return spec.family, str(spec.layers), experts, spec.dtype, f"{manifest.total_bytes / 1e9:.2f} GB", state
 
 

@@ -22,13 +22,15 @@ def spec_of(manifest: Manifest) -> ModelSpec:
     experts = tuple(layer.encoding or manifest.dtype for layer in manifest.layers)
     if any(encoding != manifest.dtype for encoding in experts):
         spec = replace(spec, encodings=experts)
-    if len(manifest.layers) != spec.layers:
-        raise _contradiction(manifest, f"{len(manifest.layers)} layers", f"{spec.layers}")
+    geometry = spec.geometry
+    if len(manifest.layers) != geometry.layers:
+        raise _contradiction(manifest, f"{len(manifest.layers)} layers of experts", f"{geometry.layers}")
     for layer, entry in enumerate(manifest.layers):
         for expert in entry.experts:
-            if expert.expert >= spec.experts:
-                raise _contradiction(manifest, f"an expert {expert.expert} of layer {layer}", f"{spec.experts} experts")
-            if expert.bytes != (expert_bytes := spec.geometry.bytes_of(layer)):
+            if expert.expert >= geometry.experts:
+                found = f"an expert {expert.expert} of layer {layer}"
+                raise _contradiction(manifest, found, f"{geometry.experts} experts")
+            if expert.bytes != (expert_bytes := geometry.bytes_of(layer)):
                 found = f"{expert.bytes} bytes for expert {expert.expert} of layer {layer}"
                 raise _contradiction(manifest, found, f"{expert_bytes} bytes an expert")
     encoding = ENCODINGS.get(manifest.dense.encoding, BFLOAT16)

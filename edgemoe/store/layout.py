@@ -15,7 +15,8 @@ from functools import cached_property
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.recipe import SourceRows, expert_recipes
-from edgemoe.families.spec import ModelSpec, Shape, dense_shapes
+from edgemoe.families.records import Shape
+from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.store.checkpoint import ITEM_BYTES, Checkpoint
 from edgemoe.store.manifest import DENSE, layer_file
 from edgemoe.store.pieces import Piece, Run, pieces_of
@@ -99,7 +100,7 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
         )
     tensors = SourceTensors(checkpoint, spec)
     dense = {name: tensors.take(name, shape) for name, shape in dense_shapes(spec).items()}
-    layers = [_experts(tensors, spec, layer) for layer in range(spec.geometry.layers)]
+    layers = [_experts(tensors, spec, layer) for layer in spec.expert_layers]
     tensors.refuse_leftovers()
     unfit: list[str] = []
     dtype = _dtype(checkpoint, layers, wanted)

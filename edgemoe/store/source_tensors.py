@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.recipe import SourceRows
-from edgemoe.families.spec import ModelSpec, Shape
+from edgemoe.families.records import Shape
+from edgemoe.families.spec import ModelSpec
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.quantized import UNUSED, find_source, has_source
 from edgemoe.store.sources import Source
@@ -57,10 +59,12 @@ class SourceTensors:
 
     def refuse_leftovers(self) -> None:
         """Raises UnsupportedModel where tensors are left that the configuration does not ask for."""
-        ignored = (*IGNORED, "lm_head.weight") if self._spec.tied else IGNORED
+        ignored = (*IGNORED, "lm_head.weight") if self._spec.block.tied else IGNORED
         if self._checkpoint.config.get("quantization_config"):
             ignored = (*ignored, *UNUSED)
-        if left := [name for name in self._left if not name.endswith(ignored)]:
+        skipped = [pattern.replace("{layers}", str(self._spec.layers)) for pattern in self._spec.names.skipped]
+        left = [name for name in self._left if not name.endswith(ignored)]
+        if left := [name for name in left if not any(re.match(pattern, name) for pattern in skipped)]:
             raise UnsupportedModel(
                 f"{self._checkpoint.directory}: {len(left)} tensors have no place in a {self._spec.architecture} "
                 f"of this configuration, such as {left[0]!r}"

@@ -154,10 +154,11 @@ def _machine() -> Machine:
 
 
 def _needs(manifest: Manifest, spec: ModelSpec) -> ModelNeeds:
+    experts = spec.geometry
     return ModelNeeds(
         dense_bytes=manifest.dense.bytes,
-        kv_bytes_per_token=spec.kv_bytes_per_token + -(-spec.layers * spec.experts // BLOCK_TOKENS),
-        experts=spec.geometry,
+        kv_bytes_per_token=spec.kv_bytes_per_token + -(-experts.layers * experts.experts // BLOCK_TOKENS),
+        experts=experts,
         context_tokens=spec.context_tokens,
     )
 
@@ -169,9 +170,9 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         digest=manifest.digest,
         context_tokens=spec.context_tokens,
         vocab=spec.vocab,
-        layers=spec.layers,
-        experts=spec.experts,
-        top_k=spec.top_k,
+        layers=spec.geometry.layers,
+        experts=spec.geometry.experts,
+        top_k=spec.geometry.top_k,
         dtype=spec.dtype,
         expert_bytes=spec.geometry.expert_bytes,
     )
@@ -251,7 +252,8 @@ def _engine(
     kv_swap_bytes = (settings.memory.headroom_bytes if on_gpu else budgets.kv_bytes) // KV_SWAP_SHARE
     if settings.engine.preemption != "park":
         kv_swap_bytes = 0
-    block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token + spec.layers * spec.experts  # with its signature
+    signature_bytes = spec.geometry.layers * spec.geometry.experts
+    block_bytes = BLOCK_TOKENS * spec.kv_bytes_per_token + signature_bytes
     kv_blocks = (budgets.kv_bytes - (0 if on_gpu else kv_swap_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")

@@ -116,7 +116,7 @@ def test_signatures_are_the_same_however_the_tokens_came_to_be_computed() -> Non
                 drive.step()
             signatures.append(drive.engine.blocks.signature(seq))
             drive.run()
-    assert signatures[0].sum() == 66 * SPEC.layers * SPEC.top_k
+    assert signatures[0].sum() == 66 * SPEC.layers * SPEC.router.top_k
     assert all((one == signatures[0]).all() for one in signatures)
 
 
@@ -227,7 +227,7 @@ def test_a_missing_expert_that_comes_back_costs_no_token() -> None:
 
 def test_who_lacks_an_expert_for_too_long_is_told_which_one_at_the_deadline_too() -> None:
     drive = Drive(missing_expert_timeout_s=2.0)
-    drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.experts)}
+    drive.model.decoder.experts.missing = {(0, expert) for expert in range(SPEC.router.experts)}
     drive.submit(prompt(5), "patient")
     drive.submit(prompt(7), "hurried", remaining_s=1.0)
     while not any(one.request == "patient" for one in drive.emitted):

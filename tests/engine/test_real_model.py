@@ -80,7 +80,7 @@ def model(
     manifest = pack(checkpoint, directory)
     spec = spec_from_config(manifest.spec_config)
     geometry = spec.geometry
-    policy, slow = LRU(spec.layers, spec.experts), request.param[0] == "a"
+    policy, slow = LRU(geometry.layers, geometry.experts), request.param[0] == "a"
     link_bytes_per_s = geometry.stride_bytes / 5e-3 if slow else 1e12
     with ExpertStore(directory, manifest) as store:
         tiers = ExpertTiers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import ModelSpec, RopeSpec, dense_shapes
-from edgemoe.families.table import FAMILIES
+from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
+from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.families.table import FAMILIES, REFUSED
 from edgemoe.model.rope import frequencies
 
 QWEN4 = {  # Qwen3-30B-A3B, as transformers 4 wrote it
@@ -69,34 +70,27 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def test_qwen3_30b_as_published() -> None:
     spec = spec_from_config(QWEN4)
-    assert dataclasses.replace(spec, rope=RopeSpec(0.0)) == ModelSpec(
+    assert spec == ModelSpec(
         family="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         vocab=151936,
         hidden=2048,
-        layers=48,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        expert_width=768,
-        experts=128,
-        top_k=8,
-        norm_topk=True,
-        rms_eps=1e-6,
-        qk_norm=True,
-        tied=False,
-        rope=RopeSpec(0.0),
         dtype="bfloat16",
         context_tokens=40960,
+        names=Names(),
+        attention=(Attention(Heads(32, 4, 128, qk_norm="head"), RopeSpec(1e6, 128)),) * 48,
+        router=RouterSpec(128, 8, renormalise=True),
+        feed_forward=FeedForward(768, dense_width=6144),
+        block=Block(1e-6),
     )
-    assert spec.rope == RopeSpec(1e6)
     assert spec.geometry.expert_bytes == 3 * 2048 * 768 * 2
     assert spec.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2
 
 
 def test_mixtral_8x7b_as_published() -> None:
     spec = spec_from_config(MIXTRAL4)
-    assert (spec.head_dim, spec.expert_width, spec.experts, spec.norm_topk) == (128, 14336, 8, True)
+    assert spec.attention == (Attention(Heads(32, 8, 128), RopeSpec(1e6, 128)),) * 32
+    assert (spec.feed_forward, spec.router) == (FeedForward(14336), RouterSpec(8, 2, renormalise=True))
 
 
 @pytest.mark.parametrize("config", [QWEN4, MIXTRAL4], ids=["qwen3", "mixtral"])
@@ -115,19 +109,22 @@ def test_shapes_are_those_of_transformers(config: dict[str, Any]) -> None:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**small))
     theirs = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     spec = spec_from_config(small)
-    gate_up, down = spec.names.stacked(1)
-    assert theirs[gate_up] == (spec.experts, *spec.geometry.gate_up_shape)
-    assert theirs[down] == (spec.experts, *spec.geometry.down_shape)
+    names, geometry = spec.names.experts(1), spec.geometry
+    assert theirs[names.gate_up] == (geometry.experts, *geometry.gate_up_shape)
+    assert theirs[names.down] == (geometry.experts, *geometry.down_shape)
     assert dense_shapes(spec) == {name: shape for name, shape in theirs.items() if ".experts." not in name}
 
 
 def test_names_of_older_checkpoints_are_known() -> None:
-    mixtral = FAMILIES["MixtralForCausalLM"]
+    mixtral = FAMILIES["MixtralForCausalLM"].names
     assert mixtral.spellings("model.layers.3.mlp.gate.weight") == (
         "model.layers.3.mlp.gate.weight",
         "model.layers.3.block_sparse_moe.gate.weight",
     )
-    assert mixtral.spellings(mixtral.separate(0, 7)[2])[-1] == "model.layers.0.block_sparse_moe.experts.7.w2.weight"
+    assert (
+        mixtral.spellings(mixtral.experts(0).separate(7)[2])[-1]
+        == "model.layers.0.block_sparse_moe.experts.7.w2.weight"
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,8 +142,10 @@ def test_frequencies_equal_those_of_transformers(rope: dict[str, Any]) -> None:
     spec = spec_from_config(config)
     loaded = transformers.AutoConfig.for_model(**config)
     expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](loaded, torch.device("cpu"))
-    torch.testing.assert_close(frequencies(spec.rope, spec.head_dim), expected, rtol=1e-6, atol=0)
-    assert spec.rope.attention_factor == pytest.approx(factor)
+    ours = spec.attention[0].rope
+    assert ours is not None
+    torch.testing.assert_close(frequencies(ours), expected, rtol=1e-6, atol=0)
+    assert ours.attention_factor == pytest.approx(factor)
 
 
 def test_yarn_extends_the_context() -> None:
@@ -158,14 +157,10 @@ def test_yarn_extends_the_context() -> None:
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"architectures": None, "model_type": "gpt_oss"}, "gpt_oss"),
-        ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "sliding_window"),
         ({"torch_dtype": "float16"}, "float16"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        *(({"architectures": [name]}, re.escape(REFUSED[name])) for name in REFUSED),
     ],
 )
 def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named: str) -> None:
@@ -188,11 +183,23 @@ def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named
         {"architectures": "Qwen3MoeForCausalLM"},
         {"rope_scaling": [1]},
         {"rope_scaling": {"rope_type": "linear"}},
+        {"partial_rotary_factor": 0.01},
+        {"partial_rotary_factor": 1.5},
+        {"decoder_sparse_step": 100},
+        {"mlp_only_layers": "all"},
+        {"mlp_only_layers": [0], "intermediate_size": None},
+        {"norm_topk_prob": "maybe"},
     ],
 )
 def test_nonsense_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):
         spec_from_config(QWEN4 | change)
+
+
+def test_a_window_is_that_of_every_layer() -> None:
+    spec = spec_from_config(QWEN4 | {"use_sliding_window": True, "sliding_window": 4096})
+    assert {attention.heads.window for attention in spec.attention} == {4096}
+    assert spec_from_config(QWEN4 | {"sliding_window": 4096}) == spec_from_config(QWEN4)
 
 
 def test_a_window_as_long_as_the_context_changes_nothing() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.kept import KERNELS
-from support.tiny_models import FAMILIES, SIZES, ResidentExperts, Tiny
+from support.tiny_models import FAMILIES, SIZES, Tiny, load_tiny
 
-from edgemoe.families.config import spec_from_config
-from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.decoder import Decoder
 
 
 @pytest.fixture(scope="session")
@@ -39,18 +33,7 @@ def make_tiny(kernels: dict[bool, Kernels], tmp_path_factory: pytest.TempPathFac
             if "norm" in name:
                 parameter.data += torch.randn_like(parameter) * 0.1
         directory = tmp_path_factory.mktemp(family)
-        config.dtype = dtype
-        config.save_pretrained(directory)
-        spec = spec_from_config(json.loads((directory / "config.json").read_text()))
-        return Tiny(
-            model, spec, load_decoder(directory, spec, model, kernels if fused else None), ResidentExperts(model)
-        )
+        model.save_pretrained(directory / "checkpoint")
+        return load_tiny(model, directory / "checkpoint", directory / "store", kernels if fused else None)
 
     return make
-
-
-def load_decoder(directory: Path, spec: ModelSpec, model: Any, kernels: dict[bool, Kernels] | None) -> Decoder:
-    state = model.state_dict()
-    path = directory / "dense.safetensors"
-    save_file({name: state[name].contiguous().clone() for name in dense_shapes(spec)}, path)
-    return Decoder.load(spec, path, kernels=kernels and kernels[spec.dtype == "bfloat16"])

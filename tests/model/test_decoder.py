@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.tiny_models import FAMILIES, Session, Tiny
+
+from edgemoe.families.records import Attention
+from edgemoe.model.fused import is_plain
 
 MakeTiny = Callable[..., Tiny]
 TOLERANCE = 1e-4
@@ -17,6 +21,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False, "num_key_value_heads": 4}),
     ("mixtral", {}),
     ("mixtral", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+    ("mixtral", {"sliding_window": 24}),
+    ("qwen3_moe", {"attention_bias": True, "mlp_only_layers": [0], "intermediate_size": 80}),
 ]
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
@@ -39,6 +45,20 @@ def _tokens(count: int, seed: int = 1) -> list[int]:
 
 def _error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return (ours - reference).abs().max().item()
+
+
+@pytest.mark.parametrize(("family", "changes"), VARIANTS[:4])
+def test_the_kernels_run_what_they_have_everything_for(
+    make_tiny: MakeTiny, family: str, changes: dict[str, Any]
+) -> None:
+    spec = make_tiny(family, **changes).spec
+    first = spec.attention[0]
+    assert is_plain(spec)
+    assert not is_plain(replace(spec, block=replace(spec.block, residual=0.5)))
+    assert not is_plain(replace(spec, router=replace(spec.router, score="sigmoid")))
+    for other in (Attention(first.heads, None), replace(first, heads=replace(first.heads, window=16))):
+        assert not is_plain(replace(spec, attention=(other, *spec.attention[1:])))
+        assert not is_plain(replace(spec, attention=(other,) * spec.layers))
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 import torch
 import transformers
-from support.tiny_models import ResidentExperts, Session, Tiny
+from support.tiny_models import Session, Tiny, load_tiny
 from tokenizers import Tokenizer
 
 from edgemoe.demo import model_path
-from edgemoe.families.config import spec_from_config
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.decoder import Decoder
 
 TEXTS = ["def main(argv):\n    ", "The file system", "12 + 30 =", 'msgid "Cancel"\nmsgstr "']
 
 
 @pytest.fixture(scope="module")
-def demo(kernels: dict[bool, Kernels]) -> Tiny:
-    path = model_path()
-    config: dict[str, Any] = json.loads((path / "config.json").read_text()) | {"torch_dtype": "float32"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    spec = spec_from_config(config)
-    decoder = Decoder.load(spec, path / "model.safetensors", kernels=kernels[False])
-    return Tiny(model, spec, decoder, ResidentExperts(model))
+def demo(kernels: dict[bool, Kernels], tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder = tmp_path_factory.mktemp("demo")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    model.save_pretrained(folder / "checkpoint")
+    return load_tiny(model, folder / "checkpoint", folder / "store", kernels)
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from support.tiny_models import FAMILIES, ResidentExperts, Session, Tiny
 
-from edgemoe.families.spec import dense_shapes
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
+from edgemoe.store.manifest import DENSE
 
 pytestmark = pytest.mark.gpu
 
@@ -36,12 +34,10 @@ class GpuSession(Session):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefill_chunks_decode_and_mixed_batches(
-    make_tiny: Callable[..., Tiny], family: str, dtype: torch.dtype, tmp_path: Path
+    make_tiny: Callable[..., Tiny], family: str, dtype: torch.dtype
 ) -> None:
     tiny = make_tiny(family, dtype=dtype, initializer_range=0.05)
-    state = tiny.model.state_dict()
-    save_file({name: state[name].contiguous().clone() for name in dense_shapes(tiny.spec)}, tmp_path / "dense")
-    there = replace(tiny, decoder=Decoder.load(tiny.spec, tmp_path / "dense", "cuda"), experts=Behind(tiny.model))
+    there = replace(tiny, decoder=Decoder.load(tiny.spec, tiny.store / DENSE, "cuda"), experts=Behind(tiny.store))
     ours, gpu = Session(tiny, sequences=2), GpuSession(there, sequences=2)
     long, short = list(range(100)), list(range(50, 60))
     rounding = 1e-3 if dtype == torch.float32 else 0.1

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from edgemoe.families.kv_layout import KVLayout, KVRow
 from edgemoe.families.latent import LatentSpec
-from edgemoe.families.spec import RopeSpec
+from edgemoe.families.records import RopeSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model import latent
 from edgemoe.model.attention import StepAttention
@@ -88,7 +88,7 @@ def test_latent_attention_equals_transformers_however_the_prompt_is_cut(
         cache.data.fill_(0xFF)
         for count in cuts:
             positions = torch.arange(start, start + count)
-            angles = positions[:, None] * frequencies(RopeSpec(1e4), SPEC.rope)
+            angles = positions[:, None] * frequencies(RopeSpec(1e4, SPEC.rope))
             tokens, after = torch.zeros(count, dtype=torch.int64), start + count
             batch = Batch(tokens, positions, [count], [after], [[5, 3, 0, 1, 2, 4, 6]], tokens, count == 1)
             step = StepAttention(batch, cache, used)

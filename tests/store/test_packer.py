@@ -58,10 +58,11 @@ def test_the_store_has_every_tensor_of_the_model_bit_for_bit(
     spec = spec_from_config(manifest.spec_config)
     assert set(dense) == set(dense_shapes(spec))
     assert all(torch.equal(dense[name], theirs[name]) for name in dense)
-    for layer in range(spec.layers):
+    for layer in spec.expert_layers:
+        names = spec.names.experts(layer)
         ours = load_torch(tmp_path / manifest.layers[layer].file)
-        for name, part in zip(spec.names.stacked(layer), ("gate_up_proj", "down_proj"), strict=True):
-            stacked = torch.stack([ours[f"experts.{expert}.{part}"] for expert in range(spec.experts)])
+        for name, part in zip((names.gate_up, names.down), ("gate_up_proj", "down_proj"), strict=True):
+            stacked = torch.stack([ours[f"experts.{expert}.{part}"] for expert in range(spec.geometry.experts)])
             assert torch.equal(stacked, theirs[name])
 
 
@@ -70,7 +71,7 @@ def test_an_expert_is_one_aligned_run_of_gate_up_then_down(checkpoint: Make, tmp
     manifest = pack(source, tmp_path)
     theirs = load_torch(source / "model.safetensors")
     spec = spec_from_config(manifest.spec_config)
-    gate_up, down = (theirs[name] for name in spec.names.stacked(1))
+    gate_up, down = (theirs[name] for name in spec.names.experts(1)[:2])
     entry = manifest.entry(1, 3)
     raw = (tmp_path / manifest.layers[1].file).read_bytes()[entry.offset : entry.offset + entry.bytes]
     assert entry.offset % 4096 == 0

@@ -14,7 +14,8 @@ from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.runner import LoadedModel, Watchers
 from edgemoe.errors import MissingExpert
-from edgemoe.families.spec import ModelSpec, RopeSpec
+from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
+from edgemoe.families.spec import ModelSpec
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -26,21 +27,15 @@ SPEC = ModelSpec(
     architecture="Qwen3MoeForCausalLM",
     vocab=264,
     hidden=32,
-    layers=2,
-    heads=2,
-    kv_heads=2,
-    head_dim=16,
-    expert_width=16,
-    experts=6,
-    top_k=2,
-    norm_topk=True,
-    rms_eps=1e-6,
-    qk_norm=False,
-    tied=True,
-    rope=RopeSpec(1e4),
     dtype="float32",
     context_tokens=512,
+    names=Names(),
+    attention=(Attention(Heads(2, 2, 16), RopeSpec(1e4, 16)),) * 2,
+    router=RouterSpec(6, 2, renormalise=True),
+    feed_forward=FeedForward(16),
+    block=Block(1e-6, tied=True),
 )
+HEADS, ROUTER = SPEC.attention[0].heads, SPEC.router
 
 
 class PlainCache:
@@ -49,7 +44,7 @@ class PlainCache:
     states: Any = None
 
     def __init__(self, blocks: int) -> None:
-        shape = (blocks, SPEC.layers, 2, BLOCK_TOKENS, SPEC.kv_heads, SPEC.head_dim)
+        shape = (blocks, SPEC.layers, 2, BLOCK_TOKENS, HEADS.kv_count, HEADS.dim)
         self.data = torch.full(shape, torch.nan)
 
     def gather(self, blocks: Sequence[int]) -> torch.Tensor:
@@ -110,8 +105,8 @@ class PlainDecoder:
         self.embed = random(SPEC.vocab, hidden, scale=1.0)
         self.places = random(SPEC.context_tokens, hidden, scale=0.5)
         self.qkv = random(layers, hidden, 3 * hidden, scale=0.25)
-        self.gates = random(layers, hidden, SPEC.experts, scale=0.5)
-        self.experts = PlainExperts(random(layers, SPEC.experts, hidden, hidden, scale=0.4))
+        self.gates = random(layers, hidden, ROUTER.experts, scale=0.5)
+        self.experts = PlainExperts(random(layers, ROUTER.experts, hidden, hidden, scale=0.4))
         self.steps: list[Batch] = []
 
     def forward(self, batch: Batch, kv: PlainCache, experts: PlainExperts) -> torch.Tensor:
@@ -120,7 +115,7 @@ class PlainDecoder:
         for layer in range(SPEC.layers):
             x = x + self._attend(layer, _norm(x), batch, kv)
             probs = torch.softmax(_norm(x) @ self.gates[layer], -1)
-            shares, ids = probs.topk(SPEC.top_k)
+            shares, ids = probs.topk(ROUTER.top_k)
             x = x + experts.forward(layer, _norm(x), ids, shares)
         return _norm(x[batch.logit_rows]) @ self.embed.T
 
@@ -128,7 +123,7 @@ class PlainDecoder:
         return self.embed[batch.tokens] + self.places[batch.positions]
 
     def _attend(self, layer: int, x: torch.Tensor, batch: Batch, kv: PlainCache) -> torch.Tensor:
-        heads = (-1, SPEC.heads, SPEC.head_dim)
+        heads = (-1, HEADS.count, HEADS.dim)
         q, k, v = (part.reshape(heads) for part in (x @ self.qkv[layer]).chunk(3, -1))
         out, start = [], 0
         for count, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
@@ -139,7 +134,7 @@ class PlainDecoder:
             kv.data[blocks, layer, 1, at % BLOCK_TOKENS] = v[rows]
             used = torch.tensor(table[: -(-context // BLOCK_TOKENS)])
             keys, values = (kv.data[used, layer, part].flatten(0, 1)[:context] for part in (0, 1))
-            scores = torch.einsum("qhd,khd->hqk", q[rows], keys) / SPEC.head_dim**0.5
+            scores = torch.einsum("qhd,khd->hqk", q[rows], keys) / HEADS.dim**0.5
             scores = scores.masked_fill(torch.arange(context) > at[:, None], -torch.inf)
             out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1))
             start += count

@@ -1,16 +1,22 @@
-"""Tiny random checkpoints of both families, and what it takes to run them all resident."""
+"""Tiny random checkpoints of all families, and what it takes to run them all resident."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.manifest import DENSE
+from edgemoe.store.packer import pack
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 SIZES: dict[str, Any] = {
@@ -42,8 +48,8 @@ class ResidentExperts:
 
     lookahead = 0
 
-    def __init__(self, model: Any) -> None:
-        self._layers = [layer.mlp.experts for layer in model.model.layers]
+    def __init__(self, store: Path) -> None:
+        self._layers = [load_file(file) for file in sorted((store / "experts").iterdir())]
         self.hints: list[tuple[int, torch.Tensor]] = []
         self.ids: list[torch.Tensor] = []
 
@@ -52,8 +58,9 @@ class ResidentExperts:
         self.ids.append(ids.clone())
         for expert in ids.unique().tolist():
             tokens, places = (ids == expert).nonzero(as_tuple=True)
-            gate, up = (hidden[tokens].float() @ experts.gate_up_proj[expert].float().T).chunk(2, dim=-1)
-            output = (torch.nn.functional.silu(gate) * up) @ experts.down_proj[expert].float().T
+            gate_up, down = (experts[f"experts.{expert}.{part}_proj"].float() for part in ("gate_up", "down"))
+            gate, up = (hidden[tokens].float() @ gate_up.T).chunk(2, dim=-1)
+            output = (torch.nn.functional.silu(gate) * up) @ down.T
             out.index_add_(0, tokens, output * weights[tokens, places, None])
         return out
 
@@ -69,12 +76,20 @@ class Tiny:
     spec: ModelSpec
     decoder: Decoder
     experts: ResidentExperts
+    store: Path
 
     @torch.inference_mode()
     def reference(self, tokens: list[int]) -> torch.Tensor:
         """transformers' logits of all positions, [T, V]."""
         logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
         return logits.float()
+
+
+def load_tiny(model: Any, checkpoint: Path, store: Path, kernels: dict[bool, Kernels] | None) -> Tiny:
+    """Packs a checkpoint and loads it."""
+    spec = spec_of(pack(checkpoint, store))
+    decoder = Decoder.load(spec, store / DENSE, kernels=kernels and kernels[spec.dtype == "bfloat16"])
+    return Tiny(model, spec, decoder, ResidentExperts(store), store)
 
 
 class Session:

@@ -91,7 +91,7 @@ class Ours:
         self.kernels = Kernels(threads, spec.dtype == "bfloat16")
         self.decoder = _random_decoder(spec, self.kernels)
         geometry = spec.geometry
-        policy = policy or LRU(spec.layers, spec.experts)
+        policy = policy or LRU(geometry.layers, geometry.experts)
         everything = geometry.all_bytes
         self.tiers = ExpertTiers(
             geometry,
@@ -106,7 +106,7 @@ class Ours:
     def _fill(self) -> None:
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_until_complete, args=(self.tiers.run(),), daemon=True).start()
-        layers, experts = range(self.spec.layers), np.arange(self.spec.experts)
+        layers, experts = range(self.spec.geometry.layers), np.arange(self.spec.geometry.experts)
         while not all(self.tiers.residency.all_on_top(layer, experts) for layer in layers):
             time.sleep(0.05)
 
@@ -172,7 +172,7 @@ def _random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
 def dense_bytes(spec: ModelSpec) -> int:
     """Read once a step, whatever the batch; of an untied embedding only a row."""
     elements = sum(int(np.prod(shape)) for shape in dense_shapes(spec).values())
-    return (elements - (0 if spec.tied else spec.vocab * spec.hidden)) * spec.dtype_bytes
+    return (elements - (0 if spec.block.tied else spec.vocab * spec.hidden)) * spec.dtype_bytes
 
 
 def measure(args: argparse.Namespace, ours: Ours, oracle: Oracle, batch: int) -> dict[str, Any]:

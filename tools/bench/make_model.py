@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from edgemoe.families.config import spec_from_config
+from edgemoe.families.records import ExpertNames
 from edgemoe.families.spec import ModelSpec, dense_shapes
-from edgemoe.families.table import FAMILIES, Family
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30
@@ -28,6 +28,18 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
 )
+FAMILIES: dict[str, dict[str, Any]] = {  # what the configurations differ in
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
 Tensors = list[tuple[str, tuple[int, ...]]]
 
@@ -35,7 +47,7 @@ Tensors = list[tuple[str, tuple[int, ...]]]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to create")
-    parser.add_argument("--family", choices=[family.name for family in FAMILIES.values()], default="qwen3_moe")
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="qwen3_moe")
     for name, value in {
         "layers": 16,
         "hidden": 1024,
@@ -60,14 +72,13 @@ def arguments() -> argparse.Namespace:
 
 def make_config(args: argparse.Namespace) -> dict[str, Any]:
     """`config.json` as transformers 5 writes it."""
-    family = next(family for family in FAMILIES.values() if family.name == args.family)
     return {
-        "architectures": [family.architecture],
-        "model_type": family.name,
+        **FAMILIES[args.family],
+        "model_type": args.family,
         "vocab_size": args.vocab,
         "hidden_size": args.hidden,
         "intermediate_size": args.expert_width,
-        family.width_key: args.expert_width,
+        "moe_intermediate_size": args.expert_width,
         "num_hidden_layers": args.layers,
         "num_attention_heads": args.heads,
         "num_key_value_heads": args.kv_heads,
@@ -75,8 +86,6 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
         "num_local_experts": args.experts,
         "num_experts_per_tok": args.top_k,
         "norm_topk_prob": True,
-        "rms_norm_eps": family.default_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": family.default_theta},
         "max_position_embeddings": args.context,
         "tie_word_embeddings": args.tied,
         "hidden_act": "silu",
@@ -90,22 +99,21 @@ def make_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def tensors(spec: ModelSpec, layout: str) -> Tensors:
     """Name and shape of every tensor, layer by layer."""
-    family, result = spec.names, list(dense_shapes(spec).items())
-    for layer in range(spec.layers):
-        result += _experts(spec, family, layer, layout)
+    result = list(dense_shapes(spec).items())
+    for layer in spec.expert_layers:
+        result += _experts(spec, spec.names.experts(layer), layout)
     return result
 
 
-def _experts(spec: ModelSpec, family: Family, layer: int, layout: str) -> Iterable[tuple[str, tuple[int, ...]]]:
+def _experts(spec: ModelSpec, names: ExpertNames, layout: str) -> Iterable[tuple[str, tuple[int, ...]]]:
     if layout == "stacked":
-        gate_up, down = family.stacked(layer)
-        yield gate_up, (spec.experts, *spec.geometry.gate_up_shape)
-        yield down, (spec.experts, *spec.geometry.down_shape)
+        yield names.gate_up, (spec.geometry.experts, *spec.geometry.gate_up_shape)
+        yield names.down, (spec.geometry.experts, *spec.geometry.down_shape)
         return
-    row = (spec.expert_width, spec.hidden)
-    for expert in range(spec.experts):
-        names = (family.spellings(name)[-1] for name in family.separate(layer, expert))
-        yield from zip(names, (row, row, spec.geometry.down_shape), strict=True)
+    row = (spec.geometry.width, spec.hidden)
+    for expert in range(spec.geometry.experts):
+        found = (spec.names.spellings(name)[-1] for name in names.separate(expert))
+        yield from zip(found, (row, row, spec.geometry.down_shape), strict=True)
 
 
 def shards(spec: ModelSpec, all_tensors: Tensors) -> Iterator[Tensors]:
@@ -138,7 +146,7 @@ def write_shard(path: Path, spec: ModelSpec, group: Tensors, std: float, random:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in group:
-            own = EMBED_STD if "embed" in name and not spec.tied else std
+            own = EMBED_STD if "embed" in name and not spec.block.tied else std
             write_values(file, int(np.prod(shape)), spec, 0.0 if "norm" in name else own, random)
 
 

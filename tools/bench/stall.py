@@ -55,7 +55,7 @@ from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry.metrics import LEARNED_ETA, named
-from edgemoe.types.experts import Store, Tier
+from edgemoe.types.experts import ExpertGeometry, Store, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -166,10 +166,10 @@ class Runner:
         self.controller = None
         if contender.policy == "learned":
             self.controller = Controller(
-                spec.layers, spec.experts, spec.top_k, kept=Kept(state), forecaster=self.scoutgate
+                geometry.layers, geometry.experts, geometry.top_k, kept=Kept(state), forecaster=self.scoutgate
             )
             self.controller.wait_idle(120)
-        policy = self.controller.policy if self.controller else _policy(contender.policy, spec)
+        policy = self.controller.policy if self.controller else _policy(contender.policy, geometry)
         self.policy = policy
         total = geometry.all_bytes
         device = DeviceBudget("emulated", int(total * args.share), link, args.expert_bytes)
@@ -277,10 +277,10 @@ class Runner:
                 self.controller.wait_idle(10)
 
 
-def _policy(name: str, spec: ModelSpec) -> LRU | EWMA:
+def _policy(name: str, sizes: ExpertGeometry) -> LRU | EWMA:
     if name == "lru":
-        return LRU(spec.layers, spec.experts)
-    return (EWMA if name == "ewma" else PublishedPolicy)(spec.layers, spec.experts, spec.top_k)
+        return LRU(sizes.layers, sizes.experts)
+    return (EWMA if name == "ewma" else PublishedPolicy)(sizes.layers, sizes.experts, sizes.top_k)
 
 
 def measure(model: Model, args: Namespace, state: Path, link: float, lesson: list[StepRouting]) -> dict[str, Any]:

@@ -188,10 +188,10 @@ def _lying_header(raw: bytes, rng: random.Random) -> bytes:
 def _write_checkpoint(folder: Path) -> None:
     spec = spec_from_config(CONFIG)
     shapes = dense_shapes(spec)
-    for layer in range(spec.layers):
-        for expert in range(spec.experts):
-            gate, up, down = spec.names.separate(layer, expert)
-            rows = (spec.expert_width, spec.hidden)
+    for layer in spec.expert_layers:
+        for expert in range(spec.geometry.experts):
+            gate, up, down = spec.names.experts(layer).separate(expert)
+            rows = (spec.geometry.width, spec.hidden)
             shapes |= {gate: rows, up: rows, down: spec.geometry.down_shape}
     draw = np.random.default_rng(1)
     tensors = {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}

@@ -1,0 +1,164 @@
+"""The six records of a model: names, heads, rotary embedding, router, feed-forward and block. Imports no torch.
+
+Every switch has a plain default. A kernel that knows a few of them runs a model whose records equal the plain ones in
+all others, so a new switch is a new field, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from edgemoe.families.kv_layout import KVRow
+from edgemoe.types.experts import SILU, Activation
+
+Shape = tuple[int, ...]
+Tensors = Iterator[tuple[str, Shape]]  # names after the layer's prefix, as transformers 5 spells them
+
+
+class ExpertNames(NamedTuple):
+    """Says where a checkpoint has the experts of a layer: each by itself, or all of them stacked."""
+
+    gate_up: str  # [E, 2I, H]
+    down: str  # [E, H, I]
+    base: str  # of one expert's tensors, before its number
+    projections: tuple[str, str, str]
+
+    def separate(self, expert: int) -> tuple[str, str, str]:
+        """Returns the tensors of one expert: gate [I, H], up [I, H] and down [H, I]."""
+        gate, up, down = self.projections
+        return tuple(f"{self.base}.{expert}.{part}.weight" for part in (gate, up, down))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How checkpoints of a family name their tensors. Our names are those of transformers 5.
+
+    `renames` holds (part of our name, the same part in checkpoints), each of which may apply or not.
+    `skipped` are regular expressions of tensors that have no place here; `{layers}` is the number of layers.
+    """
+
+    renames: tuple[tuple[str, str], ...] = ()
+    skipped: tuple[str, ...] = ()
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """Returns `name` in every way in which checkpoints may write it, ours first."""
+        found = [name]
+        for ours, theirs in self.renames:
+            found += [each.replace(ours, theirs, 1) for each in found if ours in each]
+        return tuple(dict.fromkeys(found))
+
+    def experts(self, layer: int) -> ExpertNames:
+        """Returns the names of the experts' tensors of a layer, which is counted among all layers."""
+        base = f"model.layers.{layer}.mlp.experts"
+        return ExpertNames(f"{base}.gate_up_proj", f"{base}.down_proj", base, self.projections)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of one layer's attention. Subclasses are other mechanisms, with fields of their own."""
+
+    mechanism: ClassVar[str] = "dense"
+
+    count: int
+    kv_count: int
+    dim: int
+    qk_norm: str = "none"  # "none" | "head": each head by itself | "full": all heads of a token together
+    norm_after_rope: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    scale: float = 0.0  # of scores; 0: dim ** -0.5
+    clip: float = 0.0  # bounds queries, keys and values before rotary embedding; 0: none
+    window: int = 0  # tokens that a token sees, itself among them; 0: all
+
+    @property
+    def kv(self) -> KVRow:
+        """Returns what the layer keeps, in whatever type."""
+        return KVRow(self.kv_count, self.dim, self.dim)
+
+    def tensors(self, hidden: int) -> Tensors:
+        """Yields name and shape of the layer's tensors."""
+        queries, keys = self.count * self.dim, self.kv_count * self.dim
+        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"self_attn.{part}_proj.weight", (rows, hidden)
+        yield "self_attn.o_proj.weight", (hidden, queries)
+        if self.qkv_bias:
+            for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+                yield f"self_attn.{part}_proj.bias", (rows,)
+        if self.o_bias:
+            yield "self_attn.o_proj.bias", (hidden,)
+        if self.qk_norm != "none":
+            full = self.qk_norm == "full"
+            yield "self_attn.q_norm.weight", (queries if full else self.dim,)
+            yield "self_attn.k_norm.weight", (keys if full else self.dim,)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: `kind` "default", "linear" or "yarn"; the fields from `original_tokens` on are YaRN's."""
+
+    theta: float
+    dims: int  # of a head that turn, the first ones
+    interleaved: bool = False  # neighbours form pairs, else the two halves do
+    kind: str = "default"
+    factor: float = 1.0
+    original_tokens: int = 0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What one layer attends with. Layers that are alike share one record."""
+
+    heads: Heads
+    rope: RopeSpec | None  # None: positions are not embedded
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """How a layer's gate chooses `top_k` of its experts.
+
+    A softmax of the chosen logits alone is a softmax of all that is renormalised, so there is no switch for it.
+    """
+
+    experts: int
+    top_k: int
+    score: str = "softmax"  # of logits: "softmax" | "sigmoid"
+    float32: bool = False  # the product with the gate is one of float32
+    logit_bias: bool = False
+    selection_bias: bool = False  # is added to scores where experts are chosen, and not where they are weighted
+    renormalise: bool = False  # a token's weights sum to 1
+    least_mass: float = 0.0  # what weights are divided by at least
+    scale: float = 1.0  # of weights
+    groups: int = 1  # experts form groups, of which only `top_groups` are looked at
+    top_groups: int = 1
+    group_score: str = "max"  # "max": the best expert's | "top2": the two best experts' together
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """What follows attention in a block: experts, or one dense network in some layers."""
+
+    width: int  # of an expert
+    activation: Activation = SILU
+    expert_biases: bool = False
+    dense_layers: frozenset[int] = frozenset()
+    dense_width: int = 0
+    shared_width: int = 0  # of a network that every token uses beside its experts; 0: none
+    shared_gate: bool = False  # its output is weighted by a sigmoid
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What ties layers together: norms, and the factors of embedding, residual and logits."""
+
+    eps: float
+    tied: bool = False  # the head is the embedding
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0

@@ -1,0 +1,72 @@
+"""Computes attention with keys and values for each token: the mechanism "dense", with all its switches."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from edgemoe.kernels.cpu.runtime import EVERYTHING
+from edgemoe.model.layers.norm import Norm
+from edgemoe.model.layers.reader import LayerPlace
+from edgemoe.model.layers.step import StepContext
+from edgemoe.model.rope import Angles, half_split, turn
+from edgemoe.model.scores import Scores
+
+
+class DenseAttention:
+    """The attention of one layer."""
+
+    def __init__(self, place: LayerPlace) -> None:
+        heads = place.attention.heads
+        self._number, self._heads, self._rope = place.number, heads, place.attention.rope
+        qkv = [f"self_attn.{part}_proj" for part in "qkv"]
+        self.qkv = place.read(*(f"{name}.weight" for name in qkv))  # [(count + 2 kv_count) dim, H]
+        self.o = place.read("self_attn.o_proj.weight")  # [H, count dim]
+        self._qkv_bias = place.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
+        self._o_bias = place.read("self_attn.o_proj.bias") if heads.o_bias else None
+        self.q_norm = self.k_norm = None
+        if heads.qk_norm != "none":
+            eps = place.spec.block.eps
+            self.q_norm, self.k_norm = (Norm(place.read(f"self_attn.{part}_norm.weight"), eps) for part in "qk")
+        if self._rope is not None and self._rope.interleaved:
+            self._order_pairs(self._rope.dims)
+        self._scores = Scores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING)
+
+    def _order_pairs(self, dims: int) -> None:
+        """Reorders the rows of queries and keys so that pairs lie in the two halves."""
+        heads = self._heads
+        turned = (heads.count + heads.kv_count) * heads.dim
+        for tensor, size in ((self.qkv, turned), (self._qkv_bias, turned)):
+            if tensor is not None:
+                tensor[:size] = half_split(tensor[:size], heads.dim, dims)
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                norm.weight.copy_(half_split(norm.weight, heads.dim, dims))
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
+        heads = self._heads
+        parts = linear(x, self.qkv, self._qkv_bias).view(len(x), -1, heads.dim)
+        q, k, v = torch.split(parts, [heads.count, heads.kv_count, heads.kv_count], dim=1)
+        angles = None if self._rope is None else step.angles(self._rope)
+        q, k = self._place(q, self.q_norm, angles), self._place(k, self.k_norm, angles)
+        if heads.clip:
+            v = v.clamp(-heads.clip, heads.clip)
+        attended = step.attention(self._number, q.to(x.dtype), k.to(x.dtype), v, self._scores)
+        return linear(attended, self.o, self._o_bias)
+
+    def _place(self, part: torch.Tensor, norm: Norm | None, angles: Angles | None) -> torch.Tensor:
+        """Returns queries or keys [T, heads, dim] after norm, bound and rotary embedding, in float32."""
+        heads, part = self._heads, part.float()
+        if norm is not None and not heads.norm_after_rope:
+            part = self._normalise(part, norm)
+        if heads.clip:
+            part = part.clamp(-heads.clip, heads.clip)
+        if angles is not None:
+            part = turn(part, *angles)
+        if norm is not None and heads.norm_after_rope:
+            part = self._normalise(part, norm)
+        return part
+
+    def _normalise(self, part: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return norm(part) if self._heads.qk_norm == "head" else norm(part.flatten(1)).view(part.shape)

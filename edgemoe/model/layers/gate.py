@@ -1,0 +1,62 @@
+"""Chooses each token's experts, as the router's record says."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from edgemoe.model.layers.reader import LayerPlace
+
+
+class Gate:
+    """The gate of one layer."""
+
+    def __init__(self, place: LayerPlace) -> None:
+        self._router = router = place.spec.router
+        self.weight = place.read("mlp.gate.weight", dtype=torch.float32 if router.float32 else None)  # [E, H]
+        self._logit_bias = self._selection_bias = None
+        if router.logit_bias:
+            self._logit_bias = place.read("mlp.gate.bias", dtype=torch.float32)
+        if router.selection_bias:
+            self._selection_bias = place.read("mlp.gate.e_score_correction_bias", dtype=torch.float32)
+
+    def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the chosen experts' ids [T, k] and weights [T, k] float32 for `hidden` [T, H]."""
+        router, scores = self._router, self._scores(hidden)
+        choice = self._choice(scores)
+        weights, ids = choice.topk(router.top_k, dim=-1)
+        if choice is not scores:
+            weights = scores.gather(-1, ids)
+        if router.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_mass)
+        return ids, weights * router.scale if router.scale != 1.0 else weights
+
+    def chances(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns how likely each expert is to be chosen, [T, E] float32, each token's summing to 1."""
+        scores = self._scores(hidden)
+        choice = self._choice(scores)
+        if choice is scores and self._router.score == "softmax":
+            return scores
+        open_to = choice.isfinite()
+        least = choice.masked_fill(~open_to, torch.inf).amin(-1, keepdim=True)
+        above = (choice - least).masked_fill(~open_to, 0.0) + torch.finfo(torch.float32).tiny
+        return above / above.sum(-1, keepdim=True)
+
+    def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = linear(hidden.to(self.weight.dtype), self.weight).float()
+        if self._logit_bias is not None:
+            logits = logits + self._logit_bias
+        return logits.softmax(-1) if self._router.score == "softmax" else logits.sigmoid()
+
+    def _choice(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns what experts are chosen by, [T, E]: -inf for those of groups that are not looked at."""
+        router = self._router
+        if self._selection_bias is not None:
+            scores = scores + self._selection_bias
+        if router.top_groups == router.groups:
+            return scores
+        grouped = scores.view(len(scores), router.groups, -1)  # [T, groups, E / groups]
+        best = grouped.amax(-1) if router.group_score == "max" else grouped.topk(2, dim=-1)[0].sum(-1)
+        chosen = best.topk(router.top_groups, dim=-1)[1]
+        closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, chosen, False)
+        return grouped.masked_fill(closed[..., None], -torch.inf).flatten(-2)

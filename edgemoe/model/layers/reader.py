@@ -1,0 +1,82 @@
+"""Reads dense weights into one allocation, checked against the spec."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edgemoe.errors import StoreError
+from edgemoe.families.records import Attention
+from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.model.kv import DTYPES
+from edgemoe.model.memory import zeros
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+Read = Callable[..., torch.Tensor]
+
+
+class WeightReader:
+    """Copies tensors of a file into one allocation, one after the other."""
+
+    def __init__(self, spec: ModelSpec, path: Path, file: Any, device: torch.device) -> None:
+        self._names, self._dtype = spec.names, DTYPES[spec.dtype]
+        self._path, self._file, self._shapes, self._present = path, file, dense_shapes(spec), set(file.keys())
+        room = sum(math.prod(shape) * (4 if len(shape) == 1 else spec.dtype_bytes) for shape in self._shapes.values())
+        room += sum(math.prod(shape) * 4 for name, shape in self._shapes.items() if _is_gate(name))
+        self._memory = zeros([room + ALIGNMENT * len(self._shapes)], torch.uint8, device)
+        self._taken = 0
+
+    def __call__(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns the tensors of these names, concatenated by rows. Raises StoreError.
+
+        Norms are float32; all else is of the model's type unless `dtype` says otherwise.
+        """
+        stored = [self._stored(name) for name in names]
+        dtype = dtype or (torch.float32 if "norm" in names[0] else self._dtype)
+        result = self._take([sum(len(part) for part in stored), *stored[0].shape[1:]], dtype)
+        for part, rows in zip(stored, torch.split(result, [len(part) for part in stored]), strict=True):
+            rows.copy_(part)
+        return result
+
+    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        start = self._taken
+        size = math.prod(shape) * dtype.itemsize
+        self._taken += -(-size // ALIGNMENT) * ALIGNMENT
+        return self._memory[start : start + size].view(dtype).view(tuple(shape))
+
+    def _stored(self, name: str) -> torch.Tensor:
+        spelling = next((each for each in self._names.spellings(name) if each in self._present), None)
+        if spelling is None:
+            raise StoreError(f"{self._path} lacks {name}; pack the checkpoint again")
+        tensor: torch.Tensor = self._file.get_tensor(spelling)
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise StoreError(
+                f"{self._path}: {spelling} is {tuple(tensor.shape)}, but config.json says {self._shapes[name]}"
+            )
+        return tensor
+
+
+def _is_gate(name: str) -> bool:
+    return name.endswith("mlp.gate.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a part of the decoder stands: in which layer of which model, and what reads its weights."""
+
+    spec: ModelSpec
+    number: int  # among all layers
+    reader: WeightReader
+
+    @property
+    def attention(self) -> Attention:
+        return self.spec.attention[self.number]
+
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns tensors of this layer, concatenated by rows; names after the layer's prefix. Raises StoreError."""
+        return self.reader(*(f"model.layers.{self.number}.{name}" for name in names), dtype=dtype)
