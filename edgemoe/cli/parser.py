@@ -32,8 +32,15 @@ _PACK = """\
 A store holds each expert as one aligned run that is one read from disk. A pack that was interrupted goes on where
 it stopped; packing a finished store again verifies it and mends what is damaged.
 
-Example:
+With --experts and --dense weights are stored in 8 or 4 bits, which is half and a quarter of what memory, links and
+disk have to hold and move. "keep" leaves them as the checkpoint has them. --experts takes other encodings for some
+layers of experts, by number (from 0), "first" and "last". --check says what that costs on a text: the divergence of
+what the store and the checkpoint foretell.
+
+Examples:
   edgemoe pack ./Qwen3-30B-A3B /srv/models/qwen3-30b
+  edgemoe pack ./Qwen3-30B-A3B --experts int4 --dense int8
+  edgemoe pack ./Qwen3-30B-A3B --experts int4,first=int8,last=int8 --check ./notes.txt
 """
 
 _MODELS = """\
@@ -167,9 +174,14 @@ def _serve(commands: Any) -> None:
 
 
 def _pack(commands: Any) -> None:
-    parser = _command(commands, "pack", "edgemoe.cli.serve:pack", "turn a Hugging Face checkpoint into a store", _PACK)
+    parser = _command(commands, "pack", "edgemoe.cli.pack:run", "turn a Hugging Face checkpoint into a store", _PACK)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory with config.json and *.safetensors")
     parser.add_argument("store", metavar="STORE", nargs="?", help="directory to write (default: in model.store_dir)")
+    parser.add_argument(
+        "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, int8, bf16 or keep (default)"
+    )
+    parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")
+    parser.add_argument("--check", metavar="FILE", help="compare the store with the checkpoint on this text")
     _settings_options(parser)
 
 

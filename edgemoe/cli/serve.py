@@ -1,4 +1,4 @@
-"""Runs `edgemoe serve` and `edgemoe pack`."""
+"""Runs `edgemoe serve`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from edgemoe.config.loading import Loaded, Value, load
-from edgemoe.store.packer import Progress, ensure_store
+from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
@@ -27,31 +27,17 @@ def serve(args: argparse.Namespace) -> int:
     from edgemoe.front import main as daemon
     from edgemoe.store.catalog import store_of
 
-    loaded = _loaded(args)
+    loaded = read_settings(args)
     configure(loaded.settings.log, journal=goes_to_journal(os.environ))
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
     for warning in loaded.warnings:
         log.warning(warning)
-    model = store_of(loaded.settings.model, _progress)
+    model = store_of(loaded.settings.model, show_progress)
     return daemon.run(msgspec.structs.replace(loaded.settings, model=model))
 
 
-def pack(args: argparse.Namespace) -> int:
-    """Packs one checkpoint and prints the path of the store."""
-    from edgemoe.store.packer import pack as write_store
-
-    configure(_loaded(args).settings.log)
-    with _progress(f"packing {args.checkpoint}") as progress:
-        if args.store:
-            write_store(args.checkpoint, args.store, progress)
-            store = Path(args.store)
-        else:
-            store = ensure_store(args.checkpoint, _loaded(args).settings.model.store_dir, progress)
-    print(store)
-    return 0
-
-
-def _loaded(args: argparse.Namespace) -> Loaded:
+def read_settings(args: argparse.Namespace) -> Loaded:
+    """Returns the settings of files and command line. Raises ConfigError."""
     given = {
         "model.path": ("--model", getattr(args, "model", None)),
         "api.socket": ("--socket", getattr(args, "socket", None)),
@@ -61,7 +47,7 @@ def _loaded(args: argparse.Namespace) -> Loaded:
     return load(Path(args.config) if args.config else None, args.set, options)
 
 
-def _progress(what: str) -> AbstractContextManager[Progress]:
+def show_progress(what: str) -> AbstractContextManager[Progress]:
     """Returns a progress bar on a terminal, else a progress that logs a line every few seconds."""
     if sys.stderr.isatty():
         from rich.console import Console

@@ -42,7 +42,7 @@ def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) 
     The file gets its name when it is whole and on disk. `advance` is told of bytes written. Raises CheckpointError.
     """
     digests = [Checksum() for _ in plan.runs]
-    with _Output(directory / plan.file) as output, _Source() as source:
+    with _Output(directory / plan.file) as output, CheckpointReader() as source:
         output.write(plan.header([NO_DIGEST] * len(plan.runs)))
         ends = [start + run.bytes for start, run in zip(plan.offsets(), plan.runs, strict=True)]
         for index, block in source.read(plan.runs):
@@ -133,7 +133,7 @@ class _Output:
             view, offset = view[written:], offset + written
 
 
-class _Source:
+class CheckpointReader:
     """Reads a checkpoint's tensors, and encodes what is to be encoded, ahead of whoever consumes them."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class _Source:
         self._buffers = [page_memory(BLOCK_BYTES + PAGE_BYTES) for _ in range(1 + AHEAD)]
         self._workers = ThreadPoolExecutor(AHEAD, "pack-reader")
 
-    def __enter__(self) -> _Source:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(self, *exception: object) -> None:

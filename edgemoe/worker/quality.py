@@ -1,0 +1,159 @@
+"""Compares a store with the checkpoint that it was packed from, on a text: what its encodings cost.
+
+Both compute in float32, a window of the text at a time and layer by layer, so that memory holds dense weights and one
+expert. The next token's distributions p of the checkpoint and q of the store are compared by KL(p || q).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from edgemoe.api.text.tokenizer import TextModel
+from edgemoe.errors import ConfigError
+from edgemoe.experts.compute.dispatch import Group
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.store.checkpoint import Checkpoint
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.files import page_memory
+from edgemoe.store.layout import Layout, plan
+from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.packer import AS_IT_IS, Progress
+from edgemoe.store.reader import ExpertStore
+from edgemoe.store.writer import CheckpointReader, write_file
+from edgemoe.types.experts import padded
+from edgemoe.types.step import BLOCK_TOKENS, Batch
+
+WINDOW_TOKENS = 512  # of text that is read at a time, without what came before
+MOST_TOKENS = 8192  # of a text that are read
+ReadExpert = Callable[[int, int, memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What a store says of a text, beside its checkpoint."""
+
+    tokens: int  # that were foretold
+    divergence: float  # mean KL divergence of a token, in nats
+    same_top: float  # share of tokens with the same most probable one
+    perplexity: float
+    reference_perplexity: float  # the checkpoint's
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens: KL divergence {self.divergence:.6f}, same top token {self.same_top:.2%}, "
+            f"perplexity {self.perplexity:.4f} (checkpoint: {self.reference_perplexity:.4f})"
+        )
+
+
+def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Quality:
+    """Returns how a store differs from its checkpoint. Raises StoreError, CheckpointError, ConfigError."""
+    manifest, source = Manifest.load(store), Checkpoint.open(checkpoint)
+    if manifest.source != source.fingerprint:
+        raise ConfigError(f"{store} was packed from another checkpoint than {checkpoint}, or that has changed since")
+    ids = TextModel(store).encode(text, add_special_tokens=False)[:MOST_TOKENS]
+    if len(ids) < 2:
+        raise ConfigError("the text to check with is empty; name a file with a few thousand words")
+    with ExitStack() as opened, torch.inference_mode():
+        ours = opened.enter_context(_stored(store, manifest))
+        theirs = opened.enter_context(_original(plan(source, AS_IT_IS)))
+        return _summary(ids, theirs, ours, progress)
+
+
+class OneByOne:
+    """Implements `Experts` with memory for one expert, read whenever it is needed."""
+
+    lookahead = 0
+
+    def __init__(self, spec: ModelSpec, read: ReadExpert) -> None:
+        geometry = spec.geometry
+        self._read, self._math, self._top_k = read, ExpertMath(), geometry.top_k
+        self._room = page_memory(padded(geometry.expert_bytes))
+        slab, sizes = torch.frombuffer(self._room, dtype=torch.uint8)[None], (geometry.hidden, geometry.width)
+        self._slabs = [
+            ExpertSlab(slab, *sizes, geometry.encoding(layer), geometry.bf16, geometry.activation, geometry.biases)
+            for layer in range(geometry.layers)
+        ]
+
+    def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        group, out = Group.of(ids.numpy(), weights.numpy()), torch.zeros(hidden.shape)
+        slot, bounds = np.zeros(1, np.int64), group.offsets.tolist()
+        for place, expert in enumerate(group.experts.tolist()):
+            self._read(layer, expert, self._room)
+            calls = slice(bounds[place], bounds[place + 1])
+            offsets = np.array([0, calls.stop - calls.start])
+            tokens, shares = group.tokens[calls], group.weights[calls]
+            self._math.add(self._slabs[layer], slot, offsets, tokens, shares, hidden, out)
+        return out
+
+    def hint(self, layer: int, probs: torch.Tensor) -> None:
+        raise AssertionError("nobody asked for hints")
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    decoder: Decoder
+    experts: OneByOne
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Returns the logits after each token, float32 [T, V]."""
+        count, blocks = len(ids), -(-len(ids) // BLOCK_TOKENS)
+        places = torch.arange(count)
+        table, cache = list(range(blocks)), KVCache(self.decoder.spec.kv_layout, blocks)
+        batch = Batch(torch.tensor(ids), places, [count], [count], [table], places, decode=False)
+        return self.decoder.forward(batch, cache, self.experts)
+
+
+@contextmanager
+def _stored(store: Path, manifest: Manifest) -> Iterator[_Model]:
+    spec = _in_float32(spec_of(manifest))
+    with ExpertStore(store, manifest) as opened:
+        yield _Model(Decoder.load(spec, store / DENSE), OneByOne(spec, opened.read_into))
+
+
+@contextmanager
+def _original(layout: Layout) -> Iterator[_Model]:
+    spec = _in_float32(layout.spec)
+    with tempfile.TemporaryDirectory() as scratch, CheckpointReader() as reader:
+        write_file(layout.dense, Path(scratch), lambda _: None)
+        decoder = Decoder.load(spec, Path(scratch) / DENSE)
+
+        def read(layer: int, expert: int, into: memoryview) -> None:
+            at = 0
+            for _, block in reader.read([layout.layers[layer].runs[expert]]):
+                into[at : at + len(block)] = block
+                at += len(block)
+
+        yield _Model(decoder, OneByOne(spec, read))
+
+
+def _in_float32(spec: ModelSpec) -> ModelSpec:
+    """Returns the same model with hidden states in float32; its experts stay as they are stored."""
+    encodings = tuple(spec.geometry.encoding(layer).name for layer in range(spec.geometry.layers))
+    return replace(spec, dtype="float32", encodings=encodings)
+
+
+def _summary(ids: list[int], theirs: _Model, ours: _Model, progress: Progress) -> Quality:
+    tokens = same = 0
+    divergence = surprise = reference = 0.0
+    for start in range(0, len(ids) - 1, WINDOW_TOKENS):
+        window = ids[start : start + WINDOW_TOKENS + 1]
+        p, q = (model.logits(window[:-1]).log_softmax(-1) for model in (theirs, ours))
+        following = torch.tensor(window[1:])[:, None]
+        tokens += len(following)
+        divergence += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        surprise -= float(q.gather(1, following).sum(dtype=torch.float64))
+        reference -= float(p.gather(1, following).sum(dtype=torch.float64))
+        progress(min(start + WINDOW_TOKENS, len(ids)), len(ids))
+    mean = (float(np.exp(total / tokens)) for total in (surprise, reference))
+    return Quality(tokens, divergence / tokens, same / tokens, *mean)
