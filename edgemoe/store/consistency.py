@@ -18,13 +18,13 @@ def spec_of(manifest: Manifest) -> ModelSpec:
     CheckpointError, and StoreError where they contradict each other.
     """
     spec = spec_from_config(manifest.spec_config)
-    expert_bytes = spec.geometry.expert_bytes
     if len(manifest.layers) != spec.layers:
         raise _contradiction(manifest, f"{len(manifest.layers)} layers", f"{spec.layers}")
     for layer, entry in enumerate(manifest.layers):
+        experts, expert_bytes = spec.geometry.experts_of(layer), spec.geometry.expert_bytes(layer)
         for expert in entry.experts:
-            if expert.expert >= spec.experts:
-                raise _contradiction(manifest, f"an expert {expert.expert} of layer {layer}", f"{spec.experts} experts")
+            if expert.expert >= experts:
+                raise _contradiction(manifest, f"an expert {expert.expert} of layer {layer}", f"{experts} experts")
             if expert.bytes != expert_bytes:
                 found = f"{expert.bytes} bytes for expert {expert.expert} of layer {layer}"
                 raise _contradiction(manifest, found, f"{expert_bytes} bytes an expert")

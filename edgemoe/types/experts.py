@@ -6,7 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from edgemoe.types.arrays import FloatArray, IntArray
+import numpy as np
+
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 PAGE_BYTES = 4096  # experts start and end at multiples of it, in a store's files as in a slab
@@ -21,15 +23,18 @@ def padded(size_bytes: int) -> int:
 class ExpertGeometry:
     """States the sizes of a model's experts: L layers of E experts, k of them per token, each SwiGLU of width I.
 
-    An expert's bytes are its gate and up rows [2I, H], then down [H, I].
+    An expert's bytes are its gate and up rows [2I, H], then down [H, I]. Layers may have fewer experts than E, and
+    their experts a size of their own.
     """
 
     layers: int
-    experts: int
+    experts: int  # of the layer that has most
     top_k: int
     hidden: int
     width: int
     dtype: str  # "float32" | "bfloat16"
+    layer_experts: tuple[int, ...] = ()  # of each layer; (): all have as many
+    layer_bytes: tuple[int, ...] = ()  # of one expert of each layer, without padding; (): as `dtype` has them
 
     @property
     def bf16(self) -> bool:
@@ -53,20 +58,43 @@ class ExpertGeometry:
         """Returns the bytes of one row of hidden states."""
         return self.hidden * self.item_bytes
 
-    @property
-    def expert_bytes(self) -> int:
-        """Returns the bytes of one expert, without padding."""
-        return 3 * self.width * self.row_bytes
+    def experts_of(self, layer: int) -> int:
+        """Returns how many experts a layer has: those from 0 on."""
+        return self.layer_experts[layer] if self.layer_experts else self.experts
 
     @property
-    def stride_bytes(self) -> int:
-        """Returns the bytes of one slot: an expert, rounded up to whole pages."""
-        return padded(self.expert_bytes)
+    def exists(self) -> BoolArray:
+        """Returns which experts there are, [L, E]."""
+        counts = [self.experts_of(layer) for layer in range(self.layers)]
+        return np.arange(self.experts) < np.array(counts)[:, None]
+
+    @property
+    def count(self) -> int:
+        """Returns how many experts there are."""
+        return sum(self.layer_experts) if self.layer_experts else self.layers * self.experts
+
+    def expert_bytes(self, layer: int) -> int:
+        """Returns the bytes of one expert of a layer, without padding."""
+        return self.layer_bytes[layer] if self.layer_bytes else 3 * self.width * self.row_bytes
+
+    def stride_bytes(self, layer: int) -> int:
+        """Returns the bytes that one expert of a layer takes: rounded up to whole pages."""
+        return padded(self.expert_bytes(layer))
+
+    @property
+    def strides_bytes(self) -> IntArray:
+        """Returns the bytes that an expert takes, by layer [L]."""
+        return np.array([self.stride_bytes(layer) for layer in range(self.layers)], np.int64)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Returns the bytes that an expert of the largest size takes."""
+        return max(self.stride_bytes(layer) for layer in range(self.layers))
 
     @property
     def all_bytes(self) -> int:
-        """Returns the bytes of a slab that holds every expert."""
-        return self.layers * self.experts * self.stride_bytes
+        """Returns the bytes that all experts take."""
+        return sum(self.experts_of(layer) * self.stride_bytes(layer) for layer in range(self.layers))
 
 
 class Tier(enum.IntEnum):

@@ -90,7 +90,7 @@ def test_qwen3_30b_as_published() -> None:
         context_tokens=40960,
     )
     assert spec.rope == RopeSpec(1e6)
-    assert spec.geometry.expert_bytes == 3 * 2048 * 768 * 2
+    assert spec.geometry.expert_bytes(0) == 3 * 2048 * 768 * 2
     assert spec.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2
 
 

@@ -48,7 +48,7 @@ POLICY = "ewma"  # every box has its homes in memory: what else would be worth k
 
 def common(store: Path, experts: int) -> dict[str, object]:
     """Settings of a box with memory for so many experts at home."""
-    slot_bytes = spec_from_config(Manifest.load(store).spec_config).geometry.stride_bytes
+    slot_bytes = spec_from_config(Manifest.load(store).spec_config).geometry.stride_bytes(0)
     return {
         "model.path": store,
         "model.name": "m",

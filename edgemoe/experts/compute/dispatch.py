@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -72,7 +73,7 @@ class Spent(NamedTuple):
 class Compute(Protocol):
     """Computes experts on one device. Called on the compute thread only."""
 
-    def begin(self, hidden: torch.Tensor) -> None:
+    def begin(self, layer: int, hidden: torch.Tensor) -> None:
         """Starts a layer with `hidden` [T, H]."""
 
     def add(self, slots: IntArray, group: Group) -> None:
@@ -84,6 +85,9 @@ class Compute(Protocol):
     def spent(self) -> Spent:
         """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
 
+    def settle(self) -> None:
+        """Waits until nothing reads or writes slots any more that was started before."""
+
     def twin(self, math: ExpertMath) -> Self:
         """Returns another one over the same slots for another thread; the CPU computes by `math`."""
 
@@ -91,14 +95,18 @@ class Compute(Protocol):
 class HostCompute:
     """Computes experts in a slab of host memory on the CPU."""
 
-    def __init__(self, slab: ExpertSlab, math: ExpertMath) -> None:
-        self._slab, self._math = slab, math
+    def __init__(self, slabs: Sequence[tuple[ExpertSlab, int]], math: ExpertMath) -> None:
+        """Takes for each layer the slots as its experts lie in them, and the number of the first of these."""
+        self._slabs, self._math = slabs, math
 
-    def begin(self, hidden: torch.Tensor) -> None:
+    def begin(self, layer: int, hidden: torch.Tensor) -> None:
+        self._slab, self._first = self._slabs[layer]
         self._hidden = hidden.contiguous()
         self._out = torch.zeros(hidden.shape, dtype=torch.float32)
 
     def add(self, slots: IntArray, group: Group) -> None:
+        if self._first:
+            slots = slots - self._first
         self._math.add(self._slab, slots, group.offsets, group.tokens, group.weights, self._hidden, self._out)
 
     def end(self) -> torch.Tensor:
@@ -107,5 +115,8 @@ class HostCompute:
     def spent(self) -> Spent:
         return Spent()
 
+    def settle(self) -> None:
+        pass  # nothing goes on beside the caller
+
     def twin(self, math: ExpertMath) -> Self:
-        return type(self)(self._slab, math)
+        return type(self)(self._slabs, math)

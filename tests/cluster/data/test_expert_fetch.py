@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +71,8 @@ def store_of(channel: BulkChannel, chunks: float, timeout_s: float, shelf: Empty
     channel.size_bytes = int(chunks * CHUNK_BYTES)
     channel.checksum = checksum(b"\7" * channel.size_bytes)
     own: Any = None
-    store = PeerStore(own, shelf or EmptyShelf(), checksum, channel.size_bytes)  # type: ignore[arg-type]
+    sizes = replace(SIZES, layer_bytes=(channel.size_bytes,) * 2)
+    store = PeerStore(own, shelf or EmptyShelf(), checksum, sizes)  # type: ignore[arg-type]
     store.join(channel, lambda: peers, timeout_s)  # type: ignore[arg-type]
     return store
 
@@ -208,7 +210,7 @@ def asked(message: object) -> Any:
 
 
 async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_further() -> None:
-    assert SIZES.expert_bytes == 96
+    assert SIZES.expert_bytes(0) == 96
     shelf = FullShelf(bytes(range(96)))
     server = ExpertFetchServer(shelf, SIZES)
     answer = await server.serve(asked(Fetch(0, 0, 86, 10)))
