@@ -15,6 +15,7 @@ from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CapacityError
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.machine import Machine
+from edgemoe.types.size_classes import SizeClasses, SlabLayout
 from edgemoe.types.step import BLOCK_TOKENS
 
 TYPICAL_TOKENS = 1024  # prompt and answer of a typical request, for the default KV budget
@@ -62,8 +63,12 @@ class Budgets:
     def all_fit(self) -> bool:
         """Returns whether the fastest tier holds every expert, so that none is ever evicted."""
         slabs = [device.expert_bytes for device in self.devices if device.kind != "cpu"] or [self.ram_bytes]
-        stride_bytes = self.experts.stride_bytes
-        return sum(size_bytes // stride_bytes for size_bytes in slabs) * stride_bytes >= self.experts.all_bytes
+        layouts = [SlabLayout.within(size_bytes, self.experts) for size_bytes in slabs]
+        divisions = [(layout, layout.divided()) for layout in layouts if layout is not None]
+        return all(
+            sum(layout.per_extent[i] * given[i] for layout, given in divisions) >= count
+            for i, count in enumerate(SizeClasses.of(self.experts).counts)
+        )
 
     def lines(self) -> list[str]:
         """Returns the lines to print at start."""
@@ -78,9 +83,10 @@ class Budgets:
         return [*rows, f"{self.threads} threads, context of {self.context_tokens} tokens"]
 
     def _row(self, name: str, size_bytes: int) -> str:
-        share = size_bytes / self.experts.all_bytes
-        slots = size_bytes // self.experts.stride_bytes
-        return f"{name} {format_size(size_bytes)} ({slots} slots, {share:.0%} of all experts)"
+        layout = SlabLayout.within(size_bytes, self.experts)
+        assert layout is not None, "budgets hold an expert of each size"
+        slots = sum(per * given for per, given in zip(layout.per_extent, layout.divided(), strict=True))
+        return f"{name} {format_size(size_bytes)} ({slots} slots, {slots / self.experts.count:.0%} of all experts)"
 
 
 def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> Budgets:
@@ -160,16 +166,19 @@ def _sequences(settings: Settings, needs: ModelNeeds, free: int, context_tokens:
 
 
 def _slab(device: DeviceSettings, needs: ModelNeeds) -> int:
-    return min(device.expert_bytes, needs.experts.all_bytes) // needs.experts.stride_bytes * needs.experts.stride_bytes
+    layout = SlabLayout.within(device.expert_bytes, needs.experts)
+    return layout.size_bytes if layout is not None else 0
 
 
 def _slots_bytes(stated: int, free: int, needs: ModelNeeds, what: str, setting: str) -> int:
     """Returns the bytes of whole slots: as stated, else as free, at most all experts. Raises CapacityError."""
-    size_bytes = min(stated or free, needs.experts.all_bytes)
-    _demand(size_bytes, needs.experts.stride_bytes, what, setting)
+    _demand(stated or free, SlabLayout.least_bytes(needs.experts), what, setting)
+    layout = SlabLayout.within(stated or free, needs.experts)
+    assert layout is not None, "it holds an expert of each size"
     if stated:
-        _demand(free, size_bytes, what, f"a lower {setting}, or another budget")
-    return size_bytes // needs.experts.stride_bytes * needs.experts.stride_bytes
+        most = max(needs.experts.all_bytes, layout.size_bytes)
+        _demand(free, min(stated, most), what, f"a lower {setting}, or another budget")
+    return layout.size_bytes
 
 
 def _device_budget(index: int, device: DeviceSettings, free: int, needs: ModelNeeds) -> DeviceBudget:
@@ -189,7 +198,7 @@ def _containment(settings: Settings, ram_bytes: int, slabs: Sequence[DeviceBudge
     slabs_bytes = sum(slab.expert_bytes for slab in slabs)
     if not settings.cache.containment or not slabs_bytes:
         return False
-    held = min(slabs_bytes + needs.experts.stride_bytes, needs.experts.all_bytes)
+    held = min(slabs_bytes + SlabLayout.least_bytes(needs.experts), SlabLayout.whole_bytes(needs.experts))
     if ram_bytes < held and not settings.memory.ram_bytes and not any(d.expert_bytes for d in settings.device):
         return False
     _demand(ram_bytes, held, "RAM for experts, which holds VRAM's too", "memory.ram_bytes, or cache.containment=false")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from edgemoe.config.budgets import DeviceBudget
@@ -20,15 +19,17 @@ from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.metrics import tier_metrics
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.experts.tiers.slab import HostSlab, slots_in
+from edgemoe.experts.tiers.slab import HostSlab, layout_in
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.arrays import BoolArray
+from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Store, Tier
 from edgemoe.types.peers import ExpertPeers
+from edgemoe.types.size_classes import SlabLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class TierMemory:
 class Device(NamedTuple):
     """A device's parts; the slab belongs to link and compute."""
 
-    slots: int
+    layout: SlabLayout
     link: TierLink
     compute: Compute
 
@@ -72,21 +73,19 @@ class ExpertTiers:
         `on_disk` [L, E] marks what the store can read without help, where that is not everything. Raises
         CapacityError for a budget that holds no expert.
         """
-        ram = HostSlab(
-            slots_in(memory.ram_bytes, geometry, "RAM for experts"), geometry.stride_bytes, lock=memory.lock_ram
-        )
+        ram = HostSlab(layout_in(memory.ram_bytes, geometry, "RAM for experts"), lock=memory.lock_ram)
         self.geometry, self.ram, self.ram_bytes = geometry, ram, ram.size_bytes
-        self.on_disk = np.ones((geometry.layers, geometry.experts), np.bool_) if on_disk is None else on_disk
+        self.on_disk = geometry.exists if on_disk is None else on_disk
         math = ExpertMath(kernels)
         math.calibrate(geometry.hidden, geometry.width, geometry.bf16)
         self._math = math
         self.devices = [_open(device, geometry, ram, math) for device in memory.devices if device.kind != "cpu"]
         pools = [
-            SlotPool(Tier.VRAM, geometry.layers, geometry.experts, device.slots, policies[Tier.VRAM])
+            SlotPool(Tier.VRAM, geometry.layers, geometry.experts, device.layout, policies[Tier.VRAM])
             for device in self.devices
         ]
-        ram_pool = SlotPool(Tier.RAM, geometry.layers, geometry.experts, ram.slots, policies[Tier.RAM])
-        host = HostCompute(_by_layer(ram, geometry), math)
+        ram_pool = SlotPool(Tier.RAM, geometry.layers, geometry.experts, ram.layout, policies[Tier.RAM])
+        host = HostCompute(_matrices(ram, geometry), math)
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=memory.containment)
         self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
@@ -98,7 +97,7 @@ class ExpertTiers:
             CpuExperts(
                 self.residency,
                 host,
-                CostModel(self.residency, self.loader, geometry.stride_bytes, cpu_helps=fetching.cpu_helps),
+                CostModel(self.residency, self.loader, geometry.strides_bytes, cpu_helps=fetching.cpu_helps),
             ),
             fetching,
         )
@@ -114,7 +113,7 @@ class ExpertTiers:
         """Returns the same experts for the thread that computes for peers, which brings its own kernels."""
         math, residency = self._math.twin(kernels), self.residency.for_peers()
         computes = [compute.twin(math) for compute in self._computes]
-        costs = CostModel(residency, self.loader, self.geometry.stride_bytes)
+        costs = CostModel(residency, self.loader, self.geometry.strides_bytes)
         cpu_experts = self.experts.cpu_experts.twin(residency, math, costs)
         fetching = Fetching(prefetch=False, deadline_s=deadline_s)
         return TieredExperts(self.geometry, residency, self.loader, computes, cpu_experts, fetching)
@@ -148,21 +147,35 @@ class ExpertTiers:
 
 
 def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: ExpertMath) -> Device:
-    slots = slots_in(device.expert_bytes, geometry, f"experts on {device.kind}")
+    layout = layout_in(device.expert_bytes, geometry, f"experts on {device.kind}")
     if device.kind == "emulated":
-        slab = HostSlab(slots, geometry.stride_bytes)
+        slab = HostSlab(layout)
         link = EmulatedLink(ram, slab, device.link_bytes_per_s, device.link_expert_bytes)
-        return Device(slots, link, HostCompute(_by_layer(slab, geometry), math))
+        return Device(layout, link, HostCompute(_matrices(slab, geometry), math))
     if device.kind.startswith("cuda:"):
         from edgemoe.experts.compute.cuda import open_cuda
 
-        return Device(slots, *open_cuda(device.kind, slots, geometry, ram))
+        return Device(layout, *open_cuda(device.kind, layout, geometry, ram))
     raise ConfigError(f"device {device.kind} is none of cpu, emulated, cuda:N")
 
 
-def _by_layer(slab: HostSlab, geometry: ExpertGeometry) -> list[ExpertSlab]:
-    """Returns the slab as each layer's experts lie in it, [L]."""
-    memory, every = torch.from_numpy(slab.slab), [geometry.encoding(layer) for layer in range(geometry.layers)]
-    sizes, rest = (geometry.hidden, geometry.width), (geometry.activation, geometry.biases)
-    views = {each: ExpertSlab(memory, *sizes, each, geometry.bf16, *rest) for each in dict.fromkeys(every)}
-    return [views[each] for each in every]
+def _matrices(slab: HostSlab, geometry: ExpertGeometry) -> list[tuple[ExpertSlab, int]]:
+    """Returns for each layer the slab's slots as its experts lie in them, and the number of the first of these."""
+    layout, sizes = slab.layout, (geometry.hidden, geometry.width)
+    views = {
+        (size_class, encoding): ExpertSlab(
+            torch.from_numpy(slab.slots(size_class)),
+            *sizes,
+            encoding,
+            geometry.bf16,
+            geometry.activation,
+            geometry.biases,
+        )
+        for size_class, encoding in _kinds(layout, geometry)
+    }
+    return [(views[kind], layout.first(kind[0])) for kind in _kinds(layout, geometry)]
+
+
+def _kinds(layout: SlabLayout, geometry: ExpertGeometry) -> list[tuple[int, Encoding]]:
+    """Returns each layer's class of sizes, and its experts' encoding."""
+    return [(size_class, geometry.encoding(layer)) for layer, size_class in enumerate(layout.classes.layer_class)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def tier_metrics(tiers: ExpertTiers) -> dict[str, float]:
     """Counts hits, moves, stalls, slabs and links. From any thread."""
-    residency, stride_bytes = tiers.residency, tiers.geometry.stride_bytes
+    residency = tiers.residency
     metrics: dict[str, float] = {}
     for tier in Tier:
         name = tier.name.lower()
@@ -24,10 +24,10 @@ def tier_metrics(tiers: ExpertTiers) -> dict[str, float]:
             metrics[named(names.TIER_HITS, tier=name)] = residency.served[tier]
             metrics[named(names.TIER_MISSES, tier=name)] = slower
             metrics[named(names.STALL_SECONDS, tier=name)] = tiers.experts.stall_s[tier]
-    metrics |= _slab(Tier.RAM, residency.usage(Tier.RAM), "nvme", stride_bytes)
+    metrics |= _slab(Tier.RAM, residency.usage(Tier.RAM), "nvme")
     if residency.fastest is Tier.VRAM:
         metrics[names.CPU_EXPERTS] = tiers.experts.cpu_experts.experts
-        metrics |= _slab(Tier.VRAM, residency.usage(Tier.VRAM), "ram", stride_bytes)
+        metrics |= _slab(Tier.VRAM, residency.usage(Tier.VRAM), "ram")
     links = {"nvme": tiers.loader.stats} | {str(i): link.stats for i, link in enumerate(tiers.loader.links)}
     for link, stats in links.items():
         metrics[named(names.LINK_RATE, link=link)] = stats.bytes_per_s
@@ -35,14 +35,14 @@ def tier_metrics(tiers: ExpertTiers) -> dict[str, float]:
     return metrics
 
 
-def _slab(tier: Tier, usage: TierUsage, source: str, stride_bytes: int) -> dict[str, float]:
+def _slab(tier: Tier, usage: TierUsage, source: str) -> dict[str, float]:
     name = tier.name.lower()
     way = {"from": source, "to": name}
     return {
         named(names.TIER_SLOTS, tier=name): usage.slots,
-        named(names.TIER_BYTES, tier=name): usage.slots * stride_bytes,
+        named(names.TIER_BYTES, tier=name): usage.size_bytes,
         named(names.TIER_EXPERTS, tier=name): usage.used,
-        named(names.BYTES_MOVED, **way): usage.moved * stride_bytes,
+        named(names.BYTES_MOVED, **way): usage.moved_bytes,
         named(names.PREFETCHES, **way): usage.prefetched,
-        named(names.PREFETCH_WASTED, tier=name): usage.wasted * stride_bytes,
+        named(names.PREFETCH_WASTED, tier=name): usage.wasted_bytes,
     }

@@ -26,11 +26,11 @@ def spec_of(manifest: Manifest) -> ModelSpec:
     if len(manifest.layers) != geometry.layers:
         raise _contradiction(manifest, f"{len(manifest.layers)} layers of experts", f"{geometry.layers}")
     for layer, entry in enumerate(manifest.layers):
+        count, expert_bytes = geometry.experts_of(layer), geometry.expert_bytes(layer)
         for expert in entry.experts:
-            if expert.expert >= geometry.experts:
-                found = f"an expert {expert.expert} of layer {layer}"
-                raise _contradiction(manifest, found, f"{geometry.experts} experts")
-            if expert.bytes != (expert_bytes := geometry.bytes_of(layer)):
+            if expert.expert >= count:
+                raise _contradiction(manifest, f"an expert {expert.expert} of layer {layer}", f"{count} experts")
+            if expert.bytes != expert_bytes:
                 found = f"{expert.bytes} bytes for expert {expert.expert} of layer {layer}"
                 raise _contradiction(manifest, found, f"{expert_bytes} bytes an expert")
     encoding = ENCODINGS.get(manifest.dense.encoding, BFLOAT16)

@@ -233,8 +233,8 @@ def _layer_plan(layer: Sequence[_Expert], number: int, spec: ModelSpec) -> FileP
             entries.append((f"{name}.biases", "F32", (geometry.bias_bytes // 4,)))
             parts += [(rows, FLOAT32) for rows in expert.biases]
         pieces = tuple(itertools.chain.from_iterable(pieces_of(*rows, each) for rows, each in parts))
-        run = Run(pieces, padded(geometry.bytes_of(number)) - geometry.bytes_of(number))
-        assert run.bytes == geometry.bytes_of(number)
+        run = Run(pieces, padded(geometry.expert_bytes(number)) - geometry.expert_bytes(number))
+        assert run.bytes == geometry.expert_bytes(number)
         if run.padding:
             entries.append((f"pad.{index}", "U8", (run.padding,)))
         runs.append(run)

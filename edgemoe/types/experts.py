@@ -6,7 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from edgemoe.types.arrays import FloatArray, IntArray
+import numpy as np
+
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.encoding import ENCODINGS, Encoding
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -40,10 +42,11 @@ class ExpertGeometry:
 
     An expert's bytes are its gate and up rows [2I, H], then down [H, I], in its layer's encoding, then where there are
     biases those of gate and up [2I] and of down [H], float32. Hidden states are of `dtype`, whatever the encodings.
+    Layers may have fewer experts than E.
     """
 
     layers: int
-    experts: int
+    experts: int  # of the layer that has most
     top_k: int
     hidden: int
     width: int
@@ -52,6 +55,7 @@ class ExpertGeometry:
     biases: bool = False
     encodings: tuple[str, ...] = ()  # of each layer's experts; (): `dtype` for all
     int8_activations: bool = False  # hidden states are rounded to 8 bits where weights have no more
+    layer_experts: tuple[int, ...] = ()  # of each layer; (): all have as many
 
     @property
     def bf16(self) -> bool:
@@ -79,32 +83,49 @@ class ExpertGeometry:
         """Returns how a layer's experts are encoded."""
         return ENCODINGS[self.encodings[layer] if self.encodings else self.dtype]
 
-    def bytes_of(self, layer: int) -> int:
+    @property
+    def bias_bytes(self) -> int:
+        return BIAS_BYTES * (2 * self.width + self.hidden) if self.biases else 0
+
+    def experts_of(self, layer: int) -> int:
+        """Returns how many experts a layer has: those from 0 on."""
+        return self.layer_experts[layer] if self.layer_experts else self.experts
+
+    @property
+    def exists(self) -> BoolArray:
+        """Returns which experts there are, [L, E]."""
+        counts = [self.experts_of(layer) for layer in range(self.layers)]
+        return np.arange(self.experts) < np.array(counts)[:, None]
+
+    @property
+    def count(self) -> int:
+        """Returns how many experts there are."""
+        return sum(self.layer_experts) if self.layer_experts else self.layers * self.experts
+
+    def expert_bytes(self, layer: int) -> int:
         """Returns the bytes of one expert of a layer, without padding."""
         encoding = self.encoding(layer)
         gate_up, down = 2 * self.width * encoding.row_bytes(self.hidden), self.hidden * encoding.row_bytes(self.width)
         return gate_up + down + self.bias_bytes
 
-    @property
-    def expert_bytes(self) -> int:
-        """Returns the bytes of one expert of the largest size, without padding."""
-        if not self.encodings:
-            return 3 * self.width * self.row_bytes + self.bias_bytes
-        return max(self.bytes_of(layer) for layer in range(self.layers))
+    def stride_bytes(self, layer: int) -> int:
+        """Returns the bytes that one expert of a layer takes: rounded up to whole pages."""
+        return padded(self.expert_bytes(layer))
 
     @property
-    def bias_bytes(self) -> int:
-        return BIAS_BYTES * (2 * self.width + self.hidden) if self.biases else 0
+    def strides_bytes(self) -> IntArray:
+        """Returns the bytes that an expert takes, by layer [L]."""
+        return np.array([self.stride_bytes(layer) for layer in range(self.layers)], np.int64)
 
     @property
-    def stride_bytes(self) -> int:
-        """Returns the bytes of one slot: an expert, rounded up to whole pages."""
-        return padded(self.expert_bytes)
+    def largest_bytes(self) -> int:
+        """Returns the bytes that an expert of the largest size takes."""
+        return max(self.stride_bytes(layer) for layer in range(self.layers))
 
     @property
     def all_bytes(self) -> int:
-        """Returns the bytes of a slab that holds every expert."""
-        return self.layers * self.experts * self.stride_bytes
+        """Returns the bytes that all experts take."""
+        return sum(self.experts_of(layer) * self.stride_bytes(layer) for layer in range(self.layers))
 
 
 class Tier(enum.IntEnum):

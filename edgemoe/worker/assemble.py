@@ -130,7 +130,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         if controller is not None:
             opened.callback(controller.close)
             if settings.cache.prefetch:
-                controller.attach(tiers.residency, tiers.loader, geometry.expert_bytes)
+                controller.attach(tiers.residency, tiers.loader, geometry)
         recorder = _recorder(settings, served)
         if recorder is not None:
             opened.callback(recorder.close)
@@ -174,13 +174,13 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         experts=spec.geometry.experts,
         top_k=spec.geometry.top_k,
         dtype=spec.dtype,
-        expert_bytes=spec.geometry.expert_bytes,
+        expert_bytes=max(map(spec.geometry.expert_bytes, range(spec.geometry.layers))),
     )
 
 
 def _sharing(manifest: Manifest, served: ServedModel, store: ExpertStore) -> Sharing:
     shelf = ExpertShelf(manifest, store, served.geometry)
-    return Sharing(served, shelf, PeerStore(store, shelf, checksum, served.geometry.expert_bytes))
+    return Sharing(served, shelf, PeerStore(store, shelf, checksum, served.geometry))
 
 
 def _tiers(

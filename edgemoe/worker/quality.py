@@ -30,7 +30,6 @@ from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import AS_IT_IS, Progress
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.writer import CheckpointReader, write_file
-from edgemoe.types.experts import padded
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 WINDOW_TOKENS = 512  # of text that is read at a time, without what came before
@@ -77,7 +76,7 @@ class OneByOne:
     def __init__(self, spec: ModelSpec, read: ReadExpert) -> None:
         geometry = spec.geometry
         self._read, self._math, self._top_k = read, ExpertMath(), geometry.top_k
-        self._room = page_memory(padded(geometry.expert_bytes))
+        self._room = page_memory(geometry.largest_bytes)
         slab, sizes = torch.frombuffer(self._room, dtype=torch.uint8)[None], (geometry.hidden, geometry.width)
         self._slabs = [
             ExpertSlab(slab, *sizes, geometry.encoding(layer), geometry.bf16, geometry.activation, geometry.biases)

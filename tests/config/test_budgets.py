@@ -29,7 +29,7 @@ def test_on_a_cpu_everything_together_leaves_the_headroom_free() -> None:
     found = resolve_budgets(settings(headroom_bytes=12 * GIB), HOST, NEEDS)
     assert found.devices[0].kind == "cpu"
     assert found.dense_bytes + found.kv_bytes + found.ram_bytes <= 8 * GIB
-    assert found.ram_bytes % EXPERTS.stride_bytes == 0
+    assert found.ram_bytes % EXPERTS.stride_bytes(0) == 0
     assert found.threads == 8
 
 
@@ -93,13 +93,13 @@ def test_the_slab_of_an_emulated_device_counts_as_ram() -> None:
         resolve_budgets(free, HOST, NEEDS),
         resolve_budgets(settings(headroom_bytes=12 * GIB), HOST, NEEDS),
     )
-    assert with_slab.devices[0].expert_bytes == GIB // EXPERTS.stride_bytes * EXPERTS.stride_bytes
+    assert with_slab.devices[0].expert_bytes == GIB // EXPERTS.stride_bytes(0) * EXPERTS.stride_bytes(0)
     assert without.ram_bytes - with_slab.ram_bytes > 0.7 * GIB
 
 
 def test_a_stated_budget_is_kept_in_whole_slots_and_blocks() -> None:
     found = resolve_budgets(settings(ram_bytes=GIB, kv_bytes=100 << 20), HOST, NEEDS)
-    assert found.ram_bytes == GIB // EXPERTS.stride_bytes * EXPERTS.stride_bytes
+    assert found.ram_bytes == GIB // EXPERTS.stride_bytes(0) * EXPERTS.stride_bytes(0)
     assert found.kv_bytes == 100 << 20
 
 
@@ -132,7 +132,7 @@ def test_containment_is_given_up_where_ram_is_the_smaller_and_nothing_was_stated
 
 def test_it_is_told_whether_the_fastest_tier_holds_every_expert() -> None:
     assert resolve_budgets(settings(), HOST, NEEDS).all_fit
-    assert not resolve_budgets(settings(ram_bytes=EXPERTS.all_bytes - EXPERTS.stride_bytes), HOST, NEEDS).all_fit
+    assert not resolve_budgets(settings(ram_bytes=EXPERTS.all_bytes - EXPERTS.stride_bytes(0)), HOST, NEEDS).all_fit
     device = DeviceSettings(kind="emulated", expert_bytes=GIB, link_bytes_per_s=8e9)
     assert not resolve_budgets(settings(device), HOST, NEEDS).all_fit
 

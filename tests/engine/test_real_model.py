@@ -81,14 +81,14 @@ def model(
     spec = spec_from_config(manifest.spec_config)
     geometry = spec.geometry
     policy, slow = LRU(geometry.layers, geometry.experts), request.param[0] == "a"
-    link_bytes_per_s = geometry.stride_bytes / 5e-3 if slow else 1e12
+    link_bytes_per_s = geometry.stride_bytes(0) / 5e-3 if slow else 1e12
     with ExpertStore(directory, manifest) as store:
         tiers = ExpertTiers(
             geometry,
             store,
             TierMemory(
-                ram * geometry.stride_bytes,
-                [DeviceBudget("emulated", slots * geometry.stride_bytes, link_bytes_per_s) for slots in devices],
+                ram * geometry.stride_bytes(0),
+                [DeviceBudget("emulated", slots * geometry.stride_bytes(0), link_bytes_per_s) for slots in devices],
             ),
             {Tier.RAM: policy, Tier.VRAM: policy},
             kernels,
@@ -179,11 +179,7 @@ class FailingSlab:
     """A slab that cannot be read at some of the times, counted from 1."""
 
     def __init__(self, real: Any, when: Callable[[int], bool]) -> None:
-        self.slab = self
-        self._read = failing(real.slab.__getitem__, when)
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._read(place)
+        self.layout, self.slot = real.layout, failing(real.slot, when)
 
 
 def check_nothing_is_held(model: Model) -> None:

@@ -25,9 +25,9 @@ def test_metrics_add_up() -> None:
     assert select(metrics, names.TIER_MISSES, tier="vram") == calls - vram
     assert select(metrics, names.TIER_MISSES, tier="ram") == select(metrics, names.TIER_HITS, tier="nvme")
     assert select(metrics, names.CPU_EXPERTS) <= select(metrics, names.TIER_HITS, tier="ram")
-    assert select(metrics, names.BYTES_MOVED, to="ram") == len(store.reads) * SMALL.stride_bytes
+    assert select(metrics, names.BYTES_MOVED, to="ram") == len(store.reads) * SMALL.stride_bytes(0)
     assert select(metrics, names.TIER_SLOTS, tier="ram") == 8
-    assert select(metrics, names.TIER_BYTES, tier="vram") == 4 * SMALL.stride_bytes
+    assert select(metrics, names.TIER_BYTES, tier="vram") == 4 * SMALL.stride_bytes(0)
     assert 0 < select(metrics, names.TIER_EXPERTS, tier="vram") <= 4
     assert select(metrics, names.STALL_SECONDS) > 0
     assert select(metrics, names.LINK_RATE, link="nvme") > 0

@@ -83,7 +83,7 @@ def test_qwen3_30b_as_published() -> None:
         feed_forward=FeedForward(768, dense_width=6144),
         block=Block(1e-6),
     )
-    assert spec.geometry.expert_bytes == 3 * 2048 * 768 * 2
+    assert spec.geometry.expert_bytes(0) == 3 * 2048 * 768 * 2
     assert spec.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2
 
 

@@ -24,8 +24,8 @@ def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> Ex
     if biases:
         weights = torch.cat([weights, torch.randn(SLOTS, 2 * WIDTH + HIDDEN).view(torch.uint8)], 1)
     geometry = ExpertGeometry(1, SLOTS, 1, HIDDEN, WIDTH, str(dtype)[6:], activation, biases)
-    assert weights.shape[1] == geometry.expert_bytes
-    slab = torch.full((SLOTS, geometry.stride_bytes), 255, dtype=torch.uint8)  # NaN
+    assert weights.shape[1] == geometry.expert_bytes(0)
+    slab = torch.full((SLOTS, geometry.stride_bytes(0)), 255, dtype=torch.uint8)  # NaN
     slab[:, : weights.shape[1]] = weights
     return ExpertSlab(slab, HIDDEN, WIDTH, BFLOAT16 if bf16 else FLOAT32, bf16, activation, biases)
 

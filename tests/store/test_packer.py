@@ -75,7 +75,7 @@ def test_an_expert_is_one_aligned_run_of_gate_up_then_down(checkpoint: Make, tmp
     entry = manifest.entry(1, 3)
     raw = (tmp_path / manifest.layers[1].file).read_bytes()[entry.offset : entry.offset + entry.bytes]
     assert entry.offset % 4096 == 0
-    assert entry.bytes == spec.geometry.expert_bytes
+    assert entry.bytes == spec.geometry.expert_bytes(0)
     assert raw == gate_up[3].numpy().tobytes() + down[3].numpy().tobytes()
 
 

@@ -39,7 +39,7 @@ class EngineBox:
         spec = spec_from_config(Manifest.load(store).spec_config)
         self.settings = Settings(
             model=ModelSettings(path=str(store)),
-            memory=MemorySettings(ram_bytes=slots * spec.geometry.stride_bytes, kv_bytes=4 << 20),
+            memory=MemorySettings(ram_bytes=slots * spec.geometry.stride_bytes(0), kv_bytes=4 << 20),
             engine=EngineSettings(threads=1, step_tokens=64, prefix_cache=False),
             cluster=ClusterSettings(
                 node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=timeout_s

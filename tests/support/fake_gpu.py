@@ -132,16 +132,13 @@ class FakeSlab:
         self.memory = np.zeros((slots, stride_bytes), np.uint8)
         self.device = torch.device("meta")
 
-    def __getitem__(self, slot: int) -> FakeSlot:
-        return FakeSlot(self._gpu, self.memory[slot])
+    def __getitem__(self, part: slice) -> FakeSlot:
+        return FakeSlot(self._gpu, self.memory.ravel()[part])
 
 
 class FakeSlot:
     def __init__(self, gpu: FakeGpu, memory: np.ndarray) -> None:  # type: ignore[type-arg]
         self._gpu, self._memory = gpu, memory
-
-    def __getitem__(self, part: slice) -> FakeSlot:
-        return FakeSlot(self._gpu, self._memory[part])
 
     def copy_(self, source: np.ndarray, non_blocking: bool) -> None:  # type: ignore[type-arg]
         assert non_blocking

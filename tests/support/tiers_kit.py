@@ -42,7 +42,8 @@ class Weights:
 
     def bytes_of(self, layer: int, expert: int) -> bytes:
         parts = (self.gate_up[layer, expert], self.down[layer, expert])
-        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+        found = b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
+        return found.ljust(self.geometry.expert_bytes(layer), b"\xff")  # where it has bytes that nothing reads: NaN
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Every call on its own, in float64."""
@@ -56,13 +57,15 @@ class Weights:
                 )
         return out
 
-    def route(self, tokens: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states [T, H], distinct experts and their weights [T, k]."""
+    def route(
+        self, tokens: int, rng: np.random.Generator, layer: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states [T, H], distinct experts of a layer and their weights [T, k]."""
         geometry = self.geometry
         hidden = torch.from_numpy(rng.standard_normal((tokens, geometry.hidden)).astype(np.float32))
         if geometry.bf16:
             hidden = hidden.bfloat16()
-        ids = np.argsort(rng.random((tokens, geometry.experts)), axis=1)[:, : geometry.top_k]
+        ids = np.argsort(rng.random((tokens, geometry.experts_of(layer))), axis=1)[:, : geometry.top_k]
         weights = rng.random((tokens, geometry.top_k)).astype(np.float32)
         return hidden, torch.from_numpy(ids), torch.from_numpy(weights)
 
@@ -75,9 +78,12 @@ class FileStore:
         self.reads: list[ExpertId] = []
         self.damaged: set[ExpertId] = set()
         self.gates: dict[ExpertId, asyncio.Event] = {}
-        layers, experts = range(self.geometry.layers), range(self.geometry.experts)
         self._file = os.memfd_create("experts")
-        os.write(self._file, b"".join(weights.bytes_of(layer, expert) for layer in layers for expert in experts))
+        self._offsets: dict[ExpertId, int] = {}
+        for layer in range(self.geometry.layers):
+            for expert in range(self.geometry.experts_of(layer)):
+                self._offsets[ExpertId(layer, expert)] = os.lseek(self._file, 0, os.SEEK_CUR)
+                os.write(self._file, weights.bytes_of(layer, expert))
 
     def pin(self, layer: int, *experts: int) -> None:
         for expert in experts:
@@ -88,7 +94,7 @@ class FileStore:
             self.gates.pop(ExpertId(layer, expert)).set()
 
     def expert_bytes(self, layer: int, expert: int) -> int:
-        return self.geometry.expert_bytes
+        return self.geometry.expert_bytes(layer)
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         key = ExpertId(layer, expert)
@@ -98,8 +104,8 @@ class FileStore:
             await self.gates[key].wait()
         if key in self.damaged:
             raise CorruptExpert("a file", layer, expert, "as the test wants it")
-        offset = (layer * self.geometry.experts + expert) * self.geometry.expert_bytes
-        assert os.preadv(self._file, [into[: self.geometry.expert_bytes]], offset) == self.geometry.expert_bytes
+        size_bytes = self.geometry.expert_bytes(layer)
+        assert os.preadv(self._file, [into[:size_bytes]], self._offsets[key]) == size_bytes
 
     def __del__(self) -> None:
         os.close(self._file)
@@ -117,11 +123,11 @@ def small_tiers(
 ) -> ExpertTiers:
     """Tiers with so many slots in RAM and in each emulated device."""
     policy = LRU(geometry.layers, geometry.experts)
-    devices = [emulated(slots * geometry.stride_bytes, link_bytes_per_s) for slots in device_slots]
+    devices = [emulated(slots * geometry.largest_bytes, link_bytes_per_s) for slots in device_slots]
     return ExpertTiers(
         geometry,
         store,
-        TierMemory(ram_slots * geometry.stride_bytes, devices, containment=containment),
+        TierMemory(ram_slots * geometry.largest_bytes, devices, containment=containment),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         fetching=Fetching(**fetching),

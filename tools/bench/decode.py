@@ -68,7 +68,7 @@ class RandomStore:
     """Experts made on the spot."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._bytes = spec.geometry.expert_bytes
+        self._bytes = spec.geometry.expert_bytes(0)
         dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
         values = torch.randn(self._bytes // dtype.itemsize) * 0.02
         self._values = values.to(dtype).view(torch.uint8).numpy()
@@ -143,11 +143,11 @@ class Ours:
         start = time.perf_counter()
         touched = sum(self.feed(step) for step in steps)
         taken = (time.perf_counter() - start) / len(steps)
-        return taken, touched / len(steps) * self.spec.geometry.expert_bytes + dense_bytes(self.spec)
+        return taken, touched / len(steps) * self.spec.geometry.expert_bytes(0) + dense_bytes(self.spec)
 
     def stream(self, size_bytes: int) -> float:
         """Seconds to read so many bytes of experts, in one go and as fast as the box can."""
-        slab = self.tiers.ram.slab
+        slab = self.tiers.ram.bytes
         chunks = min(size_bytes, slab.nbytes) // (8 * STREAM_WORDS)
         start_byte = np.random.randint(0, slab.nbytes - chunks * 8 * STREAM_WORDS + 1) & ~4095
         sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)

@@ -86,7 +86,7 @@ class RandomStore:
 
     def __init__(self, geometry: ExpertGeometry) -> None:
         dtype = torch.bfloat16 if geometry.bf16 else torch.float32
-        size = geometry.expert_bytes // geometry.item_bytes
+        size = geometry.expert_bytes(0) // geometry.item_bytes
         self._bytes = (torch.randn(size) * 0.02).to(dtype).view(torch.uint8).numpy()
 
     def expert_bytes(self, layer: int, expert: int) -> int:
@@ -102,10 +102,10 @@ class Box:
     def __init__(self, node: str, key: Secret, geometry: ExpertGeometry, threads: int, experts: int) -> None:
         kernels = Kernels(threads, geometry.bf16, Path(tempfile.gettempdir()) / "edgemoe-kernels")
         policy = LRU(1, EXPERTS)
-        store = PeerStore(RandomStore(geometry), NoShelf(), lambda _: "", geometry.expert_bytes)
+        store = PeerStore(RandomStore(geometry), NoShelf(), lambda _: "", geometry)
         policies = {Tier.RAM: policy, Tier.VRAM: policy}
         here = np.arange(EXPERTS)[None] < experts
-        slots = max(experts, geometry.top_k) * geometry.stride_bytes
+        slots = max(experts, geometry.top_k) * geometry.stride_bytes(0)
         self.loop = asyncio.get_running_loop()
         self.tiers = ExpertTiers(geometry, store, TierMemory(slots), policies, kernels, on_disk=here)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)

@@ -28,6 +28,7 @@ class Trial:
     cluster: Cluster
     answers: Answers
     rng: random.Random
+    whole_s: float = 0.0  # of an undisturbed request, as an earlier trial found it; 0: this one does
     in_flight: list[bool] = field(default_factory=list)  # of each request, when the fault came
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -41,14 +42,17 @@ class Trial:
         return [daemon for daemon in self.cluster if daemon is not than]
 
     def requests(self, fronts: Sequence[Daemon], fault: Callable[[], None] | None) -> list[Record]:
-        """One request at each front, first undisturbed, then with `fault`, if any, after a few tokens of theirs."""
+        """One request at each front, with `fault`, if any, after a few tokens of theirs.
+
+        The same are asked undisturbed first, unless an earlier trial has found how long that takes.
+        """
         prompts = self.pick(len(fronts))
-        calm = self._ask(fronts, prompts, lambda: None)
+        calm = [] if fault and self.whole_s else self._ask(fronts, prompts, lambda: None)
         stirred = calm
         self.in_flight = [False] * len(fronts)
         if fault is not None:
-            whole_s = min((answer.took_s for answer in calm if answer.took_s), default=0.1)
-            wait_s = self.rng.uniform(0.2, 0.8) * whole_s
+            self.whole_s = self.whole_s or min((answer.took_s for answer in calm if answer.took_s), default=0.1)
+            wait_s = self.rng.uniform(0.2, 0.8) * self.whole_s
 
             def later() -> None:
                 time.sleep(wait_s)
@@ -56,7 +60,8 @@ class Trial:
                 fault()
 
             stirred = self._ask(fronts, prompts, later)
-        return [self._record(n, *row) for n, row in enumerate(zip(fronts, prompts, calm, stirred, strict=True))]
+        rows = zip(fronts, prompts, calm or [None] * len(fronts), stirred, strict=True)
+        return [self._record(n, *row) for n, row in enumerate(rows)]
 
     def forwarded(self, fault: Callable[[Daemon, Daemon], None]) -> tuple[Daemon, Record]:
         """Several requests at one front, which passes some on; `fault` gets a box that runs them, and the front."""
@@ -96,17 +101,17 @@ class Trial:
             thread.join()
         return answers
 
-    def _record(self, n: int, front: Daemon, prompt: tuple[int, ...], calm: Answer, answer: Answer) -> Record:
+    def _record(self, n: int, front: Daemon, prompt: tuple[int, ...], calm: Answer | None, answer: Answer) -> Record:
         wanted = self.answers[prompt]
         return {
             "front": front.box.name,
             "in_flight": self.in_flight[n],
-            "calm_right": calm.text == wanted,
+            "calm_right": None if calm is None else calm.text == wanted,
             "complete": answer.finish == "length" and not answer.error,
             "right": answer.text == wanted,
             "prefix": wanted.startswith(answer.text),
             "error": answer.error,
-            "calm_s": round(calm.took_s, 4),
+            "calm_s": None if calm is None else round(calm.took_s, 4),
             "took_s": round(answer.took_s, 4),
             "gap_s": round(
                 max((b - a for a, b in zip([0.0, *answer.times_s], answer.times_s, strict=False)), default=0.0), 4

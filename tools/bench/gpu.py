@@ -46,7 +46,7 @@ class BlankStore:
         self._geometry = geometry
 
     def expert_bytes(self, layer: int, expert: int) -> int:
-        return self._geometry.expert_bytes
+        return self._geometry.expert_bytes(0)
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         await asyncio.sleep(0)
@@ -70,9 +70,9 @@ class Bench:
             link = tiers.loader.links[0].stats
             fixed_s, per_byte_s = link.cost()
             found: dict[str, object] = {
-                "expert_mb": self.geometry.expert_bytes / 1e6,
+                "expert_mb": self.geometry.expert_bytes(0) / 1e6,
                 "h2d_gb_per_s": link.bytes_per_s / 1e9,
-                "h2d_expert_us": (fixed_s + per_byte_s * self.geometry.stride_bytes) * 1e6,
+                "h2d_expert_us": (fixed_s + per_byte_s * self.geometry.stride_bytes(0)) * 1e6,
                 "hits": [self._hits(tiers, tokens) for tokens in BATCHES],
                 "decode": [self._decode(tiers, batch) for batch in (1, 8)],
             }
@@ -124,7 +124,7 @@ class Bench:
             "tokens": tokens,
             "layer_us": seconds * 1e6,
             "experts": distinct,
-            "gb_per_s": distinct * self.geometry.expert_bytes / seconds / 1e9,
+            "gb_per_s": distinct * self.geometry.expert_bytes(0) / seconds / 1e9,
             "tflop_per_s": tokens
             * self.geometry.top_k
             * 6
@@ -176,8 +176,8 @@ class Bench:
                 "prefetch": prefetch,
                 "layer_us": seconds * 1e6,
                 "misses_per_layer": float(misses),
-                "copy_us_per_layer": float(misses * self.geometry.stride_bytes / rate * 1e6),
-                "wasted_mb": tiers.residency.devices[0].wasted * self.geometry.stride_bytes / 1e6,
+                "copy_us_per_layer": float(misses * self.geometry.stride_bytes(0) / rate * 1e6),
+                "wasted_mb": tiers.residency.devices[0].usage.wasted_bytes / 1e6,
             }
 
     def _route(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

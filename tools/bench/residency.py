@@ -21,6 +21,7 @@ from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.size_classes import SlabLayout
 
 TOP_K, SHARE = 8, 0.25  # experts of a layer-step; of all experts in the device
 GOAL_US = {0: 3.0, 6: 15.0}  # by misses
@@ -74,7 +75,7 @@ class Desk:
         self.residency = Residency(ram, [SlotPool(Tier.VRAM, layers, experts, slots, policy)])
         self.link: Any = StandInLink()
         store: Any = None
-        self.loader = ExpertLoader(self.residency, store, HostSlab(1, 4096), [self.link])
+        self.loader = ExpertLoader(self.residency, store, HostSlab(SlabLayout.even(1, 4096)), [self.link])
         everything = [ExpertId(layer, expert) for expert in range(experts) for layer in range(layers)]
         for tier, count in ((Tier.RAM, len(everything)), (Tier.VRAM, slots)):
             for expert in everything[:count]:

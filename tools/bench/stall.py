@@ -185,7 +185,7 @@ class Runner:
         if not contender.gate:
             self.tiers.experts.lookahead = 0
         if self.controller and contender.plans:
-            self.controller.attach(self.tiers.residency, self.tiers.loader, spec.geometry.expert_bytes)
+            self.controller.attach(self.tiers.residency, self.tiers.loader, spec.geometry)
         self._kv = KVCache(spec.kv_layout, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.tiers.run())
@@ -218,7 +218,7 @@ class Runner:
         logits, _ = self._step(f"{number}", text[:PROMPT], 0)
         served = list(self.tiers.residency.served)
         vram = self.tiers.residency.devices[0]
-        moved, prefetched, wasted = vram.moved, vram.prefetched, vram.wasted
+        moved, prefetched, wasted = vram.usage.moved, vram.usage.prefetched, vram.usage.wasted
         began_s = time.perf_counter()
         for i in range(tokens):
             noise = -torch.log(-torch.log(torch.rand(logits.shape[-1], generator=random)))
@@ -234,9 +234,9 @@ class Runner:
             "stall_ms": 1e3 * stall_s / tokens,
             "ms": 1e3 * took_s / tokens,
             "miss": sum(misses) / (hits + sum(misses)),
-            "prefetched": (vram.prefetched - prefetched) / tokens,
-            "moved": (vram.moved - moved) / tokens,
-            "wasted": (vram.wasted - wasted) / tokens,
+            "prefetched": (vram.usage.prefetched - prefetched) / tokens,
+            "moved": (vram.usage.moved - moved) / tokens,
+            "wasted": (vram.usage.wasted - wasted) / tokens,
             "tokens": said,
             "routings": routings,
         }

@@ -140,7 +140,7 @@ def _use(store: Path) -> Experts:
     verify_dense(store, manifest.dense, lambda share: None)
     experts: Experts = {}
     with ExpertStore(store, manifest, threads=1) as opened:
-        room = page_memory(spec.geometry.stride_bytes)
+        room = page_memory(spec.geometry.stride_bytes(0))
         for layer, entry in enumerate(manifest.layers):
             for expert in entry.experts:
                 opened.read_into(layer, expert.expert, room)

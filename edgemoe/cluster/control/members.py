@@ -28,6 +28,11 @@ class Member:
     acknowledged: int = 0  # our announcement that it has taken note of
     refused: str = ""  # why it cannot take part
 
+    @property
+    def noted(self) -> bool:
+        """Returns whether `Members.watch` found it alive."""
+        return self.gone_s == float("inf")
+
 
 class Members:
     """The other boxes by node name. One owner, one event loop."""
@@ -58,12 +63,11 @@ class Members:
         return member.up and self._clock() - member.heard_s < DEAD_S
 
     def watch(self) -> list[str]:
-        """Returns those that have come to life or died since the last call."""
+        """Notes who is alive. Returns those that have come to life or died since the last call."""
         changed = []
         for member in self:
-            was = member.gone_s == float("inf")
-            if self.is_alive(member.peer.node) != was:
-                member.gone_s = self._clock() if was else float("inf")
+            if self.is_alive(member.peer.node) != member.noted:
+                member.gone_s = self._clock() if member.noted else float("inf")
                 changed.append(member.peer.node)
         return changed
 
@@ -86,7 +90,11 @@ class Members:
         return {member.peer.node: member.peer.keys for member in self if not member.refused}
 
     def engines(self) -> tuple[PeerEngine, ...]:
-        """Returns the engines that compute for others, with where to reach them and whether their front is heard."""
+        """Returns the engines that compute for others, with where to reach them and whether their front is heard.
+
+        That changes only with what `watch` returns. So whoever asks again at each change is never left with a silence
+        that had ended before it was noted.
+        """
         found = []
         for member in self:
             engine = member.card.engine if member.card and not member.refused else None
@@ -98,7 +106,7 @@ class Members:
                         boot=engine.boot,
                         calls=f"{host}:{engine.calls_port}",
                         bulk=f"{host}:{engine.bulk_port}",
-                        heard=self.is_alive(member.peer.node),
+                        heard=member.noted,
                     )
                 )
         return tuple(found)

@@ -219,7 +219,7 @@ class ControlPlane:
             self.on_change()
         if beat.unmet:
             member.acknowledged = 0
-        if member.gone_s != float("inf"):
+        if not member.noted:
             self._watch()
         self.obedience.hear(member, before)
 

@@ -55,11 +55,11 @@ class ExpertClient:
 
     def fetch_s(self, layer: int, experts: IntArray, without: Collection[str]) -> FloatArray:
         """Returns seconds to fetch each expert [n] from a peer that is not in `without`; inf where none has it."""
-        best = np.full(len(experts), np.inf, np.float32)
+        best, size_bytes = np.full(len(experts), np.inf, np.float32), self._model.geometry.expert_bytes(layer)
         for peer in self.peers.values():
             if peer.reachable and peer.node not in without:
                 has = (peer.ram[layer] | peer.disk[layer])[experts]
-                best[has] = np.minimum(best[has], peer.latency_s + self._model.geometry.expert_bytes * peer.s_per_byte)
+                best[has] = np.minimum(best[has], peer.latency_s + size_bytes * peer.s_per_byte)
         return best
 
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
@@ -196,7 +196,7 @@ class ExpertClient:
                 peer.measure_flow(size, min(way_s / 2, now_s - before_s))
         units = float(work_units(call.work.offsets).sum())
         if absent:
-            peer.measure_reads(absent * self._model.geometry.expert_bytes, units, served_s)
+            peer.measure_reads(absent * self._model.geometry.expert_bytes(call.work.layer), units, served_s)
         else:
             peer.measure_work(units, served_s)
 

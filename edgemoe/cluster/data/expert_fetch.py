@@ -54,7 +54,8 @@ class ExpertFetchServer:
         if not isinstance(fetch, Fetch):
             raise PeerRefused("not a question")
         end = fetch.offset + fetch.bytes
-        if fetch.layer >= sizes.layers or fetch.expert >= sizes.experts or end > sizes.expert_bytes:
+        there = fetch.layer < sizes.layers and fetch.expert < sizes.experts_of(fetch.layer)
+        if not there or end > sizes.expert_bytes(fetch.layer):
             raise PeerRefused(f"there is no such part of expert {fetch.expert} of layer {fetch.layer}")
         wanted = self._shelf.checksum(fetch.layer, fetch.expert)
         if wanted is None:
@@ -67,9 +68,9 @@ class ExpertFetchServer:
 class PeerStore:
     """Implements `Store`: reads from the box's own store and, once joined, from peers."""
 
-    def __init__(self, own: Store, shelf: ExpertSource, checksum: Checksum, expert_bytes: int) -> None:
+    def __init__(self, own: Store, shelf: ExpertSource, checksum: Checksum, geometry: ExpertGeometry) -> None:
         self.fetched = self.refused = 0  # experts from peers; those with a wrong checksum
-        self._own, self._shelf, self._checksum, self._size = own, shelf, checksum, expert_bytes
+        self._own, self._shelf, self._checksum, self._geometry = own, shelf, checksum, geometry
         self._channel: Channel[BulkMessage] | None = None
         self._turns = asyncio.Semaphore(FETCHES)
 
@@ -80,7 +81,7 @@ class PeerStore:
         self._channel, self._peers, self._timeout_s = channel, peers, timeout_s
 
     def expert_bytes(self, layer: int, expert: int) -> int:
-        return self._size
+        return self._geometry.expert_bytes(layer)
 
     async def read(self, layer: int, expert: int, into: memoryview) -> None:
         """Reads an expert from the disk or a peer and verifies it. Raises CorruptExpert, MissingExpert."""
@@ -106,16 +107,16 @@ class PeerStore:
         A late peer is left for the next one. All are tried again with longer deadlines, up to the full time-out.
         """
         reasons: list[str] = []
-        factor, final = 1.0, False
+        factor, final, size_bytes = 1.0, False, self._geometry.expert_bytes(layer)
         while not final:
             sources = self._sources(layer, expert)
-            usual = [max(LATE_S, LATE_FACTOR * self._expected_s(peer)) for peer in sources]
+            usual = [max(LATE_S, LATE_FACTOR * self._expected_s(peer, layer)) for peer in sources]
             final = len(sources) <= 1 or factor * min(usual) >= self._timeout_s
             for peer, late_s in zip(sources, usual, strict=True):
-                whole_s = self._timeout_s + max(late_s, self._size / LEAST_BYTES_PER_S)
+                whole_s = self._timeout_s + max(late_s, size_bytes / LEAST_BYTES_PER_S)
                 within_s = whole_s if final else min(whole_s, factor * late_s)
                 try:
-                    await self._fetch_from(peer.node, layer, expert, into[: self._size], within_s)
+                    await self._fetch_from(peer.node, layer, expert, into[:size_bytes], within_s)
                 except (PeerError, CorruptExpert) as error:
                     reasons.append(str(error))
                     if isinstance(error, PeerUnavailable):
@@ -132,12 +133,12 @@ class PeerStore:
             return []
         ready = [peer for peer in self._peers().values() if peer.heard and peer.ready]
         having = [peer for peer in ready if peer.ram[layer, expert] or peer.disk[layer, expert]]
-        having.sort(key=lambda peer: (peer.silent, not peer.ram[layer, expert], self._expected_s(peer)))
+        having.sort(key=lambda peer: (peer.silent, not peer.ram[layer, expert], self._expected_s(peer, layer)))
         return having
 
-    def _expected_s(self, peer: PeerEstimate) -> float:
-        """Returns the expected time of a fetch beside FETCHES others, the peer's disk reads included."""
-        return peer.latency_s + FETCHES * self._size * (peer.s_per_byte + 1 / READ_BYTES_PER_S)
+    def _expected_s(self, peer: PeerEstimate, layer: int) -> float:
+        """Returns the expected time of a fetch beside FETCHES others of that layer, the peer's disk reads included."""
+        return peer.latency_s + FETCHES * self._geometry.expert_bytes(layer) * (peer.s_per_byte + 1 / READ_BYTES_PER_S)
 
     async def _fetch_from(self, node: str, layer: int, expert: int, into: memoryview, within_s: float) -> None:
         """Fetches the whole expert within `within_s`. Raises PeerError, CorruptExpert.
@@ -147,7 +148,7 @@ class PeerStore:
         window, sums, timeout_s = asyncio.Semaphore(WINDOW), set[str](), min(self._timeout_s, within_s)
 
         async def chunk(start: int) -> None:
-            size = min(CHUNK_BYTES, self._size - start)
+            size = min(CHUNK_BYTES, len(into) - start)
             async with window:
                 assert self._channel is not None
                 answer = await self._channel.ask(node, Fetch(layer, expert, start, size), timeout_s=timeout_s)
@@ -159,7 +160,7 @@ class PeerStore:
         failure: PeerError | None = None
         try:
             async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:  # after it, nothing writes to `into`
-                for start in range(0, self._size, CHUNK_BYTES):
+                for start in range(0, len(into), CHUNK_BYTES):
                     group.create_task(chunk(start))
         except* PeerError as errors:
             failure = _first(errors)

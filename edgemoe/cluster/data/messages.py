@@ -38,7 +38,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     layers: Small
     experts: Small
     row_bytes: Bytes  # one row of hidden states
-    expert_bytes: Bytes
+    expert_bytes: Bytes  # of a largest one
     ram: Bitmap
     disk: Bitmap
 
@@ -85,12 +85,12 @@ class Call(Message, frozen=True, tag="Call"):
         n, m, rows = self.experts, self.calls, self.rows
         row_bytes = geometry.row_bytes
         fits = len(tensors) == 2 and tensors[0].nbytes == rows * row_bytes and tensors[1].nbytes == 8 * (n + m)
-        if not fits or self.layer >= geometry.layers or n > geometry.experts:
+        if not fits or self.layer >= geometry.layers or n > geometry.experts_of(self.layer):
             raise PeerRefused("a call whose sizes do not fit together")
         index = np.frombuffer(tensors[1], np.int32)
         numbers, weights = index[: 2 * n + m].astype(np.int64), index[2 * n + m :].view(np.float32)
         experts, counts, row = numbers[:n], numbers[n : 2 * n], numbers[2 * n :]
-        inside = numbers.min() >= 0 and experts.max() < geometry.experts and row.max() < rows
+        inside = numbers.min() >= 0 and experts.max() < geometry.experts_of(self.layer) and row.max() < rows
         distinct = len(set(experts.tolist())) == n
         if not (inside and distinct and counts.min() >= 1 and counts.sum() == m and np.isfinite(weights).all()):
             raise PeerRefused("a call whose numbers cannot be")
@@ -128,4 +128,5 @@ BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 
 def _sizes(geometry: ExpertGeometry) -> tuple[int, int, int, int]:
     """Returns what a hello says of them: all that must be equal on two engines that compute for each other."""
-    return geometry.layers, geometry.experts, geometry.row_bytes, geometry.expert_bytes
+    largest_bytes = max(geometry.expert_bytes(layer) for layer in range(geometry.layers))
+    return geometry.layers, geometry.experts, geometry.row_bytes, largest_bytes

@@ -54,7 +54,7 @@ class PeerEstimate:
         ram, disk = self.ram[layer][wanted], self.disk[layer][wanted]
         if not (ram | disk).any():
             return None
-        read_s = self._geometry.expert_bytes * self.reading.at(now_s)
+        read_s = self._geometry.expert_bytes(layer) * self.reading.at(now_s)
         wait_s = np.where(ram, 0.0, np.where(disk, read_s, np.inf)).astype(np.float32)
         oldest_s = min((call.asked_s for call in list(self.under_way.values())), default=now_s)
         open_s = max(self.latency_s, now_s - oldest_s)

@@ -40,16 +40,19 @@ class CostModel:
         self,
         residency: Residency,
         loader: ExpertLoader,
-        stride_bytes: int,
+        sizes_bytes: IntArray,
         *,
         cpu_helps: bool = True,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`sizes_bytes` is what an expert of each layer takes, [L]."""
         self._cpu_helps = cpu_helps
-        self._residency, self._loader, self._stride_bytes, self._clock = residency, loader, stride_bytes, clock
+        self._residency, self._loader, self._clock = residency, loader, clock
+        self._sizes_bytes: list[int] = sizes_bytes.tolist()
+        self._largest_bytes: int = max(self._sizes_bytes)
         self.thread_unit_s = FIRST_UNIT_S  # of the compute thread, for a unit of work on the top tier
         self.device_unit_s = 0.0  # of a device that works beside it, likewise
-        self.cpu = UnitTime(stride_bytes / CPU_BYTES_PER_S)  # for one that the CPU does beside devices
+        self.cpu = UnitTime(self._largest_bytes / CPU_BYTES_PER_S)  # for a largest one that it does beside devices
 
     def observe(self, units: float, seconds: float) -> None:
         """Adds the compute thread's time for work on the top tier."""
@@ -64,16 +67,23 @@ class CostModel:
         """Returns the seconds of a unit of work on the top tier, where launching and computing overlap."""
         return max(self.thread_unit_s, self.device_unit_s)
 
-    def observe_cpu(self, units: float, seconds: float) -> None:
-        """Adds the CPU's time for work that it did beside devices."""
-        self.cpu.measure(seconds / units, self._clock())
+    def observe_cpu(self, layer: int, units: float, seconds: float) -> None:
+        """Adds the CPU's time for work of a layer that it did beside devices."""
+        self.cpu.measure(seconds / (units * self._share(layer)), self._clock())
 
-    def read_s(self) -> float:
-        """Returns the seconds to read one expert from the disk."""
-        return self._stride_bytes / (self._loader.stats.bytes_per_s or READ_BYTES_PER_S)
+    def read_s(self, layer: int) -> float:
+        """Returns the seconds to read one expert of a layer from the disk."""
+        return self._sizes_bytes[layer] / (self._loader.stats.bytes_per_s or READ_BYTES_PER_S)
 
-    def _copy_s(self, link: TierLink) -> float:
-        return self._stride_bytes / (link.stats.unhindered_bytes_per_s or COPY_BYTES_PER_S)
+    def _copy_s(self, layer: int, link: TierLink) -> float:
+        return self._sizes_bytes[layer] / (link.stats.unhindered_bytes_per_s or COPY_BYTES_PER_S)
+
+    def _cpu_s(self, layer: int) -> float:
+        return self.cpu.at(self._clock()) * self._share(layer)
+
+    def _share(self, layer: int) -> float:
+        """Returns the size of a layer's experts among the largest ones'."""
+        return self._sizes_bytes[layer] / self._largest_bytes
 
     def load(
         self, layer: int, experts: IntArray, tiers: IntArray, units: FloatArray, more: tuple[int, int] = (0, 0)
@@ -85,13 +95,13 @@ class CostModel:
         links = self._loader.links
         load = np.zeros((len(experts), FIRST_ELSEWHERE + more[0], FIRST_LINK + len(links) + more[1]))
         load[:, TOP, COMPUTE] = self.unit_s * units
-        load[:, TOP, DISK] = np.where(tiers == NVME, self.read_s(), 0.0)
+        load[:, TOP, DISK] = np.where(tiers == NVME, self.read_s(layer), 0.0)
         load[:, CPU, COMPUTE] = np.inf
         for i, link in enumerate(links):
             its = self._residency.device_of[layer, experts] == i
-            load[its, TOP, FIRST_LINK + i] = self._copy_s(link)
+            load[its, TOP, FIRST_LINK + i] = self._copy_s(layer, link)
             if self._cpu_helps and link.stats.bytes_per_s:  # else the link goes first, so that it is measured
-                load[its & (tiers == RAM), CPU, COMPUTE] = self.cpu.at(self._clock())
+                load[its & (tiers == RAM), CPU, COMPUTE] = self._cpu_s(layer)
         load[:, CPU, COMPUTE] *= units
         return load
 
@@ -101,7 +111,7 @@ class CostModel:
             return None
         tiers = self._residency.tiers_of(layer, group.experts)
         in_ram, missing = tiers == RAM, int(np.count_nonzero(tiers != VRAM))
-        copy_s, cpu_s = [self._copy_s(link) for link in self._loader.links], self.cpu.at(self._clock())
+        copy_s, cpu_s = [self._copy_s(layer, link) for link in self._loader.links], self._cpu_s(layer)
         if not in_ram.any() or (missing + 0.5) * max(copy_s) <= cpu_s + WORTH_S:
             return None
         chosen = self._split(layer, group.experts, tiers, work_units(group.offsets))

@@ -48,7 +48,7 @@ class CpuExperts:
         )
         self._slots = slots[slots >= 0]
         chosen[chosen] = slots >= 0  # less what was evicted meanwhile
-        self._group = group.only(chosen)
+        self._layer, self._group = layer, group.only(chosen)
         return chosen if len(self._slots) else None
 
     def compute(self) -> None:
@@ -58,7 +58,7 @@ class CpuExperts:
         began_s = time.perf_counter()
         self._compute.add(self._slots, self._group)
         took_s = time.perf_counter() - began_s
-        self.costs.observe_cpu(float(work_units(self._group.offsets).sum()), took_s)
+        self.costs.observe_cpu(self._layer, float(work_units(self._group.offsets).sum()), took_s)
         self.experts += len(self._slots)
         self.took_s += took_s
         self.drop()

@@ -21,9 +21,10 @@ from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import SILU, ExpertGeometry
 from edgemoe.types.peers import work_units
+from edgemoe.types.size_classes import SlabLayout
 
 
-def open_cuda(kind: str, slots: int, geometry: ExpertGeometry, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
+def open_cuda(kind: str, layout: SlabLayout, geometry: ExpertGeometry, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
     """Returns the link and the computation of device `cuda:N`.
 
     Raises CapacityError where the slab does not fit, ConfigError where there are no kernels for it.
@@ -34,29 +35,32 @@ def open_cuda(kind: str, slots: int, geometry: ExpertGeometry, ram: HostSlab) ->
             f"{kind} cannot compute experts in {', '.join(sorted(unknown))} yet; take it out of `devices`"
         )
     try:
-        slab = torch.empty((slots, geometry.stride_bytes), dtype=torch.uint8, device=device)
+        slab = torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         raise CapacityError(
-            f"{kind} has {free_bytes} bytes free, the slab of its experts takes {slots * geometry.stride_bytes}; "
+            f"{kind} has {free_bytes} bytes free, the slab of its experts takes {layout.size_bytes}; "
             "lower the device's expert_bytes"
         ) from error
-    order = Order(slots)
-    return CudaLink(ram, slab, order), CudaCompute(slab, geometry, order)
+    order = Order(layout.count)
+    return CudaLink(ram, slab, layout, order), CudaCompute(slab, layout, geometry, order)
 
 
 class CudaCompute:
     """Computes experts in place in the slab, by two kernels for all experts of a layer."""
 
-    def __init__(self, slab: torch.Tensor, geometry: ExpertGeometry, order: Order) -> None:
-        """Compiles the kernels. Raises ConfigError where that fails, or they cannot compute such experts."""
+    def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry, order: Order) -> None:
+        """Compiles the kernels for a slab, uint8, cut as `layout` says.
+
+        Raises ConfigError where that fails, or they cannot compute such experts.
+        """
         if geometry.activation != SILU or geometry.biases:
             what = f"{geometry.activation.kind}{' with biases' if geometry.biases else ''}"
             raise ConfigError(f"{slab.device} has no kernels for experts of {what}; take the GPU out of `devices`")
         self._geometry, self._order, self._device = geometry, order, slab.device
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:
-            self._fused = GpuCalls(slab, geometry)
+            self._fused = GpuCalls(slab, layout, geometry)
         except Exception as error:  # no Triton, no C compiler, or too old a GPU; `error` says which
             raise ConfigError(
                 f"the experts' kernels cannot be compiled for {slab.device}: {error!r}; install the Triton that this "
@@ -64,6 +68,7 @@ class CudaCompute:
             ) from error
 
     def begin(self, layer: int, hidden: torch.Tensor) -> None:
+        self._layer = layer
         self._hidden = hidden.to(self._device, non_blocking=True).contiguous()
         rows = len(hidden) * self._geometry.top_k
         self._out = torch.zeros((rows, self._geometry.hidden), dtype=torch.float32, device=self._device)
@@ -72,7 +77,7 @@ class CudaCompute:
         stream, read = torch.cuda.current_stream(self._device), slots.tolist()
         began = self._order.before_compute(read, stream)
         ready = began and moment(stream)
-        self._fused.add(slots, group, self._hidden, self._out)
+        self._fused.add(self._layer, slots, group, self._hidden, self._out)
         self._order.computed(read, stream)
         if began and ready:
             self._timed.append((float(work_units(group.offsets).sum()), [began, ready, moment(stream)]))
@@ -88,6 +93,9 @@ class CudaCompute:
             waited_s += began.elapsed_time(ready) / 1e3
             computed_s += ready.elapsed_time(ended) / 1e3
         return Spent(units, waited_s, computed_s)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def twin(self, math: ExpertMath) -> Self:
         twin = copy.copy(self)  # with hidden states and sums of its own; all threads use the device's default stream

@@ -21,6 +21,7 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
 from edgemoe.experts.transfer.links import LinkStats, TransferListener
 from edgemoe.experts.transfer.pieces import pieces_of
+from edgemoe.types.size_classes import SlabLayout
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +101,15 @@ class CudaLink:
     as one last piece, however much is left of it: nothing overtakes it, and the link need not wait for the thread.
     """
 
-    def __init__(self, source: HostSlab, slab: torch.Tensor, order: Order) -> None:
+    def __init__(self, source: HostSlab, slab: torch.Tensor, layout: SlabLayout, order: Order) -> None:
+        """Copies into `slab`, uint8, cut as `layout` says."""
         self.stats = LinkStats()
-        self._source, self._slab, self._order = source, slab, order
-        pieces = pieces_of(source.stride_bytes)
-        self._pieces, self._piece_bytes = pieces, -(-source.stride_bytes // pieces)
+        self._source, self._slab, self._layout, self._order = source, slab, layout, order
+        largest_bytes = layout.classes.bytes[-1]
+        pieces = pieces_of(largest_bytes)
+        self._pieces, self._piece_bytes = pieces, -(-largest_bytes // pieces)
         _pin(source)
-        self._host = torch.from_numpy(source.slab)
+        self._host = torch.from_numpy(source.bytes)
         self._streams = tuple(torch.cuda.Stream(slab.device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # of all that follows
         self._flights: list[CopyFlight] = []
@@ -174,7 +177,7 @@ class CudaLink:
             if flight.error is not None or flight.given_up:
                 self.stats.abort()
             else:
-                self.stats.end(self._source.stride_bytes, flight.seconds)
+                self.stats.end(self._bytes_of(flight.load), flight.seconds)
         return ended
 
     def _issue_next(self, pieces: list[IssuedPiece]) -> list[CopyFlight]:
@@ -187,7 +190,7 @@ class CudaLink:
                 flight.error = MissingExpert(load.layer, load.expert, "the link to its device is closed")
             elif flight.load.demand:
                 flight.urgent = True
-                self._issue(flight, self._source.stride_bytes, pieces)
+                self._issue(flight, self._bytes_of(flight.load), pieces)
         if not any(flight.urgent for flight in self._flights):
             flying = sum(flight.flying for flight in self._flights)
             for flight in waiting:
@@ -199,21 +202,30 @@ class CudaLink:
     def _issue(self, flight: CopyFlight, to_bytes: int, pieces: list[IssuedPiece]) -> None:
         """Issues the next piece, up to `to_bytes` of the expert."""
         load, stream = flight.load, self._streams[flight.urgent and not flight.issued_bytes]
-        part = slice(flight.issued_bytes, to_bytes)
+        into, size_bytes = self._layout.place(load.slot)
+        source, first, end_bytes = (
+            self._source.layout.place(load.source)[0],
+            flight.issued_bytes,
+            min(to_bytes, size_bytes),
+        )
         try:
             with torch.cuda.stream(stream):
                 if not flight.issued_bytes:
                     self._order.before_copy(load.slot, stream)
                 start = moment(stream)
-                self._slab[load.slot][part].copy_(self._host[load.source][part], non_blocking=True)
+                part = self._host[source + first : source + end_bytes]
+                self._slab[into + first : into + end_bytes].copy_(part, non_blocking=True)
                 end = moment(stream, blocking=True)
         except RuntimeError as error:
             flight.over, flight.error = True, error
             return
         self._order.copied(load.slot, end)
-        flight.issued_bytes, flight.over = to_bytes, to_bytes >= self._source.stride_bytes
+        flight.issued_bytes, flight.over = end_bytes, end_bytes == size_bytes
         flight.flying += 1
         pieces.append(IssuedPiece(flight, start, end))
+
+    def _bytes_of(self, load: Transfer) -> int:
+        return self._layout.place(load.slot)[1]
 
     def _reap(self) -> None:
         while (message := self._ends.get()) is not CLOSE:

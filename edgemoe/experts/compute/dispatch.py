@@ -85,6 +85,9 @@ class Compute(Protocol):
     def spent(self) -> Spent:
         """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
 
+    def settle(self) -> None:
+        """Waits until nothing reads or writes slots any more that was started before."""
+
     def twin(self, math: ExpertMath) -> Self:
         """Returns another one over the same slots for another thread; the CPU computes by `math`."""
 
@@ -92,16 +95,18 @@ class Compute(Protocol):
 class HostCompute:
     """Computes experts in a slab of host memory on the CPU."""
 
-    def __init__(self, slabs: Sequence[ExpertSlab], math: ExpertMath) -> None:
-        """Takes one view of the slab for each layer."""
+    def __init__(self, slabs: Sequence[tuple[ExpertSlab, int]], math: ExpertMath) -> None:
+        """Takes for each layer the slots as its experts lie in them, and the number of the first of these."""
         self._slabs, self._math = slabs, math
 
     def begin(self, layer: int, hidden: torch.Tensor) -> None:
-        self._slab = self._slabs[layer]
+        self._slab, self._first = self._slabs[layer]
         self._hidden = hidden.contiguous()
         self._out = torch.zeros(hidden.shape, dtype=torch.float32)
 
     def add(self, slots: IntArray, group: Group) -> None:
+        if self._first:
+            slots = slots - self._first
         self._math.add(self._slab, slots, group.offsets, group.tokens, group.weights, self._hidden, self._out)
 
     def end(self) -> torch.Tensor:
@@ -109,6 +114,9 @@ class HostCompute:
 
     def spent(self) -> Spent:
         return Spent()
+
+    def settle(self) -> None:
+        pass  # nothing goes on beside the caller
 
     def twin(self, math: ExpertMath) -> Self:
         return type(self)(self._slabs, math)

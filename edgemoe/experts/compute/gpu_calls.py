@@ -9,6 +9,7 @@ import torch
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.size_classes import SlabLayout
 
 ROWS = (16, 32, 64)  # calls of one expert that one program computes
 
@@ -16,23 +17,28 @@ ROWS = (16, 32, 64)  # calls of one expert that one program computes
 class GpuCalls:
     """Runs two kernels for all experts of a layer. Writes each call's output to a row of its own, [T * k, H]."""
 
-    def __init__(self, slab: torch.Tensor, geometry: ExpertGeometry) -> None:
+    def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry) -> None:
         """Compiles the kernels for all block sizes. Raises what Triton raises."""
         from edgemoe.kernels.gpu import experts as gpu_experts
 
         self._experts = gpu_experts.experts
         self._slab = slab.view(torch.bfloat16 if geometry.bf16 else torch.float32).view(-1)
-        self._sizes = (geometry.top_k, geometry.hidden, geometry.width, geometry.stride_bytes // geometry.item_bytes)
+        self._sizes = (geometry.top_k, geometry.hidden, geometry.width)
+        places = [(layout.first(c), layout.slot_bytes(c) // geometry.item_bytes) for c in range(len(layout.per_extent))]
+        self._places = [places[size_class] for size_class in layout.classes.layer_class]  # by layer
         hidden = torch.zeros((1, geometry.hidden), dtype=self._slab.dtype, device=slab.device)
         for calls in ROWS:
             repeated = np.zeros(calls, np.int64)  # the same call of one token, repeated
             group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
-            self.add(repeated[:1], group, hidden, torch.zeros((geometry.top_k, geometry.hidden), device=slab.device))
+            out = torch.zeros((geometry.top_k, geometry.hidden), device=slab.device)
+            for layer in {place: layer for layer, place in enumerate(self._places)}.values():
+                self.add(layer, repeated[:1] + self._places[layer][0], group, hidden, out)
 
-    def add(self, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the weighted outputs of the group's calls."""
+    def add(self, layer: int, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the weighted outputs of the group's calls of a layer."""
+        first, stride = self._places[layer]
         rows = block_rows(int(np.diff(group.offsets).max()))
-        blocks = blocks_of(slots, group.offsets, rows)
+        blocks = blocks_of(slots - first, group.offsets, rows)
         parts = [blocks.ravel(), group.calls.astype(np.int32), group.weights.view(np.int32)]
         starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])  # 16-byte aligned, as Triton likes it
         packed = np.zeros(starts[-1], np.int32)
@@ -48,7 +54,7 @@ class GpuCalls:
                 on_gpu[0].view(-1, 3),
                 on_gpu[1],
                 on_gpu[2].view(torch.float32),
-                self._sizes,
+                (*self._sizes, stride),
                 rows,
             )
 

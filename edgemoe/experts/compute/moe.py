@@ -136,7 +136,8 @@ class TieredExperts:
         scores: FloatArray = probs.numpy(force=True)
         if self._fetching.keep_hints and self._step is not None:
             self._step.hint(layer, layer - self._next_layer, scores)
-        if self._fetching.prefetch and len(scores) * self.geometry.top_k < WHOLE_LAYER_CALLS * self.geometry.experts:
+        few = len(scores) * self.geometry.top_k < WHOLE_LAYER_CALLS * self.geometry.experts_of(layer)
+        if self._fetching.prefetch and few:
             self._requester.hear(layer, scores)
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class TieredExperts:
                     self._step.stall_s += spent.waited_s
 
     def _part(self, device: int, layer: int, group: Group, prefill_only: BoolArray | None) -> DeviceShare | None:
-        slots = self.residency.slots_of(device)
+        slots = self.residency.slots_of(device, layer)
         if len(self._computes) == 1:
             return DeviceShare(device, slots, self._computes[0], group, prefill_only)
         here = self.residency.device_of[layer, group.experts] == device
@@ -251,6 +252,7 @@ class TieredExperts:
 
     def _stream_next(self, layer: int, prefill_only: BoolArray | None, calls: int) -> None:
         """Prefetches all of the next layer's experts where a large prefill needs nearly all of them."""
-        whole = prefill_only is not None and calls >= WHOLE_LAYER_CALLS * self.geometry.experts
+        whole = prefill_only is not None and calls >= WHOLE_LAYER_CALLS * self.geometry.experts_of(layer)
         if whole and self._fetching.prefetch and layer + 1 < self.geometry.layers:
-            self._requester.replace(layer + 1, np.arange(self.geometry.experts), PrefetchPriority.PREFILL_ONLY)
+            everybody = np.arange(self.geometry.experts_of(layer + 1))
+            self._requester.replace(layer + 1, everybody, PrefetchPriority.PREFILL_ONLY)

@@ -21,6 +21,7 @@ class Observations:
         self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
         if not meta.decode.all():
             self.decode = np.repeat(meta.decode, meta.query_lens)
+        self._experts = geometry.experts
         self.ids = np.full((geometry.layers, len(meta.tokens), geometry.top_k), -1, np.int16)  # until a layer has run
         self.weights = np.empty(self.ids.shape, np.float32)
         self.hints: dict[int, FloatArray] = {}
@@ -35,8 +36,8 @@ class Observations:
     def hint(self, layer: int, distance: int, probs: FloatArray) -> None:
         """Adds a forecast of `layer`'s choice from `distance` layers before it, [T, E]."""
         if distance not in self.hints:
-            self.hints[distance] = np.zeros((len(self.ids), *probs.shape), np.float32)
-        self.hints[distance][layer] = probs
+            self.hints[distance] = np.zeros((len(self.ids), len(probs), self._experts), np.float32)
+        self.hints[distance][layer, :, : probs.shape[1]] = probs
 
     def prefill_only(self, ids: IntArray, group: Group) -> BoolArray | None:
         """Returns which of the group's experts only prefill needs, [n]; None where the step only decodes."""

@@ -155,6 +155,6 @@ class ExpertShelf:
         return task
 
     async def _load(self, expert: ExpertId) -> memoryview:
-        room = page_memory(self._geometry.stride_bytes)
+        room = page_memory(self._geometry.stride_bytes(expert.layer))
         await self._store.read(expert.layer, expert.expert, room)
         return room

@@ -127,7 +127,7 @@ class PeerLayerStep:
         now_s = time.monotonic()
         if now_s >= self.end_s:
             return []
-        read_s, offers = self.remote.costs.read_s(), self.remote.peers.offers(self.layer, group.experts)
+        read_s, offers = self.remote.costs.read_s(self.layer), self.remote.peers.offers(self.layer, group.experts)
         return [
             offer._replace(wait_s=np.where(offer.wait_s > 0, np.maximum(offer.wait_s, read_s), 0.0))
             for offer in offers

@@ -33,6 +33,7 @@ from edgemoe.policy.baselines import LRU
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.routing import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
@@ -117,9 +118,9 @@ class Controller:
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
         self._thread.start()
 
-    def attach(self, residency: Residency, loader: PrefetchRequests, expert_bytes: int) -> None:
-        """From here on plans what the tiers should fetch in idle time; all experts are of one size."""
-        self._plans = Plans(residency, loader, expert_bytes, self._hysteresis)
+    def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
+        """From here on plans what the tiers should fetch in idle time."""
+        self._plans = Plans(residency, loader, geometry, self._hysteresis)
 
     # --- the compute thread's side
 

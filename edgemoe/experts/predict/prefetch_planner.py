@@ -13,7 +13,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.movement import Ledger, Side, plan
 from edgemoe.policy.watermark import Watermark, density
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import Move, Tier
+from edgemoe.types.experts import ExpertGeometry, Move, Tier
 
 MOST_MOVES = 12  # in one plan: a few times a step another one is made
 
@@ -28,14 +28,17 @@ class PrefetchRequests(Protocol):
 class Plans:
     """Makes prices and plans for the tiers. On the controller's thread."""
 
-    def __init__(self, residency: Residency, loader: PrefetchRequests, expert_bytes: int, hysteresis: float) -> None:
-        self._residency, self._loader = residency, loader
-        self._sizes: IntArray = np.full(residency.device_of.shape, expert_bytes, np.int64)
-        self._budget_bytes = float(MOST_MOVES * expert_bytes)
+    def __init__(
+        self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry, hysteresis: float
+    ) -> None:
+        self._residency, self._loader, self._absent = residency, loader, ~geometry.exists
+        self._sizes: IntArray = np.where(self._absent, 0, geometry.strides_bytes[:, None])
+        self._cost: FloatArray = (self._sizes / geometry.largest_bytes).astype(np.float32)  # of a miss
+        self._budget_bytes = float(MOST_MOVES * geometry.largest_bytes)
         self.ledger = Ledger()
         self._has_requests = False  # the loader has requests of the last plan
-        slots = {tier: max(1, residency.usage(tier).slots) for tier in (Tier.VRAM, Tier.RAM)}
-        self._marks = {tier: Watermark(n * expert_bytes, hysteresis=hysteresis) for tier, n in slots.items()}
+        room = {tier: max(1, residency.usage(tier).size_bytes) for tier in (Tier.VRAM, Tier.RAM)}
+        self._marks = {tier: Watermark(n, hysteresis=hysteresis) for tier, n in room.items()}
 
     def make(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
         """Moves the prices a step, and requests the moves of a new plan. Returns their number.
@@ -64,7 +67,7 @@ class Plans:
             return True
         here = self._residency.resident_mask(self._residency.fastest)
         prefetch_request, rival = (
-            int(np.where(here, -np.inf, ranks).argmax()),
+            int(np.where(here | self._absent, -np.inf, ranks).argmax()),
             int(np.where(here, ranks, np.inf).argmin()),
         )
         if ranks.ravel()[prefetch_request] > ranks.ravel()[rival]:
@@ -76,14 +79,14 @@ class Plans:
     def _moves(self, ranks: FloatArray, predictor: NextUsePredictor) -> list[Move]:
         near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
         later = predictor.rates[:, 1]  # what is common lately
-        unit = np.ones_like(ranks)  # one size and one link a tier: costs would scale all densities alike
         beside = self._residency.fastest is Tier.VRAM
-        ram = self._side(Tier.RAM, later if beside else near, unit)
-        vram = self._side(Tier.VRAM, near, unit) if beside else ram._replace(idle_bytes=0.0)
+        ram = self._side(Tier.RAM, later if beside else near)
+        vram = self._side(Tier.VRAM, near) if beside else ram._replace(idle_bytes=0.0)
         chance = self.ledger.share
         return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in plan(vram, ram, self._sizes)]
 
-    def _side(self, tier: Tier, p: FloatArray, cost_s: FloatArray) -> Side:
-        b = density(p, cost_s, self._sizes)
+    def _side(self, tier: Tier, p: FloatArray) -> Side:
+        b = density(np.where(self._absent, 0, p), self._cost, np.maximum(self._sizes, 1))
         self._marks[tier].update(b, self._sizes)
-        return Side(b, self._residency.resident_mask(tier), self._marks[tier], self._budget_bytes)
+        settled = self._residency.resident_mask(tier) | self._absent  # what does not exist is not to be had
+        return Side(b, settled, self._marks[tier], self._budget_bytes)

@@ -8,9 +8,10 @@ the GIL meanwhile, and then the compute thread waits for both. Figures: tools/be
 
 from __future__ import annotations
 
-from edgemoe.experts.tiers.eviction import needs_ranks, release, take_below
-from edgemoe.experts.tiers.fetches import fetch_from_disk, fetch_through_ram, join, mark, place
-from edgemoe.experts.tiers.records import FORMER, HOME, NONE, POOL, REQUEST, STATE
+from edgemoe.experts.tiers.eviction import class_at, needs_ranks, release, take_below
+from edgemoe.experts.tiers.extents import ADD_EXTENT, REMOVE_EXTENT
+from edgemoe.experts.tiers.fetches import fetch_from_disk, fetch_through_ram, join, mark, place, size_class
+from edgemoe.experts.tiers.records import CLASS, FORMER, HOME, NONE, POOL, REQUEST, STATE
 from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at, i64_at, jit, record, u8_at
 
 RANKS, RAM_RANKS = 1, 2  # asked for by ACQUIRE
@@ -115,16 +116,16 @@ def ACQUIRE(request: int) -> int:
 def _asked(request: int, pool: int) -> int:
     """Returns the ranks that `ACQUIRE` needs and lacks."""
     r = record(request, REQUEST)
-    s, p = record(r.state, STATE), record(pool, POOL)
+    s, p, which = record(r.state, STATE), record(pool, POOL), size_class(request)
     ram, base, wanted, unread, asked = record(i64_at(s.pools)[0], POOL), r.layer * s.experts, 0, 0, 0
     for i in range(r.count):
         key = base + i64_at(r.ids)[i]
         if i64_at(p.where)[key] < 0 and i64_at(p.coming)[key] < 0 and wanted < r.limit:
             wanted += 1
             unread += i64_at(ram.where)[key] < 0 and i64_at(ram.coming)[key] < 0
-    if wanted > p.free_count and r.ranks == 0:
+    if wanted > record(class_at(pool, which), CLASS).free_count and r.ranks == 0:
         asked |= RANKS
-    if r.pool != 0 and unread > ram.free_count and r.ram_ranks == 0:
+    if r.pool != 0 and unread > record(class_at(i64_at(s.pools)[0], which), CLASS).free_count and r.ram_ranks == 0:
         asked |= RAM_RANKS
     return asked
 
@@ -167,12 +168,12 @@ def RESERVE(request: int) -> int:
     i64_at(r.slots)[0] = source
     if i64_at(p.where)[key] >= 0 or i64_at(p.coming)[key] >= 0 or (r.pool != 0 and source < 0):
         return NONE
-    if r.ranks == 0 and needs_ranks(r.state, pool, utility):
+    if r.ranks == 0 and needs_ranks(r.state, pool, size_class(request), utility):
         return ASKS
     s.changes += 1
     if source >= 0:
         i64_at(ram.pins)[source] += 1
-    slot = take_below(r.state, pool, utility, r.ranks)
+    slot = take_below(r.state, pool, size_class(request), utility, r.ranks)
     if slot < 0:
         if source >= 0:
             i64_at(ram.pins)[source] -= 1
@@ -193,8 +194,9 @@ def ARRIVE(state: int, pool: int, slot: int) -> int:
     key, demanded = i64_at(p.owner)[slot], i64_at(p.demanded)[slot]
     i64_at(p.coming)[key], i64_at(p.where)[key] = NONE, slot
     i64_at(p.pins)[slot] -= 1
-    p.moved += 1
-    p.prefetched += 1 - demanded
+    c = record(class_at(i64_at(s.pools)[pool], i64_at(p.class_of)[slot]), CLASS)
+    c.moved += 1
+    c.prefetched += 1 - demanded
     s.changes += 1
     s.version += 1
     copy = _waiting_copy(state, pool, key)
@@ -266,7 +268,7 @@ def KEEP(state: int, homes: int) -> int:
     for key in range(s.layers * s.experts):
         former = i64_at(s.kept)[key] != 0 and i64_at(ram.where)[key] >= 0
         i64_at(s.kept)[key] = HOME if u8_at(homes)[key] else FORMER if former else 0
-    ram.least_at = NONE
+    _forget_shortlists(state)
     return 0
 
 
@@ -277,8 +279,18 @@ def FORGET_FORMER(state: int) -> int:
     for key in range(s.layers * s.experts):
         if i64_at(s.kept)[key] == FORMER:
             i64_at(s.kept)[key] = 0
-    record(i64_at(s.pools)[0], POOL).least_at = NONE
+    _forget_shortlists(state)
     return 0
 
 
-CODES = (BEGIN, PIN_ALL, PIN, HOLD, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW, KEEP, FORGET_FORMER)
+@jit
+def _forget_shortlists(state: int) -> None:
+    s = record(state, STATE)
+    for which in range(s.classes):
+        record(class_at(i64_at(s.pools)[0], which), CLASS).least_at = NONE
+
+
+CODES = (
+    *(BEGIN, PIN_ALL, PIN, HOLD, ACQUIRE, UNPIN, RESERVE, ARRIVE, FAIL, WITHDRAW, KEEP, FORGET_FORMER),
+    *(REMOVE_EXTENT, ADD_EXTENT),
+)

@@ -3,15 +3,15 @@
 Experts loaded for prefill only are evicted first, those whose layers run last first of all. A prefetched expert keeps
 the utility of its request until its layer has run. Experts that the running layer-step still needs are evicted last.
 Former homes go only where nothing else can. Pinned experts, and those at home here, are not evicted. Of equals the one
-in the lower slot goes, and what a policy gives no number for goes before all. Compiled; arguments are addresses of the
-STATE and of a POOL record.
+in the lower slot goes, and what a policy gives no number for goes before all. An expert takes the place of one of its
+own size class. Compiled; arguments are addresses of the STATE and of a POOL record, and the number of a class.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgemoe.experts.tiers.records import FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
+from edgemoe.experts.tiers.records import CLASS, FORMER, HOME, NONE, POOL, SHORTLIST, STATE, TRANSIENT, UNUSED
 from edgemoe.kernels.cpu.intrinsics import f32_at, i64_at, jit, record
 
 ALWAYS = np.inf  # utility of a demand, which replaces anything that is not needed now
@@ -20,79 +20,85 @@ TRANSIENT_KEY = np.float32(-1e30)  # of prefill-only experts, below every rank o
 
 
 @jit
-def take(state: int, pool: int, n: int, ranks: int, into: int) -> int:
+def class_at(pool: int, size_class: int) -> int:
+    """Returns the address of the CLASS record of a class in the pool."""
+    return i64_at(record(pool, POOL).classes)[size_class]  # type: ignore[no-any-return]
+
+
+@jit
+def take(state: int, pool: int, size_class: int, n: int, ranks: int, into: int) -> int:
     """Writes up to `n` empty slots to `into`: free ones, then those of the lowest utility, whose experts it evicts.
 
     Returns their number. `ranks` [L * E] are not read where enough slots are free.
     """
-    p, slots = record(pool, POOL), i64_at(into)
-    count = min(n, p.free_count)
+    p, c, slots = record(pool, POOL), record(class_at(pool, size_class), CLASS), i64_at(into)
+    count = min(n, c.free_count)
     for i in range(count):
-        p.free_count -= 1
-        slots[i] = i64_at(p.free)[p.free_count]
+        c.free_count -= 1
+        slots[i] = i64_at(c.free)[c.free_count]
     if count < n:
-        found = _lowest(state, pool, ranks, n - count, p.victims, p.victim_keys)
+        found = _lowest(state, pool, size_class, ranks, n - count, p.victims, p.victim_keys)
         for i in range(found):
             slots[count + i] = i64_at(p.victims)[i]
-            _evict(state, pool, i64_at(p.victims)[i])
+            evict(state, pool, i64_at(p.victims)[i])
         count += found
     return count  # type: ignore[no-any-return]
 
 
 @jit
-def take_below(state: int, pool: int, utility: float, ranks: int) -> int:
+def take_below(state: int, pool: int, size_class: int, utility: float, ranks: int) -> int:
     """Returns a free slot, or evicts the expert of lowest utility if that is below `utility`; else NONE."""
-    s, p = record(state, STATE), record(pool, POOL)
-    if p.free_count > 0:
-        p.free_count -= 1
-        return i64_at(p.free)[p.free_count]  # type: ignore[no-any-return]
-    if needs_ranks(state, pool, utility):  # ranking all for every prefetch request would cost too much
-        p.least_count = _lowest(state, pool, ranks, SHORTLIST, p.least, p.least_keys)
-        p.least_next, p.least_at = 0, s.clock
-        for i in range(p.least_count):
-            i64_at(p.least_owners)[i] = i64_at(p.owner)[i64_at(p.least)[i]]
-    while p.least_next < p.least_count and f32_at(p.least_keys)[p.least_next] < utility:
-        slot, owner = i64_at(p.least)[p.least_next], i64_at(p.least_owners)[p.least_next]
-        p.least_next += 1
-        if p.least_next == p.least_count:
-            p.least_at = NONE  # used up: between layer-steps there may be many requests
-        if i64_at(p.owner)[slot] == owner and _may_go(state, pool, slot):
-            _evict(state, pool, slot)
+    s, p, c = record(state, STATE), record(pool, POOL), record(class_at(pool, size_class), CLASS)
+    if c.free_count > 0:
+        c.free_count -= 1
+        return i64_at(c.free)[c.free_count]  # type: ignore[no-any-return]
+    if needs_ranks(state, pool, size_class, utility):  # ranking all for every prefetch request would cost too much
+        c.least_count = _lowest(state, pool, size_class, ranks, SHORTLIST, c.least, c.least_keys)
+        c.least_next, c.least_at = 0, s.clock
+        for i in range(c.least_count):
+            i64_at(c.least_owners)[i] = i64_at(p.owner)[i64_at(c.least)[i]]
+    while c.least_next < c.least_count and f32_at(c.least_keys)[c.least_next] < utility:
+        slot, owner = i64_at(c.least)[c.least_next], i64_at(c.least_owners)[c.least_next]
+        c.least_next += 1
+        if c.least_next == c.least_count:
+            c.least_at = NONE  # used up: between layer-steps there may be many requests
+        if i64_at(p.owner)[slot] == owner and may_go(state, pool, slot):
+            evict(state, pool, slot)
             return slot  # type: ignore[no-any-return]
     return NONE
 
 
 @jit
-def needs_ranks(state: int, pool: int, utility: float) -> bool:
+def needs_ranks(state: int, pool: int, size_class: int, utility: float) -> bool:
     """Returns whether `take_below` reads the ranks."""
-    p = record(pool, POOL)
-    return p.free_count == 0 and utility != -np.inf and p.least_at != record(state, STATE).clock
+    c = record(class_at(pool, size_class), CLASS)
+    return c.free_count == 0 and utility != -np.inf and c.least_at != record(state, STATE).clock
 
 
 @jit
 def release(pool: int, slot: int) -> None:
     """Makes an empty slot free."""
-    p = record(pool, POOL)
-    i64_at(p.free)[p.free_count] = slot
-    p.free_count += 1
+    c = record(class_at(pool, i64_at(record(pool, POOL).class_of)[slot]), CLASS)
+    i64_at(c.free)[c.free_count] = slot
+    c.free_count += 1
 
 
 @jit
-def _lowest(state: int, pool: int, ranks: int, n: int, slots_at: int, keys_at: int) -> int:
+def _lowest(state: int, pool: int, size_class: int, ranks: int, n: int, slots_at: int, keys_at: int) -> int:
     """Writes the `n` slots of the lowest utility that may be evicted, ascending, and their utilities.
 
     Returns their number. Until the end they are a heap, whose root is the last to go; it begins full of no slots.
     """
-    p, slots, keys = record(pool, POOL), i64_at(slots_at), f32_at(keys_at)
+    p, c, slots, keys = record(pool, POOL), record(class_at(pool, size_class), CLASS), i64_at(slots_at), f32_at(keys_at)
     for i in range(n):
         slots[i], keys[i] = p.slots, np.float32(np.inf)
-    for slot in range(p.slots):
+    for slot in range(c.first, c.end):
         owner = i64_at(p.owner)[slot]
         if owner < 0:
             continue
         if i64_at(p.flags)[slot] == 0 and _goes_after(f32_at(ranks)[owner], slot, keys[0], slots[0]):
             continue  # most: without flags, no utility is below the rank
-        if _may_go(state, pool, slot):
+        if may_go(state, pool, slot):
             key = _utility(state, pool, slot, ranks)
             if _goes_after(keys[0], slots[0], key, slot):
                 _sink(slots_at, keys_at, n, slot, key)
@@ -151,7 +157,7 @@ def _utility(state: int, pool: int, slot: int, ranks: int) -> np.float32:
 
 
 @jit
-def _may_go(state: int, pool: int, slot: int) -> bool:
+def may_go(state: int, pool: int, slot: int) -> bool:
     """Returns whether nothing pins the slot's expert or the copy that goes with it, and it is not at home here."""
     s, p = record(state, STATE), record(pool, POOL)
     if i64_at(p.pins)[slot] != 0:
@@ -185,7 +191,7 @@ def _copy_of(state: int, key: int) -> tuple[int, int]:
 
 
 @jit
-def _evict(state: int, pool: int, slot: int) -> None:
+def evict(state: int, pool: int, slot: int) -> None:
     """Evicts the expert of an unpinned slot, which the caller then owns, and with it the copy that goes."""
     if record(pool, POOL).index == 0:
         top, copy = _copy_of(state, i64_at(record(pool, POOL).owner)[slot])
@@ -200,5 +206,5 @@ def _forget(pool: int, slot: int) -> None:
     p = record(pool, POOL)
     i64_at(p.where)[i64_at(p.owner)[slot]] = NONE
     i64_at(p.owner)[slot] = NONE
-    p.wasted += i64_at(p.flags)[slot] & UNUSED
+    record(class_at(pool, i64_at(p.class_of)[slot]), CLASS).wasted += i64_at(p.flags)[slot] & UNUSED
     i64_at(p.flags)[slot] = 0

@@ -18,6 +18,13 @@ def mark(request: int, i: int) -> int:
 
 
 @jit
+def size_class(request: int) -> int:
+    """Returns the size class of the layer's experts."""
+    r = record(request, REQUEST)
+    return i64_at(record(r.state, STATE).class_of)[r.layer]  # type: ignore[no-any-return]
+
+
+@jit
 def place(state: int, pool: int, slot: int, key: int, flags: int) -> None:
     """Begins a load of the expert into an empty slot, which it pins."""
     p = record(pool, POOL)
@@ -42,7 +49,7 @@ def join(request: int, pool: int, i: int, slot: int) -> None:
 def fetch_from_disk(request: int, pool: int, n: int) -> None:
     """Places loads of the first `n` wanted experts into RAM, which is the fastest tier, as far as there is room."""
     r = record(request, REQUEST)
-    for j in range(take(r.state, pool, n, r.ranks, r.taken)):
+    for j in range(take(r.state, pool, size_class(request), n, r.ranks, r.taken)):
         i, slot = i64_at(r.wanted)[j], i64_at(r.taken)[j]
         place(r.state, pool, slot, _key(request, i), mark(request, i))
         join(request, pool, i, slot)
@@ -62,10 +69,10 @@ def fetch_through_ram(request: int, pool: int, n: int) -> None:
     in_ram = _sort_by_source(request, ram, n)
     for j in range(in_ram):
         i64_at(p.pins)[i64_at(p.where)[_key(request, i64_at(r.wanted)[j])]] += 1
-    room, unread = take(r.state, pool, n, r.ranks, r.taken), 0
+    room, unread = take(r.state, pool, size_class(request), n, r.ranks, r.taken), 0
     for j in range(in_ram, room):
         unread += i64_at(p.coming)[_key(request, i64_at(r.wanted)[j])] < 0
-    reads, read, used = take(r.state, ram, unread, r.ram_ranks, r.reads), 0, 0
+    reads, read, used = take(r.state, ram, size_class(request), unread, r.ram_ranks, r.reads), 0, 0
     for j in range(n):
         i = i64_at(r.wanted)[j]
         key = _key(request, i)

@@ -26,8 +26,11 @@ class HomeExperts:
 
         Raises CapacityError where RAM lacks room for them.
         """
-        if (count := int(np.count_nonzero(homes))) > self.slots:
-            raise CapacityError(f"{count} experts are to be at home here, RAM has room for {self.slots}")
+        counts = np.bincount(self._ram.layer_class, homes.sum(axis=1), len(self._ram.classes)).astype(int).tolist()
+        for size_class, count in enumerate(counts):
+            if count > (room := self._room(size_class)):
+                size = f" of {self._ram.classes[size_class].expert_bytes} bytes" if len(counts) > 1 else ""
+                raise CapacityError(f"{count} experts{size} are to be at home here, RAM has room for {room}")
         flags = np.ascontiguousarray(homes, np.uint8)
         KEEP.call_briefly(self._state, flags.ctypes.data)
 
@@ -42,8 +45,14 @@ class HomeExperts:
 
     @property
     def slots(self) -> int:
-        """Returns how many experts can be at home here at most. Some slots stay for other experts."""
-        return max(0, self._ram.slots - max(MIN_PASSING, self._ram.slots // PASSING_SHARE))
+        """Returns how many experts, spread evenly over the layers, can be at home here. Some slots stay for others."""
+        counts = self._ram.layout.classes.counts
+        rooms = [self._room(size_class) for size_class in range(len(counts))]
+        return min(room * sum(counts) // count for room, count in zip(rooms, counts, strict=True))
+
+    def _room(self, size_class: int) -> int:
+        slots = self._ram.slots_of(size_class)
+        return max(0, slots - max(MIN_PASSING, slots // PASSING_SHARE))
 
     def missing(self) -> list[ExpertId]:
         """Returns the home experts that are not in RAM."""

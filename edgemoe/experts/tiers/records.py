@@ -16,6 +16,7 @@ from edgemoe.types.experts import Tier
 
 VRAM, RAM, NVME = map(int, Tier)  # plain numbers: to ask the enumeration for a member takes half a microsecond
 NONE = -1  # no slot, no owner
+GONE = -2  # in place of an owner: no slot, for its extent is of another class
 UNUSED = 1  # slot flag: prefetched, and not demanded since
 TRANSIENT = 2  # slot flag: loaded for prefill only, evicted first
 FORMER, HOME = 1, 2  # of an expert: at home in RAM by the plan before; by the plan
@@ -23,22 +24,28 @@ SHORTLIST = 32  # candidates for eviction that the prefetch requests of one laye
 
 # `layers` L and `experts` E; `pools` [1 + devices] addresses of POOL records; `device_of` [L * E]; `clock` layer-steps
 # begun, and `layer`, the one that runs; `visited` [L] clock of each layer's last visit; `needed` [L * E] clock of the
-# layer-step that needs the expert; `kept` [L * E] FORMER, HOME or 0; `served` [3] demanded experts by the tier that
-# had them; `version` counts ended loads and unpinned slots, `changes` changes of any kind.
+# layer-step that needs the expert; `kept` [L * E] FORMER, HOME or 0; `class_of` [L] size class of each layer's
+# experts, and `classes` C of these; `served` [3] demanded experts by the tier that had them; `version` counts ended
+# loads and unpinned slots, `changes` changes of any kind.
 STATE = fields(
     *("layers", "experts", "pools", "devices", "containment", "device_of", "clock", "layer", "visited", "needed"),
-    *("kept", "served", "version", "changes"),
+    *("kept", "class_of", "classes", "served", "version", "changes"),
 )
-# `where` [L * E] slot of what is resident, `coming` [L * E] of what is on its way; by slot [S]: `owner` the key,
-# `pins`, `flags`, `utility` float32 of its request while UNUSED, `born` the clock at which its load began, `source` the
-# RAM slot that it is copied from, `cold` whether it comes from NVMe, `demanded` whether somebody waits for it; `free`
-# [S] a stack of `free_count` slots; `orphans` counts slots of failed loads that are still pinned; `moved` experts that
-# came in, `prefetched` of these before they were demanded, `wasted` of these evicted before; `victims` [E] and
-# `victim_keys` scratch memory; `least` the SHORTLIST slots of the lowest utility, ascending, from `least_next`
-# to `least_count`, with `least_keys` and `least_owners`, as they were at the clock `least_at`.
+# `where` [L * E] slot of what is resident, `coming` [L * E] of what is on its way; by slot [S]: `owner` the key, NONE
+# or GONE, `pins`, `flags`, `utility` float32 of its request while UNUSED, `born` the clock at which its load began,
+# `source` the RAM slot that it is copied from, `cold` whether it comes from NVMe, `demanded` whether somebody waits for
+# it, `class_of` its size class; `classes` [C] addresses of CLASS records; `orphans` counts slots of failed loads that
+# are still pinned; `victims` [E] and `victim_keys` scratch memory.
 POOL = fields(
     *("tier", "index", "slots", "where", "coming", "owner", "pins", "flags", "utility", "born", "source", "cold"),
-    *("demanded", "free", "free_count", "orphans", "moved", "prefetched", "wasted", "victims", "victim_keys"),
+    *("demanded", "class_of", "classes", "orphans", "victims", "victim_keys"),
+)
+# Of one size class in a pool: `first` the number of its first slot, `end` of the one behind its last; `free` a stack of
+# `free_count` slots; `moved` experts that came in, `prefetched` of these before they were demanded, `wasted` of these
+# evicted before; `least` the SHORTLIST slots of the lowest utility, ascending, from `least_next` to `least_count`, with
+# `least_keys` and `least_owners`, as they were at the clock `least_at`.
+CLASS = fields(
+    *("first", "end", "free", "free_count", "moved", "prefetched", "wasted"),
     *("least", "least_keys", "least_owners", "least_next", "least_count", "least_at"),
 )
 # `count` distinct experts `ids` of `layer`; those of `prefill` uint8 where `marked` only prefill needs. `ours` is 0

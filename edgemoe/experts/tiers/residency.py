@@ -74,6 +74,8 @@ class Residency(TierPools):
         shared["containment"] = containment
         shared.take("pools", np.array([pool.address for pool in (ram, *self.devices)]))
         shared.take("device_of", self.device_of)
+        shared["classes"] = len(ram.classes)
+        shared.take("class_of", ram.layer_class)
         shared.array("visited", layers, NONE)
         self._needed = tuple(shared.array("needed", shape, NONE))  # L rows [E]
         self._served: IntArray = shared.array("served", len(Tier))

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.tiers.records import NONE, POOL, SHORTLIST, SharedRecord
+from edgemoe.experts.tiers.records import CLASS, GONE, NONE, POOL, SHORTLIST, SharedRecord
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import LivePolicy, Tier
+from edgemoe.types.size_classes import SlabLayout
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -49,6 +50,9 @@ class TierUsage(NamedTuple):
     moved: int  # experts that came in
     prefetched: int  # of these, before they were demanded
     wasted: int  # of these, evicted before they were demanded
+    size_bytes: int  # of the slots
+    moved_bytes: int
+    wasted_bytes: int
 
 
 class Ranks(NamedTuple):
@@ -58,56 +62,117 @@ class Ranks(NamedTuple):
     address: int
 
 
-class SlotPool:
-    """Holds what is known of slots [S] for L x E experts, in a POOL record. Residency's compiled calls change it."""
+class SlotClass:
+    """Holds what is known of a pool's slots of one size, in a CLASS record."""
 
-    def __init__(self, tier: Tier, layers: int, experts: int, slots: int, policy: LivePolicy) -> None:
-        self.tier, self.layers, self.experts, self.slots = tier, layers, experts, slots
-        self.policy = policy
-        self.index = 0  # among residency's pools
-        self._record = record = SharedRecord(POOL)
-        self.address = record.address
-        self.where: IntArray = record.array("where", (layers, experts), NONE)  # [L, E] slot of what is resident
-        self.coming: IntArray = record.array("coming", (layers, experts), NONE)  # [L, E] of what is on its way
-        self.owner: IntArray = record.array("owner", slots, NONE)  # [S] layer * E + expert, resident or on its way
-        self.pins: IntArray = record.array("pins", slots)  # [S]
-        self.source: IntArray = record.array("source", slots, NONE)  # [S] in RAM, of what is on its way
-        self.demanded: IntArray = record.array("demanded", slots)  # [S] whether somebody waits for what is on its way
-        self._free: IntArray = record.take("free", np.arange(slots)[::-1].copy())  # [S] a stack
-        for name in ("flags", "born", "cold"):
-            record.array(name, slots)
-        record.array("utility", slots, dtype=np.float32)
-        for name, count in (("victims", experts), ("least", SHORTLIST), ("least_owners", SHORTLIST)):
-            record.array(name, count)
-        for name, count in (("victim_keys", experts), ("least_keys", SHORTLIST)):
-            record.array(name, count, dtype=np.float32)
-        record["tier"], record["slots"], record["free_count"], record["least_at"] = tier, slots, slots, NONE
-        self._ranks: Ranks | None = None  # seen last
+    def __init__(self, first: int, slots: int, expert_bytes: int) -> None:
+        """Begins with none of the slots, from `first` on."""
+        self.expert_bytes = expert_bytes
+        self.record = record = SharedRecord(CLASS)
+        self._free: IntArray = record.array("free", slots, NONE)  # a stack
+        for name in ("least", "least_owners"):
+            record.array(name, SHORTLIST)
+        record.array("least_keys", SHORTLIST, dtype=np.float32)
+        record["first"], record["end"], record["least_at"] = first, first + slots, NONE
 
     @property
     def free(self) -> list[int]:
         """Returns the slots that are free."""
-        return self._free[: self.free_count].tolist()  # type: ignore[no-any-return]
+        return self._free[: self.record["free_count"]].tolist()  # type: ignore[no-any-return]
+
+    def begin(self, slots: IntArray) -> None:
+        """Makes these slots free, the lowest to be taken first."""
+        self._free[: len(slots)] = slots[::-1]
+        self.record["free_count"] = len(slots)
+
+
+class SlotPool:
+    """Holds what is known of slots [S] for L x E experts, in a POOL record. Residency's compiled calls change it."""
+
+    def __init__(self, tier: Tier, layers: int, experts: int, slots: int | SlabLayout, policy: LivePolicy) -> None:
+        """Takes the layout of the pool's slab, or a number of equal slots."""
+        if isinstance(slots, int):
+            slots = SlabLayout.even(slots, layers=layers, experts=experts)
+        self.layout = layout = slots
+        self.tier, self.layers, self.experts, self.policy = tier, layers, experts, policy
+        self.layer_class: IntArray = np.array(layout.classes.layer_class, np.int64)  # [L]
+        self.index = 0  # among residency's pools
+        sizes = range(len(layout.per_extent))
+        count = layout.count
+        self._record = record = SharedRecord(POOL)
+        self.address = record.address
+        self.where: IntArray = record.array("where", (layers, experts), NONE)  # [L, E] slot of what is resident
+        self.coming: IntArray = record.array("coming", (layers, experts), NONE)  # [L, E] of what is on its way
+        self.owner: IntArray = record.array("owner", count, GONE)  # [S] layer * E + expert, resident or on its way
+        self.pins: IntArray = record.array("pins", count)  # [S]
+        self.source: IntArray = record.array("source", count, NONE)  # [S] in RAM, of what is on its way
+        self.demanded: IntArray = record.array("demanded", count)  # [S] whether somebody waits for what is on its way
+        self.class_of: IntArray = record.array("class_of", count)  # [S] size class
+        for name in ("flags", "born", "cold"):
+            record.array(name, count)
+        record.array("utility", count, dtype=np.float32)
+        record.array("victims", experts)
+        record.array("victim_keys", experts, dtype=np.float32)
+        record["tier"], record["slots"] = tier, count
+        self._ranks: Ranks | None = None  # seen last
+        self.classes = tuple(SlotClass(layout.first(i), layout.slots(i), layout.classes.bytes[i]) for i in sizes)
+        record.take("classes", np.array([each.record.address for each in self.classes]))
+        self.extents: IntArray = np.repeat(sizes, layout.divided())  # [X] size class of each extent
+        self._divide()
+
+    def _divide(self) -> None:
+        """Makes free slots of all extents."""
+        for i, (each, per) in enumerate(zip(self.classes, self.layout.per_extent, strict=True)):
+            first = self.layout.first(i)
+            self.class_of[first : first + self.layout.slots(i)] = i
+            mine = np.flatnonzero(self.extents == i)
+            slots = first + (mine[:, None] * per + np.arange(per)).ravel()
+            self.owner[slots] = NONE
+            each.begin(slots)
+
+    def extent(self, number: int, size_class: int) -> tuple[int, int]:
+        """Returns the first slot that an extent makes for a class, and how many it makes."""
+        per = self.layout.per_extent[size_class]
+        return self.layout.first(size_class) + number * per, per
+
+    def slots_of(self, size_class: int) -> int:
+        """Returns how many slots a class has now."""
+        return int(np.count_nonzero(self.extents == size_class)) * self.layout.per_extent[size_class]
+
+    @property
+    def slots(self) -> int:
+        """Returns how many slots there are now."""
+        return sum(self.slots_of(size_class) for size_class in range(len(self.classes)))
+
+    @property
+    def free(self) -> list[int]:
+        """Returns the slots that are free."""
+        return [slot for each in self.classes for slot in each.free]
 
     @property
     def free_count(self) -> int:
         """Returns how many slots are free."""
-        return self._record["free_count"]
+        return self._sum("free_count")
 
     @property
-    def moved(self) -> int:
-        """Returns how many experts came in."""
-        return self._record["moved"]
+    def usage(self) -> TierUsage:
+        """Returns how full the pool is, and what has come into it."""
+        slots, sizes = self.slots, [each.expert_bytes for each in self.classes]
+        by_class = {name: [each.record[name] for each in self.classes] for name in ("moved", "prefetched", "wasted")}
+        held = [self.slots_of(i) for i in range(len(sizes))]
+        return TierUsage(
+            slots=slots,
+            used=slots - self.free_count,
+            moved=sum(by_class["moved"]),
+            prefetched=sum(by_class["prefetched"]),
+            wasted=sum(by_class["wasted"]),
+            size_bytes=int(np.dot(held, sizes)),
+            moved_bytes=int(np.dot(by_class["moved"], sizes)),
+            wasted_bytes=int(np.dot(by_class["wasted"], sizes)),
+        )
 
-    @property
-    def prefetched(self) -> int:
-        """Returns how many of these came before they were demanded."""
-        return self._record["prefetched"]
-
-    @property
-    def wasted(self) -> int:
-        """Returns how many of these were evicted before they were demanded."""
-        return self._record["wasted"]
+    def _sum(self, name: str) -> int:
+        return sum(each.record[name] for each in self.classes)
 
     @property
     def loads(self) -> dict[int, Transfer]:
@@ -141,10 +206,27 @@ class SlotPool:
         assert np.array_equal(owned, np.flatnonzero(self.owner >= 0)), "a slot is used twice or by nobody"
         assert (self.pins >= 0).all(), "a pin was dropped twice"
         assert (self.pins[loading] > 0).all(), "a load does not pin its slot"
-        orphans = (self.owner < 0) & (self.pins > 0)
+        orphans = (self.owner == NONE) & (self.pins > 0)
         assert np.count_nonzero(orphans) == self._record["orphans"], "a failed load's slot was lost"
         free = np.sort(np.array(self.free, np.int64))
-        assert np.array_equal(free, np.flatnonzero((self.owner < 0) & (self.pins == 0))), "the free list is wrong"
+        assert np.array_equal(free, np.flatnonzero((self.owner == NONE) & (self.pins == 0))), "the free list is wrong"
+        self._check_bytes()
         if idle:
             assert not self.pins.any(), f"{self.tier.name}: {np.count_nonzero(self.pins)} slots are still pinned"
             assert not len(loading), f"{self.tier.name}: {list(self.loads.values())} never ended"
+
+    def _check_bytes(self) -> None:
+        """Asserts that slots are those of the classes' extents, that each expert is in a slot of its own class."""
+        layout, expected = self.layout, np.full(len(self.owner), GONE)
+        for number, size_class in enumerate(self.extents.tolist()):
+            if size_class >= 0:
+                first, count = self.extent(number, size_class)
+                expected[first : first + count] = NONE
+        assert np.array_equal(self.owner == GONE, expected == GONE), "a slot is in no extent of its class"
+        owned = np.flatnonzero(self.owner >= 0)
+        mine = self.layer_class[self.owner[owned] // self.experts]
+        assert np.array_equal(mine, self.class_of[owned]), "an expert is in a slot of another size"
+        places = sorted(layout.place(slot) for slot in np.flatnonzero(self.owner != GONE).tolist())
+        ends = [start + size for start, size in places]
+        assert all(end <= start for end, (start, _) in zip(ends, places[1:], strict=False)), "two slots overlap"
+        assert not ends or ends[-1] <= layout.size_bytes, "a slot ends behind the slab"

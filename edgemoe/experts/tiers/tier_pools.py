@@ -14,14 +14,14 @@ from edgemoe.types.experts import LivePolicy, Tier
 
 
 class TierPools:
-    """The pool of RAM and that of each device; experts are dealt to devices in proportion to their slots."""
+    """The pool of RAM and that of each device; experts are dealt to devices in proportion to their memory."""
 
     def __init__(self, ram: SlotPool, devices: Sequence[SlotPool]) -> None:
         """`devices` is empty where RAM is the top tier."""
         self.ram = ram
         self.devices = tuple(devices)
         self.tops = self.devices or (ram,)
-        self.device_of = _deal(ram.where.shape, [pool.slots for pool in self.tops])  # [L, E]
+        self.device_of = _deal(ram.where.shape, [pool.layout.size_bytes for pool in self.tops])  # [L, E]
         for index, pool in enumerate((ram, *self.devices)):
             pool.join(index)
 
@@ -42,9 +42,10 @@ class TierPools:
         """The one that ranks what the fastest tier has."""
         return self.tops[0].policy
 
-    def slots_of(self, device: int) -> int:
-        """Slots of one device; of RAM where there is none."""
-        return self.tops[device].slots
+    def slots_of(self, device: int, layer: int) -> int:
+        """Slots of one device for experts of a layer; of RAM where there is none."""
+        pool = self.tops[device]
+        return pool.slots_of(pool.layout.classes.layer_class[layer])
 
     @property
     def has_room(self) -> bool:
@@ -54,10 +55,11 @@ class TierPools:
     @property
     def has_all(self) -> bool:
         """Whether the fastest tier has every expert now, and for good: with so many slots it evicts none."""
-        everything = self.ram.where.size
-        if sum(pool.slots for pool in self.tops) < everything:
-            return False
-        return sum(int((pool.where >= 0).sum()) for pool in self.tops) == everything
+        classes = self.ram.layout.classes
+        for size_class, count in enumerate(classes.counts):
+            if sum(pool.slots_of(size_class) for pool in self.tops) < count:
+                return False
+        return sum(int((pool.where >= 0).sum()) for pool in self.tops) == sum(classes.counts)
 
     def resident_mask(self, tier: Tier = Tier.RAM) -> BoolArray:
         """Which experts [L, E] the tier has now."""
@@ -71,14 +73,8 @@ class TierPools:
 
     def usage(self, tier: Tier) -> TierUsage:
         """The tier's slots and what has moved."""
-        pools = self._pools(tier)
-        return TierUsage(
-            slots=sum(pool.slots for pool in pools),
-            used=sum(pool.slots - pool.free_count for pool in pools),
-            moved=sum(pool.moved for pool in pools),
-            prefetched=sum(pool.prefetched for pool in pools),
-            wasted=sum(pool.wasted for pool in pools),
-        )
+        usages = [pool.usage for pool in self._pools(tier)]
+        return TierUsage(*(sum(usage[i] for usage in usages) for i in range(len(TierUsage._fields))))
 
     def tiers_of(self, layer: int, experts: IntArray) -> IntArray:
         """The fastest tier that has each of the experts [n] now."""
@@ -92,8 +88,8 @@ class TierPools:
         return self.devices if tier is Tier.VRAM else (self.ram,)
 
 
-def _deal(shape: tuple[int, ...], slots: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Device of each expert [L, E], spread evenly within every layer, in proportion to the devices' slots."""
-    edges = np.cumsum(slots) / sum(slots)
+def _deal(shape: tuple[int, ...], sizes_bytes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Device of each expert [L, E], spread evenly within every layer, in proportion to the devices' memory."""
+    edges = np.cumsum(sizes_bytes) / sum(sizes_bytes)
     golden = (5**0.5 - 1) / 2  # multiples of it fill the unit interval evenly
     return np.searchsorted(edges, np.arange(shape[0] * shape[1]) * golden % 1.0, side="right").reshape(shape)

@@ -167,10 +167,11 @@ class EmulatedLink:
         clock: Clock = time.monotonic,
         wait: Wait = threading.Condition.wait,
     ) -> None:
-        """Emulates experts of `expert_bytes`, where that is not what is really copied."""
+        """Emulates largest experts of `expert_bytes`, where that is not what is really copied."""
         self.stats = LinkStats(clock)
         self._source, self._target = source, target
-        size_bytes = expert_bytes or target.stride_bytes
+        self._largest_bytes = target.layout.classes.bytes[-1]
+        size_bytes = expert_bytes or self._largest_bytes
         self._expert_s, pieces = size_bytes / bytes_per_s, pieces_of(size_bytes)
         self._schedule = PieceSchedule[Transfer](pieces, self._expert_s / pieces)
         self._copied: dict[Transfer, int] = {}  # bytes that lie in the target; on the thread, as what follows
@@ -189,7 +190,7 @@ class EmulatedLink:
     def copy(self, load: Transfer) -> None:
         with self._changed:
             if not self.closed:
-                self._schedule.add(load, self._clock())
+                self._schedule.add(load, self._clock(), self._bytes_of(load) / self._largest_bytes)
                 self._unfinished += 1
                 self.stats.begin()
                 self._changed.notify()
@@ -227,6 +228,9 @@ class EmulatedLink:
         for load in self._schedule.take_ended(math.inf):
             self._refuse(load)
 
+    def _bytes_of(self, load: Transfer) -> int:
+        return self._target.layout.place(load.slot)[1]
+
     def _refuse(self, load: Transfer) -> None:
         self._listener.failed(load, MissingExpert(load.layer, load.expert, "the link to its device is closed"))
 
@@ -248,7 +252,7 @@ class EmulatedLink:
                 if ended or roused or self.closed:
                     return ended, roused
                 load = self._schedule.running
-                if load is None or self._copied.get(load, 0) >= self._target.stride_bytes:
+                if load is None or self._copied.get(load, 0) >= self._bytes_of(load):
                     end_s = self._schedule.end_s
                     self._wait(self._changed, end_s - now_s if load is not None else None)
                     continue
@@ -258,20 +262,21 @@ class EmulatedLink:
         first = self._copied.get(load, 0)
         part = slice(first, first + 2 * PIECE_BYTES)
         try:
-            self._target.slab[load.slot, part] = self._source.slab[load.source, part]
+            self._target.slot(load.slot)[part] = self._source.slot(load.source)[part]
         except Exception as error:  # those who wait must get an answer in any case
             self._errors[load] = error
         self._copied[load] = first + 2 * PIECE_BYTES
 
     def _finish(self, load: Transfer) -> None:
-        while self._copied.get(load, 0) < self._target.stride_bytes:
+        size_bytes = self._bytes_of(load)
+        while self._copied.get(load, 0) < size_bytes:
             self._copy_some(load)
         del self._copied[load]
         error = self._errors.pop(load, None)
         with self._changed:
             self._unfinished -= 1
             if error is None:
-                self.stats.end(self._target.stride_bytes, self._expert_s)
+                self.stats.end(size_bytes, self._expert_s * size_bytes / self._largest_bytes)
             else:
                 self.stats.abort()
         if error is None:

@@ -148,7 +148,7 @@ class ExpertLoader:
             if not isinstance(error, Exception):
                 raise
         else:
-            self.stats.end(self._ram.stride_bytes)
+            self.stats.end(self._ram.layout.place(load.slot)[1])
             self.start(self.residency.arrive(load))
         finally:
             self._reading.remove(load)

@@ -31,11 +31,11 @@ Load = TypeVar("Load", bound=Demandable)
 
 
 class PieceSchedule(Generic[Load]):
-    """Orders the transfers of a link that takes `piece_s` for each of an expert's `pieces`."""
+    """Orders the transfers of a link that takes `piece_s` for each of the `pieces` of a largest expert."""
 
     def __init__(self, pieces: int, piece_s: float) -> None:
         self.pieces, self.piece_s = pieces, piece_s
-        self._left: dict[Load, int] = {}  # pieces that are still to come, in the order of coming
+        self._left: dict[Load, float] = {}  # pieces that are still to come, in the order of coming
         self._ended: list[Load] = []  # and not taken yet
         self._running: Load | None = None
         self._since_s = 0.0  # from when on the pieces that are left of it move
@@ -57,10 +57,13 @@ class PieceSchedule(Generic[Load]):
             return math.inf
         return self._since_s + self._left[self._running] * self.piece_s
 
-    def add(self, load: Load, now_s: float) -> None:
-        """Takes a transfer. A demanded one waits for the piece under way of a prefetch, and for other demands."""
+    def add(self, load: Load, now_s: float, share: float = 1.0) -> None:
+        """Takes a transfer. A demanded one waits for the piece under way of a prefetch, and for other demands.
+
+        `share` is its size among the largest experts'.
+        """
         self._advance(now_s)
-        self._left[load] = self.pieces
+        self._left[load] = self.pieces * share
         if self._running is None:
             self._choose(max(now_s, self._since_s))
         elif load.demand and not self._running.demand:

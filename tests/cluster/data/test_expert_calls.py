@@ -266,7 +266,7 @@ def test_a_slow_peer_loses_its_work(store: Path, alone: list[list[int]], tmp_pat
 
 def bytes_at(box: EngineBox, layer: int, expert: int) -> bytes:
     slot = int(box.tiers.residency.ram.where[layer, expert])
-    return bytes(box.tiers.ram.view(slot)[: box.tiers.geometry.expert_bytes])
+    return bytes(box.tiers.ram.view(slot)[: box.tiers.geometry.expert_bytes(0)])
 
 
 def test_a_home_that_is_not_on_the_disk_comes_from_a_peer_and_damaged_bytes_are_refused(

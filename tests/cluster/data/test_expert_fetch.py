@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import xxhash
+from support.sized_geometry import SizedGeometry
 
 from edgemoe.cluster.data import expert_fetch as bulk
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, PeerStore
@@ -15,10 +17,9 @@ from edgemoe.cluster.data.messages import CHUNK_BYTES, Chunk, Fetch, Result
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerRefused
-from edgemoe.types.experts import ExpertGeometry
 
 SEVENS = b"\7" * CHUNK_BYTES
-SIZES = ExpertGeometry(layers=2, experts=3, top_k=1, hidden=4, width=4, dtype="bfloat16")
+SIZES = SizedGeometry(layers=2, experts=3, top_k=1, hidden=4, width=4, dtype="bfloat16")
 
 
 def checksum(view: bytes | memoryview) -> str:
@@ -70,7 +71,8 @@ def store_of(channel: BulkChannel, chunks: float, timeout_s: float, shelf: Empty
     channel.size_bytes = int(chunks * CHUNK_BYTES)
     channel.checksum = checksum(b"\7" * channel.size_bytes)
     own: Any = None
-    store = PeerStore(own, shelf or EmptyShelf(), checksum, channel.size_bytes)  # type: ignore[arg-type]
+    sizes = replace(SIZES, layer_bytes=(channel.size_bytes,) * 2)
+    store = PeerStore(own, shelf or EmptyShelf(), checksum, sizes)  # type: ignore[arg-type]
     store.join(channel, lambda: peers, timeout_s)  # type: ignore[arg-type]
     return store
 
@@ -208,7 +210,7 @@ def asked(message: object) -> Any:
 
 
 async def test_parts_of_an_expert_are_handed_out_up_to_its_last_byte_and_no_further() -> None:
-    assert SIZES.expert_bytes == 96
+    assert SIZES.expert_bytes(0) == 96
     shelf = FullShelf(bytes(range(96)))
     server = ExpertFetchServer(shelf, SIZES)
     answer = await server.serve(asked(Fetch(0, 0, 86, 10)))

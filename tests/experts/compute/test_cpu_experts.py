@@ -18,7 +18,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId
 
 TOTAL = SMALL.layers * SMALL.experts
-SLOW = SMALL.stride_bytes / 0.03  # bytes/s: 30 ms for an expert
+SLOW = SMALL.stride_bytes(0) / 0.03  # bytes/s: 30 ms for an expert
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_cpu_that_was_slow_is_left_alone_until_it_is_tried_again(slow: ExpertT
     now_s, costs, wanted = 100.0, slow.experts.cpu_experts.costs, group_of(*missing(slow, 0)[:2])
     costs._clock = lambda: now_s
     for _ in range(20):
-        costs.observe_cpu(1.0, 10.0)
+        costs.observe_cpu(0, 1.0, 10.0)
     assert costs.for_cpu(0, wanted) is None
     now_s = 1000.0
     assert costs.for_cpu(0, wanted) is not None

@@ -32,6 +32,7 @@ from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.experts.transfer.links import TierLink
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
+from edgemoe.types.size_classes import SlabLayout
 
 gpu = pytest.mark.gpu
 WIDE = ExpertGeometry(layers=2, experts=16, top_k=4, hidden=256, width=192, dtype="bfloat16")
@@ -49,12 +50,12 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
     gpu, rng = FakeGpu(seed), np.random.default_rng(seed)
     gpu.install(monkeypatch)
     layers, experts, stride, policy = 3, 6, 4096, LRU(3, 6)
-    ram, slab, order = HostSlab(5, stride), FakeSlab(gpu, 3, stride), Order(3)
+    ram, slab, order = HostSlab(SlabLayout.even(5, stride)), FakeSlab(gpu, 3, stride), Order(3)
     ram.pinned = True  # there is nothing to register with
     monkeypatch.setattr(cuda_link, "pieces_of", lambda _: 1 + seed % 5)
     pools = [SlotPool(Tier.VRAM, layers, experts, 3, policy)]
     residency = Residency(SlotPool(Tier.RAM, layers, experts, 5, policy), pools, containment=bool(seed % 2))
-    link = CudaLink(ram, slab, order)  # type: ignore[arg-type]
+    link = CudaLink(ram, slab, SlabLayout.even(3, stride), order)  # type: ignore[arg-type]
     desk = Desk(residency, ram, link)
     link.attach(desk)
     compute, wrong = FakeStream(gpu), []
@@ -105,7 +106,7 @@ class Desk:
             if load.source >= 0:
                 self._link.copy(load)
             else:
-                self._ram.slab[load.slot] = 1 + load.layer * 6 + load.expert
+                self._ram.slot(load.slot)[:] = 1 + load.layer * 6 + load.expert
                 self.start(self._residency.arrive(load))
 
     def arrived(self, load: Transfer) -> None:
@@ -126,7 +127,7 @@ class Desk:
 
 def gpu_tiers(store: FileStore, ram_slots: int, slots: int, **fetching: Any) -> ExpertTiers:
     geometry, policy = store.geometry, LRU(store.geometry.layers, store.geometry.experts)
-    stride = geometry.stride_bytes
+    stride = geometry.stride_bytes(0)
     memory = TierMemory(ram_slots * stride, [DeviceBudget("cuda:0", slots * stride)])
     policies = {Tier.VRAM: policy, Tier.RAM: policy}
     return ExpertTiers(geometry, store, memory, policies, None, fetching=Fetching(**fetching))
@@ -159,12 +160,14 @@ def test_a_slab_of_many_slots_is_read_where_the_called_ones_lie(dtype: str) -> N
     geometry = replace(WIDE, dtype=dtype)
     weights, rng = Weights(geometry), np.random.default_rng(2)
     slots = rng.permutation(3000)[: geometry.experts]
-    slab = torch.full((3000, geometry.stride_bytes), 255, dtype=torch.uint8)  # NaN wherever nobody calls
+    slab = torch.full((3000, geometry.stride_bytes(0)), 255, dtype=torch.uint8)  # NaN wherever nobody calls
     for expert, slot in enumerate(slots.tolist()):
-        slab[slot, : geometry.expert_bytes] = torch.frombuffer(
+        slab[slot, : geometry.expert_bytes(0)] = torch.frombuffer(
             bytearray(weights.bytes_of(0, expert)), dtype=torch.uint8
         )
-    compute = CudaCompute(slab.cuda(), geometry, Order(len(slab)))
+    compute = CudaCompute(
+        slab.cuda(), SlabLayout.even(3000, geometry.stride_bytes(0), layers=geometry.layers), geometry, Order(3000)
+    )
     for tokens in (1, 7, 90, 700):
         hidden, ids, shares = weights.route(tokens, rng)
         group = Group.of(ids.numpy(), shares.numpy())
@@ -189,26 +192,27 @@ def test_results_do_not_depend_on_how_a_layer_is_cut_into_waves() -> None:
 @gpu
 def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
     geometry = replace(WIDE, hidden=2048, width=1024, experts=4)
-    ram = HostSlab(4, geometry.stride_bytes)
-    ram.slab[:] = 1
-    link, _ = open_cuda("cuda:0", 2, geometry, ram)
+    ram = HostSlab(SlabLayout.even(4, geometry.stride_bytes(0)))
+    ram.slots()[:] = 1
+    link, _ = open_cuda("cuda:0", SlabLayout.even(2, geometry.stride_bytes(0), layers=geometry.layers), geometry, ram)
     pool = SlotPool(Tier.VRAM, geometry.layers, geometry.experts, 2, LRU(geometry.layers, geometry.experts))
     listener = Landing()
     link.attach(listener)
     pool.demanded[:] = 1
-    link._slab[0].fill_(7)
-    seen = torch.zeros(geometry.stride_bytes, dtype=torch.uint8, device="cuda")
+    slab = link._slab.view(2, -1)
+    slab[0].fill_(7)
+    seen = torch.zeros(geometry.stride_bytes(0), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.current_stream()
     torch.cuda._sleep(200_000_000)  # some 0.1 s
-    seen.copy_(link._slab[0])
+    seen.copy_(slab[0])
     link._order.computed([0], stream)
     link.copy(Transfer(pool, 0, 1, 0, 1))
     assert listener.arrivals == 1, "the host does not wait"
     assert not link.idle()
     torch.cuda.synchronize()
     assert (seen == 7).all(), "the copy overtook the computation"
-    assert (link._slab[0] == 1).all()
+    assert (slab[0] == 1).all()
     wait_until(lambda: listener.releases == 1)
     link.close()
 
@@ -216,9 +220,9 @@ def test_a_copy_waits_for_the_computation_that_reads_its_slot() -> None:
 @gpu
 def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
     geometry = replace(WIDE, hidden=4096, width=4096, experts=4)
-    ram = HostSlab(4, geometry.stride_bytes)
-    ram.slab[:] = np.arange(1, 5)[:, None]
-    link, _ = open_cuda("cuda:0", 4, geometry, ram)
+    ram = HostSlab(SlabLayout.even(4, geometry.stride_bytes(0)))
+    ram.slots()[:] = np.arange(1, 5)[:, None]
+    link, _ = open_cuda("cuda:0", SlabLayout.even(4, geometry.stride_bytes(0), layers=geometry.layers), geometry, ram)
     assert ram.pinned
     pool = SlotPool(Tier.VRAM, geometry.layers, geometry.experts, 4, LRU(geometry.layers, geometry.experts))
     link.attach(Landing())
@@ -228,13 +232,13 @@ def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
         link.copy(Transfer(pool, 0, slot, slot, slot))
     stream = torch.cuda.current_stream()
     link._order.before_compute([0], stream)
-    first = link._slab[0, -1].clone()
+    first = link._slab.view(4, -1)[0, -1].clone()
     done = torch.cuda.Event()
     done.record()
     done.synchronize()
     assert not link.idle(), "the other copies are still under way"
     link._order.before_compute([1, 2, 3], stream)
-    rest = link._slab[1:, -1].clone()
+    rest = link._slab.view(4, -1)[1:, -1].clone()
     assert first.item() == 1
     assert rest.tolist() == [2, 3, 4]
     wait_until(link.idle)
@@ -246,7 +250,9 @@ def test_a_computation_waits_for_the_copy_into_its_slot_and_no_other() -> None:
 def test_a_slab_that_does_not_fit_is_a_capacity_error() -> None:
     geometry = replace(WIDE, hidden=1 << 14, width=1 << 14)
     with pytest.raises(CapacityError, match="lower the device's expert_bytes"):
-        open_cuda("cuda:0", 1 << 12, geometry, HostSlab(1, 4096))
+        open_cuda(
+            "cuda:0", SlabLayout.even(1 << 12, geometry.stride_bytes(0)), geometry, HostSlab(SlabLayout.even(1, 4096))
+        )
 
 
 class Landing:

@@ -52,7 +52,7 @@ def dense(directory: Path, spec: ModelSpec) -> Path:
 
 @contextlib.contextmanager
 def tiers(kind: str, ram_slots: int, slots: int) -> Iterator[ExpertTiers]:
-    policy, stride = LRU(SHAPE.layers, SHAPE.experts), SHAPE.stride_bytes
+    policy, stride = LRU(SHAPE.layers, SHAPE.experts), SHAPE.stride_bytes(0)
     devices = [DeviceBudget(kind, slots * stride, 1e12 if kind == "emulated" else 0.0)]
     store, policies = FileStore(Weights(SHAPE)), {Tier.VRAM: policy, Tier.RAM: policy}
     with running(ExpertTiers(SHAPE, store, TierMemory(ram_slots * stride, devices), policies, None)) as made:

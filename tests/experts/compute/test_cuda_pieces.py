@@ -17,6 +17,7 @@ from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
+from edgemoe.types.size_classes import SlabLayout
 
 STRIDE, SLOTS, PIECES = 4096, 3, 6
 WORK = 4  # that a piece is in its stream: its start, two halves, its end
@@ -29,12 +30,12 @@ class Desk:
         self.gpu = FakeGpu(0)
         self.gpu.install(monkeypatch)
         monkeypatch.setattr(cuda_link, "pieces_of", lambda _: PIECES)
-        self.ram = HostSlab(SLOTS, STRIDE)
-        self.ram.slab[:] = np.arange(1, SLOTS + 1)[:, None]
+        self.ram = HostSlab(SlabLayout.even(SLOTS, STRIDE))
+        self.ram.slots()[:] = np.arange(1, SLOTS + 1)[:, None]
         self.ram.pinned = True  # there is nothing to register with
         self.slab = FakeSlab(self.gpu, SLOTS, STRIDE)
         slab: Any = self.slab
-        self.link = CudaLink(self.ram, slab, Order(SLOTS))
+        self.link = CudaLink(self.ram, slab, self.ram.layout, Order(SLOTS))
         self.prefetches: Any
         self.demands: Any
         self.prefetches, self.demands = self.link._streams

@@ -25,6 +25,7 @@ from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
 from edgemoe.types.routing import StepMeta
+from edgemoe.types.size_classes import SlabLayout
 
 STRIDE, SLOTS = 4096, 3
 COPY_S, KERNEL_PIECES = 2e-3, 5  # of one expert; of one layer
@@ -63,13 +64,13 @@ class Desk:
         monkeypatch.setattr(
             cuda, "GpuCalls", lambda *_: SimpleNamespace(add=lambda *_: self.stream.compute(KERNEL_PIECES))
         )
-        self.ram, self.order = HostSlab(SLOTS, STRIDE), Order(SLOTS)
+        self.ram, self.order = HostSlab(SlabLayout.even(SLOTS, STRIDE)), Order(SLOTS)
         self.ram.pinned = True  # there is nothing to register with
         slab: Any = FakeSlab(self.gpu, SLOTS, STRIDE)
-        self.link, self.landing = CudaLink(self.ram, slab, self.order), Landing()
+        self.link, self.landing = CudaLink(self.ram, slab, self.ram.layout, self.order), Landing()
         self.link.attach(self.landing)
         self.pool = SlotPool(Tier.VRAM, 1, SLOTS, SLOTS, LRU(1, SLOTS))
-        self.compute = CudaCompute(slab, SMALL, self.order)
+        self.compute = CudaCompute(slab, self.ram.layout, SMALL, self.order)
         self.compute.begin(0, torch.ones(1, SMALL.hidden))
 
     def copy(self, slot: int, *, demand: bool = True) -> None:
@@ -190,7 +191,7 @@ def test_what_a_device_waited_for_is_the_step_s_stall_and_its_time_the_cost_of_a
     pools = [SlotPool(tier, SMALL.layers, SMALL.experts, 4, policy) for tier in (Tier.RAM, Tier.VRAM)]
     residency = Residency(pools[0], pools[1:])
     loader: Any = SimpleNamespace(gap=None, links=[])
-    costs = CostModel(residency, loader, STRIDE)
+    costs = CostModel(residency, loader, SMALL.strides_bytes)
     computes: list[Compute] = [compute]
     experts = TieredExperts(SMALL, residency, loader, computes, SimpleNamespace(costs=costs))  # type: ignore[arg-type]
     one = np.ones(1, np.int64)

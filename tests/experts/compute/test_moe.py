@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.checkpoints import tiny_model
 from support.kept import KERNELS
+from support.sized_geometry import SizedGeometry
 from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 from support.waiting import wait_until
 
@@ -76,6 +77,38 @@ def test_any_budget_computes_what_resident_experts_do(
                 torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
             tiers.check_integrity()
             tiers.experts.end_step()
+
+
+UNEVEN = SizedGeometry(
+    **asdict(replace(SMALL, layer_experts=(8, 3, 6))), layer_bytes=(SMALL.expert_bytes(0), 3 * 4096 + 5, 7 * 4096)
+)
+
+
+@pytest.mark.parametrize("containment", [True, False])
+@pytest.mark.parametrize(
+    ("ram", "devices"), [(24, ()), (9, ()), (4, ()), (24, (24,)), (12, (6,)), (5, (4,)), (9, (4, 5))]
+)
+def test_layers_may_have_experts_of_different_sizes_and_numbers(
+    ram: int, devices: tuple[int, ...], containment: bool
+) -> None:
+    weights, rng = Weights(UNEVEN), np.random.default_rng(3)
+    tiers = small_tiers(FileStore(weights), ram, devices, geometry=UNEVEN, containment=containment)
+    exists = UNEVEN.exists
+    with running(tiers, fill=True):
+        for step, (tokens, prefill) in enumerate([(1, 0), (2, 0), (9, 8), (20, 20), *[(1, 0)] * 30]):
+            tiers.experts.begin_step(meta(tokens, prefill))
+            for layer in range(UNEVEN.layers):
+                hidden, ids, shares = weights.route(tokens, rng, layer)
+                if step % 2 and layer + 1 < UNEVEN.layers:
+                    tiers.experts.hint(layer + 1, torch.rand(tokens, UNEVEN.experts_of(layer + 1)))
+                out = tiers.experts.forward(layer, hidden, ids, shares)
+                torch.testing.assert_close(
+                    out.double(), weights.forward(layer, hidden, ids, shares), atol=1e-5, rtol=1e-5
+                )
+            tiers.experts.end_step()
+            tiers.check_integrity()
+            assert not (tiers.residency.ram.where >= 0)[~exists].any()
+        assert tiers.residency.has_all == (ram == 24 and devices in ((), (24,)))
 
 
 def forward(tiers: ExpertTiers, layer: int, *experts: int) -> torch.Tensor:

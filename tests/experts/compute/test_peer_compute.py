@@ -22,6 +22,7 @@ from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertId, Tier
 from edgemoe.types.peers import ExpertWork
+from edgemoe.types.size_classes import SlabLayout
 
 WEIGHTS = Weights(SMALL)
 
@@ -136,7 +137,7 @@ class Shelf:
 
     def __init__(self) -> None:
         policy = LRU(SMALL.layers, SMALL.experts)
-        self.ram = HostSlab(2, SMALL.stride_bytes)
+        self.ram = HostSlab(SlabLayout.even(2, SMALL.stride_bytes(0)))
         self.residency = Residency(SlotPool(Tier.RAM, SMALL.layers, SMALL.experts, 2, policy))
         self.store = FileStore(WEIGHTS)
         manifest: Any = SimpleNamespace(
@@ -161,7 +162,7 @@ def test_the_manifest_and_then_whoever_sent_it_says_what_an_expert_must_hash_to(
 async def test_parts_come_from_memory_without_a_read_and_pin_nothing_afterwards() -> None:
     box = Shelf()
     load = box.residency.acquire(0, 0, np.array([3]), SimpleQueue()).loads[0]
-    box.ram.slab[load.slot, : SMALL.expert_bytes] = np.frombuffer(WEIGHTS.bytes_of(0, 3), np.uint8)
+    box.ram.slot(load.slot)[: SMALL.expert_bytes(0)] = np.frombuffer(WEIGHTS.bytes_of(0, 3), np.uint8)
     box.residency.arrive(load)
     box.residency.release(0, np.array([load.slot]))
     box.shelf.attach(box.residency, box.ram)
@@ -173,7 +174,7 @@ async def test_parts_come_from_memory_without_a_read_and_pin_nothing_afterwards(
 async def test_parts_asked_for_together_are_one_read_and_few_reads_are_kept() -> None:
     box = Shelf()
     box.shelf.attach(box.residency, box.ram)
-    size = SMALL.expert_bytes
+    size = SMALL.expert_bytes(0)
     parts = await asyncio.gather(*(box.shelf.part(1, 2, start, 1000) for start in range(0, size, 1000)))
     assert b"".join(parts)[:size] == WEIGHTS.bytes_of(1, 2)
     assert box.store.reads == [ExpertId(1, 2)]

@@ -95,7 +95,7 @@ def remote_of(peers: FakePeers, read_bytes_per_s: float, geometry: ExpertGeometr
     residency: Any = SimpleNamespace(fastest=Tier.RAM, tiers_of=lambda _, experts: np.full(len(experts), Tier.NVME))
     loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=read_bytes_per_s), links=[])
     on_disk = np.arange(geometry.experts)[None] == OURS
-    return PeerExperts(geometry, residency, CostModel(residency, loader, geometry.stride_bytes), peers, on_disk)
+    return PeerExperts(geometry, residency, CostModel(residency, loader, geometry.strides_bytes), peers, on_disk)
 
 
 def step(peers: FakePeers, here: Here, *experts: int, read_bytes_per_s: float = 1e9) -> torch.Tensor | None:
@@ -154,10 +154,10 @@ def test_calls_that_are_never_answered_end_in_an_error_that_names_the_expert_and
 def test_a_peer_and_the_cpu_work_side_by_side_where_the_link_is_slow() -> None:
     tiers, device_of = np.full(4, Tier.RAM), np.zeros((1, 4), np.int64)
     residency: Any = SimpleNamespace(fastest=Tier.VRAM, tiers_of=lambda _, experts: tiers[experts], device_of=device_of)
-    rate = SHAPE.stride_bytes / 1.0
+    rate = SHAPE.stride_bytes(0) / 1.0
     link = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=rate, unhindered_bytes_per_s=rate), idle=lambda: True)
     loader: Any = SimpleNamespace(stats=SimpleNamespace(bytes_per_s=1e9), links=[link])
-    costs = CostModel(residency, loader, SHAPE.stride_bytes, clock=lambda: 0.0)
+    costs = CostModel(residency, loader, SHAPE.strides_bytes, clock=lambda: 0.0)
     group = Group.of(np.arange(4)[None], np.ones((1, 4), np.float32))
     for cpu_s, ours in ((1.5e-3, 2), (1.0, 0)):
         costs.cpu.mean_s = cpu_s

@@ -28,10 +28,11 @@ from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.policy.movement import Ledger
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import FloatArray
-from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.routing import StepMeta, StepRouting
 
 L, E, K = 3, 12, 2
+SIZES = ExpertGeometry(L, E, K, hidden=16, width=16, dtype="float32")  # of one page, as slots are
 Ids = npt.NDArray[np.int64]
 Choices = npt.NDArray[np.int16]
 
@@ -265,7 +266,7 @@ def tiers(controller: Controller) -> tuple[Residency, Loader]:
     residency, loader = Residency(ram, [vram]), Loader()
     for key in range(L * E):
         bring(residency, ExpertId(*divmod(key, E)), Tier.NVME, Tier.RAM)
-    controller.attach(residency, loader, 1 << 20)
+    controller.attach(residency, loader, SIZES)
     return residency, loader
 
 
@@ -303,7 +304,7 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
 def test_what_the_step_needed_before_a_plan_decides_nothing(controller: Controller) -> None:
     predictor, ledger = NextUsePredictor(L, E, K), Ledger()
     residency, _ = tiers(controller)
-    plans = Plans(residency, Loader(), 1 << 20, 0.1)
+    plans = Plans(residency, Loader(), SIZES, 0.1)
     plans.ledger = ledger
     for expert in range(9):  # VRAM is full
         bring(residency, ExpertId(0, expert), Tier.RAM, Tier.VRAM)

@@ -128,8 +128,8 @@ def test_a_read_that_was_prefetched_and_is_demanded_meanwhile_counts_as_demanded
     claim = desk.acquire(0, 1)
     assert load.demand
     desk.finish()
-    assert desk.residency.ram.moved == 1
-    assert desk.residency.ram.prefetched == 0
+    assert desk.residency.ram.usage.moved == 1
+    assert desk.residency.ram.usage.prefetched == 0
     desk.residency.release(0, claim.slots)
     desk.residency.check_integrity(idle=True)
 

@@ -6,6 +6,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
+from support.sized_geometry import SizedGeometry
 
 from edgemoe.experts.tiers.eviction import ALWAYS, LAST, TRANSIENT_KEY
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
@@ -13,7 +14,8 @@ from edgemoe.experts.tiers.records import TRANSIENT, UNUSED
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool, Transfer
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
-from edgemoe.types.experts import ExpertId, Move, Tier
+from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, ExpertId, Move, Tier
+from edgemoe.types.size_classes import SlabLayout
 
 L, E = 5, 24
 
@@ -89,9 +91,13 @@ class Model:
             value = max(value, self.request[pool.index, key][0])
         return value
 
-    def order(self, pool: SlotPool, ranks: FloatArray) -> list[tuple[float, int]]:
-        """Those that may go with their utilities, the first to go first; of equals the one in the lower slot."""
-        keys = [key for key in np.flatnonzero(pool.where >= 0).tolist() if self.may_go(pool, key)]
+    def order(self, pool: SlotPool, layer: int, ranks: FloatArray) -> list[tuple[float, int]]:
+        """Those that may go for the layer's with their utilities, the first to go first.
+
+        They are of the layer's size. Of equals the one in the lower slot goes first.
+        """
+        mine = pool.layer_class == pool.layer_class[layer]
+        keys = [key for key in np.flatnonzero(pool.where >= 0).tolist() if mine[key // E] and self.may_go(pool, key)]
         keys.sort(key=lambda key: (self.utility(pool, key, ranks), pool.where.ravel()[key]))
         return [(self.utility(pool, key, ranks), key) for key in keys]
 
@@ -103,12 +109,19 @@ class Bed:
         self.rng = rng = np.random.default_rng(seed)
         self.policy, containment = Ranks(), bool(rng.integers(2))
         self.policy.ranks[:] = rng.integers(0, 40, (L, E))  # with equals
-        devices = [SlotPool(Tier.VRAM, L, E, int(rng.integers(8, 24)), self.policy) for _ in range(rng.integers(3))]
-        ram = SlotPool(Tier.RAM, L, E, int(rng.integers(24, 60)), self.policy)
+        sizes = tuple((PAGE_BYTES * rng.integers(1, 1 + rng.integers(1, 4), L)).tolist())  # up to three
+        geometry = SizedGeometry(L, E, 2, 8, 8, "float32", layer_bytes=sizes)
+        devices = [self._pool(Tier.VRAM, geometry, int(rng.integers(8, 24))) for _ in range(rng.integers(3))]
+        ram = self._pool(Tier.RAM, geometry, int(rng.integers(24, 60)))
         self.residency = Residency(ram, devices, containment=containment)
         self.model, self.held = Model(self.residency), list[tuple[SlotPool, int]]()
         for _ in range(rng.integers(100, 400)):
             self._happens()
+
+    def _pool(self, tier: Tier, geometry: ExpertGeometry, slots: int) -> SlotPool:
+        layout = SlabLayout.within(slots * geometry.largest_bytes, geometry)
+        assert layout is not None
+        return SlotPool(tier, L, E, layout, self.policy)
 
     def _happens(self) -> None:
         rng, residency, model = self.rng, self.residency, self.model
@@ -123,7 +136,7 @@ class Bed:
         elif what == "use":
             self.use(layer)
         elif what == "keep" and rng.random() < 0.8:
-            homes = rng.random((L, E)) < residency.homes.slots / (2 * L * E)
+            homes = rng.random((L, E)) < residency.homes.slots / (3 * L * E)
             residency.homes.keep(homes)
             model.keep(homes)
         elif what == "keep":
@@ -178,10 +191,10 @@ def test_demands_evict_those_of_the_lowest_utility(seed: int) -> None:
     absent = mine[(top.where[layer, mine] < 0) & (residency.ram.where[layer, mine] >= 0 if residency.devices else True)]
     wanted = absent[: 1 + seed % 7]
     model.needed.update((layer * E + wanted).tolist())
-    before, free = top.where.ravel().copy(), len(top.free)
+    before, free = top.where.ravel().copy(), len(top.classes[top.layer_class[layer]].free)
     for expert in wanted.tolist() if residency.devices else ():  # their sources are pinned first
         residency.pin(layer, expert)
-    expected = {key for _, key in model.order(top, bed.policy.ranks)[: max(0, len(wanted) - free)]}
+    expected = {key for _, key in model.order(top, layer, bed.policy.ranks)[: max(0, len(wanted) - free)]}
     bed.policy.asked = 0
     claim = residency.acquire(device, layer, wanted, SimpleQueue())
     gone = set(np.flatnonzero((before >= 0) & (top.where.ravel() < 0)).tolist())
@@ -199,12 +212,11 @@ def test_prefetches_evict_the_lowest_utility_if_it_is_below_their_own(seed: int)
     model.begin(layer)
     bed.use(layer)
     ram, absent = residency.ram, np.flatnonzero(residency.ram.where < 0)
-    score, free = float(bed.rng.integers(0, 60)), len(ram.free)
-    order = model.order(ram, bed.policy.ranks)
+    wanted = ExpertId(*divmod(int(bed.rng.choice(absent)), E))
+    score, free = float(bed.rng.integers(0, 60)), len(ram.classes[ram.layer_class[wanted.layer]].free)
+    order = model.order(ram, wanted.layer, bed.policy.ranks)
     before = ram.where.ravel().copy()
-    load = residency.reserve(
-        Move(ExpertId(*divmod(int(absent[0]), E)), Tier.NVME, Tier.RAM, score), PrefetchPriority.FAR
-    )
+    load = residency.reserve(Move(wanted, Tier.NVME, Tier.RAM, score), PrefetchPriority.FAR)
     gone = np.flatnonzero((before >= 0) & (ram.where.ravel() < 0)).tolist()
     if free:
         assert (load is not None, gone) == (True, [])

@@ -199,7 +199,7 @@ def test_a_prefetched_expert_keeps_its_worth_until_its_layer_has_run() -> None:
         "its time is over"
     )
     assert (1, 2) not in desk.on_top()
-    assert desk.residency.ram.wasted == 1
+    assert desk.residency.ram.usage.wasted == 1
 
 
 def test_what_was_prefetched_for_us_outlasts_a_peers_use_of_it_and_of_its_layer() -> None:

@@ -9,40 +9,41 @@ from types import SimpleNamespace
 import pytest
 
 from edgemoe.errors import CapacityError
-from edgemoe.experts.tiers.slab import HostSlab, slots_in
+from edgemoe.experts.tiers.slab import HostSlab, layout_in
 from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.size_classes import SlabLayout
 
 SHAPE = ExpertGeometry(layers=2, experts=4, top_k=2, hidden=64, width=48, dtype="bfloat16")
 
 
 def test_a_slot_is_an_expert_in_whole_pages() -> None:
-    assert SHAPE.expert_bytes == 3 * 64 * 48 * 2
-    assert SHAPE.stride_bytes % 4096 == 0
-    assert 0 <= SHAPE.stride_bytes - SHAPE.expert_bytes < 4096
+    assert SHAPE.expert_bytes(0) == 3 * 64 * 48 * 2
+    assert SHAPE.stride_bytes(0) % 4096 == 0
+    assert 0 <= SHAPE.stride_bytes(0) - SHAPE.expert_bytes(0) < 4096
 
 
 def test_a_budget_buys_whole_slots_and_no_more_than_there_are_experts() -> None:
-    stride = SHAPE.stride_bytes
-    assert slots_in(3 * stride + stride - 1, SHAPE, "RAM") == 3
-    assert slots_in(100 * stride, SHAPE, "RAM") == 8
+    stride = SHAPE.stride_bytes(0)
+    assert layout_in(3 * stride + stride - 1, SHAPE, "RAM").count == 3
+    assert layout_in(100 * stride, SHAPE, "RAM").count == 8
     with pytest.raises(CapacityError, match=r"RAM: 4096 bytes hold no expert.*raise the budget"):
-        slots_in(4096, SHAPE, "RAM")
+        layout_in(4096, SHAPE, "RAM")
 
 
 def test_a_slab_is_page_aligned_and_exactly_its_slots() -> None:
-    slab = HostSlab(5, SHAPE.stride_bytes)
+    slab = HostSlab(SlabLayout.even(5, SHAPE.stride_bytes(0)))
     assert slab.address % 4096 == 0
-    assert slab.slab.nbytes == slab.size_bytes == 5 * SHAPE.stride_bytes
+    assert slab.bytes.nbytes == slab.size_bytes == 5 * SHAPE.stride_bytes(0)
     for slot in range(5):
-        slab.view(slot)[:] = bytes([slot + 1]) * SHAPE.stride_bytes
-    assert [set(row.tolist()) for row in slab.slab] == [{1}, {2}, {3}, {4}, {5}]
+        slab.view(slot)[:] = bytes([slot + 1]) * SHAPE.stride_bytes(0)
+    assert [set(row.tolist()) for row in slab.slots()] == [{1}, {2}, {3}, {4}, {5}]
 
 
 def test_memory_that_cannot_be_locked_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = SimpleNamespace(mlock=lambda address, size: -1)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: refusing)
     with pytest.raises(CapacityError, match=r"cannot lock 8192 bytes.*LimitMEMLOCK"):
-        HostSlab(2, 4096, lock=True)
+        HostSlab(SlabLayout.even(2, 4096), lock=True)
 
 
 def test_a_locked_slab_is_locked() -> None:
@@ -51,5 +52,5 @@ def test_a_locked_slab_is_locked() -> None:
         return int(status.split("VmLck:")[1].split()[0])
 
     before = locked_kib()
-    slab = HostSlab(8, 4096, lock=True)
+    slab = HostSlab(SlabLayout.even(8, 4096), lock=True)
     assert locked_kib() - before == slab.size_bytes >> 10

@@ -15,6 +15,7 @@ from edgemoe.experts.transfer.links import EmulatedLink, LinkStats, TierLink
 from edgemoe.experts.transfer.pieces import PIECE_BYTES
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import Tier
+from edgemoe.types.size_classes import SlabLayout
 
 STRIDE = 4096
 
@@ -100,8 +101,13 @@ def pool() -> SlotPool:
 
 
 def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
-    clock, listener, source, target = Clock(), Listener(), HostSlab(8, STRIDE), HostSlab(8, STRIDE)
-    source.slab[:] = np.arange(8)[:, None]
+    clock, listener, source, target = (
+        Clock(),
+        Listener(),
+        HostSlab(SlabLayout.even(8, STRIDE)),
+        HostSlab(SlabLayout.even(8, STRIDE)),
+    )
+    source.slots()[:] = np.arange(8)[:, None]
     link = EmulatedLink(source, target, 1e6, clock=clock, wait=clock.wait)
     link.attach(listener)
     for slot in range(4):
@@ -111,15 +117,17 @@ def test_copies_take_as_long_as_the_rate_says(pool: SlotPool) -> None:
         assert listener.ended.acquire(timeout=10)
     link.close()
     assert clock.now == pytest.approx(100 + 4 * STRIDE / 1e6)
-    assert (target.slab[:4] == source.slab[:4]).all()
-    assert not target.slab[4:].any()
+    assert (target.slots()[:4] == source.slots()[:4]).all()
+    assert not target.slots()[4:].any()
     assert link.stats.bytes_per_s == pytest.approx(1e6, rel=0.01)
     assert link.idle()
 
 
 def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
     clock, listener = Clock(), Listener()
-    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, wait=clock.wait)
+    link = EmulatedLink(
+        HostSlab(SlabLayout.even(8, STRIDE)), HostSlab(SlabLayout.even(8, STRIDE)), 1e6, clock=clock, wait=clock.wait
+    )
     link.attach(listener)
     for slot in range(2):
         clock.now += 5.0
@@ -133,7 +141,9 @@ def test_an_idle_link_does_not_save_up_bandwidth(pool: SlotPool) -> None:
 
 def test_demanded_copies_overtake_prefetches(pool: SlotPool) -> None:
     clock, listener = Clock(), Listener()
-    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, wait=clock.wait)
+    link = EmulatedLink(
+        HostSlab(SlabLayout.even(8, STRIDE)), HostSlab(SlabLayout.even(8, STRIDE)), 1e6, clock=clock, wait=clock.wait
+    )
     link.attach(listener)
     link.copy(copy(pool, 0, demand=False))
     assert listener.ended.acquire(timeout=10)
@@ -157,9 +167,11 @@ def standing() -> StandingClock:
 
 def link_of_pieces(clock: StandingClock, listener: Listener) -> EmulatedLink:
     """An emulated link of 1 MB/s that moves experts in ten pieces, whatever it really copies."""
-    source = HostSlab(8, STRIDE)
-    source.slab[:] = np.arange(8)[:, None]
-    link = EmulatedLink(source, HostSlab(8, STRIDE), 1e6, PIECES * PIECE_BYTES, clock=clock, wait=clock.wait)
+    source = HostSlab(SlabLayout.even(8, STRIDE))
+    source.slots()[:] = np.arange(8)[:, None]
+    link = EmulatedLink(
+        source, HostSlab(SlabLayout.even(8, STRIDE)), 1e6, PIECES * PIECE_BYTES, clock=clock, wait=clock.wait
+    )
     link.attach(listener)
     for _ in range(8):
         listener.gate.release()
@@ -229,7 +241,7 @@ def test_a_prefetch_is_withdrawn_unless_somebody_needs_it_by_now(
 
 def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
     listener = Listener()
-    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6)
+    link = EmulatedLink(HostSlab(SlabLayout.even(8, STRIDE)), HostSlab(SlabLayout.even(8, STRIDE)), 1e6)
     link.attach(listener)
     link.rouse()
     assert listener.ended.acquire(timeout=10)
@@ -238,7 +250,9 @@ def test_a_roused_link_calls_back_on_its_own_thread(pool: SlotPool) -> None:
 
 def test_closing_fails_what_is_queued(pool: SlotPool) -> None:
     clock, listener = Clock(), Listener()
-    link = EmulatedLink(HostSlab(8, STRIDE), HostSlab(8, STRIDE), 1e6, clock=clock, wait=clock.wait)
+    link = EmulatedLink(
+        HostSlab(SlabLayout.even(8, STRIDE)), HostSlab(SlabLayout.even(8, STRIDE)), 1e6, clock=clock, wait=clock.wait
+    )
     link.attach(listener)
     link.copy(copy(pool, 0))
     assert listener.ended.acquire(timeout=10)
