@@ -234,6 +234,22 @@ class Residency(TierPools):
         """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
         return int(calls.HOLD.call_briefly(self._address, layer * self.ram.experts + expert))
 
+    # --- extents, between two steps ------------------------------------------------------------------------------
+
+    def remove_extent(self, pool: SlotPool, number: int) -> bool:
+        """Evicts what is in an extent, which is nobody's then. Returns False where something in it has to stay."""
+        first, count = pool.extent(number, int(pool.extents[number]))
+        if not calls.REMOVE_EXTENT.call_briefly(self._address, pool.index, first, count):
+            return False
+        pool.extents[number] = NONE
+        return True
+
+    def add_extent(self, pool: SlotPool, number: int, size_class: int) -> None:
+        """Gives an extent that is nobody's to a size class, as free slots."""
+        calls.ADD_EXTENT.call_briefly(self._address, pool.index, *pool.extent(number, size_class))
+        pool.extents[number] = size_class
+        self._waiters.wake()
+
     # --- integrity ----------------------------------------------------------------------------------------------
 
     def check_integrity(self, *, idle: bool = False) -> None:
