@@ -9,7 +9,7 @@ import numpy as np
 from edgemoe.experts.compute.dispatch import Compute
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
-from edgemoe.policy.size_classes import ClassShare, Exchange, exchange
+from edgemoe.policy.class_shares import ClassShare, Exchange, exchange
 from edgemoe.types.arrays import FloatArray, IntArray
 
 EVERY = 8  # steps
@@ -23,9 +23,8 @@ class Rebalancing:
         """Takes the `computes` of the residency's devices, if it has any."""
         self._residency, self._steps = residency, 0
         self.moved = 0  # extents
-        pairs = zip(residency.devices, computes, strict=False)
-        settled: list[tuple[SlotPool, Callable[[], object]]] = [(pool, compute.settle) for pool, compute in pairs]
-        self._pools = [(residency.ram, int), *settled]  # RAM has nothing to wait for
+        self._pools: list[tuple[SlotPool, Callable[[], object]]] = [(residency.ram, int)]  # it has nothing to wait for
+        self._pools += [(pool, each.settle) for pool, each in zip(residency.devices, computes, strict=False)]
         self._keys = residency.ram.layout.classes.keys(residency.ram.experts)  # of the experts of each class
 
     def step_ended(self) -> None:
@@ -42,9 +41,9 @@ class Rebalancing:
         found = exchange([self._share(pool, i, ranks) for i in range(len(pool.classes))])
         for number in [] if found is None else self._extents(pool, found, ranks)[:TRIES].tolist():
             assert found is not None
-            if self._residency.remove_extent(pool, number):
+            if self._residency.extents.remove(pool, number):
                 settle()  # what was computed from it or copied into it
-                self._residency.add_extent(pool, number, found.taker)
+                self._residency.extents.add(pool, number, found.taker)
                 self.moved += 1
                 return
 
@@ -68,4 +67,4 @@ class Rebalancing:
         owners = pool.owner[slots]  # [extents, slots]
         kept = (owners >= 0) & (ranks.ravel()[np.maximum(owners, 0)] > found.rank)
         order: IntArray = np.lexsort(((owners >= 0).sum(axis=1), kept.sum(axis=1)))
-        return numbers[order]  # type: ignore[no-any-return]
+        return numbers[order]

@@ -33,6 +33,7 @@ from edgemoe.experts.tiers.call_records import (
     CallRecords,
 )
 from edgemoe.experts.tiers.calls import ASKS, RAM_RANKS, RANKS
+from edgemoe.experts.tiers.extents import Extents
 from edgemoe.experts.tiers.home_experts import HomeExperts
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.records import NONE, STATE, SharedRecord
@@ -80,6 +81,7 @@ class Residency(TierPools):
         self._needed = tuple(shared.array("needed", shape, NONE))  # L rows [E]
         self._served: IntArray = shared.array("served", len(Tier))
         self.homes = HomeExperts(ram, self._address, shared.array("kept", shape))
+        self.extents = Extents(self._address, self._waiters)
         self._records = CallRecords(self._address, experts)
         self._pin_all, self._acquire, self._unpin = (
             calls.PIN_ALL.call_briefly,
@@ -233,22 +235,6 @@ class Residency(TierPools):
     def pin(self, layer: int, expert: int) -> int:
         """Pins an expert in RAM until `unpin`. Returns its slot; NONE where the expert is not in RAM."""
         return int(calls.HOLD.call_briefly(self._address, layer * self.ram.experts + expert))
-
-    # --- extents, between two steps ------------------------------------------------------------------------------
-
-    def remove_extent(self, pool: SlotPool, number: int) -> bool:
-        """Evicts what is in an extent, which is nobody's then. Returns False where something in it has to stay."""
-        first, count = pool.extent(number, int(pool.extents[number]))
-        if not calls.REMOVE_EXTENT.call_briefly(self._address, pool.index, first, count):
-            return False
-        pool.extents[number] = NONE
-        return True
-
-    def add_extent(self, pool: SlotPool, number: int, size_class: int) -> None:
-        """Gives an extent that is nobody's to a size class, as free slots."""
-        calls.ADD_EXTENT.call_briefly(self._address, pool.index, *pool.extent(number, size_class))
-        pool.extents[number] = size_class
-        self._waiters.wake()
 
     # --- integrity ----------------------------------------------------------------------------------------------
 

@@ -173,11 +173,11 @@ class Bed:
         first, count = pool.extent(number, int(pool.extents[number]))
         inside = [key for key in pool.owner[first : first + count].tolist() if key >= 0]
         stay = pool.pins[first : first + count].any() or not all(self.model.may_go(pool, key) for key in inside)
-        assert self.residency.remove_extent(pool, number) != stay
+        assert self.residency.extents.remove(pool, number) != stay
         if not stay:
             assert (pool.where.ravel()[inside] < 0).all()
             self.residency.check_integrity()
-            self.residency.add_extent(pool, number, size_class)
+            self.residency.extents.add(pool, number, size_class)
         self.residency.check_integrity()
 
     def use(self, layer: int) -> None:

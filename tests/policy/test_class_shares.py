@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.policy.size_classes import MARGIN, ClassShare, Exchange, exchange
+from edgemoe.policy.class_shares import MARGIN, ClassShare, Exchange, exchange
 from edgemoe.types.arrays import FloatArray
 
 
