@@ -38,6 +38,7 @@ class BoxSpec:
     ram_share: float  # of all experts that RAM holds
     prefetch: bool
     margin: float  # how much higher a requested expert must rank than the one that it replaces
+    layer_bytes: tuple[int, ...] = ()  # of one expert of each layer, where these differ; `expert_bytes` is their mean
 
     @property
     def link_s(self) -> float:
@@ -49,7 +50,7 @@ class BoxSpec:
         """Whether a prefetch ever fits into a layer's compute time."""
         return self.prefetch and self.link_s <= self.compute_s
 
-    def metrics(self, misses: int, layer_steps: int) -> DoubleArray:
+    def metrics(self, misses: float, layer_steps: int) -> DoubleArray:
         """Of a box whose RAM holds everything and that never prefetches: what misses alone tell."""
         metrics = np.zeros(METRICS)
         metrics[STALL], metrics[COMPUTE] = misses * self.link_s, layer_steps * self.compute_s

@@ -13,7 +13,7 @@ from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 
 
 class Cache:
-    """Which of the L * E experts are resident, and what it cost. Uniform sizes."""
+    """Which of the L * E experts are resident, and what it cost. All are of one size; see `sized_cache` for others."""
 
     def __init__(self, layers: int, experts: int, capacity: int) -> None:
         self.experts, self.capacity = experts, capacity

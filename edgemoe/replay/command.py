@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgemoe.config.settings import FORMER_POLICIES
-from edgemoe.config.sizes import parse_rate, parse_size
 from edgemoe.errors import ConfigError
+from edgemoe.replay import parsing
 
 if TYPE_CHECKING:
     from edgemoe.replay.run import ReplayMetrics
     from edgemoe.replay.trace import Trace
-
-log = logging.getLogger(__name__)
 
 BASELINES = ("lru", "lfu", "lfru")
 YARDSTICKS = (*BASELINES, "belady")  # what gap_closed is measured with
@@ -59,17 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files", metavar="FILE", type=Path, nargs="+", help="*.ids.csv.gz, *.routes, or a folder of them"
     )
     parser.add_argument(
-        "--capacity", type=_shares, default=[0.25, 0.5], help="shares of all experts (default 0.25,0.5)"
+        "--capacity", type=parsing.shares, default=[0.25, 0.5], help="shares of all experts (default 0.25,0.5)"
     )
     parser.add_argument(
-        "--policies", type=_names, default=[*YARDSTICKS, "ewma", "learned"], help="names, commas between"
+        "--policies", type=parsing.names, default=[*YARDSTICKS, "ewma", "learned"], help="names, commas between"
     )
     parser.add_argument(
-        "--score-from", type=_share, default=0.0, metavar="SHARE", help="leave the tokens before it out"
+        "--score-from", type=parsing.share, default=0.0, metavar="SHARE", help="leave the tokens before it out"
     )
-    parser.add_argument("--batch", type=_count, default=1, metavar="N", help="requests that run at once (default 1)")
-    parser.add_argument("--tokens", type=_count, default=0, metavar="N", help="replay the first N tokens only")
-    parser.add_argument("--experts", type=_count, default=0, metavar="N", help="per layer (default: from the trace)")
+    parser.add_argument(
+        "--batch", type=parsing.count, default=1, metavar="N", help="requests that run at once (default 1)"
+    )
+    parser.add_argument("--tokens", type=parsing.count, default=0, metavar="N", help="replay the first N tokens only")
+    parser.add_argument(
+        "--experts", type=parsing.count, default=0, metavar="N", help="per layer (default: from the trace)"
+    )
     parser.add_argument(
         "--next-use",
         type=Path,
@@ -78,17 +78,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--without-template", action="store_true", help="leave out tokens that requests share in place")
     box = parser.add_argument_group("the box")
-    box.add_argument("--expert-bytes", type=_size, default=_size("16MiB"), metavar="SIZE", help="default 16MiB")
-    box.add_argument("--link", type=_rate, default=_rate("8GB/s"), metavar="RATE", help="RAM to VRAM (default 8GB/s)")
-    box.add_argument("--nvme", type=_rate, default=_rate("3GB/s"), metavar="RATE", help="NVMe to RAM (default 3GB/s)")
     box.add_argument(
-        "--ram", type=_share, default=1.0, metavar="SHARE", help="of all experts that RAM holds (default 1)"
+        "--expert-bytes",
+        type=parsing.sizes,
+        default=parsing.sizes("16MiB"),
+        metavar="SIZE",
+        help="of one expert, or of one of each layer: 4x9MiB,44x2.4MiB (default 16MiB)",
     )
-    box.add_argument("--layer-ms", type=_positive, default=1.0, metavar="MS", help="compute of one layer (default 1)")
+    box.add_argument(
+        "--link", type=parsing.rate, default=parsing.rate("8GB/s"), metavar="RATE", help="RAM to VRAM (default 8GB/s)"
+    )
+    box.add_argument(
+        "--nvme", type=parsing.rate, default=parsing.rate("3GB/s"), metavar="RATE", help="NVMe to RAM (default 3GB/s)"
+    )
+    box.add_argument(
+        "--ram", type=parsing.share, default=1.0, metavar="SHARE", help="of all experts that RAM holds (default 1)"
+    )
+    box.add_argument(
+        "--layer-ms", type=parsing.positive, default=1.0, metavar="MS", help="compute of one layer (default 1)"
+    )
     box.add_argument("--no-prefetch", action="store_true", help="load on demand only")
-    box.add_argument("--hysteresis", type=_share, default=0.1, metavar="H", help="admit above (1+H), drop below (1-H)")
-    box.add_argument("--alpha", type=_positive, default=0.0, metavar="A", help="seconds that a byte into VRAM weighs")
-    box.add_argument("--beta", type=_positive, default=0.0, metavar="B", help="seconds that a byte into RAM weighs")
+    box.add_argument(
+        "--hysteresis", type=parsing.share, default=0.1, metavar="H", help="admit above (1+H), drop below (1-H)"
+    )
+    box.add_argument(
+        "--alpha", type=parsing.positive, default=0.0, metavar="A", help="seconds that a byte into VRAM weighs"
+    )
+    box.add_argument(
+        "--beta", type=parsing.positive, default=0.0, metavar="B", help="seconds that a byte into RAM weighs"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--plot", metavar="FILE.png", help="stall against capacity; needs matplotlib")
 
@@ -105,9 +123,11 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     )
     total = trace.layers * trace.experts
     slots = [max(1, round(share * total)) for share in options.capacity]
+    sizes = layer_sizes(options.expert_bytes, trace.layers)
     machine = BoxSpec(
         compute_s=options.layer_ms / 1000,
-        expert_bytes=options.expert_bytes,
+        expert_bytes=round(sum(sizes) / len(sizes)),
+        layer_bytes=sizes if len(set(sizes)) > 1 else (),
         link_bytes_per_s=options.link,
         nvme_bytes_per_s=options.nvme,
         ram_share=options.ram,
@@ -121,30 +141,48 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     metrics = {name: replay(trace, name, slots, options.batch, options.score_from, machine, more) for name in names}
     rows = []
     for i, share in enumerate(options.capacity):
-        missed = {name: each[i].misses for name, each in metrics.items()}
+        missed = {name: each[i].missed_bytes for name, each in metrics.items()}
         for name in options.policies:
-            rows.append(_row(share, name, metrics[name][i], missed, options))
+            rows.append(_row(share, name, metrics[name][i], missed, options, machine.expert_bytes))
     return rows, trace
 
 
-def _row(share: float, name: str, metrics: ReplayMetrics, missed: dict[str, int], options: argparse.Namespace) -> Row:
+def layer_sizes(stated: Sequence[tuple[int, int]], layers: int) -> tuple[int, ...]:
+    """Returns the bytes of one expert of each layer. Raises ConfigError where another number of layers is stated."""
+    sizes = tuple(size for count, size in stated for _ in range(count))
+    if len(sizes) == 1:
+        return sizes * layers
+    if len(sizes) != layers:
+        raise ConfigError(f"--expert-bytes states {len(sizes)} layers, the trace has {layers}")
+    return sizes
+
+
+def _row(
+    share: float,
+    name: str,
+    metrics: ReplayMetrics,
+    missed: dict[str, int],
+    options: argparse.Namespace,
+    mean_bytes: int,
+) -> Row:
     from edgemoe.replay import box
 
     best = min(missed[baseline] for baseline in BASELINES)
     gap = best - missed["belady"]
     steps = max(1, metrics.steps)
-    to_vram, to_ram = (int(metrics.box[i]) * options.expert_bytes for i in (box.TO_VRAM, box.TO_RAM))
+    to_vram, to_ram = (round(metrics.box[i] * mean_bytes) for i in (box.TO_VRAM, box.TO_RAM))
     stall_s = float(metrics.box[box.STALL])
     return {
         "capacity": share,
         "policy": name,
-        "miss_ratio": round(metrics.misses / max(1, metrics.demands), 6),
+        "miss_ratio": round(metrics.missed_bytes / max(1, metrics.demanded_bytes), 6),
+        "bytes_missed": metrics.missed_bytes,
         "stall_s": round(stall_s, 6),
         "stall_ms_per_token": round(1000 * stall_s / steps, 6),
         "bytes_moved": to_vram + to_ram,
         "bytes_to_vram": to_vram,
         "bytes_to_ram": to_ram,
-        "bytes_wasted": int(metrics.box[box.WASTED]) * options.expert_bytes,
+        "bytes_wasted": int(metrics.box[box.WASTED]) * mean_bytes,
         "moves_per_token": round(float(metrics.box[box.TO_VRAM] + metrics.box[box.TO_RAM]) / steps, 4),
         "objective_s": round(stall_s + options.alpha * to_vram + options.beta * to_ram, 6),
         "gap_closed": round((best - missed[name]) / gap, 4) if gap else 0.0,
@@ -202,71 +240,3 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path} cannot be written: {error}") from error
-
-
-def _names(text: str) -> list[str]:
-    names = list(dict.fromkeys(_todays_name(name.strip().lower()) for name in text.split(",") if name.strip()))
-    if not names:
-        raise argparse.ArgumentTypeError("name at least one policy")
-    return names
-
-
-def _todays_name(policy: str) -> str:
-    """Warns where that is another."""
-    name = FORMER_POLICIES.get(policy, policy)
-    if name != policy:
-        log.warning(f"--policies: {policy!r} is called {name!r} now")
-    return name
-
-
-def _shares(text: str) -> list[float]:
-    shares = [_share(part) for part in text.split(",")]
-    if min(shares) <= 0:
-        raise argparse.ArgumentTypeError("a capacity is a share above 0, as in 0.25,0.5")
-    return shares
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1")
-    return share
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return number
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        size = int(parse_size(text))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if size <= 0:
-        raise argparse.ArgumentTypeError("a size is above 0 bytes")
-    return size
-
-
-def _rate(text: str) -> float:
-    try:
-        rate = float(parse_rate(text))
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if rate <= 0:
-        raise argparse.ArgumentTypeError("a rate is above 0 bytes/s")
-    return rate

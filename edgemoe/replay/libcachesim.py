@@ -9,7 +9,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.replay.trace import Trace, chosen
 
 
-def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: float) -> list[Any]:
+def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: float, expert_bytes: int) -> list[Any]:
     """Figures for each capacity; an experts' layer-step is its experts in order, not one event."""
     from edgemoe.replay.run import ReplayMetrics
 
@@ -38,6 +38,7 @@ def replay(trace: Trace, name: str, slots: list[int], batch: int, score_from: fl
                         result.misses += not hit
                         result.demands += 1
             result.steps += scored * len(step.requests)
+        result.missed_bytes, result.demanded_bytes = result.misses * expert_bytes, result.demands * expert_bytes
         metrics.append(result)
     return metrics
 

@@ -11,6 +11,9 @@ import functools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
+from edgemoe.types.arrays import IntArray
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry
 
 MOST_SLOTS = 16  # of the largest experts in an extent
@@ -21,19 +24,30 @@ class SizeClasses:
     """Names the sizes C that a model's experts have, ascending; all experts of a layer are of one class."""
 
     layer_class: tuple[int, ...]  # [L]
+    layer_experts: tuple[int, ...]  # [L] how many there are
     bytes: tuple[int, ...]  # [C] that one expert takes
-    counts: tuple[int, ...]  # [C] experts
 
     @classmethod
     def of(cls, geometry: ExpertGeometry) -> SizeClasses:
         """Returns the classes of a model."""
         strides = [geometry.stride_bytes(layer) for layer in range(geometry.layers)]
         sizes = sorted(set(strides))
-        layer_class = tuple(sizes.index(stride) for stride in strides)
-        counts = [0] * len(sizes)
-        for layer, which in enumerate(layer_class):
-            counts[which] += geometry.experts_of(layer)
-        return cls(layer_class, tuple(sizes), tuple(counts))
+        layer_experts = tuple(geometry.experts_of(layer) for layer in range(geometry.layers))
+        return cls(tuple(sizes.index(stride) for stride in strides), layer_experts, tuple(sizes))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Returns how many experts there are of each class, [C]."""
+        pairs = list(zip(self.layer_class, self.layer_experts, strict=True))
+        return tuple(sum(n for which, n in pairs if which == size_class) for size_class in range(len(self.bytes)))
+
+    def keys(self, experts: int) -> list[IntArray]:
+        """Returns for each class its experts' numbers among all, layer * `experts` + expert."""
+        numbers = [np.arange(n) + layer * experts for layer, n in enumerate(self.layer_experts)]
+        return [
+            np.concatenate([keys for keys, which in zip(numbers, self.layer_class, strict=True) if which == size_class])
+            for size_class in range(len(self.bytes))
+        ]
 
     @property
     def all_bytes(self) -> tuple[int, ...]:
@@ -53,7 +67,7 @@ class SlabLayout:
     @classmethod
     def even(cls, slots: int, size_bytes: int = PAGE_BYTES, *, layers: int = 1, experts: int = 1) -> SlabLayout:
         """Returns the layout of so many slots of one size."""
-        return cls(SizeClasses((0,) * layers, (size_bytes,), (layers * experts,)), slots, size_bytes, (1,))
+        return cls(SizeClasses((0,) * layers, (experts,) * layers, (size_bytes,)), slots, size_bytes, (1,))
 
     @classmethod
     def within(cls, budget_bytes: int, geometry: ExpertGeometry) -> SlabLayout | None:

@@ -16,6 +16,7 @@ from edgemoe.experts.compute.layer_step import DeviceShare, LayerStep
 from edgemoe.experts.compute.observations import Observations
 from edgemoe.experts.compute.peer_layer_step import PeerExperts
 from edgemoe.experts.compute.prefetch_requester import NOBODY, PrefetchRequester
+from edgemoe.experts.compute.rebalancing import Rebalancing
 from edgemoe.experts.tiers.eviction import ALWAYS
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
@@ -66,6 +67,7 @@ class TieredExperts:
         self._gap = loader.gap if fetching.prefetch else IdleWindow(geometry.layers)
         self._requester = PrefetchRequester(residency, loader, geometry.layers, geometry.top_k)
         self._computes, self.cpu_experts = tuple(computes), cpu_experts
+        self._rebalancing = Rebalancing(residency, computes)
         self._fetching = fetching
         self._step: Observations | None = None
         self._next_layer = 0  # whose experts are computed next
@@ -86,6 +88,7 @@ class TieredExperts:
     def end_step(self) -> StepRouting:
         """Returns what the step's gates chose."""
         self._note_spent()
+        self._rebalancing.step_ended()
         step, self._step = self._step, None
         assert step is not None, "end_step without begin_step"
         return step.routing()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from edgemoe.experts.tiers.eviction import class_at, evict, may_go, release
 from edgemoe.experts.tiers.records import CLASS, GONE, NONE, POOL, STATE
+from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.tiers.waiters import Waiters
 from edgemoe.kernels.cpu.intrinsics import INT, code, i64_at, record
 
 
@@ -49,3 +51,25 @@ def ADD_EXTENT(state: int, pool: int, first: int, count: int) -> int:
     s.changes += 1
     s.version += 1
     return count
+
+
+class Extents:
+    """Moves the extents of residency's pools between size classes. One thread's."""
+
+    def __init__(self, state: int, waiters: Waiters) -> None:
+        """Takes the address of residency's STATE record."""
+        self._state, self._waiters = state, waiters
+
+    def remove(self, pool: SlotPool, number: int) -> bool:
+        """Evicts what is in an extent, which is nobody's then. Returns False where something in it has to stay."""
+        first, count = pool.extent(number, int(pool.extents[number]))
+        if not REMOVE_EXTENT.call_briefly(self._state, pool.index, first, count):
+            return False
+        pool.extents[number] = NONE
+        return True
+
+    def add(self, pool: SlotPool, number: int, size_class: int) -> None:
+        """Gives an extent that is nobody's to a size class, as free slots."""
+        ADD_EXTENT.call_briefly(self._state, pool.index, *pool.extent(number, size_class))
+        pool.extents[number] = size_class
+        self._waiters.wake()

@@ -54,6 +54,11 @@ class HomeExperts:
         slots = self._ram.slots_of(size_class)
         return max(0, slots - max(MIN_PASSING, slots // PASSING_SHARE))
 
+    def needed_slots(self, size_class: int) -> int:
+        """Returns how many slots of a class the home experts of that class take, with those that stay for others."""
+        count = int(np.count_nonzero(self._kept[self._ram.layer_class == size_class] == HOME))
+        return count + max(MIN_PASSING, count // (PASSING_SHARE - 1) + 1) if count else 0
+
     def missing(self) -> list[ExpertId]:
         """Returns the home experts that are not in RAM."""
         missing = np.flatnonzero((self._kept == HOME) & (self._ram.where < 0))

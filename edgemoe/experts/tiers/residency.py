@@ -33,6 +33,7 @@ from edgemoe.experts.tiers.call_records import (
     CallRecords,
 )
 from edgemoe.experts.tiers.calls import ASKS, RAM_RANKS, RANKS
+from edgemoe.experts.tiers.extents import Extents
 from edgemoe.experts.tiers.home_experts import HomeExperts
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.records import NONE, STATE, SharedRecord
@@ -80,6 +81,7 @@ class Residency(TierPools):
         self._needed = tuple(shared.array("needed", shape, NONE))  # L rows [E]
         self._served: IntArray = shared.array("served", len(Tier))
         self.homes = HomeExperts(ram, self._address, shared.array("kept", shape))
+        self.extents = Extents(self._address, self._waiters)
         self._records = CallRecords(self._address, experts)
         self._pin_all, self._acquire, self._unpin = (
             calls.PIN_ALL.call_briefly,

@@ -126,7 +126,9 @@ class Bed:
     def _happens(self) -> None:
         rng, residency, model = self.rng, self.residency, self.model
         layer, priority = int(rng.integers(L)), PrefetchPriority(rng.integers(6))
-        what = rng.choice(["begin", "wish", "use", "keep", "hold", "let go"], p=[0.1, 0.66, 0.1, 0.02, 0.07, 0.05])
+        what = rng.choice(
+            ["begin", "wish", "use", "keep", "hold", "move", "let go"], p=[0.1, 0.63, 0.1, 0.02, 0.07, 0.03, 0.05]
+        )
         if what == "begin":
             residency.begin(layer, np.array([], np.int64))
             model.begin(layer)
@@ -147,6 +149,8 @@ class Bed:
             slot = residency.pin(*divmod(key, E))
             if slot >= 0:
                 self.held.append((residency.ram, slot))
+        elif what == "move":
+            self.move(residency.tops[rng.integers(len(residency.tops))] if rng.random() < 0.5 else residency.ram)
         elif self.held:
             residency.unpin(self.held.pop(int(rng.integers(len(self.held))))[1])
 
@@ -163,6 +167,19 @@ class Bed:
             self._land(follower)
         if load.source >= 0:
             self.residency.unpin(load.source)
+
+    def move(self, pool: SlotPool) -> None:
+        """Moves an extent from one class to another, unless something in it has to stay."""
+        number, size_class = int(self.rng.integers(len(pool.extents))), int(self.rng.integers(len(pool.classes)))
+        first, count = pool.extent(number, int(pool.extents[number]))
+        inside = [key for key in pool.owner[first : first + count].tolist() if key >= 0]
+        stay = pool.pins[first : first + count].any() or not all(self.model.may_go(pool, key) for key in inside)
+        assert self.residency.extents.remove(pool, number) != stay
+        if not stay:
+            assert (pool.where.ravel()[inside] < 0).all()
+            self.residency.check_integrity()
+            self.residency.extents.add(pool, number, size_class)
+        self.residency.check_integrity()
 
     def use(self, layer: int) -> None:
         """Uses what is there of a layer, for decode or prefill; now and then the pins stay."""

@@ -1,0 +1,71 @@
+"""Divides a tier among size classes: which class should give an extent of its slots to which other one.
+
+Source: the slab allocator of memcached, whose automover gives pages to the class that evicts what is youngest. Here
+ages are ranks. An expert is worth b = p C / S a byte [Two-Tier, 4.3], and what a miss costs, C, grows as its bytes S
+do. So density orders experts as ranks do, whatever their sizes, and memory is divided best where all classes evict at
+one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from edgemoe.types.arrays import FloatArray
+
+MARGIN = 8  # one in so many slots of a class, and at least an extent's, is what ranks must agree on
+
+
+class ClassShare(NamedTuple):
+    """What one size class has of a tier."""
+
+    ranks: FloatArray  # [n] of all its experts
+    extents: int
+    per_extent: int  # slots
+    least: int  # extents that it keeps in any case
+    most: int  # extents that it has a use for
+
+
+class Exchange(NamedTuple):
+    """An extent that should go from one class to another."""
+
+    giver: int
+    taker: int
+    rank: float  # from which on the giver's experts are worth keeping
+
+
+def exchange(shares: Sequence[ClassShare]) -> Exchange | None:
+    """Returns what the classes should exchange; None where that would gain nothing.
+
+    What the taker would hold beyond what it holds must rank above what the giver would hold no more, and both not only
+    of an extent but by a margin of their slots: so an exchange is not undone before ranks have changed by so much.
+    """
+    givers = [i for i, share in enumerate(shares) if share.extents > share.least]
+    takers = [i for i, share in enumerate(shares) if share.extents < share.most]
+    if not givers or not takers:
+        return None
+    ordered = [np.sort(np.nan_to_num(share.ranks, nan=-np.inf))[::-1] for share in shares]
+    lost = {i: _most_lost(ordered[i], shares[i]) for i in givers}
+    gained = {i: _least_gained(ordered[i], shares[i]) for i in takers}
+    giver, taker = min(lost, key=lambda i: lost[i]), max(gained, key=lambda i: gained[i])
+    if gained[taker] <= lost[giver]:
+        return None
+    return Exchange(giver, taker, lost[giver])
+
+
+def _margin(share: ClassShare) -> int:
+    return max(share.per_extent, share.extents * share.per_extent // MARGIN)
+
+
+def _most_lost(ordered: FloatArray, share: ClassShare) -> float:
+    """Returns the highest rank that is held by the margin."""
+    place = share.extents * share.per_extent - _margin(share)
+    return float(ordered[place]) if place < len(ordered) else -np.inf
+
+
+def _least_gained(ordered: FloatArray, share: ClassShare) -> float:
+    """Returns the lowest rank that the margin would hold beyond; the last extent may be partly of use."""
+    first = share.extents * share.per_extent
+    return float(ordered[min(first + _margin(share), len(ordered)) - 1]) if first < len(ordered) else -np.inf

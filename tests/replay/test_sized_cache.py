@@ -1,0 +1,112 @@
+"""Experts of different sizes are replayed by the objects that serve, and nobody misses fewer bytes than the bound."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.replay_kit import LAW, random_trace
+
+from edgemoe.errors import ConfigError
+from edgemoe.replay import main
+from edgemoe.replay.box import BoxSpec
+from edgemoe.replay.cache import Cache
+from edgemoe.replay.policies import MAKERS
+from edgemoe.replay.run import replay
+from edgemoe.replay.sized_cache import ByteBelady, SizedCache, geometry_of
+from edgemoe.replay.trace import Trace, chosen
+from edgemoe.types.experts import PAGE_BYTES
+
+MACHINE = BoxSpec(1e-3, 2 * PAGE_BYTES, 8e9, 3e9, 1.0, False, 0.2)
+MIXED = replace(MACHINE, layer_bytes=(PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES))
+SLOTS = [16, 20, 28]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", ["lru", "lfu", "lfru", "random", "ewma", "published", "learned"])
+def test_nobody_misses_fewer_bytes_than_the_bound(name: str, seed: int) -> None:
+    trace, batch = random_trace(seed), 1 + seed % 2
+    for mine, bound in zip(
+        replay(trace, name, SLOTS, batch, 0.0, MIXED), replay(trace, "belady", SLOTS, batch, 0.0, MIXED), strict=True
+    ):
+        assert mine.demanded_bytes == bound.demanded_bytes
+        assert bound.missed_bytes <= mine.missed_bytes <= mine.demanded_bytes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_for_equal_sizes_the_bound_is_belady_s_optimum(seed: int) -> None:
+    trace = random_trace(seed)
+    policy = MAKERS["belady"](trace, 1)
+    geometry = geometry_of((2 * PAGE_BYTES,) * trace.layers, trace.experts)
+    for slots in (4, 9, 18):
+        plain, bytewise = Cache(trace.layers, trace.experts, slots), ByteBelady(geometry, slots * 2 * PAGE_BYTES)
+        policy = MAKERS["belady"](trace, 1)
+        for step in trace.steps(1):
+            for layer in range(trace.layers):
+                experts = chosen(step.ids[:, layer])
+                policy.touch(layer, experts)
+                for cache in (plain, bytewise):
+                    cache.run(layer, experts, policy.rank(layer))
+        assert bytewise.missed_bytes == plain.misses * 2 * PAGE_BYTES
+
+
+def test_the_bound_keeps_parts_of_experts() -> None:
+    ids = np.array([[[0], [0]]] * 4, np.int16)  # one expert of each of two layers, in turns
+    trace = Trace([ids], 1)
+    machine = replace(MACHINE, layer_bytes=(4 * PAGE_BYTES, 2 * PAGE_BYTES))
+    geometry = geometry_of(machine.layer_bytes, 1)
+    bound, policy = ByteBelady(geometry, 5 * PAGE_BYTES), MAKERS["belady"](trace, 1)
+    for step in trace.steps(1):
+        for layer in range(2):
+            policy.touch(layer, chosen(step.ids[:, layer]))
+            bound.run(layer, np.zeros(1, np.int64), policy.rank(layer))
+    assert bound.missed_bytes == (6 + 6) * PAGE_BYTES, "6 pages at first, then one page at each of 6 layer-steps"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_size_through_residency_misses_what_the_plain_cache_does(seed: int) -> None:
+    trace = random_trace(seed)
+    ranks = np.random.default_rng(seed)
+    geometry = geometry_of((PAGE_BYTES,) * trace.layers, trace.experts)
+    plain, sized = Cache(trace.layers, trace.experts, 9), SizedCache(geometry, 9 * PAGE_BYTES)
+    for step in trace.steps(1):
+        for layer in range(trace.layers):
+            rank = ranks.permutation(trace.layers * trace.experts).reshape(trace.layers, -1).astype(np.float32)
+            for cache in (plain, sized):
+                cache.run(layer, chosen(step.ids[:, layer]), rank)
+        sized.step_ended()
+    assert sized.misses == plain.misses
+    assert sized.missed_bytes == plain.misses * PAGE_BYTES
+    assert (sized.residency.resident_mask().ravel() == plain.resident).all()
+
+
+def test_memory_follows_what_is_used_in_replay_too() -> None:
+    """The small experts are all used, of the large ones a few: the first division, by bytes, is wrong for that."""
+    rng, tokens = np.random.default_rng(1), 1200
+    small = np.sort(np.argsort(rng.random((tokens, 1, 48)), axis=2)[..., :3], axis=2)
+    large = np.sort(np.argsort(rng.random((tokens, 1, 4)), axis=2)[..., :3], axis=2)
+    trace = Trace([np.concatenate([small, large], axis=1).astype(np.int16)], 48)
+    machine = replace(MACHINE, layer_bytes=(PAGE_BYTES, 4 * PAGE_BYTES))
+    found = replay(trace, "lru", [32], 1, 0.7, machine)[0]
+    assert found.missed_bytes < 0.02 * found.demanded_bytes
+
+
+def test_the_command_takes_sizes_by_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(LAW), "--policies", "lru,belady", "--tokens", "60", "--no-prefetch", "--json"]
+    assert main([*words, "--expert-bytes", "9MiB"]) == 0
+    even = json.loads(capsys.readouterr().out.splitlines()[-1])
+    layers = even["trace"]["layers"]
+    assert main([*words, "--expert-bytes", f"1x9MiB,{layers - 1}x2MiB"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    for lru, belady in zip(rows[::2], rows[1::2], strict=True):
+        assert belady["bytes_missed"] <= lru["bytes_missed"]
+        assert belady["gap_closed"] == 1.0
+        assert lru["bytes_to_vram"] == pytest.approx(lru["bytes_missed"], rel=1e-3)
+    with pytest.raises(ConfigError, match=f"states 2 layers, the trace has {layers}"):
+        main([*words, "--expert-bytes", "9MiB,2MiB"])
+    with pytest.raises(ConfigError, match="leave --ram out"):
+        main([*words, "--expert-bytes", f"1x9MiB,{layers - 1}x2MiB", "--ram", "0.5"])
+    with pytest.raises(SystemExit):
+        main([*words, "--expert-bytes", "2000x9MiB"])
