@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear
 
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.fused import FusedDecoder, is_plain
-from edgemoe.model.kv import KVCache
+from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.feed_forward import ExpertLayer
 from edgemoe.model.layers.norm import Norm
 from edgemoe.model.layers.step import StepContext, ropes_of
@@ -32,7 +31,7 @@ class Decoder:
         self._weights, self.kernels = weights, kernels
         self._ropes, self._gates = ropes_of(spec, device), [layer.gate for layer in weights.expert_layers]
         self._fused: FusedDecoder | None = None
-        if kernels is not None and is_plain(spec):
+        if kernels is not None and is_plain(spec) and weights.plain:
             (rope,) = self._ropes.values()
             self._fused = FusedDecoder(spec, weights, kernels, rope)
 
@@ -47,7 +46,7 @@ class Decoder:
     @property
     def embedding(self) -> torch.Tensor:
         """Returns the token embedding, [V, H] in the model's dtype, on the decoder's device. Not to be changed."""
-        return self._weights.embed
+        return self._weights.embed.weights(DTYPES[self.spec.dtype])
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
@@ -59,7 +58,7 @@ class Decoder:
         if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
             return self._fused.forward(batch, kv, experts)
         step, block, number = StepContext(batch, kv, self.kernels, self._ropes), self.spec.block, 0
-        residual = self._weights.embed[batch.tokens].float()
+        residual = self._weights.embed.pick(batch.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
         for layer in self._weights.layers:
@@ -71,11 +70,11 @@ class Decoder:
             else:
                 output = layer.feed_forward(hidden)
             residual.add_(output, alpha=block.residual)
-        logits = linear(self._norm(residual[batch.logit_rows], self._weights.norm), self._weights.head).float()
+        logits = self._weights.head(self._norm(residual[batch.logit_rows], self._weights.norm)).float()
         return logits if block.logits == 1.0 else logits * block.logits
 
     def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return norm(x).to(self._weights.embed.dtype)
+        return norm(x).to(DTYPES[self.spec.dtype])
 
     def _mix(
         self, layer: ExpertLayer, number: int, hidden: torch.Tensor, experts: Experts, decode: bool
