@@ -23,6 +23,7 @@ from edgemoe.model.scores import Scores
 from edgemoe.types.step import BLOCK_TOKENS
 
 NORM_EPS = 1e-6  # of the latents, whatever the model's own is
+FEW_TOKENS = 16  # at most; with more, torch's products are faster
 EXPANDED_BYTES = 32 << 20  # keys and values of a context that are computed at a time, where one head's are not more
 
 
@@ -35,7 +36,8 @@ class LatentWeights:
     query: torch.Tensor  # [heads * key, query_rank or H]
     latent: torch.Tensor  # [rank + rope, H]
     norm: torch.Tensor  # [rank]
-    expand: torch.Tensor  # [heads, plain + value, rank]
+    keys: torch.Tensor  # [heads, rank, plain]
+    values: torch.Tensor  # [heads, value, rank]
     out: torch.Tensor  # [H, heads * value]
 
 
@@ -45,9 +47,6 @@ class LatentAttention:
     def __init__(self, spec: LatentSpec, weights: LatentWeights, kernels: Kernels | None) -> None:
         self._spec, self._weights, self._kernels = spec, weights, kernels
         self._scores = Scores(spec.scale)
-        self._keys, self._values = torch.split(
-            weights.expand, [spec.plain, spec.value], dim=1
-        )  # [heads, ..., rank] each
 
     def __call__(
         self, layer: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
@@ -82,11 +81,19 @@ class LatentAttention:
     def _absorb(self, q: torch.Tensor) -> torch.Tensor:
         """Returns queries [T, heads, rank + rope] to latents, of queries [T, heads, key] to keys."""
         plain, turned = torch.split(q, [self._spec.plain, self._spec.rope], dim=-1)
-        return torch.cat((torch.bmm(plain.transpose(0, 1), self._keys).transpose(0, 1), turned), dim=-1)
+        return torch.cat((self._by_head(plain, self._weights.keys), turned), dim=-1)
 
     def _emit(self, latents: torch.Tensor) -> torch.Tensor:
         """Returns mean values [T, heads, value] of mean latents [T, heads, rank]."""
-        return torch.bmm(latents.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+        return self._by_head(latents, self._weights.values)
+
+    def _by_head(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Returns each head's product [T, heads, rows] of x [T, heads, n] with its part of weight [heads, rows, n]."""
+        if self._kernels is None or len(x) > FEW_TOKENS:
+            return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+        x, out = x.contiguous(), torch.empty((len(x), *weight.shape[:2]), dtype=torch.float32)
+        self._kernels.grouped_linear(weight.data_ptr(), *weight.shape, x.data_ptr(), len(x), out.data_ptr())
+        return out.to(x.dtype)
 
     def _prompt(self, layer: int, prefill: Prefill, q: torch.Tensor, attention: StepAttention) -> torch.Tensor:
         spec, context = self._spec, prefill.context
@@ -111,10 +118,10 @@ class LatentAttention:
         context, blocks = len(past), -(-len(past) // BLOCK_TOKENS)
         lines = past.new_empty((2, q.shape[1], blocks * BLOCK_TOKENS, spec.key))
         keys, values = lines[:, :, :context]
-        keys[..., : spec.plain] = torch.matmul(latents, self._keys[heads].transpose(1, 2))
+        keys[..., : spec.plain] = torch.matmul(latents, self._weights.keys[heads])
         keys[..., spec.plain :] = turned
         values = values[..., : spec.value]
-        values.copy_(torch.matmul(latents, self._values[heads].transpose(1, 2)))
+        values.copy_(torch.matmul(latents, self._weights.values[heads].transpose(1, 2)))
         if self._kernels is None:
             return prompt_in_tiles(q, keys[None], values[None], self._scores)
         line = spec.key * past.element_size()

@@ -60,13 +60,15 @@ def ours(state: dict[str, torch.Tensor]) -> LatentWeights:
     query = state["q_b_proj"] if "q_b_proj" in state else state["q_proj"]
     heads = query.view(SPEC.heads, SPEC.key, -1)
     plain = list(range(SPEC.plain)), list(range(SPEC.rank))
+    expand = state["kv_b_proj"].view(SPEC.heads, SPEC.plain + SPEC.value, SPEC.rank)
     return LatentWeights(
         state.get("q_a_proj"),
         state.get("q_a_layernorm"),
         heads[:, plain[0] + [SPEC.plain + k for k in HALVES]].flatten(0, 1),
         state["kv_a_proj_with_mqa"][plain[1] + [SPEC.rank + k for k in HALVES]],
         state["kv_a_layernorm"],
-        state["kv_b_proj"].view(SPEC.heads, SPEC.plain + SPEC.value, SPEC.rank),
+        expand[:, : SPEC.plain].transpose(1, 2).contiguous(),
+        expand[:, SPEC.plain :].contiguous(),
         state["o_proj"],
     )
 
