@@ -32,6 +32,9 @@ def make_tiny(kernels: dict[bool, Kernels], tmp_path_factory: pytest.TempPathFac
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.data += torch.randn_like(parameter) * 0.1
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
         directory = tmp_path_factory.mktemp(family)
         model.save_pretrained(directory / "checkpoint")
         return load_tiny(model, directory / "checkpoint", directory / "store", kernels if fused else None)
