@@ -36,9 +36,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the model's chat template cannot be read: {error}") from error
         self._tokens = dict(tokens)
-        self.text = "".join(sources.values())
+        text = "".join(sources.values())
         self.source = sources["default"]
-        self.takes_tools = "tools" in self.text
+        self.thinks = "<think>" in text
+        self.takes_tools = "tools" in text
 
     @classmethod
     def load(cls, directory: Path, tokenizer_config: Json) -> ChatTemplate | None:
