@@ -24,6 +24,8 @@ class ExpertNames(NamedTuple):
     down: str  # [E, H, I]
     base: str  # of one expert's tensors, before its number
     projections: tuple[str, str, str]
+    transposed: bool = False  # stacks are [E, H, 2I] and [E, I, H]
+    interleaved: bool = False  # in stacks, gate and up take turns
 
     def separate(self, expert: int) -> tuple[str, str, str]:
         """Returns the tensors of one expert: gate [I, H], up [I, H] and down [H, I]."""
@@ -42,6 +44,8 @@ class Names:
     renames: tuple[tuple[str, str], ...] = ()
     skipped: tuple[str, ...] = ()
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    transposed: bool = False  # see ExpertNames
+    interleaved: bool = False
 
     def spellings(self, name: str) -> tuple[str, ...]:
         """Returns `name` in every way in which checkpoints may write it, ours first."""
@@ -53,7 +57,8 @@ class Names:
     def experts(self, layer: int) -> ExpertNames:
         """Returns the names of the experts' tensors of a layer, which is counted among all layers."""
         base = f"model.layers.{layer}.mlp.experts"
-        return ExpertNames(f"{base}.gate_up_proj", f"{base}.down_proj", base, self.projections)
+        stacks = f"{base}.gate_up_proj", f"{base}.down_proj"
+        return ExpertNames(*stacks, base, self.projections, self.transposed, self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,9 @@ class Heads:
     scale: float = 0.0  # of scores; 0: dim ** -0.5
     clip: float = 0.0  # bounds queries, keys and values before rotary embedding; 0: none
     window: int = 0  # tokens that a token sees, itself among them; 0: all
+    sinks: bool = False  # each head has one more score, whose value is zero
+    v_norm: bool = False  # values are normalised, without weights
+    v_is_k: bool = False  # a value is what its key is before norm and rotary embedding
 
     @property
     def kv(self) -> KVRow:
@@ -81,11 +89,12 @@ class Heads:
     def tensors(self, hidden: int) -> Tensors:
         """Yields name and shape of the layer's tensors."""
         queries, keys = self.count * self.dim, self.kv_count * self.dim
-        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+        parts = (("q", queries), ("k", keys), ("v", keys))[: 2 if self.v_is_k else 3]
+        for part, rows in parts:
             yield f"self_attn.{part}_proj.weight", (rows, hidden)
         yield "self_attn.o_proj.weight", (hidden, queries)
         if self.qkv_bias:
-            for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+            for part, rows in parts:
                 yield f"self_attn.{part}_proj.bias", (rows,)
         if self.o_bias:
             yield "self_attn.o_proj.bias", (hidden,)
@@ -93,17 +102,23 @@ class Heads:
             full = self.qk_norm == "full"
             yield "self_attn.q_norm.weight", (queries if full else self.dim,)
             yield "self_attn.k_norm.weight", (keys if full else self.dim,)
+        if self.sinks:
+            yield "self_attn.sinks", (self.count,)
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: `kind` "default", "linear" or "yarn"; the fields from `original_tokens` on are YaRN's."""
+    """Rotary embedding: `kind` "default", "linear", "proportional" or "yarn".
+
+    The fields from `original_tokens` on are YaRN's.
+    """
 
     theta: float
     dims: int  # of a head that turn, the first ones
     interleaved: bool = False  # neighbours form pairs, else the two halves do
     kind: str = "default"
     factor: float = 1.0
+    share: float = 1.0  # of the frequencies, the first ones, that are not zero
     original_tokens: int = 0
     attention_factor: float = 1.0  # multiplies cos and sin
     beta_fast: float = 32.0
@@ -138,6 +153,8 @@ class RouterSpec:
     groups: int = 1  # experts form groups, of which only `top_groups` are looked at
     top_groups: int = 1
     group_score: str = "max"  # "max": the best expert's | "top2": the two best experts' together
+    input_norm: bool = False  # the gate reads the residual, normalised and scaled by a vector over the root of its size
+    expert_scale: bool = False  # each expert has a factor of its weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +179,5 @@ class Block:
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    parallel: bool = False  # a dense network runs beside the experts, and norms stand around each part
+    soft_cap: float = 0.0  # bounds logits by tanh; 0: none

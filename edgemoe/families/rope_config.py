@@ -1,4 +1,4 @@
-"""Rotary embeddings as configurations write them: default, linear and YaRN."""
+"""Rotary embeddings as configurations write them: default, linear, proportional and YaRN."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from edgemoe.families.read import Config, integer, real
 from edgemoe.families.records import RopeSpec
 
 THETA = 1e4
+KINDS = ("default", "linear", "proportional", "yarn")
 
 
 def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]:
@@ -25,8 +26,11 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
         raise CheckpointError(f"config.json: rope parameters must be a table, not {given!r}")
     theta = real(given, "rope_theta", default=real(config, "rope_theta", default=family.get("theta", THETA)))
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ("default", "linear", "yarn"):
-        raise UnsupportedModel(f"rotary embedding {dict(given)!r} is not supported; have default, linear and yarn")
+    if kind not in KINDS:
+        raise UnsupportedModel(f"rotary embedding {dict(given)!r} is not supported; have {', '.join(KINDS)}")
+    if kind == "proportional":
+        share, factor = real(given, "partial_rotary_factor", default=1.0), real(given, "factor", default=1.0)
+        return RopeSpec(theta, head_dim, kind=kind, factor=factor, share=share), context_tokens
     plain = RopeSpec(theta, _dims(config, given, family, head_dim), bool(family.get("interleaved", False)))
     if kind == "default":
         return plain, context_tokens

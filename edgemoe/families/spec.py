@@ -82,6 +82,13 @@ def _layer_shapes(spec: ModelSpec, layer: int) -> Tensors:
     yield "input_layernorm.weight", (spec.hidden,)
     yield from spec.attention[layer].heads.tensors(spec.hidden)
     yield "post_attention_layernorm.weight", (spec.hidden,)
+    if spec.block.parallel:
+        for name in ("pre", "post"):
+            yield f"{name}_feedforward_layernorm.weight", (spec.hidden,)
+        for name in ("pre", "post"):
+            yield f"{name}_feedforward_layernorm_2.weight", (spec.hidden,)
+        yield "post_feedforward_layernorm_1.weight", (spec.hidden,)
+        yield "layer_scalar", (1,)
     if layer in spec.feed_forward.dense_layers:
         yield from _mlp_shapes("mlp", spec.hidden, spec.feed_forward.dense_width)
     else:
@@ -95,6 +102,10 @@ def _expert_layer_shapes(spec: ModelSpec) -> Tensors:
         yield "mlp.gate.bias", (router.experts,)
     if router.selection_bias:
         yield "mlp.gate.e_score_correction_bias", (router.experts,)
+    if router.input_norm:
+        yield "mlp.gate.scale", (spec.hidden,)
+    if router.expert_scale:
+        yield "mlp.gate.per_expert_scale", (router.experts,)
     if feed_forward.shared_width:
         yield from _mlp_shapes("mlp.shared_experts", spec.hidden, feed_forward.shared_width)
     if feed_forward.shared_gate:

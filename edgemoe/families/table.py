@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgemoe.families.layers import alike, sparse_steps
-from edgemoe.families.read import Config, flag, number, whole
+from edgemoe.families.read import Config, choice, flag, number, whole
 from edgemoe.families.records import Attention, Heads, Names
+from edgemoe.families.windowed import alternating, clamped_swiglu, gemma, root_of_hidden
+from edgemoe.types.experts import Activation
 
 Given = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration
 
 
-PLAIN = Names()
+PLAIN, GELU = Names(), Activation("gelu_tanh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,33 @@ class Family:
     block: Given = field(default_factory=dict)
 
 
+GEMMA_4 = Family(
+    name="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    names=Names(
+        renames=(
+            ("model.", "model.language_model."),
+            (".mlp.gate.weight", ".router.proj.weight"),
+            (".mlp.gate.", ".router."),
+            (".mlp.experts.", ".experts."),
+            (".mlp.shared_experts.", ".mlp."),
+        ),
+        skipped=(r"model\.(vision_tower|embed_vision|audio_tower|embed_audio)\.",),
+    ),
+    layers=gemma,
+    heads={"qk_norm": "head", "v_norm": True, "scale": 1.0},
+    router={"top_k": whole("top_k_experts"), "renormalise": True, "input_norm": True, "expert_scale": True},
+    feed_forward={
+        "activation": choice("hidden_activation", {"gelu_pytorch_tanh": GELU}, GELU),
+        "shared_width": whole("intermediate_size"),
+    },
+    block={
+        "tied": flag("tie_word_embeddings", True),
+        "embedding": root_of_hidden,
+        "parallel": True,
+        "soft_cap": number("final_logit_softcapping", default=0.0),
+    },
+)
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
@@ -51,6 +80,19 @@ FAMILIES: dict[str, Family] = {
             heads={"qk_norm": "head", "qkv_bias": flag("attention_bias"), "o_bias": flag("attention_bias")},
             feed_forward={"dense_layers": sparse_steps, "dense_width": whole("intermediate_size", default=0)},
         ),
+        Family(
+            name="gpt_oss",
+            architecture="GptOssForCausalLM",
+            names=Names(renames=((".mlp.gate.", ".mlp.router."),), transposed=True, interleaved=True),
+            layers=alternating,
+            heads={"sinks": True, "qkv_bias": flag("attention_bias", True), "o_bias": flag("attention_bias", True)},
+            rope={"theta": 1.5e5},
+            router={"logit_bias": True, "renormalise": True},
+            feed_forward={"width": whole("intermediate_size"), "activation": clamped_swiglu, "expert_biases": True},
+            block={"eps": number("rms_norm_eps", default=1e-5)},
+        ),
+        GEMMA_4,
+        replace(GEMMA_4, name="gemma4", architecture="Gemma4ForConditionalGeneration", section="text_config"),
     )
 }
 INDEXER = "its attention chooses what to look at by an indexer of its own (sparse attention)"

@@ -15,8 +15,7 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.fused import FusedDecoder, is_plain
 from edgemoe.model.kv import KVCache
-from edgemoe.model.layers.feed_forward import ExpertLayer
-from edgemoe.model.layers.norm import Norm
+from edgemoe.model.layers.blocks import ExpertCalls
 from edgemoe.model.layers.step import StepContext, ropes_of
 from edgemoe.model.weights import Weights, load_weights
 from edgemoe.types.step import Batch, Experts
@@ -30,7 +29,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Weights, device: torch.device, kernels: Kernels | None = None) -> None:
         self.spec, self.device = spec, device
         self._weights, self.kernels = weights, kernels
-        self._ropes, self._gates = ropes_of(spec, device), [layer.gate for layer in weights.expert_layers]
+        self._ropes, self._gates = ropes_of(spec, device), weights.gates
         self._fused: FusedDecoder | None = None
         if kernels is not None and is_plain(spec):
             (rope,) = self._ropes.values()
@@ -58,36 +57,18 @@ class Decoder:
         tokens = len(batch.tokens)
         if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
             return self._fused.forward(batch, kv, experts)
-        step, block, number = StepContext(batch, kv, self.kernels, self._ropes), self.spec.block, 0
+        step, block = StepContext(batch, kv, self.kernels, self._ropes), self.spec.block
         residual = self._weights.embed[batch.tokens].float()
         if block.embedding != 1.0:
             residual *= block.embedding
+        called = ExpertCalls(experts, self._gates, batch.decode)
         for layer in self._weights.layers:
-            residual.add_(layer.attention(self._norm(residual, layer.norm), step), alpha=block.residual)
-            hidden = self._norm(residual, layer.post_norm)
-            if isinstance(layer.feed_forward, ExpertLayer):
-                output = self._mix(layer.feed_forward, number, hidden, experts, batch.decode)
-                number += 1
-            else:
-                output = layer.feed_forward(hidden)
-            residual.add_(output, alpha=block.residual)
-        logits = linear(self._norm(residual[batch.logit_rows], self._weights.norm), self._weights.head).float()
-        return logits if block.logits == 1.0 else logits * block.logits
+            layer(residual, step, called)
+        last = self._weights.norm(residual[batch.logit_rows]).to(self._weights.embed.dtype)
+        return self._bounded(linear(last, self._weights.head).float())
 
-    def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return norm(x).to(self._weights.embed.dtype)
-
-    def _mix(
-        self, layer: ExpertLayer, number: int, hidden: torch.Tensor, experts: Experts, decode: bool
-    ) -> torch.Tensor:
-        """Returns the output of an expert layer; `number` counts these alone."""
-        ids, weights = layer.gate.route(hidden)
-        if decode:
-            self._hint(experts, number, hidden)
-        output, shared = experts.forward(number, hidden, ids, weights), layer.shared(hidden)
-        return output if shared is None else output + shared
-
-    def _hint(self, experts: Experts, number: int, hidden: torch.Tensor) -> None:
-        """Applies the gates of the next layers to this layer's expert input, and passes the result to `experts`."""
-        for ahead in range(number + 1, min(number + 1 + experts.lookahead, len(self._gates))):
-            experts.hint(ahead, self._gates[ahead].chances(hidden))
+    def _bounded(self, logits: torch.Tensor) -> torch.Tensor:
+        block = self.spec.block
+        if block.logits != 1.0:
+            logits = logits * block.logits
+        return torch.tanh(logits / block.soft_cap) * block.soft_cap if block.soft_cap else logits

@@ -15,11 +15,11 @@ from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import block_tables, paged
 from edgemoe.model.kv import KVCache
+from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
-from edgemoe.model.layers.feed_forward import ExpertLayer
 from edgemoe.model.rope import Rope
 from edgemoe.model.scores import Scores
-from edgemoe.model.weights import DecoderLayer, Weights
+from edgemoe.model.weights import Weights
 from edgemoe.types.step import Batch, Experts
 
 Record = npt.NDArray[Any]
@@ -47,7 +47,7 @@ class FusedDecoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, rope: Rope) -> None:
         self._spec, self._weights, self._kernels, self._rope = spec, weights, kernels, rope
-        self._heads, self._gates = spec.attention[0].heads, [layer.gate.weight for layer in weights.expert_layers]
+        self._heads, self._gates = spec.attention[0].heads, [gate.weight for gate in weights.gates]
         self._scores = Scores(self._heads.dim**-0.5)
         self._step = self._sizes()
         self._layers = np.concatenate([self._layer_record(layer) for layer in weights.layers])
@@ -66,12 +66,13 @@ class FusedDecoder:
         return step
 
     def _layer_record(self, layer: DecoderLayer) -> Record:
-        record, attention = np.zeros(1, LAYER), layer.attention
+        assert isinstance(layer, SerialLayer)
+        record, attention, gate = np.zeros(1, LAYER), layer.attention, layer.gate
         assert isinstance(attention, DenseAttention)
-        assert isinstance(layer.feed_forward, ExpertLayer)
+        assert gate is not None
         record["step"] = self._step.ctypes.data
         record["norm"], record["post_norm"] = layer.norm.weight.data_ptr(), layer.post_norm.weight.data_ptr()
-        matrices = (attention.qkv, attention.o, layer.feed_forward.gate.weight)
+        matrices = (attention.qkv, attention.o, gate.weight)
         record["qkv"], record["o"], record["gate"] = (matrix.data_ptr() for matrix in matrices)
         if attention.q_norm is not None and attention.k_norm is not None:
             record["q_norm"], record["k_norm"] = (

@@ -1,4 +1,4 @@
-"""Rotary position embedding: default, linear [Linear-RoPE] and YaRN [YaRN]. Float32 throughout.
+"""Rotary position embedding: default, linear [Linear-RoPE], proportional and YaRN [YaRN]. Float32 throughout.
 
 The two halves of what turns form pairs; weights of models whose neighbours form pairs are reordered when they are read.
 """
@@ -49,6 +49,9 @@ def frequencies(rope: RopeSpec) -> torch.Tensor:
         return 1.0 / periods
     if rope.kind == "linear":
         return 1.0 / periods / rope.factor
+    if rope.kind == "proportional":
+        turning = torch.arange(dims // 2) < int(rope.share * dims // 2)
+        return torch.where(turning, 1.0 / periods / rope.factor, 0.0)
     share = _extrapolated(rope, dims)
     return (1.0 / (rope.factor * periods)) * (1.0 - share) + (1.0 / periods) * share
 

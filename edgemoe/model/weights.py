@@ -10,20 +10,10 @@ from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
 from edgemoe.families.spec import ModelSpec
-from edgemoe.model.layers.feed_forward import ExpertLayer, Mlp
-from edgemoe.model.layers.mechanisms import MECHANISMS, Mechanism
+from edgemoe.model.layers.blocks import DecoderLayer, make_layer
+from edgemoe.model.layers.gate import Gate
 from edgemoe.model.layers.norm import Norm
 from edgemoe.model.layers.reader import LayerPlace, WeightReader
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer: matrices in the model's dtype, norms in float32."""
-
-    norm: Norm
-    attention: Mechanism
-    post_norm: Norm
-    feed_forward: ExpertLayer | Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +24,9 @@ class Weights:
     head: torch.Tensor  # [V, H], the embedding itself where they are tied
 
     @property
-    def expert_layers(self) -> tuple[ExpertLayer, ...]:
-        return tuple(layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, ExpertLayer))
+    def gates(self) -> tuple[Gate, ...]:
+        """Returns the gates of the layers that have experts."""
+        return tuple(layer.gate for layer in self.layers if layer.gate is not None)
 
 
 def load_weights(spec: ModelSpec, path: Path, device: torch.device) -> Weights:
@@ -51,17 +42,7 @@ def _assemble(spec: ModelSpec, read: WeightReader) -> Weights:
     embed = read("model.embed_tokens.weight")
     return Weights(
         embed=embed,
-        layers=tuple(_layer(LayerPlace(spec, layer, read)) for layer in range(spec.layers)),
+        layers=tuple(make_layer(LayerPlace(spec, layer, read)) for layer in range(spec.layers)),
         norm=Norm(read("model.norm.weight"), spec.block.eps),
         head=embed if spec.block.tied else read("lm_head.weight"),
-    )
-
-
-def _layer(place: LayerPlace) -> DecoderLayer:
-    dense, eps = place.number in place.spec.feed_forward.dense_layers, place.spec.block.eps
-    return DecoderLayer(
-        norm=Norm(place.read("input_layernorm.weight"), eps),
-        attention=MECHANISMS[place.attention.heads.mechanism](place),
-        post_norm=Norm(place.read("post_attention_layernorm.weight"), eps),
-        feed_forward=Mlp(place, "mlp") if dense else ExpertLayer(place),
     )

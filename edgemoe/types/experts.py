@@ -25,7 +25,7 @@ class Activation(NamedTuple):
     """States what becomes of a gate g and an up u between an expert's products.
 
     "silu": silu(g) u. "gelu_tanh": gelu(g) u, gelu by its approximation with tanh. "clamped_swiglu":
-    g sigmoid(alpha g) (u + 1), with g at most `limit`, and u at most `limit` away from 0 [gpt-oss].
+    g sigmoid(alpha g) (u + 1), with g at most `limit`, and u at most `limit` away from 0 [GPT-OSS].
     """
 
     kind: str = "silu"

@@ -156,7 +156,7 @@ def test_yarn_extends_the_context() -> None:
     ("change", "named"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
-        ({"architectures": None, "model_type": "gpt_oss"}, "gpt_oss"),
+        ({"architectures": None, "model_type": "gpt_neox"}, "gpt_neox"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"torch_dtype": "float16"}, "float16"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),

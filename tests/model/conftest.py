@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,8 +30,8 @@ def make_tiny(kernels: dict[bool, Kernels], tmp_path_factory: pytest.TempPathFac
         torch.manual_seed(0)
         config = config_class(**{**SIZES, **own, **changes})
         model = model_class(config).to(dtype).eval()
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
+        for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if name.endswith((".scale", "expert_scale", "scalar", "bias", "sinks")) or "norm" in name:
                 parameter.data += torch.randn_like(parameter) * 0.1
         directory = tmp_path_factory.mktemp(family)
         model.save_pretrained(directory / "checkpoint")

@@ -21,10 +21,10 @@ def test_a_prompt_of_several_tiles_equals_transformers(
 ) -> None:
     tiny, made = make_tiny(family, fused=False), attention.causal_mask
 
-    def on_a_gpu(queries: int, keys: int, scores: Scores, _: torch.device) -> torch.Tensor:
+    def on_a_gpu(queries: int, keys: int, scores: Scores, device: torch.device) -> torch.Tensor:
         """A GPU's mask, which the CPU can take as well."""
-        device: Any = SimpleNamespace(type="cuda")
-        return made(queries, keys, scores, device)
+        gpu: Any = SimpleNamespace(type="cuda")
+        return made(queries, keys, scores, gpu if keys <= scores.window else device)
 
     monkeypatch.setattr(attention, "QUERY_TILE", 32)
     if mask == "lower right":

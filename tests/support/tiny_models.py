@@ -17,6 +17,7 @@ from edgemoe.model.kv import KVCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import DENSE
 from edgemoe.store.packer import pack
+from edgemoe.types.experts import SILU, Activation
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
 SIZES: dict[str, Any] = {
@@ -40,6 +41,30 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         transformers.MixtralForCausalLM,
         {"num_local_experts": 6, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": True},
     ),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        {"num_local_experts": 6, "intermediate_size": 48, "head_dim": 16, "sliding_window": 20},
+    ),
+    "gemma4_text": (
+        transformers.Gemma4TextConfig,
+        transformers.Gemma4ForCausalLM,
+        {
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+            "intermediate_size": 40,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
 }
 
 
@@ -48,7 +73,8 @@ class ResidentExperts:
 
     lookahead = 0
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, activation: Activation = SILU) -> None:
+        self._activation = activation
         self._layers = [load_file(file) for file in sorted((store / "experts").iterdir())]
         self.hints: list[tuple[int, torch.Tensor]] = []
         self.ids: list[torch.Tensor] = []
@@ -59,10 +85,23 @@ class ResidentExperts:
         for expert in ids.unique().tolist():
             tokens, places = (ids == expert).nonzero(as_tuple=True)
             gate_up, down = (experts[f"experts.{expert}.{part}_proj"].float() for part in ("gate_up", "down"))
-            gate, up = (hidden[tokens].float() @ gate_up.T).chunk(2, dim=-1)
-            output = (torch.nn.functional.silu(gate) * up) @ down.T
+            first, last = experts.get(f"experts.{expert}.biases", torch.zeros(len(gate_up) + len(down))).split(
+                [len(gate_up), len(down)]
+            )
+            gate, up = (hidden[tokens].float() @ gate_up.T + first).chunk(2, dim=-1)
+            output = self._activated(gate, up) @ down.T + last
             out.index_add_(0, tokens, output * weights[tokens, places, None])
         return out
+
+    def _activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """By definition."""
+        kind, alpha, limit = self._activation
+        if kind == "gelu_tanh":
+            return gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+        if kind == "clamped_swiglu":
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return (up + 1) * gate / (1 + torch.exp(-alpha * gate))
+        return gate / (1 + torch.exp(-gate)) * up
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         self.hints.append((layer, probs))
@@ -89,7 +128,7 @@ def load_tiny(model: Any, checkpoint: Path, store: Path, kernels: dict[bool, Ker
     """Packs a checkpoint and loads it."""
     spec = spec_of(pack(checkpoint, store))
     decoder = Decoder.load(spec, store / DENSE, kernels=kernels and kernels[spec.dtype == "bfloat16"])
-    return Tiny(model, spec, decoder, ResidentExperts(store), store)
+    return Tiny(model, spec, decoder, ResidentExperts(store, spec.feed_forward.activation), store)
 
 
 class Session:

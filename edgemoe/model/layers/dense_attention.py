@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.layers.norm import Norm
@@ -19,18 +19,19 @@ class DenseAttention:
     def __init__(self, place: LayerPlace) -> None:
         heads = place.attention.heads
         self._number, self._heads, self._rope = place.number, heads, place.attention.rope
-        qkv = [f"self_attn.{part}_proj" for part in "qkv"]
-        self.qkv = place.read(*(f"{name}.weight" for name in qkv))  # [(count + 2 kv_count) dim, H]
+        self._eps = place.spec.block.eps
+        qkv = [f"self_attn.{part}_proj" for part in ("qk" if heads.v_is_k else "qkv")]
+        self.qkv = place.read(*(f"{name}.weight" for name in qkv))  # [(count + 2 kv_count) dim, H], or without values
         self.o = place.read("self_attn.o_proj.weight")  # [H, count dim]
         self._qkv_bias = place.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
         self._o_bias = place.read("self_attn.o_proj.bias") if heads.o_bias else None
         self.q_norm = self.k_norm = None
         if heads.qk_norm != "none":
-            eps = place.spec.block.eps
-            self.q_norm, self.k_norm = (Norm(place.read(f"self_attn.{part}_norm.weight"), eps) for part in "qk")
+            self.q_norm, self.k_norm = (Norm(place.read(f"self_attn.{part}_norm.weight"), self._eps) for part in "qk")
         if self._rope is not None and self._rope.interleaved:
             self._order_pairs(self._rope.dims)
-        self._scores = Scores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING)
+        sinks = place.read("self_attn.sinks", dtype=torch.float32) if heads.sinks else None
+        self._scores = Scores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING, sinks)
 
     def _order_pairs(self, dims: int) -> None:
         """Reorders the rows of queries and keys so that pairs lie in the two halves."""
@@ -47,11 +48,13 @@ class DenseAttention:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
         heads = self._heads
         parts = linear(x, self.qkv, self._qkv_bias).view(len(x), -1, heads.dim)
-        q, k, v = torch.split(parts, [heads.count, heads.kv_count, heads.kv_count], dim=1)
+        q, k, v = parts[:, : heads.count], parts[:, heads.count :][:, : heads.kv_count], parts[:, -heads.kv_count :]
         angles = None if self._rope is None else step.angles(self._rope)
         q, k = self._place(q, self.q_norm, angles), self._place(k, self.k_norm, angles)
         if heads.clip:
             v = v.clamp(-heads.clip, heads.clip)
+        if heads.v_norm:
+            v = rms_norm(v.float(), v.shape[-1:], None, self._eps).to(x.dtype)
         attended = step.attention(self._number, q.to(x.dtype), k.to(x.dtype), v, self._scores)
         return linear(attended, self.o, self._o_bias)
 

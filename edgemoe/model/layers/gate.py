@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
 from edgemoe.model.layers.reader import LayerPlace
 
@@ -17,6 +17,12 @@ class Gate:
         self._logit_bias = self._selection_bias = None
         if router.logit_bias:
             self._logit_bias = place.read("mlp.gate.bias", dtype=torch.float32)
+        self._input_scale = self._expert_scale = None
+        if router.input_norm:
+            self._eps, root = place.spec.block.eps, place.spec.hidden**-0.5
+            self._input_scale = place.read("mlp.gate.scale", dtype=torch.float32) * root
+        if router.expert_scale:
+            self._expert_scale = place.read("mlp.gate.per_expert_scale", dtype=torch.float32)
         if router.selection_bias:
             self._selection_bias = place.read("mlp.gate.e_score_correction_bias", dtype=torch.float32)
 
@@ -29,6 +35,8 @@ class Gate:
             weights = scores.gather(-1, ids)
         if router.renormalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(router.least_mass)
+        if self._expert_scale is not None:
+            weights = weights * self._expert_scale[ids]
         return ids, weights * router.scale if router.scale != 1.0 else weights
 
     def chances(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -43,6 +51,8 @@ class Gate:
         return above / above.sum(-1, keepdim=True)
 
     def _scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._input_scale is not None:
+            hidden = rms_norm(hidden.float(), hidden.shape[-1:], self._input_scale, self._eps)
         logits = linear(hidden.to(self.weight.dtype), self.weight).float()
         if self._logit_bias is not None:
             logits = logits + self._logit_bias
