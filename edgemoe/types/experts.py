@@ -56,6 +56,7 @@ class ExpertGeometry:
     encodings: tuple[str, ...] = ()  # of each layer's experts; (): `dtype` for all
     int8_activations: bool = False  # hidden states are rounded to 8 bits where weights have no more
     layer_experts: tuple[int, ...] = ()  # of each layer; (): all have as many
+    layer_bytes: tuple[int, ...] = ()  # of one expert of each layer where they are stated; (): as encodings have them
 
     @property
     def bf16(self) -> bool:
@@ -104,6 +105,8 @@ class ExpertGeometry:
 
     def expert_bytes(self, layer: int) -> int:
         """Returns the bytes of one expert of a layer, without padding."""
+        if self.layer_bytes:
+            return self.layer_bytes[layer]
         encoding = self.encoding(layer)
         gate_up, down = 2 * self.width * encoding.row_bytes(self.hidden), self.hidden * encoding.row_bytes(self.width)
         return gate_up + down + self.bias_bytes

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import xxhash
-from support.sized_geometry import SizedGeometry
 
 from edgemoe.cluster.data import expert_fetch as bulk
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, PeerStore
@@ -17,9 +16,10 @@ from edgemoe.cluster.data.messages import CHUNK_BYTES, Chunk, Fetch, Result
 from edgemoe.cluster.data.peer_estimate import PeerEstimate
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerRefused
+from edgemoe.types.experts import ExpertGeometry
 
 SEVENS = b"\7" * CHUNK_BYTES
-SIZES = SizedGeometry(layers=2, experts=3, top_k=1, hidden=4, width=4, dtype="bfloat16")
+SIZES = ExpertGeometry(layers=2, experts=3, top_k=1, hidden=4, width=4, dtype="bfloat16")
 
 
 def checksum(view: bytes | memoryview) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.checkpoints import tiny_model
 from support.kept import KERNELS
-from support.sized_geometry import SizedGeometry
 from support.tiers_kit import SMALL, FileStore, Weights, running, small_tiers
 from support.waiting import wait_until
 
@@ -79,9 +78,7 @@ def test_any_budget_computes_what_resident_experts_do(
             tiers.experts.end_step()
 
 
-UNEVEN = SizedGeometry(
-    **asdict(replace(SMALL, layer_experts=(8, 3, 6))), layer_bytes=(SMALL.expert_bytes(0), 3 * 4096 + 5, 7 * 4096)
-)
+UNEVEN = replace(SMALL, layer_experts=(8, 3, 6), layer_bytes=(SMALL.expert_bytes(0), 3 * 4096 + 5, 7 * 4096))
 
 
 @pytest.mark.parametrize("containment", [True, False])

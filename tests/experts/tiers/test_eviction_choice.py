@@ -6,7 +6,6 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
-from support.sized_geometry import SizedGeometry
 
 from edgemoe.experts.tiers.eviction import ALWAYS, LAST, TRANSIENT_KEY
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
@@ -110,7 +109,7 @@ class Bed:
         self.policy, containment = Ranks(), bool(rng.integers(2))
         self.policy.ranks[:] = rng.integers(0, 40, (L, E))  # with equals
         sizes = tuple((PAGE_BYTES * rng.integers(1, 1 + rng.integers(1, 4), L)).tolist())  # up to three
-        geometry = SizedGeometry(L, E, 2, 8, 8, "float32", layer_bytes=sizes)
+        geometry = ExpertGeometry(L, E, 2, 8, 8, "float32", layer_bytes=sizes)
         devices = [self._pool(Tier.VRAM, geometry, int(rng.integers(8, 24))) for _ in range(rng.integers(3))]
         ram = self._pool(Tier.RAM, geometry, int(rng.integers(24, 60)))
         self.residency = Residency(ram, devices, containment=containment)

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.sized_geometry import SizedGeometry
 
 from edgemoe.errors import CapacityError
 from edgemoe.experts.tiers.slab import HostSlab, layout_in
 from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry
 from edgemoe.types.size_classes import SizeClasses, SlabLayout, divide
 
-SAME = SizedGeometry(layers=6, experts=32, top_k=2, hidden=512, width=128, dtype="bfloat16")
+SAME = ExpertGeometry(layers=6, experts=32, top_k=2, hidden=512, width=128, dtype="bfloat16")
 MIB = 1 << 20
 
 
@@ -55,7 +54,7 @@ def test_slots_of_all_classes_lie_on_pages_within_their_extent(seed: int) -> Non
 def test_little_is_lost_where_memory_is_not_scarce(seed: int) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(MIB, 9 * MIB, 2 + seed % 3)
-    geometry = SizedGeometry(48, 128, 8, 2048, 768, "bfloat16", layer_bytes=tuple(rng.choice(sizes, 48).tolist()))
+    geometry = ExpertGeometry(48, 128, 8, 2048, 768, "bfloat16", layer_bytes=tuple(rng.choice(sizes, 48).tolist()))
     budget = geometry.all_bytes // 4
     layout = layout_in(budget, geometry, "RAM")
     assert layout.size_bytes <= budget
