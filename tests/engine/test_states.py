@@ -149,7 +149,7 @@ def test_a_missing_expert_that_comes_back_costs_no_token(alone: list[list[int]])
     for n in (2, 3, 7):
         submit(drive, n)
     for _ in range(60):
-        drive.model.experts.missing = {(1, expert) for expert in range(0, SPEC.experts, 2)}
+        drive.model.experts.missing = {(1, expert) for expert in range(0, SPEC.geometry.experts, 2)}
         drive.step()
         drive.model.experts.missing = set()
         drive.step()
