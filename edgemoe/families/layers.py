@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from edgemoe.errors import CheckpointError
-from edgemoe.families.read import Config, integer
+from edgemoe.families.read import Config, choice, integer, whole
 from edgemoe.families.records import Attention
 
 MOST_LAYERS = 1 << 12
@@ -18,6 +18,27 @@ def layer_count(config: Config) -> int:
 
 def alike(config: Config, attention: Attention) -> tuple[Attention, ...]:
     return (attention,) * layer_count(config)
+
+
+def first_dense(config: Config, usual: int = 0) -> frozenset[int]:
+    """Returns the first `first_k_dense_replace` layers; all others have experts."""
+    choice("moe_layer_freq", {1: 1}, 1)(config)
+    return frozenset(range(min(whole("first_k_dense_replace", default=usual)(config), layer_count(config))))
+
+
+def typed_layers(config: Config) -> frozenset[int]:
+    """Returns the layers that `mlp_layer_types` calls dense, where it is there, else the first ones: one or as said."""
+    if (types := config.get("mlp_layer_types")) is None:
+        return first_dense(config, usual=1)
+    if not isinstance(types, list) or len(types) != layer_count(config) or not {*types} <= {"dense", "sparse"}:
+        raise CheckpointError(f"config.json: mlp_layer_types must name each layer dense or sparse: {str(types)[:80]!r}")
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "dense")
+
+
+def shared_width(config: Config) -> int:
+    """Returns the width of the experts that all tokens share, side by side."""
+    width: int = whole("moe_intermediate_size")(config) * whole("n_shared_experts", default=0)(config)
+    return width
 
 
 def sparse_steps(config: Config) -> frozenset[int]:

@@ -31,7 +31,7 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
     if kind == "proportional":
         share, factor = real(given, "partial_rotary_factor", default=1.0), real(given, "factor", default=1.0)
         return RopeSpec(theta, head_dim, kind=kind, factor=factor, share=share), context_tokens
-    plain = RopeSpec(theta, _dims(config, given, family, head_dim), bool(family.get("interleaved", False)))
+    plain = RopeSpec(theta, _dims(config, given, family, head_dim), _said(family, "interleaved", config))
     if kind == "default":
         return plain, context_tokens
     original = integer(config, "original_max_position_embeddings", default=_original_tokens(given, context_tokens))
@@ -61,6 +61,12 @@ def _dims(config: Config, given: Config, family: Mapping[str, Any], head_dim: in
     if dims % 2 or not 0 < dims <= head_dim:
         raise CheckpointError(f"config.json: partial_rotary_factor turns {dims} of {head_dim} dimensions of a head")
     return dims
+
+
+def _said(family: Mapping[str, Any], field: str, config: Config) -> bool:
+    """Returns what the family, or the configuration in its stead, says of a switch."""
+    value = family.get(field, False)
+    return bool(value(config) if callable(value) else value)
 
 
 def _original_tokens(given: Config, context_tokens: int) -> int:

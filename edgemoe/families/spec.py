@@ -26,6 +26,7 @@ class ModelSpec:
     feed_forward: FeedForward
     block: Block
     encodings: tuple[str, ...] = ()  # of each layer's experts, as the store has them; (): `dtype` for all
+    dense_encoding: str = ""  # of the dense matrices that are stored as bytes; "": none is
 
     @property
     def layers(self) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgemoe.families.layers import alike, sparse_steps
+from edgemoe.families.latent import LATENT, LatentHeads
+from edgemoe.families.layers import alike, first_dense, shared_width, sparse_steps, typed_layers
 from edgemoe.families.read import Config, choice, flag, number, whole
 from edgemoe.families.records import Attention, Heads, Names
 from edgemoe.families.windowed import alternating, clamped_swiglu, gemma, root_of_hidden
@@ -34,6 +35,27 @@ class Family:
     feed_forward: Given = field(default_factory=dict)
     block: Given = field(default_factory=dict)
 
+
+def _limited(key: str) -> Callable[[Config], int]:
+    """Returns a reader of DeepSeek-V2's groups of experts, which count where its method says so."""
+    methods = {"greedy": False, "group_limited_greedy": True}
+    return lambda config: whole(key, default=1)(config) if choice("topk_method", methods, False)(config) else 1
+
+
+BEYOND = r"model\.layers\.{layers}\."  # layers behind the last one, for predicting several tokens
+CORRECTED: Given = {  # DeepSeek-V3's router [DeepSeek-V3, 2.1.2]
+    "experts": whole("n_routed_experts"),
+    "score": choice("scoring_func", {"sigmoid": "sigmoid"}, "sigmoid"),
+    "float32": True,
+    "selection_bias": True,
+    "renormalise": flag("norm_topk_prob", default=True),
+    "least_mass": 1e-20,
+    "scale": number("routed_scaling_factor", default=1.0),
+    "groups": whole("n_group", default=1),
+    "top_groups": whole("topk_group", default=1),
+    "group_score": "top2",
+}
+SHARED: Given = {"dense_layers": first_dense, "dense_width": whole("intermediate_size"), "shared_width": shared_width}
 
 GEMMA_4 = Family(
     name="gemma4_text",
@@ -79,6 +101,43 @@ FAMILIES: dict[str, Family] = {
             architecture="Qwen3MoeForCausalLM",
             heads={"qk_norm": "head", "qkv_bias": flag("attention_bias"), "o_bias": flag("attention_bias")},
             feed_forward={"dense_layers": sparse_steps, "dense_width": whole("intermediate_size", default=0)},
+        ),
+        Family(
+            name="deepseek_v2",
+            architecture="DeepseekV2ForCausalLM",
+            mechanism=LatentHeads,
+            heads=LATENT,
+            rope={"interleaved": True},
+            router={
+                "experts": whole("n_routed_experts"),
+                "float32": True,
+                "renormalise": choice("norm_topk_prob", {False: False}, False),
+                "scale": number("routed_scaling_factor", default=1.0),
+                "groups": _limited("n_group"),
+                "top_groups": _limited("topk_group"),
+            },
+            feed_forward=SHARED,
+        ),
+        Family(  # Kimi-K2 too
+            name="deepseek_v3",
+            architecture="DeepseekV3ForCausalLM",
+            names=Names(skipped=(BEYOND,)),
+            mechanism=LatentHeads,
+            heads=LATENT,
+            rope={"interleaved": flag("rope_interleave", default=True)},
+            router=CORRECTED,
+            feed_forward=SHARED,
+        ),
+        Family(
+            name="glm4_moe_lite",
+            architecture="Glm4MoeLiteForCausalLM",
+            names=Names(skipped=(BEYOND,)),
+            mechanism=LatentHeads,
+            heads=LATENT,
+            rope={"interleaved": flag("rope_interleave", default=True)},
+            router=CORRECTED,
+            feed_forward={**SHARED, "dense_layers": typed_layers},
+            block={"eps": number("rms_norm_eps", default=1e-5)},
         ),
         Family(
             name="gpt_oss",

@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear
 
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.fused import FusedDecoder, is_plain
-from edgemoe.model.kv import KVCache
+from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import ExpertCalls
 from edgemoe.model.layers.step import StepContext, ropes_of
 from edgemoe.model.weights import Weights, load_weights
@@ -31,7 +30,7 @@ class Decoder:
         self._weights, self.kernels = weights, kernels
         self._ropes, self._gates = ropes_of(spec, device), weights.gates
         self._fused: FusedDecoder | None = None
-        if kernels is not None and is_plain(spec):
+        if kernels is not None and is_plain(spec) and weights.plain:
             (rope,) = self._ropes.values()
             self._fused = FusedDecoder(spec, weights, kernels, rope)
 
@@ -46,7 +45,7 @@ class Decoder:
     @property
     def embedding(self) -> torch.Tensor:
         """Returns the token embedding, [V, H] in the model's dtype, on the decoder's device. Not to be changed."""
-        return self._weights.embed
+        return self._weights.embed.weights(DTYPES[self.spec.dtype])
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
@@ -58,14 +57,14 @@ class Decoder:
         if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
             return self._fused.forward(batch, kv, experts)
         step, block = StepContext(batch, kv, self.kernels, self._ropes), self.spec.block
-        residual = self._weights.embed[batch.tokens].float()
+        residual = self._weights.embed.pick(batch.tokens)
         if block.embedding != 1.0:
             residual *= block.embedding
         called = ExpertCalls(experts, self._gates, batch.decode)
         for layer in self._weights.layers:
             layer(residual, step, called)
-        last = self._weights.norm(residual[batch.logit_rows]).to(self._weights.embed.dtype)
-        return self._bounded(linear(last, self._weights.head).float())
+        last = self._weights.norm(residual[batch.logit_rows]).to(DTYPES[self.spec.dtype])
+        return self._bounded(self._weights.head(last).float())
 
     def _bounded(self, logits: torch.Tensor) -> torch.Tensor:
         block = self.spec.block

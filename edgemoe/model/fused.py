@@ -14,7 +14,7 @@ from edgemoe.kernels.cpu.decode_layer import HEAD, LAYER, STEP
 from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import block_tables, paged
-from edgemoe.model.kv import KVCache
+from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.rope import Rope
@@ -55,7 +55,7 @@ class FusedDecoder:
         self._call = self._step.view(np.int64)  # the fields that change from layer to layer are set through this
         self._head = np.zeros(1, HEAD)
         self._head["step"], self._head["vocab"] = self._step.ctypes.data, spec.vocab
-        self._head["norm"], self._head["weight"] = weights.norm.weight.data_ptr(), weights.head.data_ptr()
+        self._head["norm"], self._head["weight"] = weights.norm.weight.data_ptr(), weights.head.rows.data_ptr()
 
     def _sizes(self) -> Record:
         step, spec, heads, router = np.zeros(1, STEP), self._spec, self._heads, self._spec.router
@@ -72,7 +72,7 @@ class FusedDecoder:
         assert gate is not None
         record["step"] = self._step.ctypes.data
         record["norm"], record["post_norm"] = layer.norm.weight.data_ptr(), layer.post_norm.weight.data_ptr()
-        matrices = (attention.qkv, attention.o, gate.weight)
+        matrices = (attention.qkv.rows, attention.o.rows, gate.weight)
         record["qkv"], record["o"], record["gate"] = (matrix.data_ptr() for matrix in matrices)
         if attention.q_norm is not None and attention.k_norm is not None:
             record["q_norm"], record["k_norm"] = (
@@ -85,8 +85,8 @@ class FusedDecoder:
         spec, step, tokens = self._spec, self._step, len(batch.tokens)
         tables, contexts = block_tables(batch, list(range(tokens)))
         cos, sin = self._rope(batch.positions)
-        residual = self._weights.embed[batch.tokens].float()
-        hidden = torch.empty((tokens, spec.hidden), dtype=self._weights.embed.dtype)
+        residual = self._weights.embed.pick(batch.tokens)
+        hidden = torch.empty((tokens, spec.hidden), dtype=DTYPES[spec.dtype])
         ids = torch.empty((spec.layers, tokens, spec.router.top_k), dtype=torch.int64)
         weights = torch.empty((spec.layers, tokens, spec.router.top_k), dtype=torch.float32)
         step["tokens"], step["delta"] = tokens, 0

@@ -10,18 +10,27 @@ from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
 from edgemoe.families.spec import ModelSpec
-from edgemoe.model.layers.blocks import DecoderLayer, make_layer
+from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer, make_layer
+from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.layers.gate import Gate
+from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.layers.norm import Norm
 from edgemoe.model.layers.reader import LayerPlace, WeightReader
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    embed: torch.Tensor  # [V, H]
+    embed: Matrix  # [V, H]
     layers: tuple[DecoderLayer, ...]
     norm: Norm
-    head: torch.Tensor  # [V, H], the embedding itself where they are tied
+    head: Matrix  # [V, H], the embedding itself where they are tied
+
+    @property
+    def plain(self) -> bool:
+        """Returns whether no matrix that the fused kernels read is encoded."""
+        serial = [layer.attention for layer in self.layers if isinstance(layer, SerialLayer)]
+        attentions = [attention for attention in serial if isinstance(attention, DenseAttention)]
+        return all(matrix.plain for each in attentions for matrix in (each.qkv, each.o)) and self.head.plain
 
     @property
     def gates(self) -> tuple[Gate, ...]:
@@ -39,10 +48,10 @@ def load_weights(spec: ModelSpec, path: Path, device: torch.device) -> Weights:
 
 
 def _assemble(spec: ModelSpec, read: WeightReader) -> Weights:
-    embed = read("model.embed_tokens.weight")
+    embed = read.matrix("model.embed_tokens.weight")
     return Weights(
         embed=embed,
         layers=tuple(make_layer(LayerPlace(spec, layer, read)) for layer in range(spec.layers)),
         norm=Norm(read("model.norm.weight"), spec.block.eps),
-        head=embed if spec.block.tied else read("lm_head.weight"),
+        head=embed if spec.block.tied else read.matrix("lm_head.weight"),
     )

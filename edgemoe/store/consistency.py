@@ -22,6 +22,7 @@ def spec_of(manifest: Manifest) -> ModelSpec:
     experts = tuple(layer.encoding or manifest.dtype for layer in manifest.layers)
     if any(encoding != manifest.dtype for encoding in experts):
         spec = replace(spec, encodings=experts)
+    spec = replace(spec, dense_encoding=manifest.dense.encoding)
     geometry = spec.geometry
     if len(manifest.layers) != geometry.layers:
         raise _contradiction(manifest, f"{len(manifest.layers)} layers of experts", f"{geometry.layers}")

@@ -74,7 +74,6 @@ class Layout:
 
     spec: ModelSpec
     dense: FilePlan
-    dense_encoding: str  # of the matrices that are encoded; "" where none is
     layers: tuple[FilePlan, ...]
     rounded: int  # tensors that are float16 and become bfloat16
     unfit: tuple[str, ...]  # what keeps its type because its rows do not fit the encoding asked for
@@ -83,7 +82,7 @@ class Layout:
     def encodings(self) -> tuple[str, ...]:
         """Returns the encodings by layer, then that of dense matrices; () where all are plain."""
         experts = self.spec.encodings or ("",) * len(self.layers)
-        return (*experts, self.dense_encoding) if any(experts) or self.dense_encoding else ()
+        return (*experts, self.spec.dense_encoding) if any(experts) or self.spec.dense_encoding else ()
 
 
 def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
@@ -109,8 +108,9 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
     if any(each != dtype for each in chosen):
         spec = replace(spec, encodings=tuple(chosen))
     dense_file, encoding = _dense_plan(dense, spec, wanted, unfit)
+    spec = replace(spec, dense_encoding=encoding)
     files = (_layer_plan(layer, number, spec) for number, layer in enumerate(layers))
-    return Layout(spec, dense_file, encoding, tuple(files), tensors.rounded, tuple(unfit))
+    return Layout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit))
 
 
 def tensor_bytes(dtype: str, shape: Shape) -> int:

@@ -260,7 +260,7 @@ class _Packer:
             bytes=layout.dense.bytes,
             header=checksum(layout.dense.header(digests[0])),
             xxh3_128=digests[0][0],
-            encoding=layout.dense_encoding,
+            encoding=layout.spec.dense_encoding,
         )
         encodings = layout.spec.encodings or [""] * len(layout.layers)
         return Manifest(

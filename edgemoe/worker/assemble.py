@@ -118,7 +118,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         say("experts")
         link(CODES, kernel_dir(settings))
         sharing = _sharing(manifest, served, store) if settings.cluster.node else None
-        scoutgate = scoutgate_for(settings, manifest, served, decoder.embedding)
+        scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
         name = "lru" if budgets.all_fit else settings.cache.policy

@@ -49,14 +49,14 @@ def controller_for(
 
 
 def scoutgate_for(
-    settings: Settings, manifest: Manifest, served: ServedModel, embedding: Tensor
+    settings: Settings, manifest: Manifest, served: ServedModel, embedding: Callable[[], Tensor]
 ) -> ScoutGateForecaster | None:
     """Returns the forecaster, idle with a warning where its export cannot be used; None if none is configured."""
     if not settings.cache.scoutgate:
         return None
     tokenizer = next((file.xxh3_128 for file in manifest.files if file.file == "tokenizer.json"), "")
     state = _state_file(settings, Path(settings.model.path)).with_suffix(SCORES)
-    scoutgate = ScoutGateForecaster(served, tokenizer, embedding, state_file=state)
+    scoutgate = ScoutGateForecaster(served, tokenizer, embedding(), state_file=state)
     try:
         scoutgate.load(Path(settings.cache.scoutgate))
     except ConfigError as error:

@@ -72,11 +72,11 @@ def test_free_text_needs_no_grammar() -> None:
 
 def test_reasoning_may_come_first_where_the_model_reasons() -> None:
     asked = form(type="json_object")
-    grammar = response_grammar(asked, Form(think=True))
+    grammar = response_grammar(asked, Form(begun="open"))
     assert accepts(grammar, '<think>\nfirst {"no"} \n</think>\n\n{"a":1}')
     assert accepts(grammar, '{"a":1}')
     assert not accepts(response_grammar(asked), '<think>\n</think>{"a":1}')
-    begun = response_grammar(asked, Form(think=True, thinking=True))
+    begun = response_grammar(asked, Form(begun="reasoning"))
     assert accepts(begun, 'more thought</think>\n{"a":1}')
     assert not accepts(begun, '{"a":1}')
 
@@ -106,7 +106,7 @@ def test_a_regex_that_nothing_matches_is_refused_in_one_line(regex: str) -> None
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, SPECIAL], ids=["added", "special"])
 def test_free_text_may_end_in_calls_to_what_was_offered_and_to_nothing_else(tokenizer: Tokenizer) -> None:
-    grammar = free_grammar(TOOLS, True, Form(MARKS, think=True))
+    grammar = free_grammar(TOOLS, True, Form(MARKS, begun="open"))
     one, two = call("one", {"item": "a"}), call("two", {})
     for good in ("", "just text", "<think>hm</think>\n\nyes", f"let me see\n{one}", f"{two}\n{one}"):
         assert accepts_tokens(grammar, good, tokenizer), good
@@ -134,12 +134,12 @@ def test_a_tool_call_must_fit_its_tool() -> None:
     assert not accepts(grammar, call("three", {}))
     assert not accepts(grammar, "no call")
     assert not accepts(tool_grammar(TOOLS, several=False), call("two", {}) + "\n" + call("two", {}))
-    assert accepts(tool_grammar(TOOLS, several=False, form=Form(think=True)), "<think>hm</think>\n" + call("two", {}))
+    assert accepts(tool_grammar(TOOLS, several=False, form=Form(begun="open")), "<think>hm</think>\n" + call("two", {}))
 
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_marks_that_are_tokens_are_accepted_as_tokens(thinking: bool) -> None:
-    form = Form(MARKS, think=True, thinking=thinking)
+    form = Form(MARKS, begun="reasoning" if thinking else "open")
     thought = "so <b> it is\n" if thinking else "<think>\nso <b> it is\n"
     schema = response_grammar(ResponseFormat(type="json_object"), form)
     assert accepts_tokens(schema, thought + '</think>\n\n{"a":1}')

@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from support.front_kit import MARKS, byte_level_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
+from edgemoe.api.dialects.dialect import Begun, Marks
+from edgemoe.api.dialects.parser import Parser
+from edgemoe.api.dialects.pieces import Pieces
+from edgemoe.api.dialects.table import HERMES
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.text.detokenize import SPACE, Detokenizer, Vocabulary
-from edgemoe.api.text.output_parser import Marks, Parser, Pieces
 from edgemoe.api.text.stop_strings import Stops, held_back
 from edgemoe.types.request import Emission
 
@@ -111,26 +114,32 @@ def test_byte_fallback_tokens_join_into_characters() -> None:
     assert tokenizer.decode(ids) == " Hi 🦊H"
 
 
+def marks(calls: int = 0, begun: Begun = "answer", functions: str | None = None) -> Marks:
+    return Marks(HERMES, begun, calls, None if functions is None else dict.fromkeys(functions))
+
+
 def parsed(marks: Marks, chunks: list[str]) -> Pieces:
-    parser, whole = Parser(marks), Delta(0)
+    parser, whole = Parser(marks), Pieces()
     for chunk in chunks:
-        whole.add(parser.feed(chunk))
-    whole.add(parser.flush())
-    return Pieces(whole.text, whole.reasoning, whole.calls)
+        whole.extend(parser.feed(chunk))
+    whole.extend(parser.flush())
+    whole.settle()
+    return whole
 
 
 FULL = f"<think>\nLet me <see>.\n</think>\n\nI call:\n{CALL}\n{CALL}"
 CASES = {
-    "reasoning and calls": (FULL, Marks(think=True, calls=8), "I call:", "Let me <see>.", 2),
-    "no marks": (FULL, Marks(), FULL, "", 0),
-    "opened by the prompt": ("so\n</think>\n\nyes", Marks(think=True, thinking=True), "yes", "so", 0),
-    "never closed": ("<think>\nhm", Marks(think=True), "", "hm", 0),
-    "an answer at once": ("plain <think> text ", Marks(think=True), "plain <think> text ", "", 0),
-    "not JSON": ("<tool_call>{nope}</tool_call>", Marks(calls=8), "<tool_call>{nope}</tool_call>", "", 0),
-    "an open call": ('a <tool_call>{"na', Marks(calls=8), 'a<tool_call>{"na', "", 0),
-    "one call only": (f"{CALL}{CALL}", Marks(calls=1), CALL, "", 1),
-    "a call to what was offered": (CALL, Marks(calls=8, functions=frozenset("fg")), "", "", 1),
-    "a call to what was not": (CALL, Marks(calls=8, functions=frozenset("gh")), CALL, "", 0),
+    "reasoning and calls": (FULL, marks(8, "open"), "I call:", "Let me <see>.", 2),
+    "no marks": (FULL, marks(), FULL, "", 0),
+    "opened by the prompt": ("so\n</think>\n\nyes", marks(begun="reasoning"), "yes", "so", 0),
+    "never closed": ("<think>\nhm", marks(begun="open"), "", "hm", 0),
+    "an answer at once": ("plain <think> text ", marks(begun="open"), "plain <think> text ", "", 0),
+    "going on with a text": (" and more ", marks(8, "text"), " and more ", "", 0),
+    "not JSON": ("<tool_call>{nope}</tool_call>", marks(8), "<tool_call>{nope}</tool_call>", "", 0),
+    "an open call": ('a <tool_call>{"na', marks(8), 'a <tool_call>{"na', "", 0),
+    "one call only": (f"{CALL}{CALL}", marks(1), CALL, "", 1),
+    "a call to what was offered": (CALL, marks(8, functions="fg"), "", "", 1),
+    "a call to what was not": (CALL, marks(8, functions="gh"), CALL, "", 0),
 }
 
 
@@ -139,21 +148,15 @@ CASES = {
 def test_the_parts_do_not_depend_on_the_chunks(case: tuple[str, Marks, str, str, int], borders: list[int]) -> None:
     text, marks, answer, reasoning, calls = case
     pieces = parsed(marks, cut(text, borders))
-    assert (pieces.text, pieces.reasoning, len(pieces.calls)) == (answer, reasoning, calls)
-
-
-@given(st.text(alphabet='<think>/ol_ca\n {}"', max_size=60), BORDERS, st.booleans())
-def test_any_text_is_parsed_the_same_in_one_piece_and_in_many(text: str, borders: list[int], thinking: bool) -> None:
-    marks = Marks(think=True, thinking=thinking, calls=8)
-    one, many = parsed(marks, [text]), parsed(marks, cut(text, borders))
-    assert (one.text, one.reasoning) == (many.text, many.reasoning)
+    assert (pieces.text(), pieces.text("reasoning"), len(pieces.of("call"))) == (answer, reasoning, calls)
 
 
 def test_a_call_has_its_arguments_as_json_text() -> None:
-    call = parsed(Marks(calls=8), [CALL]).calls[0]
-    assert call.name == "f"
-    assert json.loads(call.arguments) == {"a": "</think> ü"}
-    assert call.id.startswith("call_")
+    (piece,) = parsed(marks(8), [CALL]).of("call")
+    assert piece.call is not None
+    assert piece.call.name == "f"
+    assert json.loads(piece.text) == {"a": "</think> ü"}
+    assert piece.call.id.startswith("call_")
 
 
 def without_marks(text: str) -> str:
@@ -167,7 +170,7 @@ def test_marks_that_are_special_tokens_are_heeded_and_never_shown(case: tuple[st
     text, marks, answer, reasoning, calls = case
     choice, deltas, _ = choice_of(text, marks=marks, tokenizer=SPECIAL)
     shown, thought = "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas)
-    assert sum(len(delta.calls) for delta in deltas) == calls
+    assert sum(piece.begins for delta in deltas for piece in delta.pieces) == calls
     if marks.calls != 1:  # which ends before the second
         assert (shown.split(), thought) == (without_marks(answer).split(), reasoning)
     assert not [mark for mark in MARKS if mark in shown + thought]
@@ -176,7 +179,7 @@ def test_marks_that_are_special_tokens_are_heeded_and_never_shown(case: tuple[st
 
 @pytest.mark.parametrize("stray", ["a </think> b", "a <think> b", "a </tool_call> b", "a <think></think><think> b"])
 def test_special_marks_out_of_place_are_left_out(stray: str) -> None:
-    _, deltas, _ = choice_of(stray, marks=Marks(think=True, calls=8), tokenizer=SPECIAL)
+    _, deltas, _ = choice_of(stray, marks=marks(8, "open"), tokenizer=SPECIAL)
     assert "".join(delta.text + delta.reasoning for delta in deltas).split() == ["a", "b"]
 
 
@@ -204,7 +207,7 @@ def test_a_stop_string_ends_a_choice_before_the_engine_does() -> None:
 def test_what_was_held_back_for_a_stop_string_or_a_mark_comes_with_the_end() -> None:
     choice, deltas, _ = choice_of("one two EN", stops=("END",))
     assert "".join(delta.text for delta in deltas) == "one two EN"
-    choice, deltas, _ = choice_of("one <tool_c", marks=Marks(calls=1))
+    choice, deltas, _ = choice_of("one <tool_c", marks=marks(1))
     assert ("".join(delta.text for delta in deltas), choice.finish) == ("one <tool_c", "stop")
 
 
@@ -216,13 +219,13 @@ def test_where_the_prompt_alone_is_wanted_nothing_else_is_said(finish: str) -> N
 
 
 def test_calls_finish_as_tool_calls_and_the_last_wanted_one_ends_the_choice() -> None:
-    choice, _, early = choice_of(f"{CALL} and more", marks=Marks(calls=1))
+    choice, _, early = choice_of(f"{CALL} and more", marks=marks(1))
     assert (choice.finish, early) == ("tool_calls", True)
-    choice, _, early = choice_of(CALL, marks=Marks(calls=8))
+    choice, _, early = choice_of(CALL, marks=marks(8))
     assert (choice.finish, early) == ("tool_calls", False)
 
 
 def test_reasoning_tokens_are_counted_and_logprobs_lose_nothing() -> None:
-    choice, deltas, _ = choice_of("<think>one two</think>three", marks=Marks(think=True))
+    choice, deltas, _ = choice_of("<think>one two</think>three", marks=marks(begun="open"))
     assert 0 < choice.reasoning_tokens < choice.tokens
     assert sum(len(delta.logprobs) for delta in deltas) == choice.tokens

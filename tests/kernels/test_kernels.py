@@ -77,6 +77,18 @@ def test_a_linear_product_equals_its_definition(kernels: Kernels, rows: int, n: 
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("groups", "rows", "n", "tokens"), [(4, 64, 128, 1), (3, 37, 50, 3)])
+def test_a_product_per_group_equals_its_definition(
+    kernels: Kernels, groups: int, rows: int, n: int, tokens: int
+) -> None:
+    torch.manual_seed(rows)
+    weight, x = _random(kernels, groups, rows, n), _random(kernels, tokens, groups, n)
+    out = torch.full((tokens, groups, rows), torch.nan)
+    kernels.grouped_linear(weight.data_ptr(), groups, rows, n, x.data_ptr(), tokens, out.data_ptr())
+    expected = torch.einsum("tgn,grn->tgr", x.double(), weight.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-5)
+
+
 def test_a_token_gets_the_same_bits_in_any_batch(kernels: Kernels) -> None:
     torch.manual_seed(0)
     weight, x = _random(kernels, 70, 192), torch.randn(13, 192)

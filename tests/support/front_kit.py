@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ TEMPLATE = """\
 """
 
 
-def byte_level_tokenizer(special_marks: bool = False) -> Tokenizer:
+def byte_level_tokenizer(special_marks: bool = False, marks: Sequence[str] = MARKS) -> Tokenizer:
     """Byte-level BPE like Qwen's: every byte, a few merges, special tokens and marks, which may be special too."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,14 +61,14 @@ def byte_level_tokenizer(special_marks: bool = False) -> Tokenizer:
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
     add = tokenizer.add_special_tokens if special_marks else tokenizer.add_tokens
-    add([AddedToken(text, special=special_marks, normalized=False) for text in MARKS])
+    add([AddedToken(text, special=special_marks, normalized=False) for text in marks])
     return tokenizer
 
 
-def write_model(directory: Path, template: str = TEMPLATE) -> Path:
+def write_model(directory: Path, template: str = TEMPLATE, tokenizer: Tokenizer | None = None) -> Path:
     """Everything that the front reads of a model."""
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = byte_level_tokenizer()
+    tokenizer = tokenizer or byte_level_tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
     ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
     files: dict[str, Any] = {

@@ -30,6 +30,18 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "initializer_range": 0.2,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 80,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
@@ -40,6 +52,28 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         transformers.MixtralConfig,
         transformers.MixtralForCausalLM,
         {"num_local_experts": 6, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        transformers.Glm4MoeLiteForCausalLM,
+        {**LATENT, "q_lora_rank": 24, "v_head_dim": 28},
     ),
     "gpt_oss": (
         transformers.GptOssConfig,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
+from edgemoe.api.dialects.pieces import OutputPiece
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.generate.generation import Generation
 from edgemoe.api.http.refusals import anthropic_error
 from edgemoe.api.http.sse import event
-from edgemoe.api.text.output_parser import ToolCall
 from edgemoe.errors import RequestError
 from edgemoe.types.arrays import Json
 
+BLOCKS = {"text": "text", "reasoning": "thinking"}
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -33,12 +33,8 @@ class MessageFormat:
             self._begun = True
             yield self._event("message_start", message=self._message([]))
         for delta in deltas:
-            if delta.reasoning:
-                yield from self._grow("thinking", delta.reasoning)
-            if delta.text:
-                yield from self._grow("text", delta.text)
-            for call in delta.calls:
-                yield from self._call(call)
+            for piece in delta.pieces:
+                yield from self._call(piece) if piece.call else self._grow(BLOCKS[piece.kind], piece.text)
 
     def end(self) -> Iterable[bytes]:
         yield from self.events([])  # message_start, where there was no delta
@@ -51,13 +47,7 @@ class MessageFormat:
 
     def whole(self, choices: list[Delta]) -> Json:
         (delta,) = choices
-        content: list[Json] = []
-        if delta.reasoning:
-            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": ""})
-        if delta.text:
-            content.append({"type": "text", "text": delta.text})
-        content += [_tool_use(call, _input(call)) for call in delta.calls]
-        return self._message(content) | self._stop()
+        return self._message([_block(piece) for piece in delta.pieces]) | self._stop()
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
         if self._open != kind:
@@ -67,13 +57,16 @@ class MessageFormat:
             yield self._event("content_block_start", index=self._blocks, content_block=empty)
         yield self._event("content_block_delta", index=self._blocks, delta={"type": f"{kind}_delta", kind: text})
 
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        yield from self._close()
-        self._open = "tool_use"
-        yield self._event("content_block_start", index=self._blocks, content_block=_tool_use(call, {}))
-        delta = {"type": "input_json_delta", "partial_json": msgspec.json.encode(_input(call)).decode()}
-        yield self._event("content_block_delta", index=self._blocks, delta=delta)
-        yield from self._close()
+    def _call(self, piece: OutputPiece) -> Iterator[bytes]:
+        if piece.begins:
+            yield from self._close()
+            self._open = "tool_use"
+            yield self._event("content_block_start", index=self._blocks, content_block=_tool_use(piece, {}))
+        if piece.text:
+            delta = {"type": "input_json_delta", "partial_json": piece.text}
+            yield self._event("content_block_delta", index=self._blocks, delta=delta)
+        if piece.ended:
+            yield from self._close()
 
     def _close(self) -> Iterator[bytes]:
         if self._open:
@@ -113,14 +106,17 @@ class MessageFormat:
         }
 
 
-def _tool_use(call: ToolCall, given: Json) -> Json:
-    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name, "input": given}
+def _block(piece: OutputPiece) -> Json:
+    """Returns a whole block."""
+    match piece.kind:
+        case "call":
+            return _tool_use(piece, msgspec.json.decode(piece.text))
+        case "reasoning":
+            return {"type": "thinking", "thinking": piece.text, "signature": ""}
+        case _:
+            return {"type": "text", "text": piece.text}
 
 
-def _input(call: ToolCall) -> Json:
-    """Returns a call's arguments as an object, wrapped in one where they are not an object."""
-    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-        arguments = msgspec.json.decode(call.arguments)
-        if isinstance(arguments, dict):
-            return arguments
-    return {"arguments": call.arguments}
+def _tool_use(piece: OutputPiece, given: Json) -> Json:
+    assert piece.call is not None
+    return {"type": "tool_use", "id": piece.call.id.replace("call_", "toolu_"), "name": piece.call.name, "input": given}

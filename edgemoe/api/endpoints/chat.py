@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from edgemoe.api.dialects.dialect import Marks
+from edgemoe.api.dialects.table import begun_by
 from edgemoe.api.endpoints.openai_format import OpenAIFormat
 from edgemoe.api.generate.choice import Choice, Delta
 from edgemoe.api.generate.generation import Generation, Prompt, requests
@@ -12,7 +14,6 @@ from edgemoe.api.generate.sampling import output_tokens, sampling
 from edgemoe.api.http.sse import call_body, chat_logprobs
 from edgemoe.api.schema import Chat, NamedTool, Tool, stop_strings
 from edgemoe.api.text.chat_messages import for_template, tools_for_template
-from edgemoe.api.text.output_parser import END_THINK, THINK, Marks
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -30,7 +31,7 @@ def prepare(
     """
     tools, calls = _tools(body)
     prompt_text = render(body, tools, text)
-    marks = _marks(prompt_text, text, calls, tools)
+    marks = _marks(body, prompt_text, text, calls, tools)
     prompt = text.encode(prompt_text, add_special_tokens=False)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     settings = sampling(
@@ -62,18 +63,32 @@ def render(body: Chat, tools: list[Tool], text: TextModel) -> str:
         raise InvalidRequest("this model has no chat template; use /v1/completions", code="no_chat_template")
     if tools and not text.template.takes_tools:
         raise InvalidRequest("tools: this model's chat template has no place for tools", param="tools")
-    extra = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        extra.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":
-            extra.setdefault("enable_thinking", False)
-    messages, shown = for_template(body.messages), tools_for_template(tools)
+    extra = _variables(body, text)
+    messages, shown = for_template(body.messages, text.dialect.history), tools_for_template(tools)
     if body.continue_final_message:
         return _continued(
             body, text.template.render(messages, shown, add_generation_prompt=False, extra=extra), messages
         )
     begin = body.add_generation_prompt is not False
     return text.template.render(messages, shown, add_generation_prompt=begin, extra=extra)
+
+
+def _variables(body: Chat, text: TextModel) -> Json:
+    """Returns what the template is given beside messages and tools.
+
+    Families have different variables for thinking: `enable_thinking`, `thinking`, `reasoning_effort`. What is said by
+    one is said by all.
+    """
+    extra, efforts = dict(body.chat_template_kwargs or {}), dict(text.dialect.history.efforts)
+    effort = body.reasoning_effort if body.reasoning_effort is not None else extra.get("reasoning_effort")
+    thinks = extra.get("enable_thinking", extra.get("thinking", None if effort is None else effort != "none"))
+    if effort is None and thinks is False:
+        effort = efforts.get("none")
+    if effort is not None:
+        extra["reasoning_effort"] = efforts.get(effort, effort)
+    if thinks is not None:
+        extra = {"enable_thinking": thinks, "thinking": thinks} | extra
+    return extra
 
 
 def _continued(body: Chat, rendered: str, messages: list[Json]) -> str:
@@ -91,13 +106,11 @@ def _continued(body: Chat, rendered: str, messages: list[Json]) -> str:
     return begin + found + (space if rest.startswith(space) else "")
 
 
-def _marks(prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks:
-    """Returns the tags to recognise, by whether the prompt opens <think>, closes it, or leaves it to the model."""
-    thinks = text.template is not None and text.template.thinks
-    tail = prompt[-64:].rstrip()
-    thinking = thinks and tail.endswith(THINK)
-    functions = frozenset(tool.function.name for tool in tools)
-    return Marks(think=thinks and not tail.endswith(END_THINK), thinking=thinking, calls=calls, functions=functions)
+def _marks(body: Chat, prompt: str, text: TextModel, calls: int, tools: list[Tool]) -> Marks:
+    functions = {tool.function.name: tool.function.parameters for tool in tools}
+    template = text.template.text if text.template is not None else ""
+    begun = begun_by(prompt, text.dialect, template, bool(body.continue_final_message))
+    return Marks(text.dialect, begun, calls, functions)
 
 
 def _tools(body: Chat) -> tuple[list[Tool], int]:
@@ -118,7 +131,7 @@ def _tools(body: Chat) -> tuple[list[Tool], int]:
 
 
 def _grammar(body: Chat, tools: list[Tool], marks: Marks, text: TextModel) -> str | None:
-    form = Form(text.vocabulary.added, marks.think, marks.thinking)
+    form = Form(text.vocabulary.added, text.dialect, marks.begun)
     if isinstance(body.tool_choice, NamedTool) or (tools and body.tool_choice == "required"):
         return tool_grammar(tools, marks.calls > 1, form)
     plain = body.response_format is None or body.response_format.type == "text"
@@ -142,7 +155,6 @@ class ChatFormat(OpenAIFormat):
         super().__init__(job, body)
         self._vocabulary = text.vocabulary
         self._begun: set[int] = set()
-        self._calls = [0] * len(job.choices)
 
     def events(self, deltas: list[Delta]) -> Iterable[bytes]:
         for delta in deltas:
@@ -178,21 +190,20 @@ class ChatFormat(OpenAIFormat):
             body["content"] = delta.text
         if delta.reasoning:
             body["reasoning_content"] = body["reasoning"] = delta.reasoning
-        if delta.calls:
-            first = self._calls[delta.choice]
-            self._calls[delta.choice] += len(delta.calls)
-            body["tool_calls"] = [{"index": first + at, **call_body(call)} for at, call in enumerate(delta.calls)]
+        if calls := delta.pieces.of("call"):
+            body["tool_calls"] = [{"index": piece.call.index, **call_body(piece)} for piece in calls if piece.call]
         return body
 
 
 def _message(delta: Delta) -> Json:
+    calls = delta.pieces.of("call")
     message: Json = {
         "role": "assistant",
-        "content": None if delta.calls and not delta.text else delta.text,
+        "content": None if calls and not delta.text else delta.text,
         "refusal": None,
     }
     if delta.reasoning:
         message["reasoning_content"] = message["reasoning"] = delta.reasoning
-    if delta.calls:
-        message["tool_calls"] = [call_body(call) for call in delta.calls]
+    if calls:
+        message["tool_calls"] = [call_body(piece) for piece in calls]
     return message

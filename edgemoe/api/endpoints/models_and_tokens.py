@@ -40,7 +40,7 @@ def tokenize(body: Tokenize, text: TextModel, limits: RequestLimits) -> Json:
         raise InvalidRequest("this model has no chat template", param="messages", code="no_chat_template")
     else:
         prompt = text.template.render(
-            for_template(body.messages),
+            for_template(body.messages, text.dialect.history),
             add_generation_prompt=body.add_generation_prompt,
             extra=body.chat_template_kwargs,
         )

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from edgemoe.api.dialects.pieces import OutputPiece, ToolCall
 from edgemoe.api.endpoints.responses import ResponsesBody, new_id
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.generate.generation import Generation
 from edgemoe.api.http.refusals import error_body
 from edgemoe.api.http.sse import event
-from edgemoe.api.text.output_parser import ToolCall
 from edgemoe.errors import RequestError
 from edgemoe.types.arrays import Json
 
 
 class Item:
-    """Collects an open output item: a message or reasoning, whose one part grows."""
+    """Collects an open output item: a message or reasoning, whose one part grows, or a call, whose arguments do."""
 
-    def __init__(self, kind: str, index: int) -> None:
-        self.kind = kind  # "message" | "reasoning"
+    def __init__(self, kind: str, index: int, call: ToolCall | None = None) -> None:
+        self.kind = kind  # "message" | "reasoning" | "function_call"
         self.index = index
         self.text = ""
-        self.id = new_id("msg" if kind == "message" else "rs")
+        self.id = new_id({"message": "msg", "reasoning": "rs"}.get(kind, "fc"))
+        self._call = call
 
     @property
     def part_type(self) -> str:
@@ -33,6 +34,9 @@ class Item:
         return {"type": self.part_type, "text": self.text, **extra}
 
     def body(self, status: str) -> Json:
+        if self._call is not None:
+            about = {"call_id": self._call.id, "name": self._call.name, "arguments": self.text, "status": status}
+            return {"id": self.id, "type": "function_call", **about}
         parts = [self.part()] if status == "completed" or self.text else []
         if self.kind == "reasoning":
             return {"id": self.id, "type": "reasoning", "summary": [], "content": parts, "status": status}
@@ -77,12 +81,11 @@ class ResponsesFormat:
         return self._response("incomplete" if self._finish == "length" else "completed")
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
-        if delta.reasoning:
-            yield from self._grow("reasoning", delta.reasoning)
-        if delta.text:
-            yield from self._grow("message", delta.text)
-        for call in delta.calls:
-            yield from self._call(call)
+        for piece in delta.pieces:
+            if piece.call is not None:
+                yield from self._call(piece, piece.call)
+            else:
+                yield from self._grow("message" if piece.kind == "text" else "reasoning", piece.text)
         self._finish = self._finish or delta.finish
 
     def _grow(self, kind: str, text: str) -> Iterator[bytes]:
@@ -104,17 +107,22 @@ class ResponsesFormat:
         yield from self._done(item.body("completed"))
         self._item = None
 
-    def _call(self, call: ToolCall) -> Iterator[bytes]:
-        yield from self._close()
-        index, name = len(self._output), new_id("fc")
-        item = {"id": name, "type": "function_call", "call_id": call.id, "name": call.name}
-        started = item | {"arguments": "", "status": "in_progress"}
-        yield self._about("response.output_item.added", index, item=started)
-        about = {"item_id": name, "output_index": index}
-        yield self._event("response.function_call_arguments.delta", **about, delta=call.arguments)
-        done = {**about, "arguments": call.arguments, "name": call.name}
-        yield self._event("response.function_call_arguments.done", **done)
-        yield from self._done(item | {"arguments": call.arguments, "status": "completed"})
+    def _call(self, piece: OutputPiece, call: ToolCall) -> Iterator[bytes]:
+        if piece.begins:
+            yield from self._close()
+            self._item = Item("function_call", len(self._output), call)
+            yield self._about("response.output_item.added", self._item.index, item=self._item.body("in_progress"))
+        assert self._item is not None
+        self._item.text += piece.text
+        about = {"item_id": self._item.id, "output_index": self._item.index}
+        if piece.text:
+            yield self._event("response.function_call_arguments.delta", **about, delta=piece.text)
+        if piece.ended == "complete":
+            done = {**about, "arguments": self._item.text, "name": call.name}
+            yield self._event("response.function_call_arguments.done", **done)
+        if piece.ended:
+            yield from self._done(self._item.body("completed" if piece.ended == "complete" else "incomplete"))
+            self._item = None
 
     def _done(self, item: Json) -> Iterator[bytes]:
         self._output.append(item)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from edgemoe.api.dialects.dialect import Marks
+from edgemoe.api.dialects.parser import Parser
+from edgemoe.api.dialects.pieces import Pieces
+from edgemoe.api.dialects.table import HERMES
 from edgemoe.api.text.detokenize import Detokenizer, Vocabulary
-from edgemoe.api.text.output_parser import Marks, Parser, Pieces, ToolCall
 from edgemoe.api.text.stop_strings import Stops
 from edgemoe.types.request import Emission, TokenLogprob
 
@@ -16,25 +19,30 @@ class Delta:
     """What is new in one choice. `finish` is "", "stop", "length" or "tool_calls"."""
 
     choice: int
-    text: str = ""
-    reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    pieces: Pieces = field(default_factory=Pieces)
     logprobs: list[Emission] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # from the second token on
     finish: str = ""
 
-    def add(self, other: Delta | Pieces) -> None:
+    @property
+    def text(self) -> str:
+        """Returns the text of the answer."""
+        return self.pieces.text("text")
+
+    @property
+    def reasoning(self) -> str:
+        """Returns the text of the reasoning."""
+        return self.pieces.text("reasoning")
+
+    def add(self, other: Delta) -> None:
         """Appends what follows this delta."""
-        self.text += other.text
-        self.reasoning += other.reasoning
-        self.calls += other.calls
-        if isinstance(other, Delta):
-            self.logprobs += other.logprobs
-            self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
-            self.finish = self.finish or other.finish
+        self.pieces.extend(other.pieces)
+        self.logprobs += other.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
+        self.finish = self.finish or other.finish
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls or self.finish)
+        return bool(self.pieces or self.finish)
 
 
 class Choice:
@@ -58,7 +66,7 @@ class Choice:
         self.reasoning_tokens = 0
         self.cached_tokens = 0
         self.finish = ""
-        marks = marks or Marks()
+        marks = marks or Marks(HERMES)
         self._detokenizer = Detokenizer(vocabulary, shown=marks.names)
         self._stops = Stops(tuple(stops))
         self._parser = Parser(marks, vocabulary.special)
@@ -108,5 +116,5 @@ class Choice:
         self.finish = self._delta.finish = "tool_calls" if self._called and reason == "stop" else reason
 
     def _add(self, pieces: Pieces) -> None:
-        self._called = self._called or bool(pieces.calls)
-        self._delta.add(pieces)
+        self._called = self._called or any(piece.ended == "complete" for piece in pieces)
+        self._delta.pieces.extend(pieces)

@@ -137,6 +137,8 @@ async def collect(job: Generation, deltas: AsyncGenerator[list[Delta], None]) ->
         async for some in deltas:
             for delta in some:
                 whole[delta.choice].add(delta)
+    for delta in whole:
+        delta.pieces.settle()
     return whole
 
 

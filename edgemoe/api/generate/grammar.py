@@ -2,8 +2,7 @@
 
 Each request has one llguidance Lark grammar. It is checked here (`validate_grammar` needs no tokenizer), so that a
 schema that cannot be honoured is answered with status 400 and never reaches the engine. The grammar allows reasoning
-first where the model may reason. Tags that are added tokens of the tokenizer appear in the grammar as tokens, because
-llguidance treats an added token in angle brackets as special, and no string or regex matches a special token.
+first where the model may reason; it constrains the answer, which in a dialect with channels is the final one.
 """
 
 from __future__ import annotations
@@ -12,50 +11,63 @@ import contextlib
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
+from edgemoe.api.dialects import channels
+from edgemoe.api.dialects.dialect import Begun, Dialect
+from edgemoe.api.dialects.table import HERMES
+from edgemoe.api.generate.call_grammar import call_rules
+from edgemoe.api.generate.lark import BREAK, Rules, json_rule
 from edgemoe.api.schema import ResponseFormat, Tool
-from edgemoe.api.text.output_parser import CALL, END_CALL, END_THINK, THINK
 from edgemoe.errors import InvalidRequest
-from edgemoe.types.arrays import Json
 
 MAX_GRAMMAR_BYTES = 1 << 20
-COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-AS_IN_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as tojson has it
-TEXT = "plain: PLAIN\nPLAIN: /(.|\\n)*/"
 BYTES = LLTokenizer("byte")
 FUEL = LLParserLimits(initial_lexer_fuel=100_000)  # enough to find out whether anything matches
-THOUGHT = r"/(.|\n)*/"
 LAYOUT = r"layout: /[ \n]{0,4}/"
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Describes what may surround the constrained part: reasoning, and tags that are tokens."""
+    """Describes what may surround the constrained part."""
 
     tokens: Container[str] = ()  # names of the tokenizer's added tokens
-    think: bool = False  # reasoning may come first
-    thinking: bool = False  # reasoning has begun in the prompt
+    dialect: Dialect = HERMES
+    begun: Begun = "answer"
 
-    def mark(self, name: str) -> str:
-        """Returns the Lark term for a tag."""
-        return name if name in self.tokens else f'"{name}"'
+    @property
+    def has_tokens(self) -> bool:
+        """Returns whether the marks around calls are tokens."""
+        return all(mark in self.tokens for mark in self.dialect.around_calls)
 
-    def around(self, rules: str) -> str:
-        """Returns the whole grammar, given rules that define `body`."""
-        if not self.think:
-            return f"start: body\n{rules}"
-        start = "think layout" if self.thinking else "(think layout)?"
-        return f"start: {start} body\n{self._reasoning()}\n{LAYOUT}\n{rules}"
+    def rules(self) -> Rules:
+        """Returns an empty set of rules."""
+        return Rules(self.tokens, (*self.dialect.think, *self.dialect.call_marks, *self.dialect.others))
 
-    def _reasoning(self) -> str:
-        begin = "" if self.thinking else f"{self.mark(THINK)} "
-        if END_THINK in self.tokens:
-            return f"think: {begin}THOUGHT {END_THINK}\nTHOUGHT: {THOUGHT}"
-        return f"think: {begin}thought\nthought[lazy]: {THOUGHT[:-1]}<\\/think>/"
+    def around(self, rules: Rules, answer: str, instead: str = "") -> str:
+        """Returns the whole grammar of an `answer`, or of what may come `instead`, without the answer's header."""
+        if self.dialect.call is None:
+            return self._in_channels(rules, answer, instead)
+        body = " | ".join(filter(None, (answer, instead)))
+        if self.begun in ("answer", "text"):
+            return f"start: {body}\n{rules}"
+        begin, end = self.dialect.think
+        think = rules.text_until(end)
+        think = f"{think} layout" if self.begun == "reasoning" else f"({BREAK} {rules.mark(begin)} {think} layout)?"
+        return f"start: {think} body\nbody: {body}\n{LAYOUT}\n{rules}"
+
+    def _in_channels(self, rules: Rules, answer: str, instead: str) -> str:
+        def header(channel: str) -> str:
+            return rules.mark(f"{channels.CHANNEL}{channel}{channels.MESSAGE}")
+
+        end = f'{rules.text_until(channels.END)} {rules.mark(channels.START)} "assistant"'
+        if self.begun == "text":
+            return f"start: {answer or instead}\n{rules}"
+        rest = " | ".join(filter(None, (f"{header('final')} {answer}" if answer else "", instead)))
+        begun = f"{end} " if self.begun == "reasoning" else ""
+        messages = f"({header('analysis')} {end} | {header('commentary')} {end})*"
+        return f"start: {begun}{messages} body\nbody: {rest}\n{rules}"
 
 
 def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str | None:
@@ -79,55 +91,33 @@ def response_grammar(asked: ResponseFormat | None, form: Form = Form()) -> str |
                 f"response_format {other!r} is unknown; use text, json_object, json_schema or regex",
                 param="response_format.type",
             )
-    return _checked(form.around(f"body: {body}"), "response_format")
+    return _checked(form.around(form.rules(), body), "response_format")
 
 
 def tool_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str:
     """Returns the grammar of one call, or `several`, to any of `tools`. Raises InvalidRequest."""
-    rules = _call_rules([_call_schema(tool) for tool in tools], several, form)
-    return _checked(form.around(f"body: calls\n{rules}"), "tools")
+    rules = form.rules()
+    calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict=True))
+    return _checked(form.around(rules, "", calls), "tools")
 
 
 def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> str | None:
     """Returns a grammar of free text that may end in calls to any of `tools`.
 
     It constrains names, and arguments too where their schemas can be honoured. Returns None where the tokenizer has no
-    tokens for the call tags, because a call cannot then be distinguished from text.
+    tokens for the marks of calls, because a call cannot then be distinguished from text.
     """
-    if CALL not in form.tokens or END_CALL not in form.tokens:
+    if not form.has_tokens:
         return None
-    for schemas in ([_call_schema(tool) for tool in tools], [_call_schema(tool, strict=False) for tool in tools]):
+    for strict in (True, False):
         with contextlib.suppress(InvalidRequest):
-            return _checked(form.around(f"body: plain calls?\n{TEXT}\n{_call_rules(schemas, several, form)}"), "tools")
+            rules = form.rules()
+            calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
+            rules.add("PLAIN", "/(.|\\n)*/")
+            if form.dialect.call is None:
+                return _checked(form.around(rules, "PLAIN", calls), "tools")
+            return _checked(form.around(rules, f"PLAIN {calls}?"), "tools")
     return None
-
-
-def _call_rules(schemas: Sequence[Json], several: bool, form: Form) -> str:
-    begin, end = form.mark(CALL), form.mark(END_CALL)
-    calls = " | ".join(f"call_{at}" for at in range(len(schemas)))
-    rules = [
-        f'call_{at}: {begin} "\\n" {json_rule(schema, AS_IN_TEMPLATES)} "\\n" {end}'
-        for at, schema in enumerate(schemas)
-    ]
-    return "\n".join(['calls: call ("\\n" call){0,31}' if several else "calls: call", f"call: {calls}", *rules])
-
-
-def _call_schema(tool: Tool, strict: bool = True) -> Json:
-    parameters: Json = (strict and tool.function.parameters) or {"type": "object"}
-    shared: Json = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    return {
-        **shared,  # "#/$defs/..." is relative to the whole schema
-        "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def json_rule(schema: Any, spacing: Json = COMPACT) -> str:
-    """Returns the Lark term for a JSON value of this schema."""
-    schema = {**schema, "x-guidance": spacing} if isinstance(schema, dict) else schema
-    return f"%json {msgspec.json.encode(schema).decode()}"
 
 
 def _checked(lark: str, param: str) -> str:

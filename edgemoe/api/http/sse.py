@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 import edgemoe
+from edgemoe.api.dialects.pieces import OutputPiece
 from edgemoe.api.generate.choice import Delta
 from edgemoe.api.text.detokenize import Vocabulary
-from edgemoe.api.text.output_parser import ToolCall
 from edgemoe.types.arrays import Json
 from edgemoe.types.request import Emission
 
@@ -27,9 +27,11 @@ def event(value: Any, name: str = "") -> bytes:
     return b"".join((head, b"data: ", _encode(value), b"\n\n"))
 
 
-def call_body(call: ToolCall) -> Json:
-    """Returns OpenAI's tool call object."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def call_body(piece: OutputPiece) -> Json:
+    """Returns OpenAI's tool call object, or what follows the one that has begun."""
+    if piece.call is None or not piece.begins:
+        return {"function": {"arguments": piece.text}}
+    return {"id": piece.call.id, "type": "function", "function": {"name": piece.call.name, "arguments": piece.text}}
 
 
 def chat_logprobs(delta: Delta, vocabulary: Vocabulary) -> Json | None:

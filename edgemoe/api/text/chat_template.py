@@ -36,10 +36,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the model's chat template cannot be read: {error}") from error
         self._tokens = dict(tokens)
-        text = "".join(sources.values())
+        self.text = "".join(sources.values())
         self.source = sources["default"]
-        self.thinks = "<think>" in text
-        self.takes_tools = "tools" in text
+        self.takes_tools = "tools" in self.text
 
     @classmethod
     def load(cls, directory: Path, tokenizer_config: Json) -> ChatTemplate | None:

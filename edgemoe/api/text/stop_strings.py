@@ -1,18 +1,8 @@
-"""Matches stop strings across chunks of text, and measures how much of a text may begin a tag."""
+"""Matches stop strings across chunks of text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-
-def held_back(text: str, marks: Iterable[str]) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of one of `marks`."""
-    return max((_overlap(text, mark) for mark in marks), default=0)
-
-
-def _overlap(text: str, mark: str) -> int:
-    longest = min(len(text), len(mark) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+from edgemoe.api.dialects.growing_text import held_back
 
 
 class Stops:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from edgemoe.api.dialects.table import dialect_of
 from edgemoe.api.schema import RequestBody, convert
 from edgemoe.api.text.chat_template import ChatTemplate, special_tokens
 from edgemoe.api.text.detokenize import Vocabulary
@@ -34,6 +35,7 @@ class TextModel:
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
         self.vocabulary = Vocabulary(self._tokenizer)
         self.template = ChatTemplate.load(directory, tokenizer_config)
+        self.dialect = dialect_of(self.template.text if self.template else "", self.vocabulary.added)
         self._config = tokenizer_config
         self.eos = self._eos(tokenizer_config, generation, read_json(directory / "config.json"))
         self.defaults = _defaults(generation)
@@ -58,13 +60,14 @@ class TextModel:
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _eos(self, tokenizer_config: Json, generation: Json, config: Json) -> tuple[int, ...]:
-        """Returns all tokens that end a text: generation_config's, or else config's, and the tokenizer's own."""
+        """Returns all tokens that end a text: generation_config's, or else config's, the tokenizer's, the dialect's."""
         ids = generation.get("eos_token_id")
         ids = config.get("eos_token_id") if ids is None else ids
         listed = [ids] if isinstance(ids, int) else list(ids or ())
         own = special_tokens(tokenizer_config).get("eos_token")
         own_id = None if own is None else self._tokenizer.token_to_id(own)
-        return tuple(dict.fromkeys([*listed, *([] if own_id is None else [own_id])]))
+        spoken = (self._tokenizer.token_to_id(name) for name in self.dialect.ends)
+        return tuple(dict.fromkeys([*listed, *(one for one in (own_id, *spoken) if one is not None)]))
 
 
 def _defaults(generation: Json) -> dict[str, float]:

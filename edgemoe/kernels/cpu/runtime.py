@@ -17,6 +17,7 @@ from edgemoe.kernels.cpu.decode_layer import make_layer
 from edgemoe.kernels.cpu.delta_step import make_delta
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, make_experts
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
+from edgemoe.kernels.cpu.grouped_linear import GROUPED, make_grouped_linear
 from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.linear import LINEAR, make_linear
 from edgemoe.kernels.cpu.object_cache import link
@@ -62,16 +63,18 @@ class Kernels:
         experts, experts_code = make_experts(bf16)
         _, linear, linear_code = make_linear(bf16)
         _, attention, attention_code = make_attention(bf16)
+        grouped, grouped_code = make_grouped_linear(bf16)
         pack = make_pack_all(bf16)
         prefill_experts, prefill_experts_code = make_prefill_experts(bf16)
         prefill, prefill_code = make_prefill_attention(bf16)
         every = (HELP, PAUSES, *layer_code, *experts_code, *linear_code, *attention_code, pack)
         delta, delta_code = make_delta()
-        every = (*every, *prefill_experts_code, *prefill_code, *delta_code)
+        every = (*every, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
         link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
         self._layer, self._head, self._experts = layer.call, head.call, experts.call
         self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
         self._prefill_experts, self._prefill, self._delta = prefill_experts.call, prefill.call, delta.call
+        self._grouped = grouped.call
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
         self._scratch: dict[str, npt.NDArray[Any]] = {}
@@ -167,6 +170,18 @@ class Kernels:
         job["weight"], job["rows"], job["n"], job["x"], job["out"] = weight, rows, n, packed, out
         job["index"], job["tokens"] = self.iota, tokens
         self._linear(self.pool.control, job.ctypes.data)
+
+    def grouped_linear(self, weight: int, groups: int, rows: int, n: int, x: int, tokens: int, out: int) -> None:
+        """Computes out [tokens, groups, rows] float32 = x [tokens, groups, n] . weight [groups, rows, n].
+
+        `x` is in the weights' type.
+        """
+        job = np.zeros(1, GROUPED)
+        packed = self.scratch("grouped.x", tokens * groups * n)
+        self._pack(x, self.bf16, tokens * groups, n, packed, 1.0)
+        job["weight"], job["groups"], job["rows"], job["n"] = weight, groups, rows, n
+        job["x"], job["tokens"], job["out"], job["iota"] = packed, tokens, out, self.iota
+        self._grouped(self.pool.control, job.ctypes.data)
 
     def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:
         """Computes the attention of one new token each of several sequences: out [tokens, heads * value_dim] float32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import rms_norm
 
 from edgemoe.kernels.cpu.runtime import EVERYTHING
 from edgemoe.model.layers.norm import Norm
@@ -21,8 +21,8 @@ class DenseAttention:
         self._number, self._heads, self._rope = place.number, heads, place.attention.rope
         self._eps = place.spec.block.eps
         qkv = [f"self_attn.{part}_proj" for part in ("qk" if heads.v_is_k else "qkv")]
-        self.qkv = place.read(*(f"{name}.weight" for name in qkv))  # [(count + 2 kv_count) dim, H], or without values
-        self.o = place.read("self_attn.o_proj.weight")  # [H, count dim]
+        self.qkv = place.matrix(*(f"{name}.weight" for name in qkv))  # [(count + 2 kv_count) dim, H], or without values
+        self.o = place.matrix("self_attn.o_proj.weight")  # [H, count dim]
         self._qkv_bias = place.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
         self._o_bias = place.read("self_attn.o_proj.bias") if heads.o_bias else None
         self.q_norm = self.k_norm = None
@@ -37,7 +37,7 @@ class DenseAttention:
         """Reorders the rows of queries and keys so that pairs lie in the two halves."""
         heads = self._heads
         turned = (heads.count + heads.kv_count) * heads.dim
-        for tensor, size in ((self.qkv, turned), (self._qkv_bias, turned)):
+        for tensor, size in ((self.qkv.rows, turned), (self._qkv_bias, turned)):
             if tensor is not None:
                 tensor[:size] = half_split(tensor[:size], heads.dim, dims)
         for norm in (self.q_norm, self.k_norm):
@@ -47,7 +47,7 @@ class DenseAttention:
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
         heads = self._heads
-        parts = linear(x, self.qkv, self._qkv_bias).view(len(x), -1, heads.dim)
+        parts = self.qkv(x, self._qkv_bias).view(len(x), -1, heads.dim)
         q, k, v = parts[:, : heads.count], parts[:, heads.count :][:, : heads.kv_count], parts[:, -heads.kv_count :]
         angles = None if self._rope is None else step.angles(self._rope)
         q, k = self._place(q, self.q_norm, angles), self._place(k, self.k_norm, angles)
@@ -56,7 +56,7 @@ class DenseAttention:
         if heads.v_norm:
             v = rms_norm(v.float(), v.shape[-1:], None, self._eps).to(x.dtype)
         attended = step.attention(self._number, q.to(x.dtype), k.to(x.dtype), v, self._scores)
-        return linear(attended, self.o, self._o_bias)
+        return self.o(attended, self._o_bias)
 
     def _place(self, part: torch.Tensor, norm: Norm | None, angles: Angles | None) -> torch.Tensor:
         """Returns queries or keys [T, heads, dim] after norm, bound and rotary embedding, in float32."""

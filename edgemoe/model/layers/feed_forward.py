@@ -14,13 +14,13 @@ class Mlp:
     """Computes a gated network: down(activation(gate x) * up x)."""
 
     def __init__(self, place: LayerPlace, prefix: str) -> None:
-        self._gate_up = place.read(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")  # [2I, H]
-        self._down = place.read(f"{prefix}.down_proj.weight")  # [H, I]
+        self._gate_up = place.matrix(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")  # [2I, H]
+        self._down = place.matrix(f"{prefix}.down_proj.weight")  # [H, I]
         self._activation = place.spec.feed_forward.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = linear(x, self._gate_up).chunk(2, dim=-1)
-        return linear(activated(self._activation, gate, up), self._down)
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(activated(self._activation, gate, up))
 
 
 class ExpertLayer:

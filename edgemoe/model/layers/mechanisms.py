@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from edgemoe.model.layers.dense_attention import DenseAttention
+from edgemoe.model.layers.latent_attention import LatentAttention
 from edgemoe.model.layers.reader import LayerPlace
 from edgemoe.model.layers.step import StepContext
 
@@ -19,4 +20,4 @@ class Mechanism(Protocol):
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
 
 
-MECHANISMS: dict[str, Callable[[LayerPlace], Mechanism]] = {"dense": DenseAttention}
+MECHANISMS: dict[str, Callable[[LayerPlace], Mechanism]] = {"dense": DenseAttention, "latent": LatentAttention}

@@ -1,4 +1,4 @@
-"""Reads dense weights into one allocation, checked against the spec."""
+"""Reads dense weights, checked against the spec: numbers into one allocation, encoded matrices as they are."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from edgemoe.errors import StoreError
 from edgemoe.families.records import Attention
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.kv import DTYPES
+from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.memory import zeros
+from edgemoe.types.encoding import ENCODINGS
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 Read = Callable[..., torch.Tensor]
 
 
 class WeightReader:
-    """Copies tensors of a file into one allocation, one after the other."""
+    """Copies tensors of a file into one allocation, one after the other; what is encoded into one of its own."""
 
     def __init__(self, spec: ModelSpec, path: Path, file: Any, device: torch.device) -> None:
-        self._names, self._dtype = spec.names, DTYPES[spec.dtype]
+        self._names, self._dtype, self._device = spec.names, DTYPES[spec.dtype], device
+        self._plain, self._encoding = ENCODINGS[spec.dtype], ENCODINGS.get(spec.dense_encoding)
         self._path, self._file, self._shapes, self._present = path, file, dense_shapes(spec), set(file.keys())
         room = sum(math.prod(shape) * (4 if len(shape) == 1 else spec.dtype_bytes) for shape in self._shapes.values())
         room += sum(math.prod(shape) * 4 for name, shape in self._shapes.items() if _is_gate(name))
@@ -38,10 +41,25 @@ class WeightReader:
         """
         stored = [self._stored(name) for name in names]
         dtype = dtype or (torch.float32 if "norm" in names[0] else self._dtype)
+        if stored[0].dtype == torch.uint8:
+            return self._encoded(names, stored).weights(dtype).to(self._device)
         result = self._take([sum(len(part) for part in stored), *stored[0].shape[1:]], dtype)
         for part, rows in zip(stored, torch.split(result, [len(part) for part in stored]), strict=True):
             rows.copy_(part)
         return result
+
+    def matrix(self, *names: str) -> Matrix:
+        """Returns the matrices of these names, one below the other. Only the CPU computes from encoded rows."""
+        stored = [self._stored(name) for name in names]
+        if stored[0].dtype != torch.uint8 or self._device.type != "cpu":
+            return Matrix(self(*names), self._plain, self._shapes[names[0]][1])
+        return self._encoded(names, stored)
+
+    def _encoded(self, names: Sequence[str], stored: Sequence[torch.Tensor]) -> Matrix:
+        assert self._encoding is not None
+        rows = zeros([sum(len(part) for part in stored), stored[0].shape[1]], torch.uint8, "cpu")
+        torch.cat(list(stored), out=rows)
+        return Matrix(rows, self._encoding, self._shapes[names[0]][1])
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         start = self._taken
@@ -54,10 +72,11 @@ class WeightReader:
         if spelling is None:
             raise StoreError(f"{self._path} lacks {name}; pack the checkpoint again")
         tensor: torch.Tensor = self._file.get_tensor(spelling)
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise StoreError(
-                f"{self._path}: {spelling} is {tuple(tensor.shape)}, but config.json says {self._shapes[name]}"
-            )
+        expected = self._shapes[name]
+        if tensor.dtype == torch.uint8 and self._encoding is not None and len(expected) == 2:
+            expected = (expected[0], self._encoding.row_bytes(expected[1]))
+        if tuple(tensor.shape) != expected:
+            raise StoreError(f"{self._path}: {spelling} is {tuple(tensor.shape)}, but config.json says {expected}")
         return tensor
 
 
@@ -79,4 +98,11 @@ class LayerPlace:
 
     def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns tensors of this layer, concatenated by rows; names after the layer's prefix. Raises StoreError."""
-        return self.reader(*(f"model.layers.{self.number}.{name}" for name in names), dtype=dtype)
+        return self.reader(*self._full(names), dtype=dtype)
+
+    def matrix(self, *names: str) -> Matrix:
+        """Returns matrices of this layer, one below the other, encoded or not. Raises StoreError."""
+        return self.reader.matrix(*self._full(names))
+
+    def _full(self, names: Sequence[str]) -> list[str]:
+        return [f"model.layers.{self.number}.{name}" for name in names]

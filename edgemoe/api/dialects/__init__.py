@@ -1,0 +1,1 @@
+"""Dialects: how families of models write reasoning and tool calls, and the parsers that read them as they stream."""

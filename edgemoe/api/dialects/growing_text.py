@@ -1,0 +1,184 @@
+"""Holds a text that still grows, for parsers that are written as if it were whole.
+
+A parser is a generator that yields where it needs more text, so that it does not see the borders of what arrives. What
+it has read stays here until it is taken, so that text which turns out to be none of what it seemed can be shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+MAX_NAME = 256  # characters of a function's or parameter's name, or of a header
+MAX_HELD = 1 << 16  # characters that may be held back until it is known what they are
+
+
+class Malformed(Exception):
+    """Raised where the text is not what the parser expects."""
+
+
+def held_back(text: str, marks: Iterable[str]) -> int:
+    """Returns the length of the longest suffix of `text` that is a proper prefix of one of `marks`."""
+    return max((_overlap(text, mark) for mark in marks), default=0)
+
+
+def _overlap(text: str, mark: str) -> int:
+    longest = min(len(text), len(mark) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+class GrowingText:
+    """Holds the text that was not taken yet, and the place that the parser has read up to."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._pushed = 0  # characters in all
+        self._ended = False
+
+    def push(self, text: str) -> None:
+        """Appends `text`."""
+        self._text += text
+        self._pushed += len(text)
+
+    def end(self) -> None:
+        """Declares that no more text comes."""
+        self._ended = True
+
+    @property
+    def read(self) -> int:
+        """Returns how many characters were read and not taken."""
+        return self._at
+
+    def take(self, size: int | None = None) -> str:
+        """Returns what was read since the last call, or the first `size` characters of it."""
+        size = self._at if size is None else size
+        taken, self._text = self._text[:size], self._text[size:]
+        self._at -= size
+        return taken
+
+    def unread(self, size: int) -> None:
+        """Makes the last `size` characters, which were read and not taken, unread."""
+        self._at -= size
+
+    def more(self) -> Reading[bool]:
+        """Waits for more text. Returns False at the end."""
+        pushed = self._pushed
+        while self._pushed == pushed and not self._ended:
+            yield
+        return self._pushed > pushed
+
+    def next(self) -> Reading[str]:
+        """Returns the next character without reading it; "" at the end."""
+        while self._at == len(self._text):
+            if not (yield from self.more()):
+                return ""
+        return self._text[self._at]
+
+    def run(self, pattern: re.Pattern[str], limit: int = MAX_HELD) -> Reading[str]:
+        """Reads all that matches `pattern`, of single characters. Raises Malformed past `limit` characters."""
+        found = ""
+        while True:
+            found += self.part(pattern)
+            if len(found) > limit:
+                raise Malformed
+            if self._at < len(self._text) or not (yield from self.more()):
+                return found
+
+    def part(self, pattern: re.Pattern[str]) -> str:
+        """Reads all of what has come that matches `pattern`, of single characters."""
+        match = pattern.match(self._text, self._at)
+        found = match[0] if match else ""
+        self._at += len(found)
+        return found
+
+    def one(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Reads one character that matches `pattern`. Returns it. Raises Malformed."""
+        letter = yield from self.next()
+        if not letter or not pattern.fullmatch(letter):
+            raise Malformed
+        self._at += 1
+        return letter
+
+    def space(self) -> Reading[str]:
+        """Reads white space."""
+        return (yield from self.run(SPACE))
+
+    def begins(self, *wanted: str) -> Reading[str]:
+        """Returns which of `wanted` comes next, without reading it; "" for none."""
+        while True:
+            rest = self._text[self._at : self._at + max(map(len, wanted))]
+            if found := next((one for one in wanted if rest.startswith(one)), ""):
+                return found
+            if not any(one.startswith(rest) for one in wanted) or not (yield from self.more()):
+                return ""
+
+    def accept(self, *wanted: str) -> Reading[str]:
+        """Reads the one of `wanted` that comes next. Returns it; "" for none."""
+        found = yield from self.begins(*wanted)
+        self._at += len(found)
+        return found
+
+    def expect(self, *wanted: str) -> Reading[None]:
+        """Reads `wanted`, one after the other, with white space before each. Raises Malformed."""
+        for one in wanted:
+            yield from self.space()
+            if not (yield from self.accept(one)):
+                raise Malformed
+
+    def until(self, mark: str, limit: int = MAX_NAME) -> Reading[str]:
+        """Reads up to `mark`, and it. Returns what is before.
+
+        Raises Malformed, having read nothing, where there is no mark within `limit` characters.
+        """
+        longest = limit + len(mark)
+        while (at := self._text.find(mark, self._at, self._at + longest)) < 0:
+            if len(self._text) - self._at >= longest or not (yield from self.more()):
+                raise Malformed
+        before, self._at = self._text[self._at : at], at + len(mark)
+        return before
+
+    def copy(self, marks: tuple[str, ...], write: Callable[[str], None], trim: bool = False) -> Reading[str]:
+        """Reads what comes before the first of `marks`, which it passes to `write` as it comes, and the mark.
+
+        Returns the mark; "" at the end, where what may begin a mark is read, but not passed on. With `trim`, nor is
+        white space before a mark.
+        """
+        while True:
+            at, mark = _first(self._text, marks, self._at)
+            if mark and _may_grow(self._text[at:], marks) and not self._ended:
+                mark = ""  # a longer one may begin there, too
+            end = at if at >= 0 else len(self._text) - held_back(self._text[self._at :], marks)
+            end = max(self._at, _trimmed(self._text, self._at, end) if trim else end)
+            if end > self._at:
+                read, self._at = self._text[self._at : end], end
+                write(read)
+            if mark:
+                self._at += self._text[self._at :].index(mark) + len(mark)
+                return mark
+            if not (yield from self.more()):
+                self._at = len(self._text)
+                return ""
+
+
+SPACE = re.compile(r"\s*")
+
+
+def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str]:
+    """Returns where the first mark begins, and the longest that begins there; (-1, "") where there is none."""
+    found = ((at, -len(mark), mark) for mark in marks if (at := text.find(mark, start)) >= 0)
+    at, _, mark = min(found, default=(-1, 0, ""))
+    return at, mark
+
+
+def _may_grow(text: str, marks: tuple[str, ...]) -> bool:
+    return any(len(mark) > len(text) and mark.startswith(text) for mark in marks)
+
+
+def _trimmed(text: str, start: int, end: int) -> int:
+    """Returns `end`, or where the white space before it begins; what is long is no layout."""
+    return max(start + len(text[start:end].rstrip()), end - MAX_NAME)

@@ -1,0 +1,69 @@
+"""Types the arguments of dialects that write them as plain text, by the JSON schema of the function's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from edgemoe.api.dialects.json_text import quoted
+from edgemoe.types.arrays import Json
+
+TEXT = frozenset({"string"})
+MAX_NESTED = 16  # schemas inside a schema that are looked at
+WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python print them
+OF_VALUES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def resolved(schema: Any, root: Any) -> Json:
+    """Returns `schema`, or what its `$ref` within `root` points to; {} where it is no object."""
+    for _ in range(MAX_NESTED):
+        if not isinstance(schema, Mapping) or not isinstance(path := schema.get("$ref"), str):
+            break
+        schema = root if path.startswith("#") else None
+        for key in filter(None, path[1:].split("/")):
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return dict(schema) if isinstance(schema, Mapping) else {}
+
+
+def properties(parameters: Any) -> dict[str, Any]:
+    """Returns the schemas of a function's parameters by name."""
+    found = resolved(parameters, parameters).get("properties")
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def kinds(schema: Any, root: Any) -> frozenset[str]:
+    """Returns the JSON types that a value may have; empty where the schema does not say."""
+    return frozenset(_kinds(schema, root, 0))
+
+
+def _kinds(schema: Any, root: Any, depth: int) -> Iterator[str]:
+    if depth > MAX_NESTED:
+        return
+    schema = resolved(schema, root)
+    declared = schema.get("type")
+    yield from (one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str))
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    for value in listed if isinstance(listed, list) and declared is None else ():
+        yield "null" if value is None else OF_VALUES.get(type(value), "string")
+    for union in ("anyOf", "oneOf", "allOf"):
+        for choice in schema[union] if isinstance(schema.get(union), list) else ():
+            yield from _kinds(choice, root, depth + 1)
+
+
+def as_json(text: str, allowed: frozenset[str]) -> str:
+    """Returns `text` as JSON: the value that it writes where a value of that type is allowed, else a string."""
+    if allowed <= TEXT:
+        return quoted(text)
+    word = text.strip()
+    try:
+        value = msgspec.json.decode(WORDS.get(word, word))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return quoted(text)
+    kind = "null" if value is None else OF_VALUES[type(value)]
+    if kind in allowed or (kind == "integer" and "number" in allowed):
+        return msgspec.json.encode(value).decode()
+    if kind == "number" and "integer" in allowed and value.is_integer():
+        return str(int(value))
+    return quoted(text)

@@ -1,0 +1,152 @@
+"""Builds the rules of tool calls in each form that a dialect may have.
+
+Parameters that are written as plain text are held to their type, and to the values of an `enum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from edgemoe.api.dialects import channels
+from edgemoe.api.dialects.call_forms import BracedCall, NamedCall, ObjectCall, ParameterCall
+from edgemoe.api.dialects.dialect import Dialect
+from edgemoe.api.dialects.values import TEXT, kinds, properties, resolved
+from edgemoe.api.generate.lark import AS_IN_TEMPLATES, BREAK, COMPACT, SPACED, Rules, json_rule, literal, one_of
+from edgemoe.api.schema import Tool
+from edgemoe.types.arrays import Json
+
+MAX_MORE = 31  # calls after the first
+KEY = r"/[^<>{}:=\"\n]{1,64}/"
+ANY_OBJECT: Json = {"type": "object"}
+
+
+def call_rules(rules: Rules, dialect: Dialect, tools: Sequence[Tool], several: bool, strict: bool) -> str:
+    """Adds the rules of one call, or `several`, to any of `tools`. Returns the term for all of it."""
+    calls = one_of(rules.named("call", _call(rules, dialect, tool, strict)) for tool in tools)
+    if dialect.call is None:  # whose every call ends the answer
+        return calls
+    section = dialect.section
+    many = f"{calls} ({BREAK} {calls}){{0,{MAX_MORE}}}" if several else calls
+    if section is None:
+        return many
+    return f"{rules.mark(section.begin)} {BREAK} {many} {BREAK} {rules.mark(section.end)}"
+
+
+def _call(rules: Rules, dialect: Dialect, tool: Tool, strict: bool) -> str:
+    name = tool.function.name
+    schema: Json = (strict and tool.function.parameters) or ANY_OBJECT
+    match dialect.call:
+        case None:
+            head = f"{channels.CHANNEL}commentary to=functions.{name} {channels.CONSTRAIN}json{channels.MESSAGE}"
+            return f"{rules.mark(head)} {json_rule(schema, SPACED)}"
+        case ObjectCall() as form:
+            body = json_rule(_object(form, name, schema), AS_IN_TEMPLATES)
+            return f'{rules.mark(form.begin)} "\\n" {body} "\\n" {rules.mark(form.end)}'
+        case NamedCall() as form:
+            return _named(rules, form, name, schema)
+        case ParameterCall() as form:
+            return _with_parameters(rules, form, name, schema)
+        case BracedCall() as form:
+            return _braced(rules, form, name, schema)
+        case other:
+            raise AssertionError(f"no grammar for {other}")
+
+
+def _object(form: ObjectCall, name: str, schema: Json) -> Json:
+    shared: Json = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {
+        **shared,  # "#/$defs/..." is relative to the whole schema
+        "type": "object",
+        "properties": {form.name: {"const": name}, form.arguments[0]: schema},
+        "required": [form.name, form.arguments[0]],
+        "additionalProperties": False,
+    }
+
+
+def _named(rules: Rules, form: NamedCall, name: str, schema: Json) -> str:
+    given = f"{literal(f'functions.{name}:')} /[0-9]{{1,4}}/" if form.names_are_ids else literal(name)
+    fence = (' "\\n"', f' "\\n" {literal(form.fence)}') if form.fence else ("", "")
+    head = f"{rules.mark(form.begin + form.before_name)} {given} {rules.mark(form.after_name)}{fence[0]}"
+    return f"{head} {json_rule(schema, SPACED)}{fence[1]} {rules.mark(form.end)}"
+
+
+def _with_parameters(rules: Rules, form: ParameterCall, name: str, schema: Json) -> str:
+    terms = [rules.mark(form.begin), BREAK if form.before_name else "", rules.mark(form.before_name + name)]
+    terms += [rules.mark(form.after_name), BREAK]
+    given = properties(schema)
+    required = resolved(schema, schema).get("required", ())
+    for key, value in given.items():
+        term = f"{_parameter(rules, form, literal(key), value, schema)} {BREAK}"
+        terms.append(term if key in required else f"({term})?")
+    if not given:
+        terms.append(f"({_parameter(rules, form, KEY, None, schema)} {BREAK}){{0,{MAX_MORE}}}")
+    ends = f" {BREAK} ".join(map(rules.mark, form.end))
+    return " ".join(filter(None, [*terms, ends]))
+
+
+def _parameter(rules: Rules, form: ParameterCall, key: str, schema: Any, root: Json) -> str:
+    between = f" {BREAK} ".join(map(rules.mark, form.after_key))
+    head = f"{rules.mark(form.before_key)} {key} {between}{' ' + BREAK if form.layout else ''}"
+    end = f"{BREAK if form.layout else ''} {rules.mark(form.after_value)}"
+    if choices := _texts(schema, root):
+        return f"{head} {choices} {end}"
+    allowed = kinds(schema, root)
+    if allowed <= TEXT or "string" in allowed:
+        return f"{head} {rules.text_until(form.after_value)}"
+    return f"{head} {json_rule(_within(schema, root), AS_IN_TEMPLATES)} {end}"
+
+
+def _within(schema: Any, root: Json) -> Json:
+    return {**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema}
+
+
+def _texts(schema: Any, root: Json) -> str:
+    """Returns the term for the strings that a schema lists; "" where it does not, or lists other values, too."""
+    schema = resolved(schema, root)
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(listed, list) or not listed or not all(isinstance(one, str) for one in listed):
+        return ""
+    return one_of(map(literal, listed))
+
+
+def _braced(rules: Rules, form: BracedCall, name: str, schema: Json) -> str:
+    quote, anything = rules.mark(form.quote), _anything(rules, form)
+    given = properties(schema)
+    required = set(resolved(schema, schema).get("required", ())) & given.keys()
+    members = []
+    for key in sorted(given):
+        texts = _texts(given[key], schema)
+        if texts:
+            value = f"{quote} {texts} {quote}"
+        elif kinds(given[key], schema) == TEXT:
+            value = f"{quote} {rules.text_until(form.quote)}"
+        elif kinds(given[key], schema) & {"object", "array", "string"} or not kinds(given[key], schema):
+            value = anything
+        else:
+            value = json_rule(_within(given[key], schema), COMPACT)
+        members.append((rules.named("member", f"{literal(f'{key}:')} {value}"), key in required))
+    inside = _in_order(members) if given else f'(member_any ("," member_any){{0,{MAX_MORE}}})?'
+    return f'{rules.mark(form.begin)} {literal(f"{form.before_name}{name}{{")} {inside} "}}" {rules.mark(form.end)}'
+
+
+def _in_order(members: Sequence[tuple[str, bool]]) -> str:
+    """Returns the term for members in order with commas between them; those that are not required may be missing."""
+    choices = []
+    for first, (name, needed) in enumerate(members):
+        rest = (f'"," {other}' if must else f'("," {other})?' for other, must in members[first + 1 :])
+        choices.append(" ".join([name, *rest]))
+        if needed:
+            return one_of(choices)
+    return f"{one_of(choices)}?"
+
+
+def _anything(rules: Rules, form: BracedCall) -> str:
+    if "\nany_value: " not in f"\n{rules}":
+        text = f"{rules.mark(form.quote)} {rules.text_until(form.quote)}"
+        rules.add("member_any", f'{KEY} ":" any_value')
+        plain = json_rule({"type": ["number", "boolean", "null"]})
+        some = f'"[" (any_value ("," any_value){{0,{MAX_MORE}}})? "]"'
+        members = f'"{{" (member_any ("," member_any){{0,{MAX_MORE}}})? "}}"'
+        rules.add("any_value", f"{text} | {plain} | {some} | {members}")
+    return "any_value"

@@ -1,0 +1,167 @@
+"""Computes multi-head latent attention [DeepSeek-V2, 2.1] over a cache of latents: the mechanism "latent".
+
+Of a token are kept a latent, of which all heads' keys and values are products, and a turned key that all heads share.
+Single tokens take the products into the query and out of the result (2.1.2, "absorbed"): attention with one KV head
+whose key is latent and turned key, and whose value is the latent. Prompts compute the keys and values of their context
+anew, a few heads at a time, where that takes fewer products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.nn.functional import linear
+
+from edgemoe.families.latent import LatentHeads
+from edgemoe.kernels.cpu.runtime import Kernels, Paged
+from edgemoe.model.attention import Prefill, prompt_by_kernel, prompt_in_tiles
+from edgemoe.model.layers.norm import Norm
+from edgemoe.model.layers.reader import LayerPlace
+from edgemoe.model.layers.step import StepContext
+from edgemoe.model.rope import Angles, half_split, turn
+from edgemoe.model.scores import Scores
+from edgemoe.types.step import BLOCK_TOKENS
+
+NORM_EPS = 1e-6  # of latents, whatever the model's own is
+FEW_TOKENS = 16  # at most; with more, torch's products are faster
+EXPANDED_BYTES = 32 << 20  # keys and values of a context that are computed at a time, where one head's are not more
+
+
+class LatentAttention:
+    """The attention of one layer."""
+
+    def __init__(self, place: LayerPlace) -> None:
+        self._number, rope = place.number, place.attention.rope
+        assert isinstance(place.attention.heads, LatentHeads)
+        assert rope is not None
+        self._heads, self._rope = place.attention.heads, rope
+        self._query_latent = self._query_norm = None
+        if self._heads.query_rank:
+            self._query_latent = place.read("self_attn.q_a_proj.weight")  # [query_rank, H]
+            self._query_norm = Norm(place.read("self_attn.q_a_layernorm.weight"), NORM_EPS)
+        query = "q_b_proj" if self._heads.query_rank else "q_proj"
+        self._query = place.read(f"self_attn.{query}.weight")  # [count * key, query_rank or H]
+        self._latent = place.read("self_attn.kv_a_proj_with_mqa.weight")  # [rank + dim, H]
+        self._norm = Norm(place.read("self_attn.kv_a_layernorm.weight"), NORM_EPS)
+        self._keys, self._values = self._expansion(place.read("self_attn.kv_b_proj.weight"))
+        self._out = place.read("self_attn.o_proj.weight")  # [H, count * value]
+        self._scores = Scores(self._heads.scale)
+        if rope.interleaved:
+            self._order_pairs()
+
+    def _expansion(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the matrices of keys [count, rank, plain] and values [count, value, rank], where `both` lie now."""
+        heads, memory = self._heads, both.view(-1)
+        keys, values = both.clone().view(heads.count, -1, heads.rank).tensor_split([heads.plain], dim=1)
+        first, last = memory.tensor_split([keys.numel()])
+        result = first.view(heads.count, heads.rank, heads.plain), last.view(values.shape)
+        result[0].copy_(keys.transpose(1, 2))
+        result[1].copy_(values)
+        return result
+
+    def _order_pairs(self) -> None:
+        """Reorders the rows of what turns, so that pairs lie in the two halves."""
+        heads = self._heads
+        for rows in (*torch.split(self._query, heads.key), self._latent):
+            turned = rows[-heads.dim :]
+            turned.copy_(half_split(turned, heads.dim, heads.dim))
+
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
+        angles, attention = step.angles(self._rope), step.attention
+        q = self._queries(x, angles)
+        attention.store(self._number, self._latents(x, angles), None)
+        if not attention.prefills:
+            return linear(self._single(q, step).flatten(1), self._out)
+        out = x.new_empty((len(x), self._heads.count, self._heads.value))
+        for prefill in attention.prefills:
+            rows = slice(prefill.first, prefill.after)
+            out[rows] = self._prompt(prefill, q[rows], step)
+        if len(attention.single_rows):
+            out[attention.single_rows] = self._single(q[attention.single_rows], step)
+        return linear(out.flatten(1), self._out)
+
+    def _queries(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Returns queries [T, count, key]."""
+        heads = self._heads
+        if self._query_latent is not None and self._query_norm is not None:
+            x = self._query_norm(linear(x, self._query_latent).float()).to(x.dtype)
+        q = linear(x, self._query).view(len(x), heads.count, heads.key)
+        plain, turned = q.tensor_split([heads.plain], dim=-1)
+        return torch.cat((plain, turn(turned.float(), *angles).to(q.dtype)), dim=-1)
+
+    def _latents(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Returns what the cache keeps of the tokens, [T, 1, rank + dim]."""
+        latent, turned = linear(x, self._latent).float()[:, None].tensor_split([self._heads.rank], dim=-1)
+        return torch.cat((self._norm(latent), turn(turned, *angles)), dim=-1).to(x.dtype)
+
+    def _single(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the mean values [S, count, value] for the step's single queries [S, count, key]."""
+        absorbed = self._absorb(q, step.kernels)
+        return self._emit(step.attention.single(self._number, absorbed, self._scores), step.kernels)
+
+    def _absorb(self, q: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
+        """Returns queries [T, count, rank + dim] to latents, of queries [T, count, key] to keys."""
+        plain, turned = q.tensor_split([self._heads.plain], dim=-1)
+        return torch.cat((by_head(plain, self._keys, kernels), turned), dim=-1)
+
+    def _emit(self, latents: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
+        """Returns mean values [T, count, value] of mean latents [T, count, rank]."""
+        return by_head(latents, self._values, kernels)
+
+    def _prompt(self, prefill: Prefill, q: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the mean values [t, count, value] of one prefill's queries [t, count, key]."""
+        heads, tokens, context = self._heads, len(q), prefill.context
+        change = heads.rank * (heads.plain + heads.value)  # products of a token's and a head's change of widths
+        absorbed = tokens * (context * (2 * heads.rank + heads.dim) + change)
+        if absorbed <= context * (tokens * (heads.key + heads.value) + change):
+            latents = step.attention.prompt(self._number, prefill, self._absorb(q, step.kernels), self._scores)
+            return self._emit(latents, step.kernels)
+        past = step.attention.past(self._number, prefill)[0]
+        portions = [self._expanded(q[:, part], past, part, step.kernels) for part in self._portions(past)]
+        return torch.cat(portions, dim=1)
+
+    def _portions(self, past: torch.Tensor) -> Iterator[slice]:
+        """Yields so many heads at a time that their keys and values stay within EXPANDED_BYTES."""
+        count = max(1, EXPANDED_BYTES // (len(past) * 2 * self._heads.key * past.element_size()))
+        return (slice(first, first + count) for first in range(0, self._heads.count, count))
+
+    def _expanded(self, q: torch.Tensor, past: torch.Tensor, part: slice, kernels: Kernels | None) -> torch.Tensor:
+        """Returns the mean values [t, h, value] of some heads' queries [t, h, key] for what the cache keeps [n, ...].
+
+        Keys and values lie in lines of one width, and the context fills whole blocks, as the kernel wants it.
+        """
+        heads, (latents, turned) = self._heads, past.tensor_split([self._heads.rank], dim=-1)
+        context, blocks = len(past), -(-len(past) // BLOCK_TOKENS)
+        lines = past.new_empty((2, q.shape[1], blocks * BLOCK_TOKENS, heads.key))
+        keys, values = lines[0, :, :context], lines[1, :, :context, : heads.value]
+        keys[..., : heads.plain] = torch.matmul(latents, self._keys[part])
+        keys[..., heads.plain :] = turned
+        values.copy_(torch.matmul(latents, self._values[part].transpose(1, 2)))
+        if kernels is None:
+            return prompt_in_tiles(q, keys[None], values[None], self._scores)
+        line = heads.key * past.element_size()
+        pages = Paged(
+            heads=q.shape[1],
+            kv_heads=q.shape[1],
+            head_dim=heads.key,
+            value_dim=heads.value,
+            scale=heads.scale,
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            block_stride=BLOCK_TOKENS * line,
+            head_stride=blocks * BLOCK_TOKENS * line,
+        )
+        return prompt_by_kernel(kernels, q, np.arange(blocks), context, pages)
+
+
+def by_head(x: torch.Tensor, weight: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
+    """Returns each head's product [T, heads, rows] of x [T, heads, n] with its part of weight [heads, rows, n]."""
+    if kernels is None or len(x) > FEW_TOKENS:
+        return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+    (heads, rows, n), x = weight.shape, x.contiguous()
+    out = torch.empty((len(x), heads, rows), dtype=torch.float32)
+    kernels.grouped_linear(weight.data_ptr(), heads, rows, n, x.data_ptr(), len(x), out.data_ptr())
+    return out.to(x.dtype)

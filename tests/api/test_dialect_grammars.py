@@ -1,0 +1,76 @@
+"""In every dialect a grammar accepts what its models write: reasoning, then the answer, or calls to what is offered."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from support.dialect_kit import ANSWER, FUNCTIONS, SAMPLES, Sample, tokenizer
+from test_grammar import accepts
+
+from edgemoe.api.dialects.dialect import Begun
+from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
+from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
+from edgemoe.api.text.detokenize import Vocabulary
+
+EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+TOOLS = [Tool(function=Function(name=name, parameters=parameters)) for name, parameters in FUNCTIONS.items()]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+OBJECT = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=SCHEMA))
+
+
+@cache
+def tokens_of(name: str) -> LLTokenizer:
+    return LLTokenizer(tokenizer(SAMPLES[name].dialect).to_str())
+
+
+def accepts_tokens(sample: Sample, grammar: str | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = LLMatcher(tokens_of(sample.dialect.name), grammar, log_level=0)
+    return matcher.consume_tokens(tokenizer(sample.dialect).encode(text).ids) and matcher.is_accepting()
+
+
+def form(sample: Sample, begun: Begun | None = None) -> Form:
+    return Form(Vocabulary(tokenizer(sample.dialect)).added, sample.dialect, begun or sample.begun)
+
+
+@EACH
+def test_what_models_write_of_their_own_accord_is_accepted(sample: Sample) -> None:
+    grammar = free_grammar(TOOLS, True, form(sample))
+    assert accepts_tokens(sample, grammar, sample.output)
+    assert accepts_tokens(sample, grammar, sample.thought + sample.only_calls)
+    assert accepts_tokens(sample, grammar, sample.thought + sample.said(ANSWER))
+    for wrong in ("weather", "now"):
+        if wrong in sample.names:
+            assert not accepts_tokens(sample, grammar, sample.output.replace(wrong, "other"))
+    assert not accepts_tokens(sample, grammar, sample.output.replace("wind", "windy").replace("3", "three"))
+
+
+@EACH
+def test_calls_that_are_required_come_after_reasoning_and_fit_their_functions(sample: Sample) -> None:
+    several, single = (tool_grammar(TOOLS, many, form(sample)) for many in (True, False))
+    assert accepts_tokens(sample, several, sample.thought + sample.only_calls)
+    assert accepts_tokens(sample, single, sample.thought + sample.only_calls) == sample.one_call
+    assert not accepts_tokens(sample, several, sample.thought + sample.said(ANSWER))
+    assert not accepts_tokens(sample, several, sample.thought + sample.only_calls.replace("3", '"x"'))
+    assert not accepts_tokens(sample, several, sample.thought + sample.only_calls.replace("city", "town"))
+    if sample.begun == "open":
+        assert accepts_tokens(sample, several, sample.only_calls)
+
+
+@EACH
+def test_a_format_begins_with_the_answer(sample: Sample) -> None:
+    grammar = response_grammar(OBJECT, form(sample))
+    assert accepts_tokens(sample, grammar, sample.thought + sample.said('{"a":1}'))
+    assert not accepts_tokens(sample, grammar, sample.thought + sample.said('{"b":1}'))
+    assert not accepts_tokens(sample, grammar, sample.thought)
+    assert accepts_tokens(sample, response_grammar(OBJECT, form(sample, "text")), '{"a":1}')
+
+
+@EACH
+def test_where_marks_are_no_tokens_they_are_written_out(sample: Sample) -> None:
+    plain = Form((), sample.dialect, sample.begun)
+    assert free_grammar(TOOLS, True, plain) is None
+    assert accepts(tool_grammar(TOOLS, True, plain), sample.thought + sample.only_calls)
+    assert accepts(response_grammar(OBJECT, plain), sample.thought + sample.said('{"a":1}'))

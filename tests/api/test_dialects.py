@@ -1,0 +1,163 @@
+"""Every dialect is read right wherever what streams is cut; what is unfinished or wrong is text, to the last letter."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.dialect_kit import ANSWER, ARGUMENTS, FUNCTIONS, SAMPLES, THOUGHT, Sample
+from test_text_parts import cut
+
+from edgemoe.api.dialects.dialect import Begun, Marks
+from edgemoe.api.dialects.growing_text import MAX_HELD
+from edgemoe.api.dialects.open_call import Functions
+from edgemoe.api.dialects.parser import Parser
+from edgemoe.api.dialects.pieces import Pieces
+from edgemoe.api.dialects.table import DIALECTS
+
+EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+CUTS = st.lists(st.integers(0, 1000), max_size=60)
+
+
+def parsed(sample: Sample, chunks: list[str], functions: Functions | None = FUNCTIONS, begun: Begun = "open") -> Pieces:
+    """All pieces, those of unfinished calls as they came."""
+    parser, whole = Parser(Marks(sample.dialect, begun, 8, functions)), Pieces()
+    for chunk in chunks:
+        whole.extend(parser.feed(chunk))
+    whole.extend(parser.flush())
+    return whole
+
+
+def summary(pieces: Pieces) -> list[tuple[str, str, str]]:
+    return [(piece.kind, piece.call.name if piece.call else "", piece.text) for piece in pieces]
+
+
+def test_every_dialect_has_a_sample() -> None:
+    assert {dialect.name for dialect in DIALECTS} == set(SAMPLES)
+
+
+@EACH
+@given(borders=CUTS)
+def test_reasoning_answer_and_calls_come_out_right_wherever_it_is_cut(sample: Sample, borders: list[int]) -> None:
+    pieces = parsed(sample, cut(sample.output, borders), begun=sample.begun)
+    assert (pieces.text("reasoning"), pieces.text()) == (THOUGHT, ANSWER)
+    calls = pieces.of("call")
+    assert [piece.call.name for piece in calls if piece.call] == sample.names
+    assert [json.loads(piece.text) for piece in calls] == [ARGUMENTS, {}][: len(calls)]
+    assert {piece.ended for piece in calls} == {"complete"}
+    assert len({piece.call.id for piece in calls if piece.call}) == len(calls)
+
+
+@EACH
+def test_arguments_come_while_they_are_written(sample: Sample) -> None:
+    parser = Parser(Marks(sample.dialect, sample.begun, 8, FUNCTIONS))
+    pieces = [piece for letter in sample.output for piece in parser.feed(letter).of("call")]
+    first = [piece for piece in pieces if piece.call and piece.call.index == 0]
+    assert [piece.begins for piece in first] == [True] + [False] * (len(first) - 1)
+    assert len(first) > 20
+    assert {"ö", "l", "n"} <= {piece.text for piece in first}
+    assert all(len(piece.text) < 25 for piece in first)
+
+
+def unspaced(text: str) -> str:
+    return "".join(text.split())
+
+
+def assert_all_there(sample: Sample, output: str, pieces: Pieces) -> None:
+    """Every letter of `output` is in one piece, in order, but for the marks around reasoning and calls."""
+    written = [unspaced(piece.raw if piece.kind == "call" else piece.text) for piece in pieces]
+    dialect, rest = sample.dialect, unspaced(output)
+    if dialect.call is None:  # messages of one kind are joined
+        assert without_headers("".join(written)) == without_headers(rest)
+        return
+    marks = (*dialect.think, dialect.section.end if dialect.section else "")
+    layout = re.compile(f"({'|'.join(re.escape(unspaced(mark)) for mark in marks)})*")
+    for text in filter(None, written):
+        before, found, rest = rest.partition(text)
+        assert found
+        assert layout.fullmatch(before), before
+    assert layout.fullmatch(rest), rest
+
+
+HEADER = re.compile(r"(<\|start\|>assistant)?(<\|channel\|>\w+)?((<\|constrain\|>)?\w+)?<\|message\|>")
+END = re.compile(r"<\|(end|call|return)\|>")
+
+
+def without_headers(text: str) -> str:
+    while (less := END.sub("", HEADER.sub("", text))) != text:
+        text = less
+    return text
+
+
+@EACH
+@given(size=st.integers(0, 1000), borders=CUTS)
+def test_an_unfinished_output_loses_and_repeats_nothing(sample: Sample, size: int, borders: list[int]) -> None:
+    output = sample.output[: size % (len(sample.output) + 1)]
+    pieces = parsed(sample, cut(output, borders), begun=sample.begun)
+    assert_all_there(sample, output, pieces)
+    calls = pieces.of("call")
+    assert [piece.ended for piece in calls[:-1]] == ["complete"] * (len(calls) - 1)
+    for piece in calls:
+        if piece.ended == "complete":
+            assert json.loads(piece.text) in (ARGUMENTS, {})
+        else:  # cannot be mistaken for a call that is whole
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(piece.text)
+    whole = parsed(sample, [output], begun=sample.begun)
+    pieces.settle()
+    whole.settle()
+    assert summary(pieces) == summary(whole)
+    assert {piece.ended for piece in whole.of("call")} <= {"complete"}
+
+
+def fragments(sample: Sample) -> st.SearchStrategy[str]:
+    """Texts of the dialect's own marks and of parts of its sample, in any order."""
+    dialect = sample.dialect
+    names = sorted({*dialect.think, *dialect.call_marks, *dialect.others, "weather", "now", "other", "{}", '{"a": 1}'})
+    parts = re.split(r"(?<=[>}\n])", sample.output)
+    letters = st.text(alphabet='<>|/{}[]",:= \nab1', max_size=6)
+    return st.lists(st.one_of(st.sampled_from(names), st.sampled_from(parts), letters), max_size=12).map("".join)
+
+
+@EACH
+@given(data=st.data(), borders=CUTS, begun=st.sampled_from(["open", "reasoning", "answer", "text"]))
+def test_anything_at_all_is_read_the_same_whole_and_in_pieces(
+    sample: Sample, data: st.DataObject, borders: list[int], begun: Begun
+) -> None:
+    output = data.draw(fragments(sample))
+    pieces, whole = parsed(sample, cut(output, borders), begun=begun), parsed(sample, [output], begun=begun)
+    assert_all_there(sample, output, pieces)
+    pieces.settle()
+    whole.settle()
+    assert summary(pieces) == summary(whole)
+    for piece in whole.of("call"):
+        assert isinstance(json.loads(piece.text), dict)
+
+
+@EACH
+def test_only_functions_that_were_offered_are_called(sample: Sample) -> None:
+    pieces = parsed(sample, [sample.output], {"other": None}, sample.begun)
+    assert not pieces.of("call")
+    assert "weather" in pieces.text()
+    assert unspaced(pieces.text()).startswith(unspaced(ANSWER))
+
+
+@EACH
+def test_what_never_ends_is_not_held_back_for_ever(sample: Sample) -> None:
+    first = sample.calls.index("weather")
+    for endless in (sample.calls[:first] + "x" * 4 * MAX_HELD, sample.calls[:first] + " " * 4 * MAX_HELD + "x"):
+        parser = Parser(Marks(sample.dialect, "answer", 8, FUNCTIONS))
+        shown = sum(len(parser.feed(chunk).text()) for chunk in cut(endless, list(range(0, len(endless), 1000))))
+        assert shown > MAX_HELD
+
+
+@EACH
+def test_arguments_that_are_nested_too_deeply_are_text(sample: Sample) -> None:
+    deep = "[" * 20_000
+    output = sample.output.replace("1.5", deep).replace('{"x":', '{"x": [' + deep)
+    pieces = parsed(sample, [output], begun=sample.begun)
+    pieces.settle()
+    assert_all_there(sample, output, pieces)

@@ -1,0 +1,162 @@
+"""One output in each dialect, as its models write it, and the tools that it calls."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from edgemoe.api.dialects import table
+from edgemoe.api.dialects.dialect import Begun, Dialect
+from support.front_kit import byte_level_tokenizer
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "wind": {"type": "boolean"},
+        "units": {"enum": ["C", "F"]},
+        "at": {"$ref": "#/$defs/Place"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["city"],
+    "$defs": {"Place": {"type": "object", "properties": {"x": {"type": "number"}}}},
+}
+FUNCTIONS: dict[str, Any] = {"weather": WEATHER, "now": None}
+CITY = 'Köln "Süd" \\ <b>\n🦊'
+ARGUMENTS: dict[str, Any] = {"city": CITY, "days": 3, "wind": True, "at": {"x": 1.5}, "note": None}
+JSON = '{"city": "Köln \\"Süd\\" \\\\ <b>\\n🦊", "days": 3, "wind": true, "at": {"x": 1.5}, "note": null}'
+THOUGHT, ANSWER = "First <this>, { then that.", "I look."
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model writes that thinks THOUGHT, says ANSWER and calls `weather` with ARGUMENTS and `now` with none."""
+
+    dialect: Dialect
+    thought: str
+    calls: str
+    prompt_end: str = ""  # of a prompt that leaves it to the model whether to reason
+    answer: str = ANSWER
+    begun: Begun = "open"
+    one_call: bool = False  # an output ends with its first call
+
+    @property
+    def output(self) -> str:
+        return self.thought + self.answer + self.calls
+
+    @property
+    def only_calls(self) -> str:
+        """The calls as they begin an answer."""
+        return self.calls.removeprefix("<|end|><|start|>assistant").lstrip()
+
+    def said(self, text: str) -> str:
+        """An answer that says no more than `text`."""
+        return f"<|channel|>final<|message|>{text}" if self.dialect.call is None else text
+
+    @property
+    def names(self) -> list[str]:
+        return ["weather"] if self.one_call else ["weather", "now"]
+
+
+def _xml(name: str, *values: tuple[str, str]) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def _glm(name: str, *values: tuple[str, str]) -> str:
+    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values)
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def _minimax(name: str, *values: tuple[str, str]) -> str:
+    parameters = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values)
+    return f'<invoke name="{name}">\n{parameters}</invoke>\n'
+
+
+def _deepseek(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def _fenced(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+
+
+def _kimi(name: str, number: int, arguments: str) -> str:
+    head = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+    return f"{head}{arguments}<|tool_call_end|>"
+
+
+@cache
+def tokenizer(dialect: Dialect) -> Tokenizer:
+    """The byte-level tokenizer of the other tests, with special tokens as the dialect's models have them."""
+    made = byte_level_tokenizer(marks=())
+    marks = {*dialect.think, *dialect.call_marks, *dialect.others, *dialect.ends}
+    special = sorted(mark for mark in marks if TOKEN.fullmatch(mark) and not mark.startswith(WRITTEN))
+    made.add_special_tokens([AddedToken(mark, special=True) for mark in special])
+    return made
+
+
+TOKEN = re.compile(r"<[^<>\s=]+>")
+WRITTEN = ("<parameter", "</parameter", "<function", "</function", "</invoke")  # that are no tokens in any of them
+
+
+_TEXTS = (("city", CITY), ("days", "3"), ("wind", "true"), ("at", '{"x": 1.5}'), ("note", "null"))
+_THINK = f"<think>\n{THOUGHT}\n</think>\n\n"
+_GEMMA = f'at:{{x:1.5}},city:<|"|>{CITY}<|"|>,days:3,note:null,wind:true'
+
+SAMPLES = {
+    sample.dialect.name: sample
+    for sample in (
+        Sample(
+            table.HERMES,
+            _THINK,
+            f'\n<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>'
+            '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        ),
+        Sample(
+            table.HARMONY,
+            f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant",
+            f"<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}",
+            "<|start|>assistant",
+            f"<|channel|>commentary<|message|>{ANSWER}",
+            one_call=True,
+        ),
+        Sample(table.QWEN_XML, _THINK, f"\n\n{_xml('weather', *_TEXTS)}\n{_xml('now')}"),
+        Sample(table.GLM, f"\n<think>{THOUGHT}</think>\n", f"\n{_glm('weather', *_TEXTS)}\n{_glm('now')}"),
+        Sample(
+            table.MINIMAX,
+            f"{THOUGHT}\n</think>\n\n",
+            f"\n<minimax:tool_call>\n{_minimax('weather', *_TEXTS)}{_minimax('now')}</minimax:tool_call>",
+            "]~b]ai\n<think>\n",
+            begun="reasoning",
+        ),
+        Sample(
+            table.GEMMA,
+            f"<|channel>thought\n{THOUGHT}<channel|>",
+            f"<|tool_call>call:weather{{{_GEMMA}}}<tool_call|><|tool_call>call:now{{}}<tool_call|>",
+            "<|turn>model\n",
+        ),
+        Sample(
+            table.DEEPSEEK,
+            f"{THOUGHT}</think>",
+            f"<｜tool▁calls▁begin｜>{_deepseek('weather', JSON)}{_deepseek('now', '{}')}<｜tool▁calls▁end｜>",
+            "<｜Assistant｜><think>",
+            begun="reasoning",
+        ),
+        Sample(
+            table.DEEPSEEK_R1,
+            _THINK,
+            f"<｜tool▁calls▁begin｜>{_fenced('weather', JSON)}\n{_fenced('now', '{}')}<｜tool▁calls▁end｜>",
+        ),
+        Sample(
+            table.KIMI,
+            f"<think>{THOUGHT}</think>",
+            f"<|tool_calls_section_begin|>{_kimi('weather', 0, JSON)}{_kimi('now', 1, '{}')}<|tool_calls_section_end|>",
+        ),
+    )
+}
