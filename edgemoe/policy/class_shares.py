@@ -24,7 +24,7 @@ class ClassShare(NamedTuple):
     ranks: FloatArray  # [n] of all its experts
     extents: int
     per_extent: int  # slots
-    least: int  # extents that it keeps in any case
+    least: int  # extents that it keeps in any case, or gets before all others
     most: int  # extents that it has a use for
 
 
@@ -34,11 +34,13 @@ class Exchange(NamedTuple):
     giver: int
     taker: int
     rank: float  # from which on the giver's experts are worth keeping
+    due: bool = False  # the taker has not its least
 
 
 def exchange(shares: Sequence[ClassShare]) -> Exchange | None:
     """Returns what the classes should exchange; None where that would gain nothing.
 
+    A class that has not its least gets it from who loses least by it.
     What the taker would hold beyond what it holds must rank above what the giver would hold no more, and both not only
     of an extent but by a margin of their slots: so an exchange is not undone before ranks have changed by so much.
     """
@@ -52,7 +54,7 @@ def exchange(shares: Sequence[ClassShare]) -> Exchange | None:
     giver, taker = min(lost, key=lambda i: lost[i]), max(gained, key=lambda i: gained[i])
     if gained[taker] <= lost[giver]:
         return None
-    return Exchange(giver, taker, lost[giver])
+    return Exchange(giver, taker, lost[giver], shares[taker].extents < shares[taker].least)
 
 
 def _margin(share: ClassShare) -> int:
@@ -68,4 +70,6 @@ def _most_lost(ordered: FloatArray, share: ClassShare) -> float:
 def _least_gained(ordered: FloatArray, share: ClassShare) -> float:
     """Returns the lowest rank that the margin would hold beyond; the last extent may be partly of use."""
     first = share.extents * share.per_extent
+    if share.extents < share.least:
+        return np.inf
     return float(ordered[min(first + _margin(share), len(ordered)) - 1]) if first < len(ordered) else -np.inf

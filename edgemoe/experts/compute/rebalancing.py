@@ -41,7 +41,7 @@ class Rebalancing:
         found = exchange([self._share(pool, i, ranks) for i in range(len(pool.classes))])
         for number in [] if found is None else self._extents(pool, found, ranks)[:TRIES].tolist():
             assert found is not None
-            if self._residency.extents.remove(pool, number):
+            if self._residency.extents.remove(pool, number, homes=found.due):
                 settle()  # what was computed from it or copied into it
                 self._residency.extents.add(pool, number, found.taker)
                 self.moved += 1

@@ -159,15 +159,23 @@ def _utility(state: int, pool: int, slot: int, ranks: int) -> np.float32:
 @jit
 def may_go(state: int, pool: int, slot: int) -> bool:
     """Returns whether nothing pins the slot's expert or the copy that goes with it, and it is not at home here."""
-    s, p = record(state, STATE), record(pool, POOL)
+    p = record(pool, POOL)
     if i64_at(p.pins)[slot] != 0:
         return False
     if p.index != 0:
         return True
-    key = i64_at(p.owner)[slot]
-    if i64_at(s.kept)[key] == HOME:
+    if i64_at(record(state, STATE).kept)[i64_at(p.owner)[slot]] == HOME:
         return False
-    top, copy = _copy_of(state, key)
+    return is_unpinned(state, pool, slot)  # type: ignore[no-any-return]
+
+
+@jit
+def is_unpinned(state: int, pool: int, slot: int) -> bool:
+    """Returns whether nothing pins the slot's expert or the copy that goes with it."""
+    p = record(pool, POOL)
+    if p.index != 0 or i64_at(p.pins)[slot] != 0:
+        return i64_at(p.pins)[slot] == 0  # type: ignore[no-any-return]
+    top, copy = _copy_of(state, i64_at(p.owner)[slot])
     return copy < 0 or i64_at(record(top, POOL).pins)[copy] == 0  # type: ignore[no-any-return]
 
 

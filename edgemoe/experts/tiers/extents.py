@@ -5,24 +5,27 @@ Compiled; each is one change, whole, as those of `calls` are. Slots of an extent
 
 from __future__ import annotations
 
-from edgemoe.experts.tiers.eviction import class_at, evict, may_go, release
+from edgemoe.experts.tiers.eviction import class_at, evict, is_unpinned, may_go, release
 from edgemoe.experts.tiers.records import CLASS, GONE, NONE, POOL, STATE
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.experts.tiers.waiters import Waiters
 from edgemoe.kernels.cpu.intrinsics import INT, code, i64_at, record
 
 
-@code(INT, INT, INT, INT, result=INT)
-def REMOVE_EXTENT(state: int, pool: int, first: int, count: int) -> int:
+@code(INT, INT, INT, INT, INT, result=INT)
+def REMOVE_EXTENT(state: int, pool: int, first: int, count: int, homes: int) -> int:
     """Evicts what is in an extent's slots, from `first` on, which are no slots from then on.
 
-    Returns whether it did: 0, with nothing changed, where one of them is pinned, loaded into, or keeps a home.
+    Returns whether it did: 0, with nothing changed, where one of them is pinned, loaded into, or, unless `homes`, keeps
+    a home.
     """
     s = record(state, STATE)
     at = i64_at(s.pools)[pool]
     p = record(at, POOL)
     for slot in range(first, first + count):
-        if i64_at(p.pins)[slot] != 0 or (i64_at(p.owner)[slot] >= 0 and not may_go(state, at, slot)):
+        if i64_at(p.pins)[slot] != 0:
+            return 0
+        if i64_at(p.owner)[slot] >= 0 and not (is_unpinned(state, at, slot) if homes else may_go(state, at, slot)):
             return 0
     for slot in range(first, first + count):
         if i64_at(p.owner)[slot] >= 0:
@@ -60,10 +63,13 @@ class Extents:
         """Takes the address of residency's STATE record."""
         self._state, self._waiters = state, waiters
 
-    def remove(self, pool: SlotPool, number: int) -> bool:
-        """Evicts what is in an extent, which is nobody's then. Returns False where something in it has to stay."""
+    def remove(self, pool: SlotPool, number: int, *, homes: bool = False) -> bool:
+        """Evicts what is in an extent, which is nobody's then. Returns False where something in it has to stay.
+
+        With `homes`, those at home here have not.
+        """
         first, count = pool.extent(number, int(pool.extents[number]))
-        if not REMOVE_EXTENT.call_briefly(self._state, pool.index, first, count):
+        if not REMOVE_EXTENT.call_briefly(self._state, pool.index, first, count, homes):
             return False
         pool.extents[number] = NONE
         return True

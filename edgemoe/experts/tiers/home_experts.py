@@ -47,17 +47,28 @@ class HomeExperts:
     def slots(self) -> int:
         """Returns how many experts, spread evenly over the layers, can be at home here. Some slots stay for others."""
         counts = self._ram.layout.classes.counts
-        rooms = [self._room(size_class) for size_class in range(len(counts))]
+        if len(counts) == 1:
+            return self._room(0)
+        layers: list[int] = np.bincount(
+            self._ram.layer_class
+        ).tolist()  # of each class; the share of each is rounded by itself
+        rooms = [max(0, self._room(size_class) - n) for size_class, n in enumerate(layers)]
         return min(room * sum(counts) // count for room, count in zip(rooms, counts, strict=True))
 
     def _room(self, size_class: int) -> int:
-        slots = self._ram.slots_of(size_class)
+        """Returns how many experts of a class can be at home here, as memory was divided at first."""
+        slots = self._slots(size_class)
         return max(0, slots - max(MIN_PASSING, slots // PASSING_SHARE))
+
+    def _slots(self, size_class: int) -> int:
+        layout = self._ram.layout
+        return layout.divided()[size_class] * layout.per_extent[size_class]
 
     def needed_slots(self, size_class: int) -> int:
         """Returns how many slots of a class the home experts of that class take, with those that stay for others."""
         count = int(np.count_nonzero(self._kept[self._ram.layer_class == size_class] == HOME))
-        return count + max(MIN_PASSING, count // (PASSING_SHARE - 1) + 1) if count else 0
+        passing = max(MIN_PASSING, count // (PASSING_SHARE - 1) + 1)
+        return min(count + passing, self._slots(size_class)) if count else 0
 
     def missing(self) -> list[ExpertId]:
         """Returns the home experts that are not in RAM."""

@@ -134,6 +134,24 @@ def test_homes_keep_their_slots() -> None:
     assert box.pool.slots_of(LARGE) >= homes.sum()
 
 
+def test_homes_get_the_slots_that_went_to_another_size() -> None:
+    box, rng = Box(0.5), np.random.default_rng(6)
+    announced = box.residency.homes.slots
+    for _ in range(60 * EVERY):
+        box.step(rng, (E, E, 8, 8))
+    assert box.residency.homes.slots == announced, "others plan with it"
+    homes = np.zeros((L, E), np.bool_)
+    homes[:, : announced // L] = True
+    box.residency.homes.keep(homes)
+    for _ in range(120 * EVERY):
+        box.step(rng, (E, E, 8, 8))
+    for layer in range(L):  # as a box fetches what it is to have
+        for first in range(0, announced // L, 4):
+            box.use(layer, np.arange(first, min(first + 4, announced // L)))
+    assert not box.residency.homes.missing()
+    box.residency.check_integrity(idle=True)
+
+
 @pytest.mark.parametrize("containment", [True, False])
 def test_ram_keeps_room_for_what_devices_hold(containment: bool) -> None:
     policy, rng = LRU(L, E), np.random.default_rng(5)
