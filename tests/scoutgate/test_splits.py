@@ -21,7 +21,10 @@ PROMPTS = [prompt(40, seed, vocab=250) + TURN for seed in range(30)]
 
 def recorded(directory: Path, *rounds: list[list[int]]) -> list[Routes]:
     """What is recorded of an engine that is sent the rounds' prompts, each round when the one before has ended."""
-    recorder = Recorder(RecordSettings(dir=str(directory)), Header("digest", SPEC.geometry.layers, SPEC.geometry.experts, SPEC.geometry.top_k))
+    recorder = Recorder(
+        RecordSettings(dir=str(directory)),
+        Header("digest", SPEC.geometry.layers, SPEC.geometry.experts, SPEC.geometry.top_k),
+    )
     drive = Drive(blocks=400, observe=recorder.add)
     for number, prompts in enumerate(rounds):
         for n, tokens in enumerate(prompts):
