@@ -55,7 +55,7 @@ class SourceTensors:
         if take.source not in self._stacks:
             self._stacks[take.source] = self.take(take.source, stored.shape)
         source = self._stacks[take.source]
-        return source, replace(take, shape=source.shape, transposed=take.transposed and source.shape == take.shape)
+        return source, replace(take, shape=source.shape, transposed=take.transposed and source.kind != "mxfp4")
 
     def refuse_leftovers(self) -> None:
         """Raises UnsupportedModel where tensors are left that the configuration does not ask for."""

@@ -95,7 +95,9 @@ class Source:
 
     def keeps(self, encoding: Encoding) -> bool:
         """Returns whether the encoding can hold the codes themselves, with the scales as they are."""
-        return not self.plain and self.kept_as == encoding.name and self.block[1] % encoding.group == 0
+        wide = self.block[1]
+        fits = not encoding.group or wide % encoding.group == 0 or wide >= self.shape[-1]
+        return not self.plain and self.kept_as == encoding.name and fits
 
     def encoded(self, index: int, first: int, after: int, encoding: Encoding, read: Read) -> Bytes:
         """Returns rows first:after in an encoding that `keeps` them."""

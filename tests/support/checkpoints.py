@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import msgspec
 import torch
 import transformers
+from safetensors.torch import save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.arrays import BoolArray
@@ -34,16 +37,36 @@ SIZES: dict[str, Any] = {
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "intermediate_size": 20, "sliding_window": None},
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 20, "head_dim": 12, "norm_topk_prob": True},
+    "gpt_oss": {"num_local_experts": 6, "intermediate_size": 32, "head_dim": 12, "sliding_window": 20},
+    "gemma4_text": {
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+        "enable_moe_block": True,
+        "intermediate_size": 24,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
 }
 
 
 def tiny_model(
     family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **overrides: Any
 ) -> transformers.PreTrainedModel:
-    """A random model of `family` ("mixtral" | "qwen3_moe") in evaluation mode; `overrides` go into its config."""
+    """A random model of `family`, of FAMILY_SIZES, in evaluation mode; `overrides` go into its config."""
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILY_SIZES[family], **overrides})
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("bias", "sinks", "layer_scalar", "router.scale", "expert_scale")):  # all alike at first
+            tensor.data += 0.1 * torch.randn_like(tensor)
+    return model
 
 
 def tiny_checkpoint(
@@ -78,3 +101,45 @@ def partial_store(store: Path, directory: Path, present: BoolArray) -> Path:
     )
     msgspec.structs.replace(manifest, layers=layers).save(directory)
     return directory
+
+
+def mxfp4_checkpoint(directory: Path) -> transformers.PreTrainedModel:
+    """Saves a random gpt-oss as it is published, with experts in MXFP4; returns the model of the same weights."""
+    model = tiny_model("gpt_oss")
+    generator, state = torch.Generator().manual_seed(5), model.state_dict()
+    for layer in model.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            stack = getattr(layer.mlp.experts, name)  # [E, columns, rows]
+            experts, columns, rows = stack.shape
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(121, 124, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
+            stack.data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+            full = next(key for key, value in state.items() if value.data_ptr() == stack.data_ptr())
+            del state[full]
+            state |= {f"{full}_blocks": blocks, f"{full}_scales": scales}
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    _save(
+        directory, {**_config(model), "architectures": ["GptOssForCausalLM"], "quantization_config": quantized}, state
+    )
+    return model
+
+
+def gemma_that_sees(directory: Path) -> Path:
+    """Saves `tiny_model("gemma4_text")` as it is published: within a model that takes images, too."""
+    model = tiny_model("gemma4_text")
+    state = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in model.state_dict().items()}
+    del state["lm_head.weight"]
+    eyes = {"model.vision_tower.patch_embedder.weight": torch.ones(3), "model.embed_vision.weight": torch.ones(3)}
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "dtype": "float32"}
+    _save(directory, {**config, "text_config": _config(model), "vision_config": {"hidden_size": 3}}, {**state, **eyes})
+    return directory
+
+
+def _config(model: transformers.PreTrainedModel) -> dict[str, Any]:
+    return {**json.loads(model.config.to_json_string(use_diff=False)), "dtype": "float32"}
+
+
+def _save(directory: Path, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, directory / "model.safetensors")
