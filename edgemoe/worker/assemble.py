@@ -174,6 +174,7 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         top_k=spec.top_k,
         dtype=spec.dtype,
         expert_bytes=max(spec.geometry.expert_bytes(layer) for layer in range(spec.layers)),
+        layer_experts=spec.geometry.layer_experts,
     )
 
 
