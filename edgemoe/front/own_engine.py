@@ -45,6 +45,7 @@ class OwnEngine:
             disk=holds.disk,
             ram=holds.ram,
             shares=shares,
+            layer_experts=model.layer_experts,
         )
 
 

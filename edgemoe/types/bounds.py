@@ -46,4 +46,5 @@ Label = Annotated[str, Meta(max_length=1024)]  # of a user, at another box
 LongText = Annotated[str, Meta(max_length=64 << 10)]
 Grammar = Annotated[str, Meta(max_length=32 << 20)]
 Bitmap = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts
+LayerCounts = Annotated[tuple[Small, ...], Meta(max_length=1 << 12)]  # a number of each layer
 Sum64 = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from edgemoe.types.bounds import Bytes, Count, LongText, Small, Text, TokenCount, Word
+from edgemoe.types.bounds import Bytes, Count, LayerCounts, LongText, Small, Text, TokenCount, Word
 from edgemoe.types.experts import ExpertGeometry
 
 
@@ -30,4 +30,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     experts: Small
     top_k: Small
     dtype: Word
-    expert_bytes: Bytes
+    expert_bytes: Bytes  # of a largest one
+    layer_experts: LayerCounts = ()  # of each layer; (): all have `experts`

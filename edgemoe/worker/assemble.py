@@ -175,6 +175,7 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         top_k=spec.geometry.top_k,
         dtype=spec.dtype,
         expert_bytes=max(map(spec.geometry.expert_bytes, range(spec.geometry.layers))),
+        layer_experts=spec.geometry.layer_experts,
     )
 
 

@@ -70,7 +70,15 @@ def make_plan(
         expert_bytes=engine.expert_bytes,
         on_disk=np.stack([none if box.disk is None else box.disk for box in there]),
         in_ram=np.stack([none if box.ram is None else box.ram for box in there]),
+        exists=_exists(engine),
     )
     bits = tuple(pack_bits(homes) for homes in uniform(problem, replicas).homes)
     nodes = tuple(box.node for box in there)
     return PlacementPlan(epoch, version, engine.model, engine.layers, engine.experts, nodes, bits)
+
+
+def _exists(engine: EngineCard) -> BoolArray:
+    """Returns which experts the model has, [L, E]: all where the engine does not state a number for each layer."""
+    counts = engine.layer_experts if len(engine.layer_experts) == engine.layers else (engine.experts,) * engine.layers
+    exists: BoolArray = np.arange(engine.experts) < np.array(counts, np.int64)[:, None]
+    return exists

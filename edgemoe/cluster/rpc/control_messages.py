@@ -21,7 +21,7 @@ from msgspec import Meta
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
-from edgemoe.types.bounds import MAX_NODES, Bitmap, Bytes, Count, Port, Small, Text
+from edgemoe.types.bounds import MAX_NODES, Bitmap, Bytes, Count, LayerCounts, Port, Small, Text
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
@@ -57,11 +57,12 @@ class EngineCard(msgspec.Struct, frozen=True):
     model: Text  # digest
     layers: Small
     experts: Small
-    expert_bytes: Bytes
+    expert_bytes: Bytes  # of a largest one
     budget_experts: Count  # that can be at home there
     disk: Bitmap
     ram: Bitmap
     shares: bool  # computes for others
+    layer_experts: LayerCounts = ()  # of each layer; (): all have `experts`
 
 
 class Announce(Message, frozen=True, tag="Announce"):

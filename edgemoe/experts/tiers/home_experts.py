@@ -26,6 +26,7 @@ class HomeExperts:
 
         Raises CapacityError where RAM lacks room for them.
         """
+        homes = homes & (np.arange(self._ram.experts) < np.array(self._ram.layout.classes.layer_experts)[:, None])
         counts = np.bincount(self._ram.layer_class, homes.sum(axis=1), len(self._ram.classes)).astype(int).tolist()
         for size_class, count in enumerate(counts):
             if count > (room := self._room(size_class)):

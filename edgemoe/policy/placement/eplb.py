@@ -24,7 +24,7 @@ def eplb(problem: PlacementProblem) -> Placement:
         copies = replicate(load, int(slots[layer].sum()))
         for device, members in enumerate(pack(_each(load, copies), slots[layer])):
             homes[node_of[device], layer, copies[members]] = True
-    cover(problem, homes, required(disk))
+    cover(problem, homes, required(problem, disk))
     return placed(problem, homes, disk)
 
 

@@ -144,7 +144,7 @@ def exact(problem: PlacementProblem) -> Placement:
     solve(
         Chains(
             weight,
-            required(disk).ravel(),
+            required(problem, disk).ravel(),
             homes,
             kept,
             place,

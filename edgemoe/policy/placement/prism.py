@@ -18,7 +18,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 def prism(problem: PlacementProblem) -> Placement:
     """Returns Prism's placement. Raises PlacementInfeasible."""
     disk = disk_homes(problem)
-    must = required(disk)
+    must = required(problem, disk)
     counts = layer_counts(problem, must)
     homes = np.zeros_like(disk)
     for layer in range(disk.shape[1]):

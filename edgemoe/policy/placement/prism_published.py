@@ -18,7 +18,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 def published(problem: PlacementProblem) -> Placement:
     """Returns the source's placement, or what `prism` makes of it where the source does not end."""
     disk = disk_homes(problem)
-    must = required(disk)
+    must = required(problem, disk)
     counts, endless = published_counts(problem)
     if endless or (np.minimum(counts, must.shape[1]).sum(axis=0) < must.sum(axis=1)).any():
         counts = layer_counts(problem, must)

@@ -35,11 +35,18 @@ class PlacementProblem:
     on_disk: BoolArray | None = None  # [N, L, E]; None: every node has every expert
     in_ram: BoolArray | None = None  # [N, L, E]; None: none has any yet
     from_disk: bool = False  # whether what memory cannot hold may stay on disk
+    exists: BoolArray | None = None  # [L, E]; None: every layer has as many experts
+
+    @property
+    def experts(self) -> BoolArray:
+        """Returns which experts there are, [L, E]."""
+        return np.ones(self.activations.shape[1:], np.bool_) if self.exists is None else self.exists
 
     @property
     def room(self) -> IntArray:
         """Returns how many experts each node keeps at most, [N]."""
-        return np.array([min(sum(devices), self.activations[0].size) for devices in self.slots], np.int64)
+        most = int(np.count_nonzero(self.experts))
+        return np.array([min(sum(devices), most) for devices in self.slots], np.int64)
 
     @property
     def disks(self) -> BoolArray:
@@ -82,10 +89,11 @@ def disk_homes(problem: PlacementProblem) -> BoolArray:
     """
     room, held, disks = problem.room, problem.held, problem.disks
     homes = np.zeros(held.shape, np.bool_)
-    total = held[0].size
-    nowhere = np.argwhere(~held.any(axis=0))
+    experts = problem.experts
+    total = int(np.count_nonzero(experts))
+    nowhere = np.argwhere(experts & ~held.any(axis=0))
     short = total - int(room.sum())
-    spare = int(disks.any(axis=0).sum()) if problem.from_disk else 0
+    spare = int((experts & disks.any(axis=0)).sum()) if problem.from_disk else 0
     if short > spare:
         lacking = (short - spare) * problem.expert_bytes
         missing = f"{lacking} bytes" if lacking else f"room for {short - spare} experts"
@@ -102,7 +110,7 @@ def disk_homes(problem: PlacementProblem) -> BoolArray:
             len(nowhere) * problem.expert_bytes,
         )
     if short > 0:
-        asked = np.where(disks.any(axis=0), problem.activations.sum(axis=0), np.inf)
+        asked = np.where(experts & disks.any(axis=0), problem.activations.sum(axis=0), np.inf)
         given = np.zeros(len(room))
         for place in np.argsort(asked, axis=None, kind="stable")[:short]:
             layer, expert = divmod(int(place), held.shape[2])
@@ -112,9 +120,9 @@ def disk_homes(problem: PlacementProblem) -> BoolArray:
     return homes
 
 
-def required(disk: BoolArray) -> BoolArray:
+def required(problem: PlacementProblem, disk: BoolArray) -> BoolArray:
     """Returns which experts must be in a memory, [L, E]: those that are at home on no disk."""
-    return np.asarray(~disk.any(axis=0), np.bool_)
+    return np.asarray(problem.experts & ~disk.any(axis=0), np.bool_)
 
 
 def placed(problem: PlacementProblem, homes: BoolArray, disk: BoolArray) -> Placement:

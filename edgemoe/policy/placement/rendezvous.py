@@ -80,7 +80,7 @@ def _whole_layers(problem: PlacementProblem, routes: Sequence[Routes], disk: Boo
     found = linear_sum_assignment(spread[node_of].T, maximize=True)
     for layer, place in zip(*found, strict=True):
         homes[node_of[place], layer] = True
-    must = required(disk)
+    must = required(problem, disk)
     for layer in sorted(set(range(layers)) - set(found[0].tolist())):
         left = np.argsort(-problem.activations[:, layer].sum(axis=0), kind="stable")
         left = left[must[layer, left]]

@@ -23,5 +23,5 @@ def smartmoe(problem: PlacementProblem) -> Placement:
         fitting = np.argsort(-load, kind="stable")[: int(slots[layer].sum())]
         for device, members in enumerate(pack(load[fitting], slots[layer])):
             homes[node_of[device], layer, fitting[members]] = True
-    cover(problem, homes, required(disk))
+    cover(problem, homes, required(problem, disk))
     return placed(problem, homes, disk)

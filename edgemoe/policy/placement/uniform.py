@@ -24,7 +24,7 @@ def uniform(problem: PlacementProblem, replicas: int = 1) -> Placement:
     homes = np.zeros_like(disk)
     left = problem.room
     for copy in range(max(1, min(replicas, len(left)))):
-        _deal(problem, homes, left, copy, required(disk) if copy == 0 else np.ones(disk.shape[1:], np.bool_))
+        _deal(problem, homes, left, copy, required(problem, disk) if copy == 0 else problem.experts)
     return placed(problem, homes, disk)
 
 
@@ -65,9 +65,9 @@ def redundance(problem: PlacementProblem, rng: np.random.Generator) -> Placement
     disk = disk_homes(problem)
     homes = np.zeros((len(disk), disk[0].size), np.bool_)
     places = rng.permutation(np.repeat(np.arange(len(disk)), problem.room))
-    must = rng.permutation(np.flatnonzero(required(disk).ravel()))
+    must = rng.permutation(np.flatnonzero(required(problem, disk).ravel()))
     homes[places[: len(must)], must] = True
     for node, room in enumerate(problem.room):
-        others = rng.permutation(np.flatnonzero(~homes[node]))
+        others = rng.permutation(np.flatnonzero(~homes[node] & problem.experts.ravel()))
         homes[node, others[: int(room) - int(homes[node].sum())]] = True
     return placed(problem, homes.reshape(disk.shape), disk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -119,3 +120,25 @@ def test_a_plan_says_where_each_expert_is_at_home() -> None:
     assert plan.digest() != msgspec.structs.replace(plan, version=3).digest()
     with pytest.raises(ValueError, match="bitmap"):
         unpack_bits(b"\0", 3, 7)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_may_have_different_numbers_of_experts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers, experts = int(rng.integers(2, 6)), int(rng.integers(3, 20))
+    exists = np.arange(experts) < rng.integers(1, experts + 1, layers)[:, None]
+    total, replicas = int(exists.sum()), int(rng.integers(1, 4))
+    room = rng.integers(0, total + 1, 3)
+    room[1] += max(0, total - int(np.minimum(room, total).sum()))
+    problem = PlacementProblem(
+        tuple((int(each),) for each in room),
+        np.zeros((3, layers, experts)),
+        on_disk=np.repeat(exists[None], 3, axis=0),
+        exists=exists,
+    )
+    homes = uniform(problem, replicas).homes
+    assert (homes.any(axis=0) == exists).all(), "each has a home, and what does not exist has none"
+    assert (homes.sum(axis=(1, 2)) <= room).all()
+    if total > 1:
+        with pytest.raises(PlacementInfeasible, match=f"of {total} experts"):
+            uniform(replace(problem, slots=((1,), (0,), (0,))))
