@@ -161,7 +161,7 @@ class Chat(RequestBody, frozen=True, kw_only=True):
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Label | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     stream_options: StreamOptions | None = None
@@ -179,14 +179,18 @@ class Completion(RequestBody, frozen=True, kw_only=True):
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /tokenize: a text, or messages to render by the chat template."""
+    """The body of POST /tokenize: a text, or a chat's messages, to render by the chat template as a chat would be."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedTool | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Label | None = None
 
 
 class Detokenize(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,8 @@ import httpx2
 import pytest
 import pytest_asyncio
 
+from edgemoe.api.endpoints.anthropic import MessagesBody, as_chat
+from edgemoe.api.schema import convert
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable
 from edgemoe.front.main import Front
@@ -128,6 +130,12 @@ async def test_a_conversation_with_results_of_tools_is_read(claude: anthropic.As
         tools=[WEATHER],  # type: ignore[arg-type]
     )
     assert answer.content[0].text == "ok"  # type: ignore[union-attr]
+
+
+async def test_an_effort_and_thinking_reach_the_template() -> None:
+    body = {**say("x"), "output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}
+    chat, _ = as_chat(convert(body, MessagesBody))
+    assert (chat.reasoning_effort, chat.chat_template_kwargs) == ("high", {"enable_thinking": True})
 
 
 async def test_tokens_are_counted_as_they_are_used(claude: anthropic.AsyncAnthropic) -> None:

@@ -128,6 +128,19 @@ async def test_an_answer_goes_on_with_the_last_message(
     assert answer.json()["usage"]["prompt_tokens"] == len(text_model.encode(rendered, add_special_tokens=False))
 
 
+async def test_a_chat_is_tokenized_as_it_is_answered(http: httpx.AsyncClient) -> None:
+    for options in (
+        {},
+        {"tools": [WEATHER]},
+        {"reasoning_effort": "none"},
+        {"tools": [WEATHER], "tool_choice": "none"},
+    ):
+        body = {"messages": ask(), **options}
+        tokens = (await http.post("/tokenize", json=body)).json()
+        answer = await http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+        assert tokens["count"] == answer.json()["usage"]["prompt_tokens"], options
+
+
 @pytest.mark.parametrize("last", ["", "  ", None])
 async def test_there_must_be_something_to_go_on_with(http: httpx.AsyncClient, last: str | None) -> None:
     body = {"messages": [*ask(), {"role": "assistant", "content": last}], "continue_final_message": True}

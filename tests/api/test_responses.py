@@ -8,6 +8,9 @@ from typing import Any
 import openai
 import pytest
 
+from edgemoe.api.endpoints.responses import ResponsesBody, as_chat
+from edgemoe.api.schema import convert
+
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 THOUGHT = "SAY{<think>\nhm\n</think>\n\nHello Köln}END"
 CALL = 'SAY{Wait.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>}END'
@@ -55,6 +58,20 @@ async def test_a_turn_after_a_function_call_is_accepted(client: openai.AsyncOpen
     ]
     response = await client.responses.create(model="tiny", input=items, tools=[TOOL])
     assert response.output_text == "fine"
+
+
+async def test_reasoning_that_is_sent_back_belongs_to_the_message_behind_it() -> None:
+    def thought(text: str) -> Any:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "done"}
+    answer = {"role": "assistant", "content": "yes"}
+    items = [thought("a"), call, call, output, thought("b"), thought("c"), answer, {"role": "user", "content": "x"}]
+    chat, _ = as_chat(convert({"input": [*items, thought("d"), items[-1]]}, ResponsesBody))
+    reasons = [message.reasoning_content for message in chat.messages]
+    assert reasons == ["a", None, "bc", None, None]
+    assert len(chat.messages[0].tool_calls or ()) == 2
 
 
 async def test_an_answer_cut_short_is_incomplete(client: openai.AsyncOpenAI) -> None:

@@ -27,6 +27,8 @@ def held_back(text: str, marks: Iterable[str]) -> int:
 
 
 def _overlap(text: str, mark: str) -> int:
+    if mark[0] not in text:
+        return 0
     longest = min(len(text), len(mark) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import msgspec
+
 from edgemoe.api.dialects import channels
 from edgemoe.api.dialects.call_forms import BracedCall, NamedCall, ObjectCall, ParameterCall
 from edgemoe.api.dialects.dialect import Begun, CallSection, Dialect, HistoryForm
+from edgemoe.api.dialects.response_template import dialect_from
+from edgemoe.types.arrays import Json
 
 HERMES = Dialect(
     name="hermes",
@@ -123,17 +127,19 @@ DIALECTS = (HARMONY, GEMMA, MINIMAX, KIMI, DEEPSEEK_R1, DEEPSEEK, GLM, QWEN_XML,
 TAIL = 64  # characters at a prompt's end that show whether it has opened reasoning
 
 
-def dialect_of(template: str, tokens: Container[str]) -> Dialect:
-    """Returns the dialect of a chat template, else of the tokenizer's added tokens, else Hermes."""
-    for known in (template, tokens):
-        for dialect in DIALECTS:
-            if all(sign in known for sign in dialect.signs):
-                return dialect
-    return HERMES
+def dialect_of(template: str, tokens: Container[str], response: Json | None = None) -> Dialect:
+    """Returns the dialect of a chat template, else of a response template, else of added tokens, else Hermes."""
+    known: tuple[Container[str], ...] = (template, msgspec.json.encode(response).decode().replace("\\", ""), tokens)
+    spoken = (dialect for place in known for dialect in DIALECTS if all(sign in place for sign in dialect.signs))
+    dialect = next(spoken, HERMES)
+    return dialect_from(response, HERMES) if response is not None and dialect is HERMES else dialect
 
 
 def begun_by(prompt: str, dialect: Dialect, template: str, continued: bool) -> Begun:
-    """Returns what the end of `prompt` has begun, which the output goes on with; `continued` texts are its last."""
+    """Returns what the end of `prompt`, which a chat template has made, has begun and the output goes on with.
+
+    With `continued` the prompt ends within a message.
+    """
     begin, end = (mark.rstrip() for mark in dialect.think)
     if dialect.call is None:
         last = prompt[prompt.rfind(channels.START) :]

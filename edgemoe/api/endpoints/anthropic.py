@@ -66,6 +66,7 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True):
     format: OutputFormat | None = None
+    effort: schema.Label | None = None
 
 
 class MessagesBody(schema.RequestBody, frozen=True, kw_only=True):
@@ -98,6 +99,7 @@ def as_chat(body: MessagesBody) -> tuple[Chat, Origin]:
         "tool_choice": _tool_choice(choice),
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
         "response_format": _response_format(body.output_config),
+        "reasoning_effort": body.output_config.effort if body.output_config else None,
         "chat_template_kwargs": {"enable_thinking": thinking, **(body.chat_template_kwargs or {})},
     }
     if messages[-1]["role"] == "assistant" and messages[-1]["content"] and "tool_calls" not in messages[-1]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from edgemoe.api.endpoints.chat import prompt_of
 from edgemoe.api.generate.sampling import check_ids
-from edgemoe.api.schema import Detokenize, Tokenize
-from edgemoe.api.text.chat_messages import for_template
+from edgemoe.api.schema import Chat, Detokenize, Tokenize
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import InvalidRequest
 from edgemoe.types.arrays import Json
@@ -36,15 +36,9 @@ def tokenize(body: Tokenize, text: TextModel, limits: RequestLimits) -> Json:
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if body.messages is None:
         ids = text.encode(body.prompt or "", body.add_special_tokens)
-    elif text.template is None:
-        raise InvalidRequest("this model has no chat template", param="messages", code="no_chat_template")
     else:
-        prompt = text.template.render(
-            for_template(body.messages, text.dialect.history),
-            add_generation_prompt=body.add_generation_prompt,
-            extra=body.chat_template_kwargs,
-        )
-        ids = text.encode(prompt, add_special_tokens=False)
+        own = {name: getattr(body, name) for name in Tokenize.__struct_fields__ if name in Chat.__struct_fields__}
+        ids = prompt_of(Chat(**own), text)
     return {"count": len(ids), "max_model_len": limits.context_tokens, "tokens": ids}
 
 

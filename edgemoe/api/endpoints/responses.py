@@ -93,25 +93,41 @@ def _messages(given: str | list[dict[str, Any]], origin: Origin) -> list[Json]:
         origin.messages.append("input")
         return [{"role": "user", "content": given}]
     messages: list[Json] = []
+    reasoning = ""  # of the assistant's message that follows
     for at, item in enumerate(given):
         origin.messages += [f"input[{at - 1}]"] * (len(messages) - len(origin.messages))
         match item.get("type", "message"):
             case "message":
                 messages.append({"role": item.get("role"), "content": item.get("content")})
+                reasoning = _with_reasoning(messages[-1], reasoning)
             case "function_call":
                 call = {"id": item.get("call_id"), "function": {k: item.get(k) for k in ("name", "arguments")}}
-                if not (messages and messages[-1]["role"] == "assistant"):
+                if reasoning or not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant", "content": None})
+                    reasoning = _with_reasoning(messages[-1], reasoning)
                 messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 output = item.get("output")
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case "reasoning":
-                pass  # reasoning of earlier turns is not shown to the model
+                reasoning += _reasoning(item)
             case other:
                 raise InvalidRequest(f"input[{at}]: a {other!r} item cannot be read here", param=f"input[{at}].type")
     origin.messages += [f"input[{len(given) - 1}]"] * (len(messages) - len(origin.messages))
     return messages
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    parts = item.get("content")
+    texts = (part.get("text") for part in parts if isinstance(part, dict)) if isinstance(parts, list) else ()
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _with_reasoning(message: Json, reasoning: str) -> str:
+    """Adds the reasoning to a message of the assistant's. Returns what is left for the next one: nothing."""
+    if reasoning and message["role"] == "assistant":
+        message["reasoning_content"] = reasoning
+    return ""
 
 
 def _tool(tool: dict[str, Any], at: int) -> Json:

@@ -35,7 +35,12 @@ class TextModel:
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
         self.vocabulary = Vocabulary(self._tokenizer)
         self.template = ChatTemplate.load(directory, tokenizer_config)
-        self.dialect = dialect_of(self.template.text if self.template else "", self.vocabulary.added)
+        response = tokenizer_config.get("response_template")
+        self.dialect = dialect_of(
+            self.template.text if self.template else "",
+            self.vocabulary.added,
+            response if isinstance(response, dict) else None,
+        )
         self._config = tokenizer_config
         self.eos = self._eos(tokenizer_config, generation, read_json(directory / "config.json"))
         self.defaults = _defaults(generation)
