@@ -14,10 +14,13 @@ from support.front_kit import byte_level_tokenizer, write_model
 
 from edgemoe.api.dialects.dialect import Marks
 from edgemoe.api.dialects.parser import Parser
+from edgemoe.api.dialects.pieces import OutputPiece
 from edgemoe.api.dialects.table import GEMMA, HARMONY, HERMES, KIMI, begun_by, dialect_of
 from edgemoe.api.dialects.values import as_json, kinds
 from edgemoe.api.endpoints.chat import prepare, render
-from edgemoe.api.schema import Chat, convert
+from edgemoe.api.generate.grammar import Form, tool_grammar
+from edgemoe.api.schema import Chat, Tool, convert
+from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.types.request import RequestLimits
 
@@ -210,6 +213,41 @@ def test_a_call_without_line_breaks_is_read_too() -> None:
     text = "<tool_call>weather<arg_key>city</arg_key><arg_value> K </arg_value></tool_call><tool_call>now</tool_call>"
     pieces = Parser(Marks(glm, "answer", 8, FUNCTIONS)).feed(text)
     assert [piece.text for piece in pieces.of("call")] == ['{"city": " K "}', "{}"]
+
+
+@pytest.mark.parametrize("end", ["</function>\n</tool_call>", "</function>", "</function>\n\n"])
+def test_a_call_of_qwen_that_lacks_its_first_or_last_mark_is_one(end: str) -> None:
+    text = f"So:\n<function=weather>\n<parameter=city>\nK\n</parameter>\n{end}<function=now>{end}"
+    pieces = whole(Parser(Marks(SAMPLES["qwen-xml"].dialect, "answer", 8, FUNCTIONS)), text)
+    assert [(piece.kind, piece.text) for piece in pieces] == [
+        ("text", "So:"),
+        ("call", '{"city": "K"}'),
+        ("call", "{}"),
+    ]
+
+
+HEADERS = [
+    "<|channel|>commentary to=functions.now<|message|>",
+    "<|channel|>commentary to=functions.now json<|message|>",
+    "<|channel|>commentary to=functions.now<|constrain|>json<|message|>",
+    " to=functions.now<|channel|>commentary <|constrain|>json<|message|>",
+]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_call_of_harmony_has_its_recipient_anywhere_in_the_header(header: str) -> None:
+    pieces = whole(Parser(Marks(HARMONY, "open", 8, FUNCTIONS)), f"{header}{{}}")
+    assert [piece.call.name for piece in pieces if piece.call] == ["now"]
+    form = Form(Vocabulary(tokenizer(HARMONY)).added, HARMONY, "open")
+    grammar = tool_grammar([convert({"function": {"name": "now"}}, Tool)], True, form)
+    matcher = LLMatcher(LLTokenizer(tokenizer(HARMONY).to_str()), grammar, log_level=0)
+    assert matcher.consume_tokens(tokenizer(HARMONY).encode(f"{header}{{}}").ids)
+
+
+def whole(parser: Parser, text: str) -> list[OutputPiece]:
+    pieces = parser.feed(text)
+    pieces.extend(parser.flush())
+    return list(pieces)
 
 
 def test_gemma_may_think_again_behind_a_call() -> None:

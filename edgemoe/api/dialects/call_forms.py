@@ -133,7 +133,7 @@ class ParameterCall:
     before_key: str
     after_key: tuple[str, ...]
     after_value: str
-    end: tuple[str, ...]
+    end: tuple[str, ...]  # only the first must be there
     layout: bool = False  # one line break on either side of a value is layout
 
     @property
@@ -154,7 +154,10 @@ class ParameterCall:
             call.write(f"{', ' if keys else '{'}{quoted(key)}: ")
             keys.add(key)
             yield from self._value(source, call, key)
-        yield from source.expect(*self.end)
+        yield from source.expect(self.end[0])
+        for mark in self.end[1:]:
+            yield from source.space()
+            yield from source.accept(mark)
         call.write("}" if keys else "{}")
 
     def _name(self, source: GrowingText) -> Reading[str]:

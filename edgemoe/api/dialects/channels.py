@@ -59,7 +59,7 @@ def _message(output: OutputReader, channel: str, recipient: str) -> Reading[None
     """Reads the content of a message, and the mark that ends it."""
     kind: Kind = "reasoning" if channel == "analysis" and not recipient else "text"
     output.begin(kind, BETWEEN_MESSAGES)
-    if recipient.startswith("functions.") and output.takes_calls:
+    if recipient and output.takes_calls:
         if (yield from output.call(partial(_call, recipient.removeprefix("functions.")))):
             return
     elif recipient:

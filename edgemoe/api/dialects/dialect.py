@@ -37,6 +37,7 @@ class Dialect:
     call: CallForm | None  # None: the output is messages with headers, which name a channel and a recipient
     think: tuple[str, str] = ("<think>", "</think>")
     section: CallSection | None = None
+    lone_begin: str = ""  # a mark inside a call that begins one, too: some models leave out what is before it
     thinks_anywhere: bool = False  # not only at the start
     calls_while_thinking: bool = False  # a call ends reasoning that was not closed
     ends: tuple[str, ...] = ()  # tokens that end an answer, beside those that the model's files name

@@ -46,6 +46,7 @@ QWEN_XML = Dialect(
         end=("</function>", "</tool_call>"),
         layout=True,
     ),
+    lone_begin="<function=",
 )
 GLM = Dialect(
     name="glm",

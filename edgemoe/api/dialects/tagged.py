@@ -17,7 +17,8 @@ def read_tagged(output: OutputReader) -> Reading[None]:
     elif marks.begun == "open" and (yield from _thinks_first(output)):
         output.begin("reasoning")
     while mark := (yield from output.copy(_next_marks(output))):
-        if mark == _call_begin(output):
+        if mark in _call_begins(output):
+            output.source.unread(len(mark) if mark == marks.dialect.lone_begin else 0)
             if (yield from _calls(output)):
                 output.begin("text")
         elif mark == begin_think and output.kind == "text" and marks.dialect.thinks_anywhere and marks.think:
@@ -48,13 +49,13 @@ def _thinks_first(output: OutputReader) -> Reading[bool]:
     return bool(found)
 
 
-def _call_begin(output: OutputReader) -> str:
+def _call_begins(output: OutputReader) -> tuple[str, ...]:
     dialect = output.marks.dialect
     if dialect.call is None or not output.takes_calls:
-        return ""
+        return ()
     if output.kind == "reasoning" and not dialect.calls_while_thinking:
-        return ""
-    return dialect.section.begin if dialect.section else dialect.call.begin
+        return ()
+    return dialect.section.begin if dialect.section else dialect.call.begin, dialect.lone_begin
 
 
 def _next_marks(output: OutputReader) -> tuple[str, ...]:
@@ -63,7 +64,7 @@ def _next_marks(output: OutputReader) -> tuple[str, ...]:
         think = end_think
     else:
         think = begin_think if marks.think and marks.dialect.thinks_anywhere else ""
-    return tuple(dict.fromkeys(filter(None, (think, _call_begin(output), *output.special))))
+    return tuple(dict.fromkeys(filter(None, (think, *_call_begins(output), *output.special))))
 
 
 def _calls(output: OutputReader) -> Reading[bool]:

@@ -38,8 +38,7 @@ def _call(rules: Rules, dialect: Dialect, tool: Tool, strict: bool) -> str:
     schema: Json = (strict and tool.function.parameters) or ANY_OBJECT
     match dialect.call:
         case None:
-            head = f"{channels.CHANNEL}commentary to=functions.{name} {channels.CONSTRAIN}json{channels.MESSAGE}"
-            return f"{rules.mark(head)} {json_rule(schema, SPACED)}"
+            return f"{_header(rules, name)} {json_rule(schema, SPACED)}"
         case ObjectCall() as form:
             body = json_rule(_object(form, name, schema), AS_IN_TEMPLATES)
             return f'{rules.mark(form.begin)} "\\n" {body} "\\n" {rules.mark(form.end)}'
@@ -51,6 +50,13 @@ def _call(rules: Rules, dialect: Dialect, tool: Tool, strict: bool) -> str:
             return _braced(rules, form, name, schema)
         case other:
             raise AssertionError(f"no grammar for {other}")
+
+
+def _header(rules: Rules, name: str) -> str:
+    """Returns the term for the header of a call: the recipient stands before the channel or behind it."""
+    channel, to = rules.mark(f"{channels.CHANNEL}commentary"), literal(f" to=functions.{name}")
+    kind = f'(" "? {rules.mark(channels.CONSTRAIN)}? "json")?'
+    return f"({channel} {to} | {to} {channel}) {kind} {rules.mark(channels.MESSAGE)}"
 
 
 def _object(form: ObjectCall, name: str, schema: Json) -> Json:
