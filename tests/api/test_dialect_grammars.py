@@ -9,12 +9,14 @@ from llguidance import LLMatcher, LLTokenizer
 from support.dialect_kit import ANSWER, FUNCTIONS, SAMPLES, Sample, tokenizer
 from test_grammar import accepts
 
+from edgemoe.api.dialects.call_forms import BracedCall, ParameterCall
 from edgemoe.api.dialects.dialect import Begun
 from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
 from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
 from edgemoe.api.text.detokenize import Vocabulary
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+TEXTUAL = [sample for sample in SAMPLES.values() if isinstance(sample.dialect.call, BracedCall | ParameterCall)]
 TOOLS = [Tool(function=Function(name=name, parameters=parameters)) for name, parameters in FUNCTIONS.items()]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 OBJECT = ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=SCHEMA))
@@ -57,6 +59,27 @@ def test_calls_that_are_required_come_after_reasoning_and_fit_their_functions(sa
     assert not accepts_tokens(sample, several, sample.thought + sample.only_calls.replace("city", "town"))
     if sample.begun == "open":
         assert accepts_tokens(sample, several, sample.only_calls)
+
+
+@pytest.mark.parametrize("sample", TEXTUAL, ids=lambda sample: sample.dialect.name)
+@pytest.mark.parametrize("required", [[], ["b"], ["a", "c"]])
+def test_parameters_that_are_not_required_may_be_missing(sample: Sample, required: list[str]) -> None:
+    parameters = {"type": "object", "properties": {key: {"type": "integer"} for key in "abc"}, "required": required}
+    tool = Tool(function=Function(name="f", parameters=parameters))
+    grammar = tool_grammar([tool], False, form(sample, "answer"))
+    for given in ("", "a", "b", "c", "ab", "ac", "bc", "abc"):
+        assert accepts_tokens(sample, grammar, sample.written("f", given)) == (set(required) <= set(given)), given
+    assert not accepts_tokens(sample, grammar, sample.written("f", "ca"))
+
+
+def test_hundreds_of_tools_and_parameters_make_a_grammar_of_their_size() -> None:
+    def tools(number: int) -> list[Tool]:
+        parameters = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(number)}}
+        return [Tool(function=Function(name=f"f{at}", parameters=parameters)) for at in range(5)]
+
+    for sample in SAMPLES.values():
+        small, large = (len(tool_grammar(tools(number), True, form(sample))) for number in (40, 160))
+        assert large < 6 * small, sample.dialect.name
 
 
 @EACH

@@ -54,6 +54,19 @@ class Sample:
         """The calls as they begin an answer."""
         return self.calls.removeprefix("<|end|><|start|>assistant").lstrip()
 
+    def written(self, name: str, keys: str) -> str:
+        """A call with a number for each letter of `keys`, in a dialect that writes arguments as text."""
+        match self.dialect.name:
+            case "qwen-xml":
+                return _xml(name, *((key, "1") for key in keys))
+            case "glm":
+                return _glm(name, *((key, "1") for key in keys))
+            case "minimax":
+                call = _minimax(name, *((key, "1") for key in keys))
+                return f"<minimax:tool_call>\n{call}</minimax:tool_call>"
+            case _:
+                return f"<|tool_call>call:{name}{{{','.join(f'{key}:1' for key in keys)}}}<tool_call|>"
+
     def said(self, text: str) -> str:
         """An answer that says no more than `text`."""
         return f"<|channel|>final<|message|>{text}" if self.dialect.call is None else text

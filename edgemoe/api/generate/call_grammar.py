@@ -132,19 +132,19 @@ def _braced(rules: Rules, form: BracedCall, name: str, schema: Json) -> str:
         else:
             value = json_rule(_within(given[key], schema), COMPACT)
         members.append((rules.named("member", f"{literal(f'{key}:')} {value}"), key in required))
-    inside = _in_order(members) if given else f'(member_any ("," member_any){{0,{MAX_MORE}}})?'
+    inside = _in_order(rules, members) if given else f'(member_any ("," member_any){{0,{MAX_MORE}}})?'
     return f'{rules.mark(form.begin)} {literal(f"{form.before_name}{name}{{")} {inside} "}}" {rules.mark(form.end)}'
 
 
-def _in_order(members: Sequence[tuple[str, bool]]) -> str:
+def _in_order(rules: Rules, members: Sequence[tuple[str, bool]]) -> str:
     """Returns the term for members in order with commas between them; those that are not required may be missing."""
-    choices = []
-    for first, (name, needed) in enumerate(members):
-        rest = (f'"," {other}' if must else f'("," {other})?' for other, must in members[first + 1 :])
-        choices.append(" ".join([name, *rest]))
-        if needed:
-            return one_of(choices)
-    return f"{one_of(choices)}?"
+    choices: list[str] = []
+    optional, rest = True, ""
+    for name, needed in reversed(members):
+        choices = [f"{name} {rest}"] if needed else [f"{name} {rest}", *choices]
+        optional = optional and not needed
+        rest = rules.named("rest", f'"," {name} {rest}' if needed else f'("," {name})? {rest}')
+    return one_of(choices) + ("?" if optional else "")
 
 
 def _anything(rules: Rules, form: BracedCall) -> str:

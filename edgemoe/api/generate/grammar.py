@@ -18,7 +18,7 @@ from edgemoe.api.dialects import channels
 from edgemoe.api.dialects.dialect import Begun, Dialect
 from edgemoe.api.dialects.table import HERMES
 from edgemoe.api.generate.call_grammar import call_rules
-from edgemoe.api.generate.lark import BREAK, Rules, json_rule
+from edgemoe.api.generate.lark import ANY_TEXT, BREAK, Rules, json_rule
 from edgemoe.api.schema import ResponseFormat, Tool
 from edgemoe.errors import InvalidRequest
 
@@ -113,7 +113,7 @@ def free_grammar(tools: Sequence[Tool], several: bool, form: Form = Form()) -> s
         with contextlib.suppress(InvalidRequest):
             rules = form.rules()
             calls = rules.add("calls", call_rules(rules, form.dialect, tools, several, strict))
-            rules.add("PLAIN", "/(.|\\n)*/")
+            rules.add("PLAIN", ANY_TEXT)
             if form.dialect.call is None:
                 return _checked(form.around(rules, "PLAIN", calls), "tools")
             return _checked(form.around(rules, f"PLAIN {calls}?"), "tools")

@@ -22,6 +22,7 @@ AS_IN_TEMPLATES: Json = {
     "key_separator": ": ",
 }  # as tojson has it
 SPACED: Json = {"whitespace_flexible": True, "whitespace_pattern": " ?"}  # as the model likes
+ANY_TEXT = r"/(.|\n)*/"
 BREAK = '("\\n")?'
 
 
@@ -48,6 +49,7 @@ class Rules:
         self._tokens = sorted((mark for mark in marks if mark in tokens), key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
         self._rules: list[str] = []
+        self._texts: dict[str, str] = {}  # by the mark that ends them
 
     def __str__(self) -> str:
         return "\n".join(self._rules)
@@ -72,10 +74,14 @@ class Rules:
 
     def text_until(self, end: str) -> str:
         """Returns the Lark term for any text and the mark that ends it."""
-        if end in self._tokens:
-            plain = self.add(f"TEXT_{len(self._rules)}", r"/(.|\n)*/")
-            return f"{plain} {end}"
-        return self.add(f"text_{len(self._rules)}[lazy]", f"/(.|\\n)*{_escaped(end)}/").partition("[")[0]
+        if end not in self._texts:
+            name = f"text_{len(self._texts)}"
+            if end in self._tokens:
+                self._texts[end] = f"{self.add(name.upper(), ANY_TEXT)} {end}"
+            else:
+                self.add(f"{name}[lazy]", f"{ANY_TEXT[:-1]}{_escaped(end)}/")
+                self._texts[end] = name
+        return self._texts[end]
 
 
 def _escaped(text: str) -> str:
