@@ -17,6 +17,7 @@ from edgemoe.families.table import FAMILIES, REFUSED, Family, Given
 from edgemoe.types.experts import DTYPE_BYTES, SILU
 
 MAX_EXPERTS = 1 << 17  # of all layers together
+MOST_STATE_BYTES = 1 << 34  # of one sequence
 
 
 def _head_dim(config: Config) -> int:
@@ -127,6 +128,7 @@ def _check_sizes(spec: ModelSpec) -> None:
         (len(dense) >= spec.layers, "no layer has experts"),
         (dense and not feed_forward.dense_width, "it has dense layers, but not their width"),
         (router.experts % router.groups, "the number of experts must be a multiple of the number of groups"),
+        (spec.state_bytes > MOST_STATE_BYTES, f"states of more than {MOST_STATE_BYTES} bytes are impossible"),
         (router.top_groups > router.groups, "more groups of experts are chosen than there are"),
     ):
         if fault:

@@ -80,6 +80,12 @@ class Heads:
     sinks: bool = False  # each head has one more score, whose value is zero
     v_norm: bool = False  # values are normalised, without weights
     v_is_k: bool = False  # a value is what its key is before norm and rotary embedding
+    output_gate: bool = False  # a head's output is weighted by a sigmoid; its rows follow the head's queries'
+
+    @property
+    def state_floats(self) -> int:
+        """Returns the numbers in the layer's state, 0 where keys and values are all that it keeps."""
+        return 0
 
     @property
     def kv(self) -> KVRow:
@@ -89,7 +95,8 @@ class Heads:
     def tensors(self, hidden: int) -> Tensors:
         """Yields name and shape of the layer's tensors."""
         queries, keys = self.count * self.dim, self.kv_count * self.dim
-        parts = (("q", queries), ("k", keys), ("v", keys))[: 2 if self.v_is_k else 3]
+        asked = 2 * queries if self.output_gate else queries
+        parts = (("q", asked), ("k", keys), ("v", keys))[: 2 if self.v_is_k else 3]
         for part, rows in parts:
             yield f"self_attn.{part}_proj.weight", (rows, hidden)
         yield "self_attn.o_proj.weight", (hidden, queries)
@@ -176,6 +183,7 @@ class Block:
 
     eps: float
     tied: bool = False  # the head is the embedding
+    unit_offset: bool = False  # norms multiply by 1 + weight
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0

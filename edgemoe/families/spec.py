@@ -9,6 +9,8 @@ from edgemoe.families.records import Attention, Block, FeedForward, Names, Route
 from edgemoe.types.experts import DTYPE_BYTES, ExpertGeometry
 from edgemoe.types.step import BLOCK_TOKENS
 
+STATE_ITEM_BYTES = 4  # float32 whatever the model's dtype, because rounding adds up over a sequence
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -66,6 +68,16 @@ class ModelSpec:
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
         return self.kv_layout.block_bytes // BLOCK_TOKENS
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Returns the layers that have states. Whatever counts states counts these layers alone, from 0."""
+        return tuple(n for n, each in enumerate(self.attention) if each.heads.state_floats)
+
+    @property
+    def state_bytes(self) -> int:
+        """Returns the bytes of one sequence's states in all layers."""
+        return STATE_ITEM_BYTES * sum(each.heads.state_floats for each in self.attention)
 
 
 def dense_shapes(spec: ModelSpec) -> dict[str, Shape]:

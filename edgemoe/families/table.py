@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from edgemoe.families.delta import delta_layers
 from edgemoe.families.latent import LATENT, LatentHeads
 from edgemoe.families.layers import alike, first_dense, shared_width, sparse_steps, typed_layers
 from edgemoe.families.read import Config, choice, flag, number, whole
@@ -17,6 +18,14 @@ Given = Mapping[str, Any]  # a record's field -> its value, or a function of the
 
 
 PLAIN, GELU = Names(), Activation("gelu_tanh")
+SHARED_EXPERT = (".shared_experts.", ".shared_expert.")
+GATED_HEADS: Given = {
+    "qk_norm": "head",
+    "output_gate": True,
+    "qkv_bias": flag("attention_bias"),
+    "o_bias": flag("attention_bias"),
+}
+GATED_SHARED: Given = {"shared_width": whole("shared_expert_intermediate_size"), "shared_gate": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,44 @@ FAMILIES: dict[str, Family] = {
         ),
         GEMMA_4,
         replace(GEMMA_4, name="gemma4", architecture="Gemma4ForConditionalGeneration", section="text_config"),
+        Family(
+            name="qwen3_next",
+            architecture="Qwen3NextForCausalLM",
+            names=Names(renames=(SHARED_EXPERT,), skipped=(r"mtp\.",)),
+            layers=delta_layers(grouped=True),
+            heads=GATED_HEADS,
+            rope={"partial": 0.25},
+            router={"renormalise": flag("norm_topk_prob", default=True)},
+            feed_forward={
+                **GATED_SHARED,
+                "dense_layers": sparse_steps,
+                "dense_width": whole("intermediate_size", default=0),
+            },
+            block={"unit_offset": True},
+        ),
+        *(
+            Family(
+                name=name,
+                architecture=architecture,
+                section=section,
+                names=Names(renames=(SHARED_EXPERT, *renames), skipped=(r"mtp\.", r"model\.visual\.")),
+                layers=delta_layers(grouped=False),
+                heads=GATED_HEADS,
+                rope={"partial": 0.25},
+                router={"renormalise": True},
+                feed_forward=GATED_SHARED,
+                block={"unit_offset": True},
+            )
+            for name, architecture, section, renames in (
+                ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "", ()),
+                (
+                    "qwen3_5_moe",
+                    "Qwen3_5MoeForConditionalGeneration",
+                    "text_config",
+                    (("model.", "model.language_model."),),
+                ),
+            )
+        ),
     )
 }
 INDEXER = "its attention chooses what to look at by an indexer of its own (sparse attention)"

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from edgemoe.families.delta import DeltaSpec
+from edgemoe.families.delta import DeltaHeads
+from edgemoe.families.spec import ModelSpec
 from edgemoe.model.memory import zeros
 from edgemoe.types.step import Batch
 
@@ -33,10 +34,20 @@ class StateCache:
     others. Memory is allocated once and never grows.
     """
 
-    def __init__(self, spec: DeltaSpec, layers: int, slots: int, device: torch.device | str = "cpu") -> None:
-        self.data = zeros((slots, layers, spec.state_floats), torch.float32, device)
-        self._tail = (spec.taps - 1, spec.channels)
-        self._matrices = (spec.value_heads, spec.key_dim, spec.value_dim)
+    def __init__(self, heads: DeltaHeads, layers: int, slots: int, device: torch.device | str = "cpu") -> None:
+        self.data = zeros((slots, layers, heads.state_floats), torch.float32, device)
+        self._tail = (heads.taps - 1, heads.channels)
+        self._matrices = (heads.count, heads.dim, heads.value_dim)
+
+    @classmethod
+    def of(cls, spec: ModelSpec, slots: int, device: torch.device | str = "cpu") -> StateCache | None:
+        """Returns the states of a model, all of whose layers with states are alike; None where it has none."""
+        kinds = {spec.attention[layer].heads for layer in spec.state_layers}
+        if not kinds:
+            return None
+        (heads,) = kinds
+        assert isinstance(heads, DeltaHeads)
+        return cls(heads, len(spec.state_layers), slots, device)
 
     @property
     def slot_bytes(self) -> int:

@@ -52,6 +52,6 @@ def _assemble(spec: ModelSpec, read: WeightReader) -> Weights:
     return Weights(
         embed=embed,
         layers=tuple(make_layer(LayerPlace(spec, layer, read)) for layer in range(spec.layers)),
-        norm=Norm(read("model.norm.weight"), spec.block.eps),
+        norm=read.norm("model.norm.weight"),
         head=embed if spec.block.tied else read.matrix("lm_head.weight"),
     )

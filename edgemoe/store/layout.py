@@ -28,7 +28,10 @@ from edgemoe.types.encoding import ENCODINGS, FLOAT32, Encoding
 from edgemoe.types.experts import padded
 
 STORED_AS = {"float32": "F32", "bfloat16": "BF16"}  # encoding -> safetensors dtype; others are bytes, U8
-MATRICES = ("_proj.weight", "_proj_with_mqa.weight", "embed_tokens.weight", "lm_head.weight")  # dense, to be encoded
+MATRICES = (  # dense, to be encoded
+    *("_proj.weight", "_proj_with_mqa.weight", "embed_tokens.weight", "lm_head.weight"),
+    *("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight"),
+)
 NO_DIGEST = "0" * 32
 
 

@@ -33,6 +33,7 @@ from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
+from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import checksum
 from edgemoe.store.manifest import DENSE, Manifest
@@ -160,6 +161,7 @@ def _needs(manifest: Manifest, spec: ModelSpec) -> ModelNeeds:
         kv_bytes_per_token=spec.kv_bytes_per_token + -(-experts.layers * experts.experts // BLOCK_TOKENS),
         experts=experts,
         context_tokens=spec.context_tokens,
+        state_bytes=spec.state_bytes,
     )
 
 
@@ -258,7 +260,8 @@ def _engine(
     kv_blocks = (budgets.kv_bytes - (0 if on_gpu else kv_swap_bytes)) // block_bytes
     if not kv_blocks:
         raise CapacityError(f"{budgets.kv_bytes} bytes hold no block of KV; raise memory.kv_bytes")
-    cache = KVCache(spec.kv_layout, kv_blocks, decoder.device)
+    states = StateCache.of(spec, budgets.state_slots, decoder.device)
+    cache = KVCache(spec.kv_layout, kv_blocks, decoder.device, states)
     timeout_s = MISSING_EXPERT_TIMEOUT_CALLS * settings.cluster.call_timeout_s if settings.cluster.node else 0.0
     return Engine(
         LoadedModel(spec, decoder, tiers.experts, cache, decoder.device, grammars),

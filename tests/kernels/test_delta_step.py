@@ -22,8 +22,8 @@ class Case:
         self.sizes |= {"key_dim": key_dim, "value_dim": value_dim, "taps": taps}
         keys, values = key_heads * key_dim, value_heads * value_dim
         self.channels = 2 * keys + values
-        self.sizes |= {"channels": self.channels, "rows": self.channels + values + 2 * value_heads}
-        self.projected = torch.randn(tokens, self.sizes["rows"])
+        self.sizes |= {"channels": self.channels}
+        self.projected, self.own = torch.randn(tokens, self.channels + values), torch.randn(tokens, 2 * value_heads)
         self.convolution = torch.randn(taps, self.channels)
         self.rates, self.dt_bias = torch.rand(value_heads) * 16, torch.randn(value_heads) * 8
         self.norm = torch.rand(value_dim)
@@ -37,7 +37,7 @@ class Case:
         job = np.zeros(1, DELTA)
         for name, size in self.sizes.items():
             job[name] = size
-        for name in ("projected", "convolution", "rates", "dt_bias", "norm", "reads", "writes", "out"):
+        for name in ("projected", "own", "convolution", "rates", "dt_bias", "norm", "reads", "writes", "out"):
             job[name] = getattr(self, name).data_ptr()
         job["tails"], job["matrices"] = self.slots.data_ptr(), self.slots.data_ptr() + 4 * self.tail_floats
         job["slot_stride"], job["eps"] = self.slots.stride(0) * 4, EPS
@@ -57,7 +57,7 @@ class Case:
             part.view(-1, dim) / (part.view(-1, dim).square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k)
         )
         q, k = (part.repeat_interleave(heads // len(part), dim=0) for part in (q / dim**0.5, k))
-        gate, beta, step = line[self.channels :].split([heads * n, heads, heads])
+        gate, (beta, step) = line[self.channels :], self.own[token].double().chunk(2)
         state = (
             slot[self.tail_floats :].view(heads, dim, n)
             * (-self.rates * softplus(step + self.dt_bias)).exp()[:, None, None]
@@ -89,7 +89,8 @@ def test_a_token_gets_the_same_bits_alone_and_in_company(kernels: Kernels) -> No
     whole.run(kernels)
     alone = Case(5, 2, 4, 16, 16, 4)
     alone.sizes["tokens"] = 1
-    alone.projected, alone.reads, alone.writes = alone.projected[3:], alone.reads[3:], alone.writes[3:]
+    alone.projected, alone.own = alone.projected[3:], alone.own[3:]
+    alone.reads, alone.writes = alone.reads[3:], alone.writes[3:]
     alone.run(kernels)
     assert torch.equal(alone.out[0], whole.out[3])
     assert torch.equal(alone.slots[alone.writes[0]], whole.slots[whole.writes[3]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,66 +11,57 @@ import transformers
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from edgemoe.families.delta import DeltaSpec
+from edgemoe.families.delta import DeltaHeads
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.delta_net import DeltaNet, DeltaWeights
+from edgemoe.model.layers.delta_net import DeltaNet
+from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.states import StateCache, StepStates
+from edgemoe.types.encoding import ENCODINGS
 from edgemoe.types.step import Batch, StateUse
 
 HIDDEN, EPS = 32, 1e-6
-SPECS = [DeltaSpec(2, 4, 8, 12, 4), DeltaSpec(2, 2, 16, 8, 4), DeltaSpec(1, 3, 6, 6, 3)]
+HEADS = [(4, 2, 8, 12, 4), (2, 2, 16, 8, 4), (3, 1, 6, 6, 3)]  # value heads, key heads, their widths, taps
 SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "rms_norm_eps": EPS}
 
 
-def rows_of_next(spec: DeltaSpec) -> tuple[list[int], list[int]]:
-    """Where queries, keys, values and gates, then rates and decays, lie in Qwen3-Next's two projections."""
-    share = spec.value_heads // spec.key_heads
-    qkvz: list[list[int]] = [[], [], [], []]
-    ba: list[list[int]] = [[], []]
-    first = 0
-    for head in range(spec.key_heads):
-        for part, size in zip(qkvz, (spec.key_dim,) * 2 + (share * spec.value_dim,) * 2, strict=True):
-            part += range(first, first + size)
-            first += size
-        for offset, part in enumerate(ba):
-            part += range((2 * head + offset) * share, (2 * head + offset + 1) * share)
-    return [*chain(*qkvz)], [*chain(*ba)]
+class Place:
+    """Where a layer stands that is the second of two, with the weights of one of transformers'."""
+
+    def __init__(self, heads: DeltaHeads, theirs: Any) -> None:
+        self.number, self.attention = 7, SimpleNamespace(heads=heads)
+        self.spec = SimpleNamespace(block=SimpleNamespace(eps=EPS), state_layers=(3, 7))
+        self._state = theirs.state_dict()
+
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.cat([self._state[name.removeprefix("linear_attn.")] for name in names])
+
+    def matrix(self, *names: str) -> Matrix:
+        rows = self.read(*names)
+        return Matrix(rows, ENCODINGS["float32"], rows.shape[1])
 
 
 class Layer:
     """A random layer of transformers, and ours with the same weights."""
 
-    def __init__(self, kind: str, spec: DeltaSpec) -> None:
+    def __init__(self, kind: str, count: int, kv_count: int, dim: int, value_dim: int, taps: int) -> None:
         torch.manual_seed(0)
+        grouped = kind == "qwen3_next"
+        heads = DeltaHeads(count, kv_count, dim, value_dim=value_dim, taps=taps, grouped=grouped)
         sizes: dict[str, Any] = {
-            "linear_num_key_heads": spec.key_heads,
-            "linear_num_value_heads": spec.value_heads,
-            "linear_key_head_dim": spec.key_dim,
-            "linear_value_head_dim": spec.value_dim,
-            "linear_conv_kernel_dim": spec.taps,
+            "linear_num_key_heads": kv_count,
+            "linear_num_value_heads": count,
+            "linear_key_head_dim": dim,
+            "linear_value_head_dim": value_dim,
+            "linear_conv_kernel_dim": taps,
         }
-        if kind == "qwen3_next":
+        if grouped:
             self.theirs: Any = Qwen3NextGatedDeltaNet(transformers.Qwen3NextConfig(**SIZES, **sizes), 0)
         else:
             self.theirs = Qwen3_5MoeGatedDeltaNet(transformers.Qwen3_5MoeTextConfig(**SIZES, **sizes), 0)
         for parameter in self.theirs.parameters():
             parameter.data = torch.rand_like(parameter) if parameter.dim() == 1 else torch.randn_like(parameter) * 0.2
-        state = self.theirs.eval().state_dict()
-        if kind == "qwen3_next":
-            qkvz, ba = rows_of_next(spec)
-            project = torch.cat([state["in_proj_qkvz.weight"][qkvz], state["in_proj_ba.weight"][ba]])
-        else:
-            project = torch.cat([state[f"in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
-        self.spec = spec
-        weights = DeltaWeights(
-            project=project,
-            convolution=state["conv1d.weight"][:, 0].T.contiguous(),
-            rates=state["A_log"].exp(),
-            dt_bias=state["dt_bias"],
-            norm=state["norm.weight"],
-            out=state["out_proj.weight"],
-        )
-        self.ours = DeltaNet(spec, EPS, weights)
+        self.heads = heads
+        self.ours = DeltaNet(Place(heads, self.theirs.eval()))  # type: ignore[arg-type]
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         return self.theirs(x[None])[0]  # type: ignore[no-any-return]
@@ -81,7 +72,7 @@ class Sequences:
 
     def __init__(self, layer: Layer, count: int, kernels: Kernels | None = None, slots: int = 40) -> None:
         self._layer, self._kernels = layer, kernels
-        self.cache = StateCache(layer.spec, 2, slots)
+        self.cache = StateCache(layer.heads, 2, slots)
         self.cache.data[1:] = torch.nan  # what others left
         self.free = (torch.randperm(slots - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
         self.slots = [0] * count
@@ -105,9 +96,10 @@ class Sequences:
             decode=False,
             states=uses,
         )
-        step = StepStates(batch, torch.device("cpu"))
+        states = StepStates(batch, torch.device("cpu"))
+        step: Any = SimpleNamespace(states=states, kv=SimpleNamespace(states=self.cache), kernels=self._kernels)
         self.uses = dict(zip(present, uses, strict=True))
-        out = self._layer.ours(torch.cat(chunks), step, self.cache.layer(1), self._kernels)
+        out = self._layer.ours(torch.cat(chunks), step)
         return list(out.split([len(chunk) for chunk in chunks]))
 
 
@@ -119,7 +111,7 @@ def near(ours: torch.Tensor, reference: torch.Tensor) -> None:
     torch.testing.assert_close(ours, reference, atol=3e-5, rtol=1e-4)
 
 
-@pytest.fixture(params=[(kind, spec) for kind in ("qwen3_next", "qwen3_5_moe") for spec in SPECS], ids=str)
+@pytest.fixture(params=[(kind, *sizes) for kind in ("qwen3_next", "qwen3_5_moe") for sizes in HEADS], ids=str)
 def layer(request: pytest.FixtureRequest) -> Layer:
     return Layer(*request.param)
 

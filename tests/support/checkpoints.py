@@ -34,6 +34,17 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GATED_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "num_experts": 16,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 24,
+    "head_dim": 16,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "intermediate_size": 20, "sliding_window": None},
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 20, "head_dim": 12, "norm_topk_prob": True},
@@ -53,6 +64,8 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "sliding_window": 20,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
+    "qwen3_next": GATED_DELTA,
+    "qwen3_5_moe_text": GATED_DELTA,
 }
 
 

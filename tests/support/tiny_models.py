@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
+from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import DENSE
 from edgemoe.store.packer import pack
 from edgemoe.types.experts import SILU, Activation
-from edgemoe.types.step import BLOCK_TOKENS, Batch
+from edgemoe.types.step import BLOCK_TOKENS, Batch, StateUse
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -42,7 +44,27 @@ LATENT: dict[str, Any] = {
     "intermediate_size": 80,
     "routed_scaling_factor": 1.5,
 }
-FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+GATED_DELTA: dict[str, Any] = {
+    "initializer_range": 0.08,  # from .2 on transformers' own chunks and single steps differ by more than 1e-4
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "num_experts": 8,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+    "head_dim": 32,
+}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+
+
+def _with_vision(**text: Any) -> Any:
+    """The configuration of a model that also sees, as most checkpoints of Qwen3.5 are."""
+    return transformers.Qwen3_5MoeConfig(text_config=text, vision_config=VISION)
+
+
+FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         transformers.Qwen3MoeForCausalLM,
@@ -99,6 +121,9 @@ FAMILIES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         },
     ),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, GATED_DELTA),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM, GATED_DELTA),
+    "qwen3_5_moe": (_with_vision, transformers.Qwen3_5MoeForConditionalGeneration, GATED_DELTA),
 }
 
 
@@ -169,7 +194,10 @@ class Session:
     """Sequences that grow step by step, over a cache whose blocks are dealt out in no particular order."""
 
     def __init__(self, tiny: Tiny, sequences: int = 1, blocks: int = 64) -> None:
-        self._tiny, self.kv, self.device = tiny, KVCache(tiny.spec.kv_layout, blocks), "cpu"
+        states = StateCache.of(tiny.spec, 4 * sequences + 2)
+        self._tiny, self.kv, self.device = tiny, KVCache(tiny.spec.kv_layout, blocks, states=states), "cpu"
+        self._slots = [0] * sequences
+        self._free_slots = list(range(1, 4 * sequences + 2)) if states is not None else []
         self._free = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._tables: list[list[int]] = [[] for _ in range(sequences)]
         self._lengths = [0] * sequences
@@ -193,5 +221,14 @@ class Session:
                 range(len(positions)) if rows is None else rows, dtype=torch.int64, device=self.device
             ),
             decode=all(len(chunks[s]) == 1 for s in present),
+            states=[self._next_state(s, len(chunks[s])) for s in present if self._free_slots],
         )
         return self._tiny.decoder.forward(batch, self.kv, self._tiny.experts)
+
+    def _next_state(self, s: int, tokens: int) -> StateUse:
+        """Moves a sequence's state to another slot; slots come round in turn."""
+        use = StateUse(self._slots[s], [(tokens, self._free_slots.pop(0))])
+        if use.read:
+            self._free_slots.append(use.read)
+        self._slots[s] = use.writes[0][1]
+        return use

@@ -17,14 +17,15 @@ from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import exp32, log32, norm_scale
 
 # The record of one call; arrays are addresses, of float32 where nothing else is said.
-# `projected` [tokens, rows]: queries, keys, values, output gate, beta, decay; `convolution` [taps, channels]; `rates`
+# `projected` [tokens, channels + values]: queries, keys, values, output gate; `own` [tokens, 2 * value_heads]: beta,
+# decay; `convolution` [taps, channels]; `rates`
 # and `dt_bias` [value_heads]; `norm` [value_dim]; `tails` and `matrices` those of slot 0, `slot_stride` bytes from slot
 # to slot; `reads` and `writes` [tokens] int64, slots; `out` [tokens, values]; `scratch` see `scratch_floats`.
 DELTA = np.dtype(
     [
         *fields(
-            *("tokens", "key_heads", "value_heads", "key_dim", "value_dim", "taps", "rows", "channels"),
-            *("projected", "convolution", "rates", "dt_bias", "norm"),
+            *("tokens", "key_heads", "value_heads", "key_dim", "value_dim", "taps", "channels"),
+            *("projected", "own", "convolution", "rates", "dt_bias", "norm"),
             *("tails", "matrices", "slot_stride", "reads", "writes", "out", "scratch"),
         ).descr,
         ("eps", np.float64),
@@ -57,7 +58,8 @@ def _convolve(job: int, token: int, first: int, count: int, is_writer: bool, out
     a = record(job, DELTA)
     read = a.tails + i64_at(a.reads)[token] * a.slot_stride + first * 4
     write = f32_at(a.tails + i64_at(a.writes)[token] * a.slot_stride + first * 4)
-    x, to = f32_at(a.projected + (token * a.rows + first) * 4), f32_at(out)
+    line = a.channels + a.value_heads * a.value_dim
+    x, to = f32_at(a.projected + (token * line + first) * 4), f32_at(out)
     latest = f32_at(a.convolution + ((a.taps - 1) * a.channels + first) * 4)
     for c in range(count):
         to[c] = x[c] * latest[c]
@@ -141,9 +143,8 @@ def _make_advance() -> Code:
         _convolve(job, token, 2 * a.key_heads * d + head * n, n, True, v)
         _scale(q, d, _ONE / np.sqrt((_dot(q, q, d) + NORM_EPS) * np.float32(d)))
         _scale(k, d, _ONE / np.sqrt(_dot(k, k, d) + NORM_EPS))
-        line = a.projected + token * a.rows * 4
-        gate = f32_at(line + (a.channels + head * n) * 4)
-        own = f32_at(line + (a.rows - 2 * a.value_heads + head) * 4)
+        gate = f32_at(a.projected + ((token + 1) * (a.channels + a.value_heads * n) - (a.value_heads - head) * n) * 4)
+        own = f32_at(a.own + (2 * token * a.value_heads + head) * 4)
         beta = _ONE / (_ONE + exp32(-own[0]))
         decay = exp32(-f32_at(a.rates)[head] * _softplus(own[a.value_heads] + f32_at(a.dt_bias)[head]))
         place = head * d * n * 4

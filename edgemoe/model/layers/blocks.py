@@ -81,7 +81,7 @@ class ParallelLayer:
         self._scalar = place.read("layer_scalar", dtype=torch.float32)
 
         def norm(name: str) -> Norm:
-            return Norm(place.read(f"{name}.weight"), place.spec.block.eps)
+            return place.norm(f"{name}.weight")
 
         self._before_attention, self._after_attention = norm("input_layernorm"), norm("post_attention_layernorm")
         self._before_dense = norm("pre_feedforward_layernorm")
@@ -105,11 +105,11 @@ def make_layer(place: LayerPlace) -> DecoderLayer:
     spec = place.spec
     if spec.block.parallel:
         return ParallelLayer(place)
-    dense, eps = place.number in spec.feed_forward.dense_layers, spec.block.eps
+    dense = place.number in spec.feed_forward.dense_layers
     return SerialLayer(
-        norm=Norm(place.read("input_layernorm.weight"), eps),
+        norm=place.norm("input_layernorm.weight"),
         attention=MECHANISMS[place.attention.heads.mechanism](place),
-        post_norm=Norm(place.read("post_attention_layernorm.weight"), eps),
+        post_norm=place.norm("post_attention_layernorm.weight"),
         feed_forward=Mlp(place, "mlp") if dense else ExpertLayer(place),
         factor=spec.block.residual,
         dtype=DTYPES[spec.dtype],

@@ -21,13 +21,19 @@ class DenseAttention:
         self._number, self._heads, self._rope = place.number, heads, place.attention.rope
         self._eps = place.spec.block.eps
         qkv = [f"self_attn.{part}_proj" for part in ("qk" if heads.v_is_k else "qkv")]
-        self.qkv = place.matrix(*(f"{name}.weight" for name in qkv))  # [(count + 2 kv_count) dim, H], or without values
+        self.qkv = place.matrix(
+            *(f"{name}.weight" for name in qkv)
+        )  # queries, keys, values if any, output gates if any
         self.o = place.matrix("self_attn.o_proj.weight")  # [H, count dim]
         self._qkv_bias = place.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
         self._o_bias = place.read("self_attn.o_proj.bias") if heads.o_bias else None
         self.q_norm = self.k_norm = None
         if heads.qk_norm != "none":
-            self.q_norm, self.k_norm = (Norm(place.read(f"self_attn.{part}_norm.weight"), self._eps) for part in "qk")
+            self.q_norm, self.k_norm = (place.norm(f"self_attn.{part}_norm.weight") for part in "qk")
+        keys = heads.count + heads.kv_count
+        self._ends = (heads.count, keys, keys if heads.v_is_k else keys + heads.kv_count)
+        if heads.output_gate:
+            self._order_gates()
         if self._rope is not None and self._rope.interleaved:
             self._order_pairs(self._rope.dims)
         sinks = place.read("self_attn.sinks", dtype=torch.float32) if heads.sinks else None
@@ -44,11 +50,23 @@ class DenseAttention:
             if norm is not None:
                 norm.weight.copy_(half_split(norm.weight, heads.dim, dims))
 
+    def _order_gates(self) -> None:
+        """Moves the rows of output gates behind all others."""
+        heads = self._heads
+        rows = torch.arange(2 * heads.count * heads.dim).view(heads.count, 2, heads.dim)
+        others = torch.arange(rows.numel(), (heads.count + self._ends[-1]) * heads.dim)
+        order = torch.cat([rows[:, 0].flatten(), others, rows[:, 1].flatten()])
+        for tensor in (self.qkv.rows, self._qkv_bias):
+            if tensor is not None:
+                tensor.copy_(tensor[order])
+
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
         heads = self._heads
         parts = self.qkv(x, self._qkv_bias).view(len(x), -1, heads.dim)
-        q, k, v = parts[:, : heads.count], parts[:, heads.count :][:, : heads.kv_count], parts[:, -heads.kv_count :]
+        q, k, v, gates = torch.tensor_split(parts, self._ends, dim=1)
+        if heads.v_is_k:
+            v = k
         angles = None if self._rope is None else step.angles(self._rope)
         q, k = self._place(q, self.q_norm, angles), self._place(k, self.k_norm, angles)
         if heads.clip:
@@ -56,6 +74,8 @@ class DenseAttention:
         if heads.v_norm:
             v = rms_norm(v.float(), v.shape[-1:], None, self._eps).to(x.dtype)
         attended = step.attention(self._number, q.to(x.dtype), k.to(x.dtype), v, self._scores)
+        if heads.output_gate:
+            attended = attended * gates.flatten(1).sigmoid()
         return self.o(attended, self._o_bias)
 
     def _place(self, part: torch.Tensor, norm: Norm | None, angles: Angles | None) -> torch.Tensor:

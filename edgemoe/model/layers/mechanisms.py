@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from edgemoe.model.layers.delta_net import DeltaNet
 from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.layers.latent_attention import LatentAttention
 from edgemoe.model.layers.reader import LayerPlace
@@ -20,4 +21,8 @@ class Mechanism(Protocol):
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
 
 
-MECHANISMS: dict[str, Callable[[LayerPlace], Mechanism]] = {"dense": DenseAttention, "latent": LatentAttention}
+MECHANISMS: dict[str, Callable[[LayerPlace], Mechanism]] = {
+    "delta": DeltaNet,
+    "dense": DenseAttention,
+    "latent": LatentAttention,
+}

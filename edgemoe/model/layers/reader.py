@@ -15,10 +15,12 @@ from edgemoe.families.records import Attention
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.layers.matrix import Matrix
+from edgemoe.model.layers.norm import Norm
 from edgemoe.model.memory import zeros
 from edgemoe.types.encoding import ENCODINGS
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+WIDENED = ("mlp.gate.weight", "conv1d.weight")  # what may be read in float32 beside vectors
 Read = Callable[..., torch.Tensor]
 
 
@@ -26,11 +28,11 @@ class WeightReader:
     """Copies tensors of a file into one allocation, one after the other; what is encoded into one of its own."""
 
     def __init__(self, spec: ModelSpec, path: Path, file: Any, device: torch.device) -> None:
-        self._names, self._dtype, self._device = spec.names, DTYPES[spec.dtype], device
+        self._names, self._block, self._dtype, self._device = spec.names, spec.block, DTYPES[spec.dtype], device
         self._plain, self._encoding = ENCODINGS[spec.dtype], ENCODINGS.get(spec.dense_encoding)
         self._path, self._file, self._shapes, self._present = path, file, dense_shapes(spec), set(file.keys())
         room = sum(math.prod(shape) * (4 if len(shape) == 1 else spec.dtype_bytes) for shape in self._shapes.values())
-        room += sum(math.prod(shape) * 4 for name, shape in self._shapes.items() if _is_gate(name))
+        room += sum(math.prod(shape) * 4 for name, shape in self._shapes.items() if name.endswith(WIDENED))
         self._memory = zeros([room + ALIGNMENT * len(self._shapes)], torch.uint8, device)
         self._taken = 0
 
@@ -47,6 +49,11 @@ class WeightReader:
         for part, rows in zip(stored, torch.split(result, [len(part) for part in stored]), strict=True):
             rows.copy_(part)
         return result
+
+    def norm(self, name: str) -> Norm:
+        """Returns the norm of this name, as the block's record says. Raises StoreError."""
+        weight = self(name)
+        return Norm(weight.add_(1.0) if self._block.unit_offset else weight, self._block.eps)
 
     def matrix(self, *names: str) -> Matrix:
         """Returns the matrices of these names, one below the other. Only the CPU computes from encoded rows."""
@@ -80,10 +87,6 @@ class WeightReader:
         return tensor
 
 
-def _is_gate(name: str) -> bool:
-    return name.endswith("mlp.gate.weight")
-
-
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Where a part of the decoder stands: in which layer of which model, and what reads its weights."""
@@ -99,6 +102,10 @@ class LayerPlace:
     def read(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns tensors of this layer, concatenated by rows; names after the layer's prefix. Raises StoreError."""
         return self.reader(*self._full(names), dtype=dtype)
+
+    def norm(self, name: str) -> Norm:
+        """Returns a norm of this layer. Raises StoreError."""
+        return self.reader.norm(*self._full([name]))
 
     def matrix(self, *names: str) -> Matrix:
         """Returns matrices of this layer, one below the other, encoded or not. Raises StoreError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 
@@ -12,6 +13,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.attention import StepAttention
 from edgemoe.model.kv import KVCache
 from edgemoe.model.rope import Angles, Rope
+from edgemoe.model.states import StepStates
 from edgemoe.types.step import Batch
 
 
@@ -23,6 +25,11 @@ class StepContext:
         self.attention = StepAttention(batch, kv, kernels)
         self._ropes = ropes
         self._angles: dict[RopeSpec, Angles] = {}
+
+    @cached_property
+    def states(self) -> StepStates:
+        """Returns which rows of the step lead from which state to which."""
+        return StepStates(self.batch, self.kv.data.device)
 
     def angles(self, rope: RopeSpec) -> Angles:
         """Returns cos and sin [T, dims / 2] of the step's positions."""

@@ -19,9 +19,12 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, rms_norm, silu, softplus
 
-from edgemoe.families.delta import DeltaSpec
+from edgemoe.families.delta import DeltaHeads
 from edgemoe.kernels.cpu.delta_step import DELTA, scratch_floats
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.model.layers.matrix import Matrix
+from edgemoe.model.layers.reader import LayerPlace
+from edgemoe.model.layers.step import StepContext
 from edgemoe.model.states import LayerStates, StepStates
 
 CHUNK = 64  # tokens
@@ -33,12 +36,13 @@ NORM_EPS = 1e-6  # of queries and keys, whatever the model's own is
 class DeltaWeights:
     """One layer's weights: matrices in the model's dtype, the others in float32."""
 
-    project: torch.Tensor  # [spec.rows, H]: queries, keys, values, output gate, beta, decay
+    project: Matrix  # [channels + values, H]: queries, keys, values, output gate
+    own: torch.Tensor  # [2 * count, H]: beta and decay of each value head
     convolution: torch.Tensor  # [taps, channels], the current token's last
     rates: torch.Tensor  # [value_heads]: exp(A_log)
     dt_bias: torch.Tensor  # [value_heads]
     norm: torch.Tensor  # [value_dim]
-    out: torch.Tensor  # [H, values]
+    out: Matrix  # [H, values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +62,42 @@ class DeltaInputs:
 class DeltaNet:
     """One layer's gated delta net."""
 
-    def __init__(self, spec: DeltaSpec, eps: float, weights: DeltaWeights) -> None:
-        self._spec, self._eps, self._weights = spec, eps, weights
-        self._record: npt.NDArray[np.void] | None = None  # of the kernel, as far as it is the same for each step
+    def __init__(self, place: LayerPlace) -> None:
+        heads = place.attention.heads
+        assert isinstance(heads, DeltaHeads)
+        self._heads, self._eps, self._number = heads, place.spec.block.eps, place.spec.state_layers.index(place.number)
+        if heads.grouped:
+            project = place.matrix("linear_attn.in_proj_qkvz.weight")
+            own = place.read("linear_attn.in_proj_ba.weight")
+            for rows, order in zip((project.rows, own), heads.order(), strict=True):
+                rows.copy_(rows[order])
+        else:
+            project = place.matrix("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight")
+            own = place.read("linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight")
+        taps = place.read("linear_attn.conv1d.weight", dtype=torch.float32)
+        self._weights = DeltaWeights(
+            project=project,
+            own=own,
+            convolution=taps[:, 0].T.contiguous(),
+            rates=place.read("linear_attn.A_log", dtype=torch.float32).exp_(),
+            dt_bias=place.read("linear_attn.dt_bias", dtype=torch.float32),
+            norm=place.read("linear_attn.norm.weight"),
+            out=place.matrix("linear_attn.out_proj.weight"),
+        )
+        self._record = self._fixed()
 
-    def __call__(
-        self, x: torch.Tensor, step: StepStates, states: LayerStates, kernels: Kernels | None = None
-    ) -> torch.Tensor:
-        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states.
+    def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype, and writes the states."""
+        assert step.kv.states is not None
+        layer = step.kv.states.layer(self._number)
+        if step.kernels is not None and not step.states.stretches and len(x) <= KERNEL_TOKENS:
+            return self._by_kernel(x, step.states, layer, step.kernels)
+        return self._by_torch(x, step.states, layer)
 
-        `kernels` compute the steps in which every sequence has one token.
-        """
-        if kernels is not None and not step.stretches and len(x) <= KERNEL_TOKENS:
-            return self._by_kernel(x, step, states, kernels)
-        spec, weights = self._spec, self._weights
-        widths = [spec.channels, spec.values, spec.value_heads, spec.value_heads]
-        mixed, gate, beta, decay = torch.split(linear(x, weights.project), widths, dim=1)
+    def _by_torch(self, x: torch.Tensor, step: StepStates, states: LayerStates) -> torch.Tensor:
+        heads, weights = self._heads, self._weights
+        mixed, gate = torch.split(weights.project(x), [heads.channels, heads.values], dim=1)
+        beta, decay = linear(x, weights.own).chunk(2, dim=1)
         inputs = self._inputs(self._convolve(mixed.float(), step, states), beta.float(), decay.float())
         out = torch.empty_like(inputs.v)
         if len(step.rows):
@@ -83,34 +107,26 @@ class DeltaNet:
             rows = slice(part.first, part.after)
             states.matrices[part.write], out[rows] = chunked(inputs.rows(rows), states.matrices[part.read])
         gated = rms_norm(out, out.shape[-1:], weights.norm, self._eps) * silu(gate.float().view_as(out))
-        return linear(gated.flatten(1).to(x.dtype), weights.out)
+        return weights.out(gated.flatten(1).to(x.dtype))
 
     def _by_kernel(self, x: torch.Tensor, step: StepStates, states: LayerStates, kernels: Kernels) -> torch.Tensor:
-        spec, weights, tokens = self._spec, self._weights, len(x)
-        if self._record is None:
-            self._record = self._fixed()
-        job, floats = self._record, scratch_floats(tokens, spec.value_heads, spec.key_dim, spec.value_dim)
-        projected, out = torch.empty(tokens, spec.rows), torch.empty(tokens, spec.values)
-        result = torch.empty(tokens, x.shape[1])
-        is_bf16 = x.dtype == torch.bfloat16
-        kernels.linear(
-            weights.project.data_ptr(), spec.rows, x.shape[1], x.data_ptr(), is_bf16, tokens, projected.data_ptr()
-        )
-        job["tokens"], job["projected"], job["out"] = tokens, projected.data_ptr(), out.data_ptr()
+        heads, weights, tokens = self._heads, self._weights, len(x)
+        job, floats = self._record, scratch_floats(tokens, heads.count, heads.dim, heads.value_dim)
+        projected, own = _product(weights.project, x, kernels), _multiply(weights.own, x, kernels)
+        out = torch.empty(tokens, heads.values)
+        job["tokens"], job["projected"], job["own"], job["out"] = tokens, *(t.data_ptr() for t in (projected, own, out))
         job["reads"], job["writes"] = step.reads.data_ptr(), step.writes.data_ptr()
         job["tails"], job["matrices"] = states.tails.data_ptr(), states.matrices.data_ptr()
         job["slot_stride"], job["scratch"] = states.tails.stride(0) * 4, kernels.scratch("delta", floats)
         kernels.delta(job.ctypes.data)
-        kernels.linear(
-            weights.out.data_ptr(), x.shape[1], spec.values, out.data_ptr(), False, tokens, result.data_ptr()
-        )
-        return result.to(x.dtype)
+        return _product(weights.out, out, kernels).to(x.dtype)
 
     def _fixed(self) -> npt.NDArray[np.void]:
         """Returns the DELTA record with the sizes and weights of the layer."""
-        job, spec, weights = np.zeros(1, DELTA), self._spec, self._weights
-        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps", "rows", "channels"):
-            job[name] = getattr(spec, name)
+        job, heads, weights = np.zeros(1, DELTA), self._heads, self._weights
+        job["key_heads"], job["value_heads"], job["key_dim"] = heads.kv_count, heads.count, heads.dim
+        for name in ("value_dim", "taps", "channels"):
+            job[name] = getattr(heads, name)
         for name in ("convolution", "rates", "dt_bias", "norm"):
             job[name] = getattr(weights, name).data_ptr()
         job["eps"] = self._eps
@@ -132,17 +148,29 @@ class DeltaNet:
         return silu(out)
 
     def _inputs(self, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor) -> DeltaInputs:
-        spec, weights = self._spec, self._weights
-        q, k, v = torch.split(mixed, [spec.keys, spec.keys, spec.values], dim=1)
-        q, k = (_unit(part.view(len(mixed), -1, spec.key_dim)) for part in (q, k))
-        share = spec.value_heads // spec.key_heads
+        heads, weights = self._heads, self._weights
+        q, k, v = torch.split(mixed, [heads.keys, heads.keys, heads.values], dim=1)
+        q, k = (_unit(part.view(len(mixed), -1, heads.dim)) for part in (q, k))
+        share = heads.count // heads.kv_count
         return DeltaInputs(
-            q=(q * spec.key_dim**-0.5).repeat_interleave(share, dim=1),
+            q=(q * heads.dim**-0.5).repeat_interleave(share, dim=1),
             k=k.repeat_interleave(share, dim=1),
-            v=v.view(len(mixed), -1, spec.value_dim),
+            v=v.view(len(mixed), -1, heads.value_dim),
             decay=-weights.rates * softplus(decay + weights.dt_bias),
             beta=beta.sigmoid(),
         )
+
+
+def _product(matrix: Matrix, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """Returns x [T, C] times the matrix transposed, float32 [T, R]."""
+    return _multiply(matrix.rows, x, kernels) if matrix.plain else matrix(x).float()
+
+
+def _multiply(rows: torch.Tensor, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    out = torch.empty(len(x), len(rows))
+    is_bf16 = x.dtype == torch.bfloat16
+    kernels.linear(rows.data_ptr(), len(rows), x.shape[1], x.data_ptr(), is_bf16, len(x), out.data_ptr())
+    return out
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
