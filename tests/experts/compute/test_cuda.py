@@ -43,26 +43,50 @@ def test_calls_are_cut_into_blocks_of_one_expert() -> None:
     assert blocks.tolist() == [[7, 0, 1], [3, 1, 17], [3, 17, 33], [3, 33, 36], [5, 36, 52]]
 
 
+def layouts(*pages: int) -> list[SlabLayout]:
+    """Of RAM and of a GPU, for 3 layers of 6 experts of so many pages."""
+    if len(set(pages)) == 1:
+        return [SlabLayout.even(slots, 4096, layers=3, experts=6) for slots in (5, 3)]
+    sizes = ExpertGeometry(3, 6, 2, 8, 8, "float32", layer_bytes=tuple(4096 * n for n in pages))
+    found = [SlabLayout.within(4096 * n, sizes) for n in (18, 12)]
+    return [layout for layout in found if layout is not None]
+
+
+@pytest.mark.parametrize("pages", [(1, 1, 1), (1, 2, 1)], ids=["one size", "two sizes"])
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, pages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu, rng = FakeGpu(seed), np.random.default_rng(seed)
     gpu.install(monkeypatch)
-    layers, experts, stride, policy = 3, 6, 4096, LRU(3, 6)
-    ram, slab, order = HostSlab(SlabLayout.even(5, stride)), FakeSlab(gpu, 3, stride), Order(3)
+    layers, experts, policy = 3, 6, LRU(3, 6)
+    in_ram, in_vram = layouts(*pages)
+    ram, slab, order = HostSlab(in_ram), FakeSlab(gpu, 1, in_vram.size_bytes), Order(in_vram.count)
     ram.pinned = True  # there is nothing to register with
     monkeypatch.setattr(cuda_link, "pieces_of", lambda _: 1 + seed % 5)
-    pools = [SlotPool(Tier.VRAM, layers, experts, 3, policy)]
-    residency = Residency(SlotPool(Tier.RAM, layers, experts, 5, policy), pools, containment=bool(seed % 2))
-    link = CudaLink(ram, slab, SlabLayout.even(3, stride), order)  # type: ignore[arg-type]
+    pools = [SlotPool(Tier.VRAM, layers, experts, in_vram, policy)]
+    residency = Residency(SlotPool(Tier.RAM, layers, experts, in_ram, policy), pools, containment=bool(seed % 2))
+    link = CudaLink(ram, slab, in_vram, order)  # type: ignore[arg-type]
     desk = Desk(residency, ram, link)
     link.attach(desk)
     compute, wrong = FakeStream(gpu), []
 
     def read(slots: list[int], tags: list[int]) -> bool:
-        wrong.extend(slot for slot, tag in zip(slots, tags, strict=True) if (slab.memory[slot] != tag).any())
+        for slot, tag in zip(slots, tags, strict=True):
+            start, size_bytes = in_vram.place(slot)
+            wrong.extend([slot] * bool((slab.memory[0, start : start + size_bytes] != tag).any()))
         return True
+
+    def move_extent() -> None:
+        """Moves an extent of the GPU, if it can be; waits for the GPU meanwhile."""
+        number = int(rng.integers(in_vram.extents))
+        giver = int(pools[0].extents[number])
+        if (pools[0].extents == giver).sum() > 2 and residency.extents.remove(pools[0], number):
+            gpu.drain()
+            residency.extents.add(pools[0], number, 1 - giver)
+            moved.append(number)
+
+    moved: list[int] = []
 
     for step in range(150):
         layer, wanted = step % layers, rng.choice(experts, 2, replace=False)
@@ -87,11 +111,14 @@ def test_whatever_the_streams_do_a_computation_reads_its_own_experts(
         residency.done(layer, wanted)
         residency.release(0, claim.slots)
         gpu.run(int(rng.integers(12)))
+        if len(set(pages)) > 1:
+            move_extent()
     wait_until(link.idle, meanwhile=gpu.let_others_go_on)
     gpu.drain()
     ram.pinned = False
     link.close()
     assert not wrong
+    assert len(moved) > 10 or len(set(pages)) == 1
     residency.check_integrity(idle=True)
 
 
