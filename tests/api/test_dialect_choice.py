@@ -37,7 +37,9 @@ def model_of(sample: Sample, folder: Path, template: str | None = None) -> TextM
 
 @EACH
 def test_the_chat_template_tells_the_dialect_and_so_do_the_tokens(sample: Sample, tmp_path: Path) -> None:
-    assert model_of(sample, tmp_path / "a").dialect is sample.dialect
+    model = model_of(sample, tmp_path / "a")
+    assert model.dialect is sample.dialect
+    assert model.about()["dialect"] == sample.dialect.name
     of_tokens = model_of(sample, tmp_path / "b", template="{{ messages[0].content }}").dialect
     alike = {"qwen-xml": "hermes", "deepseek-r1": "deepseek"}  # they have the same tokens
     assert of_tokens.name == alike.get(sample.dialect.name, sample.dialect.name)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from support.dialect_kit import ANSWER, FUNCTIONS, SAMPLES, Sample, tokenizer
 from test_grammar import accepts
 
 from edgemoe.api.dialects.call_forms import BracedCall, ParameterCall
-from edgemoe.api.dialects.dialect import Begun
+from edgemoe.api.dialects.dialect import Begun, Marks
+from edgemoe.api.dialects.parser import Parser
+from edgemoe.api.dialects.values import kinds
 from edgemoe.api.generate.grammar import Form, free_grammar, response_grammar, tool_grammar
-from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool
+from edgemoe.api.schema import Function, JsonSchema, ResponseFormat, Tool, convert
 from edgemoe.api.text.detokenize import Vocabulary
+from edgemoe.errors import InvalidRequest
 
 EACH = pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
 TEXTUAL = [sample for sample in SAMPLES.values() if isinstance(sample.dialect.call, BracedCall | ParameterCall)]
@@ -67,9 +74,36 @@ def test_parameters_that_are_not_required_may_be_missing(sample: Sample, require
     parameters = {"type": "object", "properties": {key: {"type": "integer"} for key in "abc"}, "required": required}
     tool = Tool(function=Function(name="f", parameters=parameters))
     grammar = tool_grammar([tool], False, form(sample, "answer"))
-    for given in ("", "a", "b", "c", "ab", "ac", "bc", "abc"):
-        assert accepts_tokens(sample, grammar, sample.written("f", given)) == (set(required) <= set(given)), given
+    for keys in ("", "a", "b", "c", "ab", "ac", "bc", "abc"):
+        assert accepts_tokens(sample, grammar, sample.written("f", keys)) == (set(required) <= set(keys)), keys
     assert not accepts_tokens(sample, grammar, sample.written("f", "ca"))
+
+
+NAMES = st.sampled_from(["a", "$ref", "type", "properties", "required", "enum", "const", "anyOf", "items", "$defs"])
+TEXTS = st.sampled_from(["#", "#/$defs/a", "string", "object", "x"])
+SCHEMAS = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=4)),
+    max_leaves=25,
+)
+
+
+@EACH
+@given(schema=SCHEMAS)
+def test_any_schema_is_kept_to_or_refused(sample: Sample, schema: Any) -> None:
+    function = {"name": "f", "parameters": {"properties": schema, "required": schema, "$defs": {"a": schema}}}
+    tool = convert({"function": function}, Tool)
+    with contextlib.suppress(InvalidRequest):
+        tool_grammar([tool], True, form(sample))
+    assert free_grammar([tool], True, form(sample)) is not None
+    parser = Parser(Marks(sample.dialect, "answer", 8, {"f": tool.function.parameters}))
+    parser.feed(sample.written("f", "a"))
+    parser.flush()
+
+
+def test_types_are_found_in_time_where_schemas_refer_to_themselves() -> None:
+    loop = {"anyOf": [{"$ref": "#"}] * 50 + [{"type": "integer"}]}
+    assert kinds(loop, loop) <= {"integer"}
 
 
 def test_hundreds_of_tools_and_parameters_make_a_grammar_of_their_size() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +12,8 @@ from edgemoe.api.dialects.json_text import quoted
 from edgemoe.types.arrays import Json
 
 TEXT = frozenset({"string"})
-MAX_NESTED = 16  # schemas inside a schema that are looked at
+MAX_NESTED = 16  # references that are followed one after the other
+MAX_SCHEMAS = 64  # that are looked at to find a type
 WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates in Python print them
 OF_VALUES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
@@ -33,23 +35,37 @@ def properties(parameters: Any) -> dict[str, Any]:
     return dict(found) if isinstance(found, Mapping) else {}
 
 
+def required(parameters: Any) -> frozenset[str]:
+    """Returns the names of the parameters that must be given."""
+    listed = resolved(parameters, parameters).get("required")
+    return frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else frozenset()
+
+
 def kinds(schema: Any, root: Any) -> frozenset[str]:
     """Returns the JSON types that a value may have; empty where the schema does not say."""
-    return frozenset(_kinds(schema, root, 0))
+    found: set[str] = set()
+    schemas = deque([schema])
+    for _ in range(MAX_SCHEMAS):
+        if not schemas:
+            break
+        one = resolved(schemas.popleft(), root)
+        found |= _own_kinds(one)
+        for union in ("anyOf", "oneOf", "allOf"):
+            schemas.extend(one[union][:MAX_SCHEMAS] if isinstance(one.get(union), list) else ())
+    return frozenset(found)
 
 
-def _kinds(schema: Any, root: Any, depth: int) -> Iterator[str]:
-    if depth > MAX_NESTED:
-        return
-    schema = resolved(schema, root)
+def _own_kinds(schema: Json) -> set[str]:
     declared = schema.get("type")
-    yield from (one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str))
+    if declared is not None:
+        return {one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)}
     listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    for value in listed if isinstance(listed, list) and declared is None else ():
-        yield "null" if value is None else OF_VALUES.get(type(value), "string")
-    for union in ("anyOf", "oneOf", "allOf"):
-        for choice in schema[union] if isinstance(schema.get(union), list) else ():
-            yield from _kinds(choice, root, depth + 1)
+    return {kind_of(value) for value in listed} if isinstance(listed, list) else set()
+
+
+def kind_of(value: Any) -> str:
+    """Returns the JSON type of a value."""
+    return "null" if value is None else OF_VALUES[type(value)]
 
 
 def as_json(text: str, allowed: frozenset[str]) -> str:
@@ -61,7 +77,7 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
         value = msgspec.json.decode(WORDS.get(word, word))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return quoted(text)
-    kind = "null" if value is None else OF_VALUES[type(value)]
+    kind = kind_of(value)
     if kind in allowed or (kind == "integer" and "number" in allowed):
         return msgspec.json.encode(value).decode()
     if kind == "number" and "integer" in allowed and value.is_integer():

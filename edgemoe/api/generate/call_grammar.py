@@ -11,7 +11,7 @@ from typing import Any
 from edgemoe.api.dialects import channels
 from edgemoe.api.dialects.call_forms import BracedCall, NamedCall, ObjectCall, ParameterCall
 from edgemoe.api.dialects.dialect import Dialect
-from edgemoe.api.dialects.values import TEXT, kinds, properties, resolved
+from edgemoe.api.dialects.values import TEXT, kinds, properties, required, resolved
 from edgemoe.api.generate.lark import AS_IN_TEMPLATES, BREAK, COMPACT, SPACED, Rules, json_rule, literal, one_of
 from edgemoe.api.schema import Tool
 from edgemoe.types.arrays import Json
@@ -81,10 +81,10 @@ def _with_parameters(rules: Rules, form: ParameterCall, name: str, schema: Json)
     terms = [rules.mark(form.begin), BREAK if form.before_name else "", rules.mark(form.before_name + name)]
     terms += [rules.mark(form.after_name), BREAK]
     given = properties(schema)
-    required = resolved(schema, schema).get("required", ())
+    needed = required(schema)
     for key, value in given.items():
         term = f"{_parameter(rules, form, literal(key), value, schema)} {BREAK}"
-        terms.append(term if key in required else f"({term})?")
+        terms.append(term if key in needed else f"({term})?")
     if not given:
         terms.append(f"({_parameter(rules, form, KEY, None, schema)} {BREAK}){{0,{MAX_MORE}}}")
     ends = f" {BREAK} ".join(map(rules.mark, form.end))
@@ -119,7 +119,7 @@ def _texts(schema: Any, root: Json) -> str:
 def _braced(rules: Rules, form: BracedCall, name: str, schema: Json) -> str:
     quote, anything = rules.mark(form.quote), _anything(rules, form)
     given = properties(schema)
-    required = set(resolved(schema, schema).get("required", ())) & given.keys()
+    needed = required(schema)
     members = []
     for key in sorted(given):
         texts = _texts(given[key], schema)
@@ -131,7 +131,7 @@ def _braced(rules: Rules, form: BracedCall, name: str, schema: Json) -> str:
             value = anything
         else:
             value = json_rule(_within(given[key], schema), COMPACT)
-        members.append((rules.named("member", f"{literal(f'{key}:')} {value}"), key in required))
+        members.append((rules.named("member", f"{literal(f'{key}:')} {value}"), key in needed))
     inside = _in_order(rules, members) if given else f'(member_any ("," member_any){{0,{MAX_MORE}}})?'
     return f'{rules.mark(form.begin)} {literal(f"{form.before_name}{name}{{")} {inside} "}}" {rules.mark(form.end)}'
 

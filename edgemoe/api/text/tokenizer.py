@@ -51,13 +51,14 @@ class TextModel:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def about(self) -> Json:
-        """Returns the tokenizer's configuration, with the chat template in use, for clients."""
+        """Returns the tokenizer's configuration, with chat template and dialect in use, for clients."""
         return {
             **self._config,
             "tokenizer_class": self._config.get("tokenizer_class", "PreTrainedTokenizerFast"),
             "vocab_size": self.vocab_tokens,
             "eos_token_ids": self.eos,
             "chat_template": self.template.source if self.template is not None else None,
+            "dialect": self.dialect.name,
         }
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
