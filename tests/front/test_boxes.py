@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
-import torch
+from support.box_kit import Oracle, settled, talking_checkpoint
 from support.box_processes import Box, like, make_boxes
-from support.checkpoints import partial_store, tiny_checkpoint
-from support.front_kit import byte_level_tokenizer, free_ports, write_model
+from support.checkpoints import partial_store
+from support.front_kit import free_ports
 from support.kept import STORES
 from support.waiting import until
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 import edgemoe.cli
-from edgemoe.api.text.detokenize import Vocabulary
 from edgemoe.cluster.rpc.keys import load_peers, load_secret
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import ensure_store
@@ -33,33 +30,10 @@ EXPERTS = 18  # in all
 SLOTS = EXPERTS // 2 + 2  # of RAM: two boxes could hold all, and two slots stay free for what passes through
 
 
-class Oracle:
-    """What one box that holds everything would say."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-
-    @torch.inference_mode()
-    def complete(self, prompt: str, max_tokens: int) -> str:
-        ids = torch.tensor([self._tokenizer.encode(prompt).ids])
-        out = self._model.generate(
-            ids, do_sample=False, max_new_tokens=max_tokens, min_new_tokens=max_tokens, pad_token_id=0, eos_token_id=[]
-        )
-        return Vocabulary(self._tokenizer).text(out[0, ids.shape[1] :].tolist(), skip_special=True)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model that has the tests' tokenizer."""
-    folder = tmp_path_factory.mktemp("tiny") / "hf"
-    vocab = byte_level_tokenizer().get_vocab_size()
-    tiny_checkpoint("qwen3_moe", folder, vocab_size=vocab, max_position_embeddings=1024)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    config = (folder / "config.json").read_text()
-    write_model(folder)
-    (folder / "config.json").write_text(config)
-    return folder
+    return talking_checkpoint("qwen3_moe", tmp_path_factory.mktemp("tiny") / "hf")
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +61,11 @@ async def boxes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     for box in made:
         box.start()
     try:
-        await until(lambda: settled(made), 180.0)
+        await until(lambda: settled(made, NODES), 180.0)
         yield {box.node: box for box in made}
     finally:
         for box in made:
             await box.close()
-
-
-async def settled(boxes: Iterable[Box], nodes: tuple[str, ...] = NODES) -> bool:
-    """Whether all are ready, see these nodes alone, and have every expert of one plan at home in memory."""
-    told = [await box.health() for box in boxes]
-    if any(one.get("status") != "ready" or not one["cluster"]["leader"] for one in told):
-        return False
-    plans = {one["cluster"]["plan"] and one["cluster"]["plan"]["digest"] for one in told}
-    members = [member for one in told for member in one["cluster"]["members"]]
-    alive = all(member["state"] == "here" and member["homes"] for member in members)
-    alive = alive and all({m["node"] for m in one["cluster"]["members"]} == set(nodes) for one in told)
-    return alive and len(plans) == 1 and None not in plans and not any([await box.missing() for box in boxes])
 
 
 PROMPTS = ["number one", "a longer prompt of several words " * 3, "x"]
@@ -151,7 +113,7 @@ async def test_a_fourth_box_joins_by_one_that_lists_it_and_serves(
     finally:
         await d.close()
         lists.write_text(before)
-    await until(lambda: settled(boxes.values()), 60.0)
+    await until(lambda: settled(boxes.values(), NODES), 60.0)
 
 
 async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_it(
@@ -169,7 +131,7 @@ async def test_a_stream_goes_on_when_its_engine_dies_and_then_the_box_that_took_
 
     assert await a.stream("go on", 800, 20, chaos) == oracle.complete("go on", 800)
     died[0].start()
-    await until(lambda: settled(boxes.values()), 60)
+    await until(lambda: settled(boxes.values(), NODES), 60)
 
 
 async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[str, Box], oracle: Oracle) -> None:
@@ -189,7 +151,7 @@ async def test_the_leader_dies_and_another_leads_in_a_later_epoch(boxes: dict[st
     assert after["plan"] == before["plan"]  # whoever is gone for a moment keeps its homes
     assert await asyncio.gather(*saying) == [oracle.complete(f"said by {box.node}", 300) for box in others]
     leader.start()
-    await until(lambda: settled(boxes.values()), 60)
+    await until(lambda: settled(boxes.values(), NODES), 60)
     assert (await leader.cluster())["epoch"] >= after["epoch"]
 
 

@@ -1,0 +1,54 @@
+"""What tests of whole boxes share: a tiny model that has a tokenizer, what it says, and when boxes are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from edgemoe.api.text.detokenize import Vocabulary
+from support.box_processes import Box
+from support.checkpoints import tiny_checkpoint
+from support.front_kit import byte_level_tokenizer, write_model
+
+
+class Oracle:
+    """What one box that holds everything would say."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+    @torch.inference_mode()
+    def complete(self, prompt: str, max_tokens: int) -> str:
+        ids = torch.tensor([self._tokenizer.encode(prompt).ids])
+        out = self._model.generate(
+            ids, do_sample=False, max_new_tokens=max_tokens, min_new_tokens=max_tokens, pad_token_id=0, eos_token_id=[]
+        )
+        return Vocabulary(self._tokenizer).text(out[0, ids.shape[1] :].tolist(), skip_special=True)
+
+
+def talking_checkpoint(family: str, folder: Path, *, stacked: bool = False) -> Path:
+    """Saves a random model that has the tests' tokenizer."""
+    vocab = byte_level_tokenizer().get_vocab_size()
+    tiny_checkpoint(family, folder, stacked=stacked, vocab_size=vocab, max_position_embeddings=1024)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = (folder / "config.json").read_text()
+    write_model(folder)
+    (folder / "config.json").write_text(config)
+    return folder
+
+
+async def settled(boxes: Iterable[Box], nodes: tuple[str, ...]) -> bool:
+    """Whether all are ready, see these nodes alone, and have every expert of one plan at home in memory."""
+    told = [await box.health() for box in boxes]
+    if any(one.get("status") != "ready" or not one["cluster"]["leader"] for one in told):
+        return False
+    plans = {one["cluster"]["plan"] and one["cluster"]["plan"]["digest"] for one in told}
+    members = [member for one in told for member in one["cluster"]["members"]]
+    alive = all(member["state"] == "here" and member["homes"] for member in members)
+    alive = alive and all({m["node"] for m in one["cluster"]["members"]} == set(nodes) for one in told)
+    return alive and len(plans) == 1 and None not in plans and not any([await box.missing() for box in boxes])
