@@ -168,6 +168,19 @@ async def test_tool_calls_are_parsed_and_streamed(client: openai.AsyncOpenAI) ->
     assert [call.function.name for call in final.choices[0].message.tool_calls] == ["weather"] * 2
 
 
+async def test_arguments_are_streamed_as_they_are_written(client: openai.AsyncOpenAI) -> None:
+    pieces: list[Any] = []
+    options: Any = {"model": "tiny", "messages": say(f"{CALL}\n{CALL}"), "tools": [WEATHER]}
+    async for chunk in await client.chat.completions.create(**options, stream=True):
+        pieces += chunk.choices[0].delta.tool_calls or ()
+    for index in (0, 1):
+        first, *rest = [piece for piece in pieces if piece.index == index]
+        assert (first.type, first.function.name, bool(first.id)) == ("function", "weather", True)
+        assert {(piece.id, piece.type, piece.function.name) for piece in rest} == {(None, None, None)}
+        assert len(rest) > 5
+        assert json.loads("".join(piece.function.arguments for piece in [first, *rest])) == {"city": "Köln"}
+
+
 async def test_tool_calls_are_text_where_no_tools_were_offered(client: openai.AsyncOpenAI) -> None:
     for extra in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         answer = await client.chat.completions.create(model="tiny", messages=say(CALL), **extra)  # type: ignore[call-overload]

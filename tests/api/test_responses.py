@@ -48,6 +48,17 @@ async def test_function_calls_are_items(client: openai.AsyncOpenAI) -> None:
     assert [item.type for item in final.output] == ["message", "function_call"]
 
 
+async def test_a_call_that_is_cut_short_is_text_or_an_incomplete_item(client: openai.AsyncOpenAI) -> None:
+    half = CALL[: CALL.index(" 1}")] + ' "Kö}END'
+    whole = await client.responses.create(model="tiny", input=half, tools=[TOOL])
+    assert whole.output_text.endswith('{"name": "f", "arguments": {"a": "Kö')
+    async with client.responses.stream(model="tiny", input=half, tools=[TOOL]) as stream:
+        final = await stream.get_final_response()
+    message, call = final.output
+    assert (message.content[0].text, call.status) == ("Wait.", "incomplete")  # type: ignore[union-attr]
+    assert call.arguments == '{"a": "Kö'  # type: ignore[union-attr]
+
+
 async def test_a_turn_after_a_function_call_is_accepted(client: openai.AsyncOpenAI) -> None:
     items: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
