@@ -15,11 +15,10 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.fused import FusedDecoder, is_plain
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import ExpertCalls
+from edgemoe.model.layers.matrix import FEW_TOKENS
 from edgemoe.model.layers.step import StepContext, ropes_of
 from edgemoe.model.weights import Weights, load_weights
 from edgemoe.types.step import Batch, Experts
-
-FUSED_TOKENS = 16  # at most; with more, torch's products are faster
 
 
 class Decoder:
@@ -40,7 +39,9 @@ class Decoder:
     ) -> Decoder:
         """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError."""
         device = torch.device(device)
-        return cls(spec, load_weights(spec, path, device), device, kernels if device.type == "cpu" else None)
+        kernels = kernels if device.type == "cpu" else None
+        fused = is_plain(spec) and not spec.dense_encoding
+        return cls(spec, load_weights(spec, path, device, None if fused else kernels), device, kernels)
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -54,7 +55,7 @@ class Decoder:
         The `hidden` passed to `experts` is valid during that call only.
         """
         tokens = len(batch.tokens)
-        if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FUSED_TOKENS:
+        if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FEW_TOKENS:
             return self._fused.forward(batch, kv, experts)
         step, block = StepContext(batch, kv, self.kernels, self._ropes), self.spec.block
         residual = self._weights.embed.pick(batch.tokens)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from edgemoe.errors import StoreError
 from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer, make_layer
 from edgemoe.model.layers.dense_attention import DenseAttention
 from edgemoe.model.layers.gate import Gate
@@ -38,11 +39,11 @@ class Weights:
         return tuple(layer.gate for layer in self.layers if layer.gate is not None)
 
 
-def load_weights(spec: ModelSpec, path: Path, device: torch.device) -> Weights:
-    """Copies the weights from the file at `path` to `device`. Raises StoreError."""
+def load_weights(spec: ModelSpec, path: Path, device: torch.device, kernels: Kernels | None) -> Weights:
+    """Copies the weights from the file at `path` to `device`; `kernels` multiply single tokens. Raises StoreError."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return _assemble(spec, WeightReader(spec, path, file, device))
+            return _assemble(spec, WeightReader(spec, path, file, device, kernels))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: the dense weights cannot be read ({error}); pack the checkpoint again") from error
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch.nn.functional import linear
 
 from edgemoe.families.latent import LatentHeads
 from edgemoe.kernels.cpu.runtime import Kernels, Paged
 from edgemoe.model.attention import Prefill, prompt_by_kernel, prompt_in_tiles
+from edgemoe.model.layers.matrix import FEW_TOKENS
 from edgemoe.model.layers.norm import Norm
 from edgemoe.model.layers.reader import LayerPlace
 from edgemoe.model.layers.step import StepContext
@@ -25,7 +25,6 @@ from edgemoe.model.scores import Scores
 from edgemoe.types.step import BLOCK_TOKENS
 
 NORM_EPS = 1e-6  # of latents, whatever the model's own is
-FEW_TOKENS = 16  # at most; with more, torch's products are faster
 EXPANDED_BYTES = 32 << 20  # keys and values of a context that are computed at a time, where one head's are not more
 
 
@@ -39,14 +38,14 @@ class LatentAttention:
         self._heads, self._rope = place.attention.heads, rope
         self._query_latent = self._query_norm = None
         if self._heads.query_rank:
-            self._query_latent = place.read("self_attn.q_a_proj.weight")  # [query_rank, H]
+            self._query_latent = place.matrix("self_attn.q_a_proj.weight")  # [query_rank, H]
             self._query_norm = Norm(place.read("self_attn.q_a_layernorm.weight"), NORM_EPS)
         query = "q_b_proj" if self._heads.query_rank else "q_proj"
-        self._query = place.read(f"self_attn.{query}.weight")  # [count * key, query_rank or H]
-        self._latent = place.read("self_attn.kv_a_proj_with_mqa.weight")  # [rank + dim, H]
+        self._query = place.matrix(f"self_attn.{query}.weight")  # [count * key, query_rank or H]
+        self._latent = place.matrix("self_attn.kv_a_proj_with_mqa.weight")  # [rank + dim, H]
         self._norm = Norm(place.read("self_attn.kv_a_layernorm.weight"), NORM_EPS)
         self._keys, self._values = self._expansion(place.read("self_attn.kv_b_proj.weight"))
-        self._out = place.read("self_attn.o_proj.weight")  # [H, count * value]
+        self._out = place.matrix("self_attn.o_proj.weight")  # [H, count * value]
         self._scores = Scores(self._heads.scale)
         if rope.interleaved:
             self._order_pairs()
@@ -64,7 +63,7 @@ class LatentAttention:
     def _order_pairs(self) -> None:
         """Reorders the rows of what turns, so that pairs lie in the two halves."""
         heads = self._heads
-        for rows in (*torch.split(self._query, heads.key), self._latent):
+        for rows in (*torch.split(self._query.rows, heads.key), self._latent.rows):
             turned = rows[-heads.dim :]
             turned.copy_(half_split(turned, heads.dim, heads.dim))
 
@@ -74,27 +73,27 @@ class LatentAttention:
         q = self._queries(x, angles)
         attention.store(self._number, self._latents(x, angles), None)
         if not attention.prefills:
-            return linear(self._single(q, step).flatten(1), self._out)
+            return self._out(self._single(q, step).flatten(1))
         out = x.new_empty((len(x), self._heads.count, self._heads.value))
         for prefill in attention.prefills:
             rows = slice(prefill.first, prefill.after)
             out[rows] = self._prompt(prefill, q[rows], step)
         if len(attention.single_rows):
             out[attention.single_rows] = self._single(q[attention.single_rows], step)
-        return linear(out.flatten(1), self._out)
+        return self._out(out.flatten(1))
 
     def _queries(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Returns queries [T, count, key]."""
         heads = self._heads
         if self._query_latent is not None and self._query_norm is not None:
-            x = self._query_norm(linear(x, self._query_latent).float()).to(x.dtype)
-        q = linear(x, self._query).view(len(x), heads.count, heads.key)
+            x = self._query_norm(self._query_latent(x).float()).to(x.dtype)
+        q = self._query(x).view(len(x), heads.count, heads.key)
         plain, turned = q.tensor_split([heads.plain], dim=-1)
         return torch.cat((plain, turn(turned.float(), *angles).to(q.dtype)), dim=-1)
 
     def _latents(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Returns what the cache keeps of the tokens, [T, 1, rank + dim]."""
-        latent, turned = linear(x, self._latent).float()[:, None].tensor_split([self._heads.rank], dim=-1)
+        latent, turned = self._latent(x).float()[:, None].tensor_split([self._heads.rank], dim=-1)
         return torch.cat((self._norm(latent), turn(turned, *angles)), dim=-1).to(x.dtype)
 
     def _single(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from edgemoe.errors import StoreError
 from edgemoe.families.records import Attention
 from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.kv import DTYPES
 from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.layers.norm import Norm
@@ -27,7 +28,10 @@ Read = Callable[..., torch.Tensor]
 class WeightReader:
     """Copies tensors of a file into one allocation, one after the other; what is encoded into one of its own."""
 
-    def __init__(self, spec: ModelSpec, path: Path, file: Any, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, path: Path, file: Any, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
+        self._kernels = kernels
         self._names, self._block, self._dtype, self._device = spec.names, spec.block, DTYPES[spec.dtype], device
         self._plain, self._encoding = ENCODINGS[spec.dtype], ENCODINGS.get(spec.dense_encoding)
         self._path, self._file, self._shapes, self._present = path, file, dense_shapes(spec), set(file.keys())
@@ -59,7 +63,7 @@ class WeightReader:
         """Returns the matrices of these names, one below the other. Only the CPU computes from encoded rows."""
         stored = [self._stored(name) for name in names]
         if stored[0].dtype != torch.uint8 or self._device.type != "cpu":
-            return Matrix(self(*names), self._plain, self._shapes[names[0]][1])
+            return Matrix(self(*names), self._plain, self._shapes[names[0]][1], self._kernels)
         return self._encoded(names, stored)
 
     def _encoded(self, names: Sequence[str], stored: Sequence[torch.Tensor]) -> Matrix:
