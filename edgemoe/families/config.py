@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
+from edgemoe.families.family import Family, Given
 from edgemoe.families.read import Config, choice, flag, integer, number, whole
 from edgemoe.families.records import Attention, Block, FeedForward, Heads, RouterSpec
 from edgemoe.families.rope_config import read_rope
 from edgemoe.families.spec import ModelSpec
-from edgemoe.families.table import FAMILIES, REFUSED, Family, Given
+from edgemoe.families.table import FAMILIES, REFUSED
 from edgemoe.types.experts import DTYPE_BYTES, SILU
 
 MAX_EXPERTS = 1 << 17  # of all layers together
@@ -26,7 +27,7 @@ def _head_dim(config: Config) -> int:
 
 def _window(config: Config) -> int:
     """Returns the tokens that a token sees, 0 where they are all that a context has."""
-    if config.get("sliding_window") is None or not config.get("use_sliding_window", True):
+    if not config.get("sliding_window") or not config.get("use_sliding_window", True):
         return 0
     window = integer(config, "sliding_window")
     return window if window < integer(config, "max_position_embeddings") else 0

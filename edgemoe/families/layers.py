@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from edgemoe.errors import CheckpointError
+from dataclasses import replace
+
+from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.read import Config, choice, integer, whole
 from edgemoe.families.records import Attention
 
@@ -39,6 +41,29 @@ def shared_width(config: Config) -> int:
     """Returns the width of the experts that all tokens share, side by side."""
     width: int = whole("moe_intermediate_size")(config) * whole("n_shared_experts", default=0)(config)
     return width
+
+
+def by_type(config: Config, attention: Attention) -> tuple[Attention, ...]:
+    """Gives the window to the layers whose type says so: of older configurations, those from `max_window_layers` on."""
+    layers, types = layer_count(config), config.get("layer_types")
+    if types is None:
+        first = integer(config, "max_window_layers", default=layers)
+        types = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    if not isinstance(types, list) or len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"config.json: layer_types = {str(types)[:200]} is not supported")
+    full = replace(attention, heads=replace(attention.heads, window=0))
+    return tuple(full if each == "full_attention" else attention for each in types)
+
+
+def outside_interval(config: Config) -> frozenset[int]:
+    """Returns all but every `moe_layer_interval`-th of the layers from `moe_layer_start_index` to the end index."""
+    layers, step = layer_count(config), integer(config, "moe_layer_interval", default=1)
+    start, end = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    for index in (start, end):
+        if isinstance(index, bool) or not isinstance(index, int):
+            raise CheckpointError(f"config.json: the layers with experts are {str((start, end))[:80]}, no two numbers")
+    end = layers - 1 if end == -1 else end
+    return frozenset(layer for layer in range(layers) if (layer + 1) % step or not start <= layer <= end)
 
 
 def sparse_steps(config: Config) -> frozenset[int]:

@@ -24,6 +24,22 @@ def real(config: Config, *keys: str, default: float | None = None) -> float:
     return _number(config, keys, default, float)
 
 
+def same(key: str, default: int | None = None) -> Read:
+    """Returns a reader of a positive integer that may be listed for each layer, if it is the same for all."""
+
+    def read(config: Config) -> int:
+        listed = config.get(key)
+        if not isinstance(listed, list) or not listed:
+            return integer(config, key, default=default)
+        if any(each != listed[0] for each in listed):
+            raise UnsupportedModel(
+                f"config.json: {key} = {str(listed)[:80]} is not supported: it differs between layers"
+            )
+        return integer({key: listed[0]}, key)
+
+    return read
+
+
 def whole(*keys: str, default: int | Read | None = None) -> Read:
     """Returns a reader of the first of `keys` that is set: a positive integer, or 0 where 0 is the default."""
 
@@ -39,6 +55,16 @@ def whole(*keys: str, default: int | Read | None = None) -> Read:
 def number(*keys: str, default: float | None = None) -> Read:
     """Returns a reader of the first of `keys` that is set: a positive number, or the default, whatever it is."""
     return lambda config: default if _first(config, keys) is None and default is not None else real(config, *keys)
+
+
+def times(key: str, count: str, default: int) -> Read:
+    """Returns a reader of a size times how often it is there."""
+    return lambda config: 0 if config.get(count, default) == 0 else integer(config, key) * same(count, default)(config)
+
+
+def inverse(key: str) -> Read:
+    """Returns a reader of what a positive number divides by; 1 where it is not set."""
+    return lambda config: 1.0 / real(config, key, default=1.0)
 
 
 def flag(key: str, default: bool = False) -> Read:

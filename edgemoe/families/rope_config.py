@@ -26,6 +26,8 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
         raise CheckpointError(f"config.json: rope parameters must be a table, not {given!r}")
     theta = real(given, "rope_theta", default=real(config, "rope_theta", default=family.get("theta", THETA)))
     kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "dynamic" and given.get("alpha") is not None:  # which does not depend on the context
+        kind, theta = "default", theta * real(given, "alpha") ** (head_dim / (head_dim - 2))
     if kind not in KINDS:
         raise UnsupportedModel(f"rotary embedding {dict(given)!r} is not supported; have {', '.join(KINDS)}")
     if kind == "proportional":
@@ -57,6 +59,8 @@ def read_rope(config: Config, family: Mapping[str, Any], head_dim: int) -> tuple
 def _dims(config: Config, given: Config, family: Mapping[str, Any], head_dim: int) -> int:
     """Returns how many dimensions of a head turn: an even number, all of them where nothing says otherwise."""
     stated = real(config, "partial_rotary_factor", default=family.get("partial", 1.0))
+    if config.get("rotary_dim") is not None:
+        stated = integer(config, "rotary_dim") / head_dim
     dims = int(head_dim * real(given, "partial_rotary_factor", default=stated))
     if dims % 2 or not 0 < dims <= head_dim:
         raise CheckpointError(f"config.json: partial_rotary_factor turns {dims} of {head_dim} dimensions of a head")

@@ -2,70 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from edgemoe.families.delta import delta_layers
+from edgemoe.families.family import (
+    BEYOND,
+    BIASES,
+    CORRECTED,
+    EPS,
+    GATED_HEADS,
+    GATED_SHARED,
+    MIXTRAL,
+    SHARED,
+    SHARED_EXPERT,
+    SIGMOID,
+    Family,
+    limited,
+)
 from edgemoe.families.latent import LATENT, LatentHeads
-from edgemoe.families.layers import alike, first_dense, shared_width, sparse_steps, typed_layers
-from edgemoe.families.read import Config, choice, flag, number, whole
-from edgemoe.families.records import Attention, Heads, Names
+from edgemoe.families.layers import by_type, outside_interval, sparse_steps, typed_layers
+from edgemoe.families.read import choice, flag, inverse, number, same, times, whole
+from edgemoe.families.records import Names
 from edgemoe.families.windowed import alternating, clamped_swiglu, gemma, root_of_hidden
 from edgemoe.types.experts import Activation
 
-Given = Mapping[str, Any]  # a record's field -> its value, or a function of the configuration
-
-
-PLAIN, GELU = Names(), Activation("gelu_tanh")
-SHARED_EXPERT = (".shared_experts.", ".shared_expert.")
-GATED_HEADS: Given = {
-    "qk_norm": "head",
-    "output_gate": True,
-    "qkv_bias": flag("attention_bias"),
-    "o_bias": flag("attention_bias"),
-}
-GATED_SHARED: Given = {"shared_width": whole("shared_expert_intermediate_size"), "shared_gate": True}
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One architecture. Its records are what is given here, over the common readings in `config`."""
-
-    name: str  # `model_type` of the configuration
-    architecture: str
-    section: str = ""  # of the configuration, that has the decoder; "": the configuration itself
-    names: Names = PLAIN
-    mechanism: type[Heads] = Heads  # the record of its heads
-    layers: Callable[[Config, Attention], tuple[Attention, ...]] = alike  # what each layer attends with
-    heads: Given = field(default_factory=dict)
-    rope: Given = field(default_factory=dict)
-    router: Given = field(default_factory=dict)
-    feed_forward: Given = field(default_factory=dict)
-    block: Given = field(default_factory=dict)
-
-
-def _limited(key: str) -> Callable[[Config], int]:
-    """Returns a reader of DeepSeek-V2's groups of experts, which count where its method says so."""
-    methods = {"greedy": False, "group_limited_greedy": True}
-    return lambda config: whole(key, default=1)(config) if choice("topk_method", methods, False)(config) else 1
-
-
-BEYOND = r"model\.layers\.{layers}\."  # layers behind the last one, for predicting several tokens
-CORRECTED: Given = {  # DeepSeek-V3's router [DeepSeek-V3, 2.1.2]
-    "experts": whole("n_routed_experts"),
-    "score": choice("scoring_func", {"sigmoid": "sigmoid"}, "sigmoid"),
-    "float32": True,
-    "selection_bias": True,
-    "renormalise": flag("norm_topk_prob", default=True),
-    "least_mass": 1e-20,
-    "scale": number("routed_scaling_factor", default=1.0),
-    "groups": whole("n_group", default=1),
-    "top_groups": whole("topk_group", default=1),
-    "group_score": "top2",
-}
-SHARED: Given = {"dense_layers": first_dense, "dense_width": whole("intermediate_size"), "shared_width": shared_width}
-
+GELU = Activation("gelu_tanh")
 GEMMA_4 = Family(
     name="gemma4_text",
     architecture="Gemma4ForCausalLM",
@@ -99,16 +60,133 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="mixtral",
             architecture="MixtralForCausalLM",
-            names=Names(renames=((".mlp.", ".block_sparse_moe."),), projections=("w1", "w3", "w2")),
+            names=Names(renames=MIXTRAL, projections=("w1", "w3", "w2")),
             rope={"theta": 1e6},
             router={"renormalise": True},
             feed_forward={"width": whole("intermediate_size")},
-            block={"eps": number("rms_norm_eps", default=1e-5)},
+            block=EPS,
+        ),
+        Family(
+            name="olmoe",
+            architecture="OlmoeForCausalLM",
+            heads={**BIASES, "qk_norm": "full", "clip": number("clip_qkv", default=0.0)},
+            feed_forward={"width": whole("intermediate_size")},
+            block=EPS,
+        ),
+        Family(
+            name="qwen2_moe",
+            architecture="Qwen2MoeForCausalLM",
+            names=Names(renames=(SHARED_EXPERT,)),
+            layers=by_type,
+            heads={"qkv_bias": flag("qkv_bias", default=True)},
+            feed_forward={
+                "dense_layers": sparse_steps,
+                "dense_width": whole("intermediate_size", default=0),
+                **GATED_SHARED,
+            },
+        ),
+        Family(
+            name="glm4_moe",
+            architecture="Glm4MoeForCausalLM",
+            names=Names(skipped=(BEYOND,)),
+            heads={
+                "qkv_bias": flag("attention_bias"),
+                "qk_norm": choice("use_qk_norm", {True: "head", False: "none"}, "none"),
+            },
+            rope={"partial": 0.5},
+            router=CORRECTED,
+            feed_forward=SHARED,
+            block=EPS,
+        ),
+        Family(
+            name="minimax_m2",
+            architecture="MiniMaxM2ForCausalLM",
+            names=Names(
+                renames=((".gate.e_score_correction_bias", ".e_score_correction_bias"), *MIXTRAL),
+                skipped=(BEYOND,),
+                projections=("w1", "w3", "w2"),
+            ),
+            heads={"qk_norm": choice("use_qk_norm", {True: "full"}, "full")},
+            rope={"theta": 5e6},
+            router={"score": SIGMOID, "float32": True, "selection_bias": True, "renormalise": True},
+            feed_forward={"width": whole("intermediate_size")},
+        ),
+        Family(
+            name="granitemoe",
+            architecture="GraniteMoeForCausalLM",
+            names=Names(
+                renames=(
+                    (".mlp.gate.weight", ".mlp.router.layer.weight"),
+                    (".mlp.experts.gate_up_proj", ".mlp.input_linear.weight"),
+                    (".mlp.experts.down_proj", ".mlp.output_linear.weight"),
+                    *MIXTRAL,
+                )
+            ),
+            heads={**BIASES, "scale": number("attention_multiplier", default=1.0)},
+            router={"renormalise": True},
+            feed_forward={"width": whole("intermediate_size")},
+            block={
+                "embedding": number("embedding_multiplier", default=1.0),
+                "residual": number("residual_multiplier", default=1.0),
+                "logits": inverse("logits_scaling"),
+            },
+        ),
+        Family(
+            name="dots1",
+            architecture="Dots1ForCausalLM",
+            layers=by_type,
+            heads={**BIASES, "qk_norm": "head"},
+            router={**CORRECTED, "score": "sigmoid", "renormalise": flag("norm_topk_prob")},
+            feed_forward=SHARED,
+        ),
+        Family(
+            name="hunyuan_v1_moe",
+            architecture="HunYuanMoEV1ForCausalLM",
+            names=Names(
+                renames=(
+                    ("q_norm", "query_layernorm"),
+                    ("k_norm", "key_layernorm"),
+                    (".mlp.gate.weight", ".mlp.gate.wg.weight"),
+                    (".shared_experts.", ".shared_mlp."),
+                )
+            ),
+            heads={**BIASES, "qk_norm": choice("use_qk_norm", {True: "head"}, "head"), "norm_after_rope": True},
+            router={"top_k": same("moe_topk"), "float32": True, "renormalise": True},
+            feed_forward={
+                "width": whole("intermediate_size"),
+                "dense_layers": choice("moe_layer_num_skipped", {0: frozenset()}, frozenset()),
+                "shared_width": times("intermediate_size", "num_shared_expert", 1),
+            },
+            block=EPS,
+        ),
+        Family(
+            name="ernie4_5_moe",
+            architecture="Ernie4_5_MoeForCausalLM",
+            names=Names(
+                renames=((".mlp.gate.e_score", ".mlp.moe_statics.e_score"),),
+                skipped=("model\\.mtp_",),
+            ),
+            heads={"qkv_bias": choice("use_bias", {False: False}, default=False)},
+            rope={"interleaved": True},
+            router={
+                "experts": whole("moe_num_experts"),
+                "top_k": whole("moe_k"),
+                "float32": True,
+                "selection_bias": True,
+                "renormalise": True,
+                "least_mass": number("moe_norm_min", default=1e-12),
+            },
+            feed_forward={
+                "dense_layers": outside_interval,
+                "dense_width": whole("intermediate_size"),
+                "shared_width": times("moe_intermediate_size", "moe_num_shared_experts", 2),
+            },
+            block={"eps": number("rms_norm_eps", default=1e-5), "tied": flag("tie_word_embeddings", default=True)},
         ),
         Family(
             name="qwen3_moe",
             architecture="Qwen3MoeForCausalLM",
-            heads={"qk_norm": "head", "qkv_bias": flag("attention_bias"), "o_bias": flag("attention_bias")},
+            heads={**BIASES, "qk_norm": "head"},
             feed_forward={"dense_layers": sparse_steps, "dense_width": whole("intermediate_size", default=0)},
         ),
         Family(
@@ -122,8 +200,8 @@ FAMILIES: dict[str, Family] = {
                 "float32": True,
                 "renormalise": choice("norm_topk_prob", {False: False}, False),
                 "scale": number("routed_scaling_factor", default=1.0),
-                "groups": _limited("n_group"),
-                "top_groups": _limited("topk_group"),
+                "groups": limited("n_group"),
+                "top_groups": limited("topk_group"),
             },
             feed_forward=SHARED,
         ),
@@ -146,7 +224,7 @@ FAMILIES: dict[str, Family] = {
             rope={"interleaved": flag("rope_interleave", default=True)},
             router=CORRECTED,
             feed_forward={**SHARED, "dense_layers": typed_layers},
-            block={"eps": number("rms_norm_eps", default=1e-5)},
+            block=EPS,
         ),
         Family(
             name="gpt_oss",
@@ -157,7 +235,7 @@ FAMILIES: dict[str, Family] = {
             rope={"theta": 1.5e5},
             router={"logit_bias": True, "renormalise": True},
             feed_forward={"width": whole("intermediate_size"), "activation": clamped_swiglu, "expert_biases": True},
-            block={"eps": number("rms_norm_eps", default=1e-5)},
+            block=EPS,
         ),
         GEMMA_4,
         replace(GEMMA_4, name="gemma4", architecture="Gemma4ForConditionalGeneration", section="text_config"),

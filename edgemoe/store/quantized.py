@@ -8,6 +8,7 @@ compressed-tensors  X_packed (int32, the first code lowest), or X as int8 or fp8
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
@@ -66,6 +67,8 @@ def find_source(left: Mapping[str, Tensor], name: str, shape: Shape, config: Map
     if (packed := left.get(f"{name}_packed")) is not None:
         return _packed(left, name, shape, packed)
     tensor = left[name]
+    if len(shape) == 1 and tensor.shape == (1, *shape):
+        tensor = replace(tensor, shape=shape)
     _demand_shape(tensor, shape)
     if tensor.dtype in PLAIN:
         return Source(name, shape, tensor.dtype, tensor)

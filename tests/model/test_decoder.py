@@ -1,4 +1,4 @@
-"""The decoder against transformers, on random tiny checkpoints of both families."""
+"""The decoder against transformers, on random tiny checkpoints of all families."""
 
 from __future__ import annotations
 
@@ -29,15 +29,22 @@ GEMMA_ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 2e4, "factor": 2.0},
 }
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3_moe", {}),
     ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False, "num_key_value_heads": 4}),
-    ("mixtral", {}),
     ("mixtral", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
     ("mixtral", {"sliding_window": 24}),
     ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "greedy", "rope_parameters": MSCALED}),
     ("deepseek_v3", {"rope_interleave": False, "norm_topk_prob": False, "rope_parameters": MSCALED}),
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    ("olmoe", {"clip_qkv": None, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": []}),
+    (
+        "glm4_moe",
+        {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    ),
+    ("dots1", {"n_group": 4, "topk_group": 1, "norm_topk_prob": False}),
+    ("hunyuan_v1_moe", {"rope_parameters": None, "tie_word_embeddings": True}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False}),
     ("qwen3_moe", {"attention_bias": True, "mlp_only_layers": [0], "intermediate_size": 80}),
     ("gpt_oss", {}),
     ("gpt_oss", {"attention_bias": False, "swiglu_limit": 1.0, "layer_types": ["full_attention"] * 3}),
@@ -67,7 +74,7 @@ def _error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return (ours - reference).abs().max().item()
 
 
-@pytest.mark.parametrize(("family", "changes"), VARIANTS[:4])
+@pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), *VARIANTS[:2]])
 def test_the_kernels_run_what_they_have_everything_for(
     make_tiny: MakeTiny, family: str, changes: dict[str, Any]
 ) -> None:
@@ -81,7 +88,7 @@ def test_the_kernels_run_what_they_have_everything_for(
         assert not is_plain(replace(spec, attention=(other,) * spec.layers))
 
 
-@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in FAMILIES), *VARIANTS])
 def test_logits_equal_transformers_in_prefill_chunks_and_decode(
     make_tiny: MakeTiny, family: str, changes: dict[str, Any]
 ) -> None:

@@ -31,6 +31,8 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 2048,
     "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -124,6 +126,86 @@ FAMILIES: dict[str, tuple[Callable[..., Any], type[Any], dict[str, Any]]] = {
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, GATED_DELTA),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM, GATED_DELTA),
     "qwen3_5_moe": (_with_vision, transformers.Qwen3_5MoeForConditionalGeneration, GATED_DELTA),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        transformers.OlmoeForCausalLM,
+        {"num_experts": 8, "intermediate_size": 48, "clip_qkv": 0.5},
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {
+            "num_experts": 8,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+            "sliding_window": 24,
+            "intermediate_size": 72,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "max_window_layers": 2,
+        },
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        {
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 48,
+            "intermediate_size": 72,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "head_dim": 32,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        {"num_local_experts": 8, "intermediate_size": 48, "head_dim": 32, "rotary_dim": 16},
+    ),
+    "granitemoe": (
+        transformers.GraniteMoeConfig,
+        transformers.GraniteMoeForCausalLM,
+        {
+            "num_local_experts": 8,
+            "intermediate_size": 48,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "dots1": (
+        transformers.Dots1Config,
+        transformers.Dots1ForCausalLM,
+        {
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 48,
+            "intermediate_size": 72,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        transformers.HunYuanMoEV1Config,
+        transformers.HunYuanMoEV1ForCausalLM,
+        {
+            "num_experts": 8,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "moe_topk": 2,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0},
+        },
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        transformers.Ernie4_5_MoeForCausalLM,
+        {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 48, "intermediate_size": 72},
+    ),
 }
 
 
