@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -172,9 +173,14 @@ SPACE = re.compile(r"\s*")
 
 def _first(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str]:
     """Returns where the first mark begins, and the longest that begins there; (-1, "") where there is none."""
-    found = ((at, -len(mark), mark) for mark in marks if (at := text.find(mark, start)) >= 0)
-    at, _, mark = min(found, default=(-1, 0, ""))
-    return at, mark
+    match = _any_of(marks).search(text, start)
+    return (match.start(), match[0]) if match else (-1, "")
+
+
+@lru_cache(maxsize=256)
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted(marks, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _may_grow(text: str, marks: tuple[str, ...]) -> bool:
