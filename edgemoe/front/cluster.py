@@ -24,6 +24,7 @@ from edgemoe.cluster.rpc.control_messages import (
     Tokens,
 )
 from edgemoe.cluster.rpc.engine_messages import (
+    Activity,
     Cancel,
     Emissions,
     Holds,
@@ -84,6 +85,7 @@ class ClusterFront:
             self.plane, settings.route, supervisor.request_log, self._own_load, supervisor.submit_here, self.plane.spawn
         )
         self.plane.load = self._load
+        self.plane.reporter.report = self._engine.report
         self.plane.on_change = self._look_around
         self.plane.on_beat = self._places.hear
         self.plane.exchange.on_plan = self._tell_plan
@@ -121,7 +123,7 @@ class ClusterFront:
 
     # --- our engine -------------------------------------------------------------------------------------------
 
-    def hear(self, boot: str, message: Listening | Holds | PeerSeen) -> None:
+    def hear(self, boot: str, message: Listening | Holds | PeerSeen | Activity) -> None:
         """Takes what our engine says of itself and its links."""
         match message:
             case Listening():
@@ -135,6 +137,8 @@ class ClusterFront:
                 self._announce()
             case PeerSeen():
                 self._engine.seen[message.node] = message
+            case Activity():
+                self._engine.activity = message
 
     def engine_changed(self) -> None:
         """It takes requests now, or no longer; what one that has ended held is held no more."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from edgemoe.api.backend import State
-from edgemoe.cluster.rpc.engine_messages import Cancel, Holds, Listening, PeerSeen, Submit, ToEngine
+from edgemoe.cluster.rpc.engine_messages import Activity, Cancel, Holds, Listening, PeerSeen, Submit, ToEngine
 from edgemoe.config.settings import Settings
 from edgemoe.front.request_log import RequestLog
 from edgemoe.types.request import Emission
@@ -42,7 +42,7 @@ class Supervised(Protocol):
 class Neighbours(Protocol):
     """The other boxes, as far as our engine and our requests are concerned."""
 
-    def hear(self, boot: str, message: Listening | Holds | PeerSeen) -> None:
+    def hear(self, boot: str, message: Listening | Holds | PeerSeen | Activity) -> None:
         """Takes what our engine says of itself and its links."""
 
     def engine_changed(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from edgemoe.cluster.rpc.engine_messages import (
+    Activity,
     Boot,
     Emissions,
     Failed,
@@ -68,7 +69,7 @@ class EngineHandle:
         process.stdin.close()
         return cls(process, boot.boot_id)
 
-    def note(self, message: FromEngine) -> Emissions | Ready | Listening | Holds | PeerSeen | None:
+    def note(self, message: FromEngine) -> Emissions | Ready | Listening | Holds | PeerSeen | Activity | None:
         """Remembers what the engine says of itself; returns what is for others to act on."""
         self.heard = time.monotonic()
         match message:
@@ -86,7 +87,7 @@ class EngineHandle:
             case Reloaded():
                 if self._reloaded is not None and not self._reloaded.done():
                     self._reloaded.set_result(message)
-            case Emissions() | Listening() | Holds() | PeerSeen():
+            case Emissions() | Listening() | Holds() | PeerSeen() | Activity():
                 return message
         return None
 

@@ -6,8 +6,9 @@ import functools
 import operator
 from collections.abc import Iterable
 
-from edgemoe.cluster.rpc.control_messages import EngineCard
-from edgemoe.cluster.rpc.engine_messages import Holds, Listening, PeerSeen
+from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
+from edgemoe.cluster.rpc.engine_messages import Activity, Holds, Listening, PeerSeen
+from edgemoe.types.bounds import MAX_NODES
 
 
 class OwnEngine:
@@ -18,14 +19,15 @@ class OwnEngine:
         self.listening: Listening | None = None
         self.holds: Holds | None = None
         self.seen: dict[str, PeerSeen] = {}  # its links to other engines, by node
+        self.activity: Activity | None = None
 
     def listens(self, boot: str, listening: Listening) -> None:
         """Takes note of an incarnation that has opened its channels."""
-        self.boot, self.listening, self.holds = boot, listening, None
+        self.boot, self.listening, self.holds, self.activity = boot, listening, None, None
 
     def ended(self) -> None:
         """Forgets what one that has ended held."""
-        self.boot, self.listening, self.holds = "", None, None
+        self.boot, self.listening, self.holds, self.activity = "", None, None, None
         self.seen.clear()
 
     def card(self, shares: bool) -> EngineCard | None:
@@ -46,6 +48,20 @@ class OwnEngine:
             ram=holds.ram,
             shares=shares,
             layer_experts=model.layer_experts,
+        )
+
+    def report(self) -> Report | None:
+        """Returns what the leader is told of it; None until it has said what its requests choose."""
+        if (listening := self.listening) is None or (activity := self.activity) is None:
+            return None
+        links = [LinkReport(seen.node, seen.latency_s, seen.bytes_per_s, seen.unit_s) for seen in self.seen.values()]
+        return Report(
+            model=listening.model.digest,
+            tokens=activity.tokens,
+            chosen=activity.chosen,
+            pairs=activity.pairs,
+            resident=activity.resident,
+            links=tuple(links[:MAX_NODES]),
         )
 
 

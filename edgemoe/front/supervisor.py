@@ -22,6 +22,7 @@ import msgspec
 
 from edgemoe.api.backend import State
 from edgemoe.cluster.rpc.engine_messages import (
+    Activity,
     Cancel,
     Drain,
     Emissions,
@@ -159,7 +160,7 @@ class Supervisor:
                     self._on_ready(ready)
                 case Emissions(items=items):
                     self.request_log.take(items if self.cluster is None else self.cluster.take(items))
-                case Listening() | Holds() | PeerSeen() as news:
+                case Listening() | Holds() | PeerSeen() | Activity() as news:
                     if self.cluster is not None:
                         self.cluster.hear(boot_id, news)
 

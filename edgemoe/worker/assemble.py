@@ -22,6 +22,8 @@ from edgemoe.engine.grammar import Grammars
 from edgemoe.engine.loop import Emit
 from edgemoe.engine.runner import LoadedModel, Watchers
 from edgemoe.errors import CapacityError
+from edgemoe.experts.activity import CODES as ACTIVITY_CODES
+from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
@@ -63,11 +65,12 @@ class Say(Protocol):
 
 
 class Sharing(NamedTuple):
-    """What a box in a cluster has besides: its experts as bytes, and a store that also reads from peers."""
+    """What a box in a cluster has besides: its experts as bytes, a store that also reads from peers, what is chosen."""
 
     model: ServedModel
     shelf: ExpertShelf
     store: PeerStore
+    activity: ActivityCounter
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         say("weights")
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
-        link(CODES, kernel_dir(settings))
+        link((*CODES, *ACTIVITY_CODES), kernel_dir(settings))
         sharing = _sharing(manifest, served, store) if settings.cluster.node else None
         scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:
@@ -142,7 +145,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
             tiers,
             _grammars(directory, spec),
             emit,
-            _watchers(controller, recorder, scoutgate),
+            _watchers(controller, recorder, scoutgate, sharing),
         )
         opened.callback(engine.close)
         closing = opened.pop_all()
@@ -183,7 +186,8 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
 
 def _sharing(manifest: Manifest, served: ServedModel, store: ExpertStore) -> Sharing:
     shelf = ExpertShelf(manifest, store, served.geometry)
-    return Sharing(served, shelf, PeerStore(store, shelf, checksum, served.geometry))
+    peers = PeerStore(store, shelf, checksum, served.geometry)
+    return Sharing(served, shelf, peers, ActivityCounter(served.geometry))
 
 
 def _tiers(
@@ -218,7 +222,10 @@ def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
 
 
 def _watchers(
-    controller: Controller | None, recorder: Recorder | None, scoutgate: ScoutGateForecaster | None
+    controller: Controller | None,
+    recorder: Recorder | None,
+    scoutgate: ScoutGateForecaster | None,
+    sharing: Sharing | None,
 ) -> Watchers:
     """Returns who hears of each step, in this order."""
     observers: list[Callable[[StepRouting], None]] = []
@@ -228,6 +235,8 @@ def _watchers(
         observers.append(recorder.add)
     if scoutgate is not None:
         observers.append(scoutgate.learn)
+    if sharing is not None:
+        observers.append(sharing.activity.add)
     return Watchers(_to_all(observers), _to_all([each.look for each in (scoutgate, controller) if each is not None]))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
-from edgemoe.cluster.rpc.engine_messages import FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
+from edgemoe.cluster.rpc.engine_messages import Activity, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
@@ -26,6 +26,8 @@ from edgemoe.worker.assemble import Assembly
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
+ACTIVITY_S = 10.0
+MOST_PAIRS = 24_000
 FORMER_S = 60.0  # after which other boxes have fetched what was at home here before
 Post = Callable[[FromEngine], None]
 
@@ -65,6 +67,7 @@ class ClusterSide:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(self._report())
+            group.create_task(self._report_activity())
 
     def close(self) -> None:
         """After `run` has ended, before the tiers are closed."""
@@ -149,7 +152,11 @@ class ClusterSide:
             for peer in self.plane.calls.peers.values():
                 if peer.reachable:
                     seen = PeerSeen(
-                        node=peer.node, boot=peer.boot, latency_s=peer.latency_s, bytes_per_s=1 / peer.s_per_byte
+                        node=peer.node,
+                        boot=peer.boot,
+                        latency_s=peer.latency_s,
+                        bytes_per_s=1 / peer.s_per_byte,
+                        unit_s=peer.computing.at(time.monotonic()) if peer.calls else 0.0,
                     )
                     self._post(seen)
             self._fetch_homes()
@@ -157,3 +164,18 @@ class ClusterSide:
                 self._tiers.residency.homes.forget_former()
                 self._adopted_s = float("inf")
             await asyncio.sleep(REPORT_S)
+
+    async def _report_activity(self) -> None:
+        """Posts to the front what this engine's own requests choose."""
+        while True:
+            shares = await asyncio.to_thread(self._sharing.activity.shares, MOST_PAIRS)
+            resident = pack_bits(self._tiers.residency.resident_mask())
+            self._post(
+                Activity(
+                    tokens=shares.tokens,
+                    chosen=shares.chosen.tobytes(),
+                    pairs=shares.pairs.tobytes(),
+                    resident=resident,
+                )
+            )
+            await asyncio.sleep(ACTIVITY_S)

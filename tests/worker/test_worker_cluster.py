@@ -16,7 +16,17 @@ from support.checkpoints import tiny_checkpoint
 from support.kept import STORES
 from test_worker import EXPERT_BYTES, START_S, Child
 
-from edgemoe.cluster.rpc.engine_messages import Boot, Holds, Listening, PeerEngine, PeerList, PeerSeen, Ready, Submit
+from edgemoe.cluster.rpc.engine_messages import (
+    Activity,
+    Boot,
+    Holds,
+    Listening,
+    PeerEngine,
+    PeerList,
+    PeerSeen,
+    Ready,
+    Submit,
+)
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import (
@@ -32,7 +42,7 @@ from edgemoe.store.packer import pack
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.request import Request, Sampling
 
-LAYERS, EXPERTS = 3, 6
+LAYERS, EXPERTS, TOP_K = 3, 6, 2
 
 
 def without_experts(store: Path) -> None:
@@ -117,3 +127,32 @@ async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
         disk = unpack_bits(holds.disk, LAYERS, EXPERTS)
         np.testing.assert_array_equal(disk, np.tile(np.arange(EXPERTS) == 0, (LAYERS, 1)))
         assert holds.budget_experts == 6
+
+
+@pytest.mark.slow
+async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_for_others(tmp_path: Path) -> None:
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "whole")
+    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint again"), tmp_path / "part")
+    without_experts(tmp_path / "part")
+    async with (
+        worker("a", tmp_path / "part", 4, tmp_path) as (a, a_key),
+        worker("b", tmp_path / "whole", LAYERS * EXPERTS, tmp_path) as (b, b_key),
+    ):
+        a_ports, b_ports = [await box.hear(Listening, START_S) for box in (a, b)]
+        for box in (a, b):
+            await box.hear(Ready, START_S)
+        a.tell(PeerList(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
+        b.tell(PeerList(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
+        await a.hear(PeerSeen)
+        a.tell(submit("r"))
+        await a.tokens("r")
+        asked = await a.hear(Activity, START_S)
+        for _ in range(3):  # one may have been under way
+            asked = asked if asked.tokens else await a.hear(Activity, START_S)
+        assert 20 < asked.tokens < 28  # four of the prompt, 24 less the last, with decay; none of the warm-up
+        chosen = np.frombuffer(asked.chosen, np.uint16).reshape(LAYERS, EXPERTS)
+        np.testing.assert_allclose(chosen.sum(axis=1), TOP_K * 65535, rtol=1e-3)
+        pairs = np.frombuffer(asked.pairs, np.uint16).reshape(-1, 4)
+        assert pairs[:, 3].sum() == pytest.approx(LAYERS * TOP_K * (TOP_K - 1) / 2 * 65535, rel=1e-2)
+        for _ in range(3):
+            assert not (await b.hear(Activity, START_S)).tokens  # it computed for a, and was asked nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from edgemoe.cluster.rpc.control_messages import Announce, Beat
+from edgemoe.cluster.rpc.control_messages import Announce, Beat, Report
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer
 
@@ -25,6 +25,7 @@ class Member:
     beat: Beat = field(default_factory=Beat)
     card: Announce | None = None
     card_boot: str = ""  # of which incarnation it is
+    report: Report | None = None  # its last one, which boxes send to the leader
     acknowledged: int = 0  # our announcement that it has taken note of
     refused: str = ""  # why it cannot take part
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.coordination.store import wait_event
+from edgemoe.cluster.control.members import BEAT_S
 from edgemoe.cluster.control.plan_store import PlanStore, read_plan
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage, GetPlan, PlanIs
@@ -15,6 +18,7 @@ from edgemoe.types.placement import PlacementPlan
 
 log = logging.getLogger(__name__)
 ASK_S = 2.0
+RETRY_S = 0.5
 
 
 class PlanExchange:
@@ -24,6 +28,13 @@ class PlanExchange:
         self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
         self._plans, self._fence, self._channel = plans, fence, channel
         self._say = SparingLog(log)
+
+    async def run(self, news: asyncio.Event, leader: Callable[[], tuple[str, Beat] | None]) -> None:
+        """Fetches the plan that the leader names, by its last beat, whenever it is not the one held."""
+        while True:
+            await wait_event(news, BEAT_S)
+            if (named := leader()) is not None and not await self.follow(*named):
+                await asyncio.sleep(RETRY_S)
 
     async def follow(self, leader: str, named: Beat) -> bool:
         """Goes by the plan that the leader's beat names, where it is not the one held; False where it cannot be had."""

@@ -19,18 +19,18 @@ from pathlib import Path
 import msgspec
 
 from edgemoe.cluster.control.admission import Admission
-from edgemoe.cluster.control.announcer import RETRY_S, Announcer
+from edgemoe.cluster.control.announcer import Announcer
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.coordination.fingerprint import Agreement
 from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
-from edgemoe.cluster.control.coordination.store import wait_event
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.members import BEAT_S, Member, Members
 from edgemoe.cluster.control.obedience import Obedience
 from edgemoe.cluster.control.plan_exchange import PlanExchange
 from edgemoe.cluster.control.plan_store import PlanStore
+from edgemoe.cluster.control.reporter import Reporter
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import (
@@ -43,6 +43,7 @@ from edgemoe.cluster.rpc.control_messages import (
     GetPlan,
     PlanIs,
     RaftPayload,
+    Report,
     Tokens,
     Welcome,
 )
@@ -90,6 +91,7 @@ class ControlPlane:
         self.exchange = PlanExchange(self.plans, self.fence, self.channel)
         announce = msgspec.structs.replace(announce, agreement=agreement.words)
         self.announcer = Announcer(announce, self.members, self.channel)
+        self.reporter = Reporter(self.members, self.obedience, self.channel)
         self._admission = Admission(settings, peers, agreement, self.members, self.channel, self._transport.allowed)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._leader: Leader | None = None
@@ -114,9 +116,11 @@ class ControlPlane:
         """Runs until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                runs = [self._transport.run, self.channel.run, self.announcer.run, self._beat_on, self._follow]
-                for run in [*runs, self._leader.run] if self._leader is not None else runs:
+                tells = [self.announcer.run, self.reporter.run, self._beat_on]
+                leads = [self._leader.run] if self._leader is not None else []
+                for run in [self._transport.run, self.channel.run, *tells, *leads]:
                     self._group.create_task(run())
+                self._group.create_task(self.exchange.run(self._news, self._leader_beat))
         finally:
             if self._leader is not None:
                 await self._leader.close()
@@ -201,6 +205,8 @@ class ControlPlane:
             case Announce():
                 self._meet(member, message)
                 return Answer(Welcome())
+            case Report():
+                member.report = message
             case GetPlan():
                 return Answer(PlanIs(), [memoryview(self.plans.bytes_of(message.digest))])
             case Forward() | Tokens() | Check():
@@ -284,15 +290,8 @@ class ControlPlane:
         ref = self.plans.ref if self._leader is None or not leading or self._leader.settled else None
         self.announcer.beat(self.load(), leading, self.fence.highest, ref)
 
-    # --- following --------------------------------------------------------------------------------------------
-
-    async def _follow(self) -> None:
-        """Fetches the plan that the leader names, whenever it is not the one held."""
-        while True:
-            await wait_event(self._news, BEAT_S)
-            leader = self.leader
-            if leader in self.members and not await self.exchange.follow(leader, self.members[leader].beat):
-                await asyncio.sleep(RETRY_S)
+    def _leader_beat(self) -> tuple[str, Beat] | None:
+        return (self.leader, self.members[self.leader].beat) if self.leader in self.members else None
 
 
 def _refuse(question: Question[ControlMessage]) -> Answer[ControlMessage]:

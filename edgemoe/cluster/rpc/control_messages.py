@@ -2,6 +2,7 @@
 
     Beat         sent several times a second: the box lives; whether it leads, which plan it follows, how busy it is
     Announce     asked on change, or where a Beat wants it; answered Welcome (or refused): what the box is and has
+    Report       sent to the leader every ten seconds, without an answer: what requests choose, how the links are
     GetPlan      answered PlanIs, with the plan as a tensor
     Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
     Tokens       what that engine emits, likewise; answered Taken, which names requests that are not wanted any more
@@ -21,7 +22,20 @@ from msgspec import Meta
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
-from edgemoe.types.bounds import MAX_NODES, Bitmap, Bytes, Count, LayerCounts, Port, Small, Text
+from edgemoe.types.bounds import (
+    MAX_NODES,
+    Bitmap,
+    Bytes,
+    Count,
+    LayerCounts,
+    PairTable,
+    Port,
+    Rate,
+    Seconds,
+    ShareTable,
+    Small,
+    Text,
+)
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
@@ -83,6 +97,29 @@ class Welcome(Message, frozen=True, tag="Welcome"):
     """Confirms an announcement."""
 
 
+class LinkReport(msgspec.Struct, frozen=True, array_like=True):
+    """A link to another box as its engine measured it."""
+
+    node: Text
+    latency_s: Seconds
+    bytes_per_s: Rate
+    unit_s: Seconds = 0.0  # that the box takes to compute one unit of work; 0 until measured
+
+
+class Report(Message, frozen=True, tag="Report"):
+    """Tells the leader, and nobody else, what a box's own requests choose and how its links are.
+
+    Tables are those of an engine's Activity.
+    """
+
+    model: Text  # digest
+    tokens: Annotated[float, Meta(ge=0, le=1e15)]  # that the tables are shares of
+    chosen: ShareTable
+    pairs: PairTable = b""
+    resident: Bitmap = b""
+    links: Annotated[tuple[LinkReport, ...], Meta(max_length=MAX_NODES)] = ()
+
+
 class GetPlan(Message, frozen=True, tag="GetPlan"):
     """Asks for the plan of this digest."""
 
@@ -123,6 +160,18 @@ class Dropped(Message, frozen=True, tag="Dropped"):
 
 
 ControlMessage = (
-    RaftPayload | Beat | Announce | Welcome | GetPlan | PlanIs | Forward | Tokens | Taken | Check | Dropped | Failure
+    RaftPayload
+    | Beat
+    | Announce
+    | Welcome
+    | Report
+    | GetPlan
+    | PlanIs
+    | Forward
+    | Tokens
+    | Taken
+    | Check
+    | Dropped
+    | Failure
 )
 CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))

@@ -32,10 +32,12 @@ from edgemoe.types.bounds import (
     LongText,
     Milliseconds,
     Name,
+    PairTable,
     Port,
     Rate,
     Seconds,
     Share,
+    ShareTable,
     Text,
     Tokens,
 )
@@ -140,12 +142,26 @@ class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
 
 
 class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
-    """The link to a peer as measured: a round trip, and bytes per second. At most once a second for each."""
+    """The link to a peer as measured: a round trip, bytes per second, computing. At most once a second for each."""
 
     node: Name
     boot: Name
     latency_s: Seconds
     bytes_per_s: Rate
+    unit_s: Seconds = 0.0  # that the peer takes to compute one unit of work; 0 until measured
+
+
+class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
+    """What this engine's own requests chose of late, as shares of their tokens in units of 1 / 65535.
+
+    `chosen` is uint16 [L, E], `pairs` uint16 [P, 4]: layer, both experts, share; the heaviest of each layer. `resident`
+    are the experts in memory, at home or not. Sent every ten seconds.
+    """
+
+    tokens: Annotated[float, Meta(ge=0, le=1e15)]  # with decay
+    chosen: ShareTable
+    pairs: PairTable = b""
+    resident: Bitmap = b""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,7 +237,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | PeerList | Plan | Refused
-FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen | Refused
+FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen | Activity | Refused
 TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
 FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))
 

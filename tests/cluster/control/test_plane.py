@@ -17,12 +17,13 @@ from support.planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
 from support.waiting import until
 
 from edgemoe.cluster.control import leader as leading
+from edgemoe.cluster.control import reporter
 from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.plan_store import PlanStore
-from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan
+from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
 from edgemoe.config.settings import ClusterSettings
@@ -493,3 +494,22 @@ async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dic
     a.plane.list(a.peers)
     await until(lambda: a.plane.members["b"].up and b.plane.members["a"].up)
     assert a.plane.members["b"].boot == "boot-b-1"
+
+
+async def test_reports_go_to_the_leader_only_and_to_a_new_one_within_an_interval(
+    three: dict[str, Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter, "REPORT_S", 0.1)
+    first = three["a"].plane.leader
+    for node, front in three.items():
+        front.plane.reporter.report = lambda node=node: Report(model=node, tokens=3.0, chosen=bytes(2))
+        front.plane.spawn(front.plane.reporter.run())  # the first one waits ten seconds
+    others = [node for node in ABC if node != first]
+    leader = three[first].plane
+    await until(lambda: [m.report.model for m in leader.members if m.report] == others)
+    assert not any(member.report for node in others for member in three[node].plane.members)
+    await three[first].die()
+    await until(lambda: three[others[0]].plane.leader not in ("", first), 15.0)
+    second = three[others[0]].plane.leader
+    third = next(node for node in others if node != second)
+    await until(lambda: three[second].plane.members[third].report is not None)

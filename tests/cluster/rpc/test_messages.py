@@ -11,6 +11,7 @@ from edgemoe.cluster.rpc import engine_messages as messages
 from edgemoe.cluster.rpc.engine_messages import (
     FRAMING,
     MAGIC,
+    Activity,
     Cancel,
     Drain,
     Emissions,
@@ -64,6 +65,7 @@ FROM_ENGINE = [
     Stats(values={'edgemoe_tier_hits_total{tier="vram"}': 3.0}, step_s=0.5),
     Failed(error="StoreError", message="no store", fatal=True),
     Reloaded(message="the old one stays", refused=True),
+    Activity(tokens=12.5, chosen=bytes(8), pairs=bytes(16), resident=b"\x03"),
 ]
 
 

@@ -1,0 +1,101 @@
+"""What is counted of the experts that requests chose, against a plain count of the same choices."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from edgemoe.experts import activity
+from edgemoe.experts.activity import HALF_LIFE_S, UNIT, ActivityCounter
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.routing import StepMeta, StepRouting
+
+GEOMETRY = ExpertGeometry(3, 8, 3, 16, 16, "float32")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def step(rng: np.random.Generator, tokens: int) -> StepRouting:
+    shape = (GEOMETRY.layers, tokens)
+    skewed = rng.random((*shape, GEOMETRY.experts)) * np.arange(1, GEOMETRY.experts + 1)
+    ids = np.argsort(-skewed, axis=-1)[..., : GEOMETRY.top_k].astype(np.int16)
+    nothing = np.zeros(tokens, np.int64)
+    meta = StepMeta(("r",), np.array([tokens]), np.array([False]), nothing, nothing)
+    return StepRouting(meta, ids, np.zeros(ids.shape, np.float32), {}, 0.0, 0.0)
+
+
+def plain(steps: list[tuple[float, StepRouting]]) -> tuple[float, np.ndarray, np.ndarray]:
+    """Tokens, choices [L, E] and pairs [L, E, E] with the lower number first, each step by its weight."""
+    chosen = np.zeros((GEOMETRY.layers, GEOMETRY.experts))
+    pairs, tokens = np.zeros((*chosen.shape, GEOMETRY.experts)), 0.0
+    for weight, each in steps:
+        tokens += weight * each.ids.shape[1]
+        for layer, of_layer in enumerate(each.ids):
+            for ids in of_layer:
+                for expert in ids:
+                    chosen[layer, expert] += weight
+                for a, b in itertools.combinations(sorted(ids), 2):
+                    pairs[layer, a, b] += weight
+    return tokens, chosen, pairs
+
+
+@pytest.mark.parametrize("most_weight", [2.0**20, 3.0])
+def test_shares_are_those_of_a_plain_count_that_decays(most_weight: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "MOST_WEIGHT", most_weight)
+    rng, clock, steps = np.random.default_rng(0), Clock(), []
+    counted = ActivityCounter(GEOMETRY, clock)
+    for tokens in (1, 7, 2, 30, 1):
+        steps.append((clock.now_s, step(rng, tokens)))
+        counted.add(steps[-1][1])
+        clock.now_s += HALF_LIFE_S
+    tokens, chosen, pairs = plain([(2.0 ** ((at_s - clock.now_s) / HALF_LIFE_S), each) for at_s, each in steps])
+    found = counted.shares(10_000)
+    assert found.tokens == pytest.approx(tokens, rel=1e-5)
+    assert np.abs(found.chosen - chosen / tokens * UNIT).max() <= 1
+    told = np.zeros_like(pairs)
+    told[tuple(found.pairs[:, :3].T)] = found.pairs[:, 3]
+    assert np.abs(told - pairs / tokens * UNIT).max() <= 1
+
+
+def test_of_the_pairs_the_heaviest_of_each_layer_are_told() -> None:
+    counted, rng = ActivityCounter(GEOMETRY), np.random.default_rng(1)
+    counted.add(each := step(rng, 200))
+    _, _, pairs = plain([(1.0, each)])
+    found = counted.shares(15)
+    assert found.pairs[:, 0].tolist() == sorted(found.pairs[:, 0].tolist())
+    for layer in range(GEOMETRY.layers):
+        best = np.sort(pairs[layer].ravel())[::-1][:5] / 200 * UNIT
+        np.testing.assert_allclose(found.pairs[found.pairs[:, 0] == layer, 3], best, atol=1)
+
+
+def test_a_layer_that_did_not_run_counts_nothing() -> None:
+    counted, each = ActivityCounter(GEOMETRY), step(np.random.default_rng(2), 4)
+    each.ids[1] = -1
+    counted.add(each)
+    found = counted.shares(1000)
+    assert (found.chosen.sum(axis=1) > 0).tolist() == [True, False, True]
+    assert 1 not in found.pairs[:, 0]
+
+
+def test_nothing_counted_is_nothing_told() -> None:
+    found = ActivityCounter(GEOMETRY).shares(1000)
+    assert found.tokens == 0
+    assert not found.chosen.any()
+    assert not len(found.pairs)
+
+
+def test_a_model_of_too_many_pairs_is_counted_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "PAIRS_BYTES", 100)
+    counted = ActivityCounter(GEOMETRY)
+    counted.add(step(np.random.default_rng(3), 4))
+    found = counted.shares(1000)
+    assert found.chosen.any()
+    assert not len(found.pairs)
