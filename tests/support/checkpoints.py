@@ -45,9 +45,23 @@ GATED_DELTA: dict[str, Any] = {
     "shared_expert_intermediate_size": 24,
     "head_dim": 16,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 20,
+    "intermediate_size": 40,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "intermediate_size": 20, "sliding_window": None},
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 20, "head_dim": 12, "norm_topk_prob": True},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 12, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2},
+    "glm4_moe_lite": {**LATENT, "q_lora_rank": 12},
     "gpt_oss": {"num_local_experts": 6, "intermediate_size": 32, "head_dim": 12, "sliding_window": 20},
     "gemma4_text": {
         "num_experts": 6,

@@ -1,4 +1,4 @@
-"""The engine over gpt-oss and Gemma 4 in tiers smaller than the model, with contexts longer than their windows."""
+"""The engine over families with windows or latent attention, in tiers smaller than the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import Tier, padded
 
 LENGTHS, TOKENS = [5, 90], 64
-MADE = ["gpt_oss", "gpt_oss in MXFP4", "gemma4_text"]
+MADE = ["gpt_oss", "gpt_oss in MXFP4", "gemma4_text", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 
 
 @pytest.fixture(scope="module")
