@@ -41,7 +41,7 @@ class Family:
 
 def limited(key: str) -> Callable[[Config], int]:
     """Returns a reader of DeepSeek-V2's groups of experts, which count where its method says so."""
-    methods = {"greedy": False, "grouplimited_greedy": True}
+    methods = {"greedy": False, "group_limited_greedy": True}
     return lambda config: whole(key, default=1)(config) if choice("topk_method", methods, False)(config) else 1
 
 

@@ -36,7 +36,7 @@ def test_64_greedy_tokens_are_those_of_transformers_with_all_experts_and_with_tw
             tiers = ExpertTiers(
                 geometry,
                 store,
-                TierMemory(slots * geometry.stride_bytes, ()),
+                TierMemory(slots * geometry.stride_bytes(0), ()),
                 {Tier.RAM: policy, Tier.VRAM: policy},
                 kernels[False],
             )
