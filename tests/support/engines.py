@@ -15,7 +15,7 @@ import numpy as np
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
-from edgemoe.families.config import spec_from_config
+from edgemoe.store.consistency import spec_of
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.store.manifest import Manifest
@@ -36,7 +36,7 @@ class EngineBox:
         self.node, self.boot = node, f"boot-of-{node}"
         key_file = directory / f"{node}.key"
         self.secret: Secret = generate(key_file)
-        spec = spec_from_config(Manifest.load(store).spec_config)
+        spec = spec_of(Manifest.load(store))
         self.settings = Settings(
             model=ModelSettings(path=str(store)),
             memory=MemorySettings(ram_bytes=slots * spec.geometry.stride_bytes(0), kv_bytes=4 << 20),

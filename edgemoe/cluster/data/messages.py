@@ -51,7 +51,8 @@ class Hello(Message, frozen=True, tag="Hello"):
         """Returns what the node has in memory and on its disk, [L, E] each. Raises PeerRefused for another model."""
         if self.model != ours.digest:
             raise PeerRefused(
-                f"{node} serves model {self.model[:12]}, not {ours.digest[:12]}; serve the same packed store on both"
+                f"{node} serves model {self.model[:12]}, not {ours.digest[:12]}; serve the same packed store on both: "
+                "the same checkpoint in the same encodings"
             )
         layers, experts, *_ = sizes = (self.layers, self.experts, self.row_bytes, self.expert_bytes)
         if sizes != _sizes(ours.geometry):

@@ -1,0 +1,38 @@
+"""What a store stands for, as a plain checkpoint: the oracle of a store in few bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from edgemoe.encodings.codec import pack, unpack
+from edgemoe.store.layout import MATRICES
+from edgemoe.types.encoding import ENCODINGS
+
+
+def in_float32(checkpoint: Path, directory: Path) -> Path:
+    """Copies a checkpoint, with all weights in float32."""
+    shutil.copytree(checkpoint, directory)
+    config = json.loads((directory / "config.json").read_text()) | {"torch_dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    save_file({name: tensor.float() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def dequantised(checkpoint: Path, directory: Path, experts: str, dense: str = "") -> Path:
+    """Copies a checkpoint of one float32 tensor for each matrix; its weights become what the encodings make of them."""
+    shutil.copytree(checkpoint, directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        encoding = ENCODINGS.get(experts if ".experts." in name else dense)
+        if encoding is not None and name.endswith(MATRICES):
+            flat = tensor.reshape(-1, tensor.shape[-1]).numpy()
+            decoded = unpack(pack(flat, encoding), encoding, flat.shape[1])
+            tensors[name] = torch.from_numpy(decoded).view(tensor.shape)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
