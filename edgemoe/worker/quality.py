@@ -63,9 +63,9 @@ def compare(store: Path, checkpoint: Path, text: str, progress: Progress) -> Qua
     if len(ids) < 2:
         raise ConfigError("the text to check with is empty; name a file with a few thousand words")
     with ExitStack() as opened, torch.inference_mode():
-        ours = opened.enter_context(_stored(store, manifest))
-        theirs = opened.enter_context(_original(plan(source, AS_IT_IS)))
-        return _summary(ids, theirs, ours, progress)
+        ours = opened.enter_context(stored(store, manifest))
+        theirs = opened.enter_context(original(plan(source, AS_IT_IS)))
+        return summary(ids, theirs, ours, progress)
 
 
 class OneByOne:
@@ -99,7 +99,9 @@ class OneByOne:
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class TextReader:
+    """A model that reads whole windows of text."""
+
     decoder: Decoder
     experts: OneByOne
 
@@ -113,14 +115,16 @@ class _Model:
 
 
 @contextmanager
-def _stored(store: Path, manifest: Manifest) -> Iterator[_Model]:
+def stored(store: Path, manifest: Manifest) -> Iterator[TextReader]:
+    """Opens a store. Raises StoreError."""
     spec = _in_float32(spec_of(manifest))
     with ExpertStore(store, manifest) as opened:
-        yield _Model(Decoder.load(spec, store / DENSE), OneByOne(spec, opened.read_into))
+        yield TextReader(Decoder.load(spec, store / DENSE), OneByOne(spec, opened.read_into))
 
 
 @contextmanager
-def _original(layout: Layout) -> Iterator[_Model]:
+def original(layout: Layout) -> Iterator[TextReader]:
+    """Opens a checkpoint; its dense weights go through a temporary file. Raises CheckpointError."""
     spec = _in_float32(layout.spec)
     with tempfile.TemporaryDirectory() as scratch, CheckpointReader() as reader:
         write_file(layout.dense, Path(scratch), lambda _: None)
@@ -132,7 +136,7 @@ def _original(layout: Layout) -> Iterator[_Model]:
                 into[at : at + len(block)] = block
                 at += len(block)
 
-        yield _Model(decoder, OneByOne(spec, read))
+        yield TextReader(decoder, OneByOne(spec, read))
 
 
 def _in_float32(spec: ModelSpec) -> ModelSpec:
@@ -141,7 +145,8 @@ def _in_float32(spec: ModelSpec) -> ModelSpec:
     return replace(spec, dtype="float32", encodings=encodings)
 
 
-def _summary(ids: list[int], theirs: _Model, ours: _Model, progress: Progress) -> Quality:
+def summary(ids: list[int], theirs: TextReader, ours: TextReader, progress: Progress) -> Quality:
+    """Compares what two models foretell, `theirs` being the reference."""
     tokens = same = 0
     divergence = surprise = reference = 0.0
     for start in range(0, len(ids) - 1, WINDOW_TOKENS):

@@ -1,0 +1,70 @@
+"""The demo model in 4 and 8 bits behind the front: the text of its dequantised weights, also after an engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from support.dequantised import dequantised, in_float32
+from support.front_kit import openai_client, running, settings_for
+from support.waiting import until
+from tokenizers import Tokenizer
+
+from edgemoe.config.settings import MemorySettings
+from edgemoe.demo import model_path
+from edgemoe.front.main import WORKER, Front
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import pack
+from edgemoe.store.wanted import WantedEncodings
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+PROMPTS = ["def main(argv):\n    ", "The file system", "12 + 30 =", 'msgid "Cancel"\nmsgstr "']
+TOKENS = 64
+
+
+def greedy(checkpoint: Path) -> list[str]:
+    """transformers' texts."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer.encode(prompt).ids
+        found = model.generate(torch.tensor([ids]), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
+        texts.append(tokenizer.decode(found[0, len(ids) :].tolist()))
+    return texts
+
+
+async def served(front: Front) -> list[str]:
+    async with openai_client(front.settings) as client:
+
+        async def one(prompt: str) -> str:
+            answer = await client.completions.create(
+                model="tiny", prompt=prompt, temperature=0, max_tokens=TOKENS, extra_body={"min_tokens": TOKENS}
+            )
+            return answer.choices[0].text
+
+        return list(await asyncio.gather(*map(one, PROMPTS)))
+
+
+@pytest.mark.parametrize(("experts", "share"), [("int8", 1.0), ("int4", 1.0), ("int4", 0.05)])
+async def test_the_door_says_what_the_dequantised_weights_say(tmp_path: Path, experts: str, share: float) -> None:
+    plain = in_float32(model_path(), tmp_path / "plain")
+    expected = greedy(dequantised(plain, tmp_path / "oracle", experts, "int8"))
+    store = tmp_path / "store"
+    pack(plain, store, wanted=WantedEncodings.parse(experts, "int8"))
+    geometry = spec_of(Manifest.load(store)).geometry
+    memory = MemorySettings(ram_bytes=int(geometry.all_bytes * share), kv_bytes=8 << 20)
+    async with running(settings_for(tmp_path, store, memory=memory, service={"max_restarts": 5}), WORKER) as front:
+        assert await served(front) == expected
+        supervisor = front.supervisor
+        assert supervisor is not None
+        again = asyncio.ensure_future(served(front))
+        await until(lambda: sum(len(live.emitted) for live in supervisor.request_log._live.values()) > 40, 60)
+        os.kill(supervisor.describe()["engine"]["pid"], signal.SIGKILL)
+        assert await again == expected

@@ -1,0 +1,102 @@
+"""What encodings cost on the demo model, as `edgemoe pack --check` tells it."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support import quantised
+
+from edgemoe.cli import main
+from edgemoe.demo import model_path
+from edgemoe.errors import ConfigError
+from edgemoe.store.checkpoint import Checkpoint
+from edgemoe.store.layout import plan
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import AS_IT_IS, pack, silent
+from edgemoe.store.wanted import WantedEncodings
+from edgemoe.worker.quality import Quality, TextModel, compare, original, stored, summary
+from tools.demo_model import arithmetic, chat
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    """What the demo model knows best, and what it has seen."""
+    made = random.Random(1)
+    parts = [document(made)[:700] for _ in range(4) for document in (arithmetic.document, chat.document)]
+    return "\n".join([*parts, Path(random.__file__).read_text()[:1500]])
+
+
+def quality(tmp_path: Path, text: str, experts: str, dense: str) -> Quality:
+    pack(model_path(), tmp_path, wanted=WantedEncodings.parse(experts, dense))
+    return compare(tmp_path, model_path(), text, silent)
+
+
+@pytest.mark.parametrize(
+    ("experts", "dense", "most", "least"),
+    [("int8", "keep", 1.5e-4, 0.993), ("int4", "keep", 0.005, 0.95), ("keep", "int8", 3e-4, 0.99)],
+)
+def test_encoded_weights_foretell_nearly_the_same(
+    tmp_path: Path, text: str, experts: str, dense: str, most: float, least: float
+) -> None:
+    found = quality(tmp_path, text, experts, dense)
+    assert found.tokens > 2000
+    assert 0 < found.divergence < most, found
+    assert least < found.same_top < 1, found
+    assert abs(found.perplexity / found.reference_perplexity - 1) < 0.02
+
+
+def test_a_store_that_keeps_everything_foretells_the_same(tmp_path: Path, text: str) -> None:
+    found = quality(tmp_path, text[:2000], "keep", "keep")
+    assert (found.divergence, found.same_top) == (0, 1)
+
+
+def test_fp8_in_blocks_foretells_nearly_the_same_as_what_it_was_made_from(tmp_path: Path, text: str) -> None:
+    source = shutil.copytree(model_path(), tmp_path / "fp8")
+    quantised.quantise(source, by_expert, quantised.ABOUT_FP8, quantised.is_expert)
+    manifest = pack(source, tmp_path / "store")
+    assert {*manifest.encodings} == {"fp8", ""}
+    layout, ids = plan(Checkpoint.open(model_path()), AS_IT_IS), TextModel(model_path()).encode(text, False)
+    with torch.inference_mode(), original(layout) as theirs, stored(tmp_path / "store", manifest) as ours:
+        found = summary(ids, theirs, ours, silent)
+    assert 0 < found.divergence < 0.001, found
+    assert found.same_top > 0.975, found
+
+
+def by_expert(name: str, weight: torch.Tensor, parts: quantised.Tensors) -> torch.Tensor:
+    """Stores a stack as one matrix for each expert, as fp8 checkpoints have them."""
+    if weight.dim() == 2:
+        return quantised.block_fp8(name, weight, parts)
+    prefix, _, kind = name.rpartition(".")
+    for expert, matrix in enumerate(weight):
+        gate, *up = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
+        first = "gate_proj" if up else "down_proj"
+        quantised.block_fp8(f"{prefix}.{expert}.{first}.weight", gate.contiguous(), parts)
+        for half in up:
+            quantised.block_fp8(f"{prefix}.{expert}.up_proj.weight", half.contiguous(), parts)
+    return weight
+
+
+def test_the_command_tells_divergence_perplexity_and_same_top_token(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "text"
+    file.write_text(text[:1500])
+    assert main(["pack", str(model_path()), str(tmp_path / "store"), "--experts", "int4", "--check", str(file)]) == 0
+    store, told = capsys.readouterr().out.strip().splitlines()
+    assert Manifest.load(Path(store)).encodings[:6] == ("int4",) * 6
+    assert re.fullmatch(
+        r"\d+ tokens: KL divergence 0\.00\d+, same top token 9\d\.\d\d%, perplexity [\d.]+ \(checkpoint: [\d.]+\)", told
+    )
+
+
+def test_another_checkpoint_than_the_stores_is_refused(tmp_path: Path, text: str) -> None:
+    pack(model_path(), tmp_path / "store")
+    other = shutil.copytree(model_path(), tmp_path / "other")
+    (other / "config.json").touch()
+    with pytest.raises(ConfigError, match="packed from another checkpoint"):
+        compare(tmp_path / "store", other, text, silent)
