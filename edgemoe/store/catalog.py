@@ -110,7 +110,8 @@ def _describe(path: Path) -> tuple[str, ...]:
     present, total = sum(len(layer.experts) for layer in manifest.layers), spec.geometry.layers * spec.geometry.experts
     state = "complete" if present == total else f"{present} of {total} experts"
     experts = f"{spec.router.experts}, top {spec.router.top_k}"
-    return spec.family, str(spec.layers), experts, spec.dtype, f"{manifest.total_bytes / 1e9:.2f} GB", state
+    precision = ", ".join(filter(None, dict.fromkeys(manifest.encodings))) or spec.dtype
+    return spec.family, str(spec.layers), experts, precision, f"{manifest.total_bytes / 1e9:.2f} GB", state
 
 
 def verify(store: str | Path, progress: Progress = silent) -> list[StoreError]:

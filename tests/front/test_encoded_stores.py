@@ -1,4 +1,4 @@
-"""The demo model in 4 and 8 bits behind the front: the text of its dequantised weights, also after an engine's death."""
+"""The demo model in few bits behind the front: the text of its dequantised weights, also after an engine dies."""
 
 from __future__ import annotations
 

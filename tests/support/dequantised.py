@@ -20,7 +20,9 @@ def in_float32(checkpoint: Path, directory: Path) -> Path:
     config = json.loads((directory / "config.json").read_text()) | {"torch_dtype": "float32"}
     (directory / "config.json").write_text(json.dumps(config))
     tensors = load_file(directory / "model.safetensors")
-    save_file({name: tensor.float() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.float() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
+    )
     return directory
 
 

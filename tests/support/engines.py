@@ -15,9 +15,9 @@ import numpy as np
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
-from edgemoe.store.consistency import spec_of
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.uniform import uniform
+from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.types.request import Emission, Request, Sampling

@@ -65,9 +65,7 @@ def test_boxes_compute_experts_in_4_bits_for_each_other(store: Path, expected: l
         assert all(box.remote.experts > 0 for box in three)
 
 
-def test_a_box_without_a_disk_fetches_experts_in_4_bits(
-    store: Path, expected: list[list[int]], tmp_path: Path
-) -> None:
+def test_a_box_without_a_disk_fetches_experts_in_4_bits(store: Path, expected: list[list[int]], tmp_path: Path) -> None:
     nothing = np.zeros((LAYERS, EXPERTS), np.bool_)
     full, empty = (
         EngineBox("full", store, TOTAL, tmp_path),
