@@ -109,11 +109,13 @@ class EngineBox:
     def tokens(self, name: str = "r") -> list[int]:
         return [one.token for one in self.emitted if one.request == name and one.token is not None]
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, tag: str = "") -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int = 12, tag: str = "", within_s: float = 30.0
+    ) -> list[list[int]]:
         """Greedy tokens of all prompts, run together."""
         for n, prompt in enumerate(prompts):
             self.submit(prompt, f"{tag}{n}", max_tokens)
-        ends = [self.end(f"{tag}{n}") for n in range(len(prompts))]
+        ends = [self.end(f"{tag}{n}", within_s) for n in range(len(prompts))]
         assert [one.error for one in ends if one.finish == "error"] == []
         return [self.tokens(f"{tag}{n}") for n in range(len(prompts))]
 

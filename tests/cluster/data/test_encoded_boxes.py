@@ -50,7 +50,7 @@ def test_a_store_in_4_bits_generates_what_its_dequantised_weights_do(
 ) -> None:
     box = EngineBox("alone", store, slots, tmp_path)
     with running(box):
-        assert box.generate(prompts(), TOKENS) == expected
+        assert box.generate(prompts(), TOKENS, within_s=120) == expected
 
 
 def test_boxes_compute_experts_in_4_bits_for_each_other(store: Path, expected: list[list[int]], tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_boxes_compute_experts_in_4_bits_for_each_other(store: Path, expected: l
     ]
     with running(*three):
         adopt(plan_for(three), *three)
-        assert [box.generate(prompts(), TOKENS) for box in three] == [expected] * 3
+        assert [box.generate(prompts(), TOKENS, within_s=120) for box in three] == [expected] * 3
         assert all(box.remote.experts > 0 for box in three)
 
 
@@ -73,7 +73,7 @@ def test_a_box_without_a_disk_fetches_experts_in_4_bits(store: Path, expected: l
     )
     with running(full, empty):
         adopt(plan_for([full, empty]), full, empty)
-        assert empty.generate(prompts(), TOKENS) == expected
+        assert empty.generate(prompts(), TOKENS, within_s=120) == expected
         assert full.side.plane.bulk.sent_bytes > 0
 
 
@@ -86,5 +86,5 @@ def test_a_box_with_the_same_model_in_another_encoding_is_refused_by_name(
         one.obey(peers_of(other))
         other.obey(peers_of(one))
         wait_until(lambda: any("the same encodings" in str(vars(record)) for record in caplog.records))
-        assert one.generate(prompts(), TOKENS) == expected
+        assert one.generate(prompts(), TOKENS, within_s=120) == expected
         assert not one.remote.experts
