@@ -66,10 +66,10 @@ def served(
     manifest = pack(tiny_checkpoint(family, folder / "checkpoint"), folder / "store")
     spec = spec_of(manifest)
     geometry = spec.geometry
-    slots = 2 if few else geometry.layers * geometry.experts
+    slots = 2 if few else geometry.count
     policy = LRU(geometry.layers, geometry.experts)
     with ExpertStore(folder / "store", manifest) as store:
-        memory = TierMemory(slots * geometry.stride_bytes, [])
+        memory = TierMemory(slots * geometry.stride_bytes(0), [])
         tiers = ExpertTiers(geometry, store, memory, {Tier.RAM: policy, Tier.VRAM: policy}, kernels)
         with running(tiers):
             decoder = Decoder.load(spec, folder / "store" / DENSE, "cpu", kernels)
