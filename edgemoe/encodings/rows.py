@@ -50,7 +50,7 @@ def join(codes: Bytes, scales: Bytes, encoding: Encoding) -> Bytes:
         codes = (eights[:, :, 0] | (eights[:, :, 1] << np.uint8(4))).reshape(len(codes), -1).astype(np.uint8)
     else:
         codes = codes[:, order(columns, _together(encoding))]
-    return np.concatenate([codes, scales], axis=1)
+    return np.ascontiguousarray(np.concatenate([codes, scales], axis=1))
 
 
 def split(rows: Bytes, encoding: Encoding, columns: int) -> tuple[Bytes, Bytes]:

@@ -23,6 +23,7 @@ from edgemoe.experts.tiers.slab import HostSlab, layout_in
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
+from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.arrays import BoolArray
@@ -76,16 +77,16 @@ class ExpertTiers:
         ram = HostSlab(layout_in(memory.ram_bytes, geometry, "RAM for experts"), lock=memory.lock_ram)
         self.geometry, self.ram, self.ram_bytes = geometry, ram, ram.size_bytes
         self.on_disk = geometry.exists if on_disk is None else on_disk
-        math = ExpertMath(kernels)
-        math.calibrate(geometry.hidden, geometry.width, geometry.bf16)
-        self._math = math
+        self._math = math = ExpertMath(kernels)
+        slabs = _matrices(ram, geometry)
+        math.calibrate(dict.fromkeys(slab.layout for slab, _ in slabs), geometry.bf16)
         self.devices = [_open(device, geometry, ram, math) for device in memory.devices if device.kind != "cpu"]
         pools = [
             SlotPool(Tier.VRAM, geometry.layers, geometry.experts, device.layout, policies[Tier.VRAM])
             for device in self.devices
         ]
         ram_pool = SlotPool(Tier.RAM, geometry.layers, geometry.experts, ram.layout, policies[Tier.RAM])
-        host = HostCompute(_matrices(ram, geometry), math)
+        host = HostCompute(slabs, math)
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=memory.containment)
         self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
@@ -161,21 +162,9 @@ def _open(device: DeviceBudget, geometry: ExpertGeometry, ram: HostSlab, math: E
 
 def _matrices(slab: HostSlab, geometry: ExpertGeometry) -> list[tuple[ExpertSlab, int]]:
     """Returns for each layer the slab's slots as its experts lie in them, and the number of the first of these."""
-    layout, sizes = slab.layout, (geometry.hidden, geometry.width)
-    views = {
-        (size_class, encoding): ExpertSlab(
-            torch.from_numpy(slab.slots(size_class)),
-            *sizes,
-            encoding,
-            geometry.bf16,
-            geometry.activation,
-            geometry.biases,
-        )
-        for size_class, encoding in _kinds(layout, geometry)
-    }
-    return [(views[kind], layout.first(kind[0])) for kind in _kinds(layout, geometry)]
-
-
-def _kinds(layout: SlabLayout, geometry: ExpertGeometry) -> list[tuple[int, Encoding]]:
-    """Returns each layer's class of sizes, and its experts' encoding."""
-    return [(size_class, geometry.encoding(layer)) for layer, size_class in enumerate(layout.classes.layer_class)]
+    kinds = [
+        (size_class, ExpertLayout.of(geometry, layer))
+        for layer, size_class in enumerate(slab.layout.classes.layer_class)
+    ]
+    views = {kind: ExpertSlab(torch.from_numpy(slab.slots(kind[0])), kind[1], geometry.bf16) for kind in set(kinds)}
+    return [(views[kind], slab.layout.first(kind[0])) for kind in kinds]

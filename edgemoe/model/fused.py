@@ -49,13 +49,14 @@ class FusedDecoder:
         self._spec, self._weights, self._kernels, self._rope = spec, weights, kernels, rope
         self._heads, self._gates = spec.attention[0].heads, [gate.weight for gate in weights.gates]
         self._scores = Scores(self._heads.dim**-0.5)
+        self._matrices: list[Record] = []
         self._step = self._sizes()
         self._layers = np.concatenate([self._layer_record(layer) for layer in weights.layers])
         self._addresses = [self._layers[i : i + 1].ctypes.data for i in range(spec.layers)]
         self._call = self._step.view(np.int64)  # the fields that change from layer to layer are set through this
         self._head = np.zeros(1, HEAD)
-        self._head["step"], self._head["vocab"] = self._step.ctypes.data, spec.vocab
-        self._head["norm"], self._head["weight"] = weights.norm.weight.data_ptr(), weights.head.rows.data_ptr()
+        self._head["step"], self._head["norm"] = self._step.ctypes.data, weights.norm.weight.data_ptr()
+        self._head["head"] = self._matrix(weights.head.rows)
 
     def _sizes(self) -> Record:
         step, spec, heads, router = np.zeros(1, STEP), self._spec, self._heads, self._spec.router
@@ -73,12 +74,17 @@ class FusedDecoder:
         record["step"] = self._step.ctypes.data
         record["norm"], record["post_norm"] = layer.norm.weight.data_ptr(), layer.post_norm.weight.data_ptr()
         matrices = (attention.qkv.rows, attention.o.rows, gate.weight)
-        record["qkv"], record["o"], record["gate"] = (matrix.data_ptr() for matrix in matrices)
+        record["qkv"], record["o"], record["gate"] = map(self._matrix, matrices)
         if attention.q_norm is not None and attention.k_norm is not None:
             record["q_norm"], record["k_norm"] = (
                 norm.weight.data_ptr() for norm in (attention.q_norm, attention.k_norm)
             )
         return record
+
+    def _matrix(self, weight: torch.Tensor) -> int:
+        """Returns the address of a weight's MATRIX record, which this object keeps."""
+        self._matrices.append(self._kernels.matrix(weight.data_ptr(), *weight.shape))
+        return self._matrices[-1].ctypes.data
 
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
         """Computes what `Decoder.forward` does, for at most one token of each sequence."""
@@ -109,11 +115,12 @@ class FusedDecoder:
         step["packed"] = scratch("step.packed", tokens * spec.hidden)
         step["qkv"] = scratch("step.qkv", tokens * (queries + 2 * heads.kv_count * heads.dim))
         step["attended"] = scratch("step.attended", tokens * queries)
+        step["turned"] = scratch("step.turned", tokens * queries)
         step["mixed"] = scratch("step.mixed", tokens * spec.hidden)
         step["probs"] = scratch("step.probs", tokens * spec.router.experts)
         attention = self._kernels.attention_record(tokens, tables, contexts, paged(heads.count, kv, 0, self._scores))
         attention["queries"] = scratch("step.queries", tokens * queries)
-        attention["out"], attention["plain"] = step["attended"], 0
+        attention["out"] = step["attended"]
         step["attention"] = attention.ctypes.data
         for layer in range(spec.layers):
             pages = paged(heads.count, kv, layer, self._scores)

@@ -19,6 +19,7 @@ from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.errors import ConfigError
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
@@ -77,11 +78,8 @@ class OneByOne:
         geometry = spec.geometry
         self._read, self._math, self._top_k = read, ExpertMath(), geometry.top_k
         self._room = page_memory(geometry.largest_bytes)
-        slab, sizes = torch.frombuffer(self._room, dtype=torch.uint8)[None], (geometry.hidden, geometry.width)
-        self._slabs = [
-            ExpertSlab(slab, *sizes, geometry.encoding(layer), geometry.bf16, geometry.activation, geometry.biases)
-            for layer in range(geometry.layers)
-        ]
+        slab, layers = torch.frombuffer(self._room, dtype=torch.uint8)[None], range(geometry.layers)
+        self._slabs = [ExpertSlab(slab, ExpertLayout.of(geometry, layer), geometry.bf16) for layer in layers]
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         group, out = Group.of(ids.numpy(), weights.numpy()), torch.zeros(hidden.shape)

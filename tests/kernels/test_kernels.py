@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels, Paged
 from edgemoe.kernels.cpu.vector import log32
@@ -43,6 +44,7 @@ def _experts(kernels: Kernels, tokens: int, hidden: int, width: int, k: int, exp
         slots.append(slot)
         offsets.append(len(index))
     kernels.experts(
+        ExpertLayout(hidden, width, kernels.dtype),
         slab.data_ptr(),
         stride,
         np.array(slots),
@@ -53,8 +55,6 @@ def _experts(kernels: Kernels, tokens: int, hidden: int, width: int, k: int, exp
         kernels.bf16,
         out.data_ptr(),
         tokens,
-        hidden,
-        width,
     )
     torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
 

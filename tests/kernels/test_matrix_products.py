@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from edgemoe.encodings.codec import pack
 from edgemoe.kernels.cpu import expert_math as products
-from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, one_by_one
+from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
+from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab, WayLimits, one_by_one
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.types.encoding import BFLOAT16, FLOAT32
+from edgemoe.types.encoding import BFLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4, Encoding
 from edgemoe.types.experts import SILU, Activation, ExpertGeometry
 
 HIDDEN, WIDTH, SLOTS = 64, 96, 7
@@ -27,7 +29,8 @@ def _slab(bf16: bool, activation: Activation = SILU, biases: bool = False) -> Ex
     assert weights.shape[1] == geometry.expert_bytes(0)
     slab = torch.full((SLOTS, geometry.stride_bytes(0)), 255, dtype=torch.uint8)  # NaN
     slab[:, : weights.shape[1]] = weights
-    return ExpertSlab(slab, HIDDEN, WIDTH, BFLOAT16 if bf16 else FLOAT32, bf16, activation, biases)
+    layout = ExpertLayout(HIDDEN, WIDTH, BFLOAT16 if bf16 else FLOAT32, False, activation, biases)
+    return ExpertSlab(slab, layout, bf16)
 
 
 def _calls(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
@@ -83,7 +86,7 @@ def test_all_ways_equal_the_definition(kernels: Kernels, tokens: int) -> None:
     x = torch.randn(tokens, HIDDEN).to(slab.down.dtype)
     expected = _expected(slab, tokens, x)
     never = float("inf")
-    for way in (ExpertMath(kernels, never), ExpertMath(kernels, 0.0), ExpertMath(kernels, never, 0.0)):
+    for way in (ExpertMath(kernels, limits) for limits in (WayLimits(never), WayLimits(0.0), WayLimits(never, 0.0))):
         out = torch.ones(tokens, HIDDEN)
         way.add(slab, *_calls(tokens), x, out)
         rounding = 0.05 if kernels.bf16 else 1e-4
@@ -97,9 +100,9 @@ def test_calls_whose_scratch_memory_would_be_too_large_are_cut(
     slab = _slab(kernels.bf16)
     x = torch.randn(40, HIDDEN).to(slab.down.dtype)
     whole, cut = torch.zeros(40, HIDDEN), torch.zeros(40, HIDDEN)
-    ExpertMath(kernels, tiles_from).add(slab, *_calls(40), x, whole)
+    ExpertMath(kernels, WayLimits(tiles_from)).add(slab, *_calls(40), x, whole)
     monkeypatch.setattr(products, "SCRATCH_BYTES", 1)
-    ExpertMath(kernels, tiles_from).add(slab, *_calls(40), x, cut)
+    ExpertMath(kernels, WayLimits(tiles_from)).add(slab, *_calls(40), x, cut)
     torch.testing.assert_close(cut, whole, atol=0, rtol=0)
 
 
@@ -124,10 +127,14 @@ class Timed:
     def _spend(self, slots: Any, index: Any, fixed_s: float, token_s: float) -> None:
         self.now_s += fixed_s + token_s * len(index) / len(slots)
 
-    def experts(self, _address: int, _stride: int, slots: Any, _offsets: Any, index: Any, *_rest: Any) -> None:
+    def experts(
+        self, _layout: Any, _address: int, _stride: int, slots: Any, _offsets: Any, index: Any, *_rest: Any
+    ) -> None:
         self._spend(slots, index, 0.0, 1.0)
 
-    def many_tokens(self, _address: int, _stride: int, slots: Any, _offsets: Any, index: Any, *_rest: Any) -> None:
+    def many_tokens(
+        self, _layout: Any, _address: int, _stride: int, slots: Any, _offsets: Any, index: Any, *_rest: Any
+    ) -> None:
         self._spend(slots, index, 3.0, 0.5)  # sooner from 6 tokens on
 
     def products(self, _slab: Any, slots: Any, _offsets: Any, index: Any, *_rest: Any) -> None:
@@ -138,8 +145,56 @@ def test_which_way_is_the_fastest_is_measured(monkeypatch: pytest.MonkeyPatch) -
     timed = Timed()
     monkeypatch.setattr(products, "time", timed)
     monkeypatch.setattr(products, "one_by_one", timed.products)
-    math = ExpertMath(timed, tiles_from=0.0, products_from=0.0)  # type: ignore[arg-type]
-    math.calibrate(256, 128, False)
-    tried = products.TRIED_TOKENS
-    assert math.tiles_from == min(n for n in tried if n > 6)
-    assert math.products_from == min(n for n in tried if n > 17.5)
+    math = ExpertMath(timed, WayLimits(0.0, 0.0))  # type: ignore[arg-type]
+    plain, encoded = ExpertLayout(256, 128, FLOAT32), ExpertLayout(256, 128, INT8)
+    math.calibrate([plain, encoded], False)
+    tiles = min(n for n in products.TRIED_TOKENS if n > 6)
+    assert math.measured[plain] == WayLimits(tiles, min(n for n in products.TRIED_TOKENS if n > 17.5))
+    assert math.measured[encoded] == WayLimits(tiles, float("inf"))
+
+
+ENCODED = [(INT8, False), (INT4, False), (MXFP4, False), (FP8, False), (INT8, True), (INT4, True)]
+GPT_OSS = Activation("clamped_swiglu", 1.702, 7.0)
+
+
+def _encoded_slab(bf16: bool, encoding: Encoding, int8: bool, activation: Activation, biases: bool) -> ExpertSlab:
+    random = np.random.default_rng(1)
+    sizes = ((SLOTS * 2 * WIDTH, HIDDEN), (SLOTS * HIDDEN, WIDTH))
+    rows = [pack(random.normal(0, 0.1, size).astype(np.float32), encoding).reshape(SLOTS, -1) for size in sizes]
+    if biases:
+        rows.append(random.normal(size=(SLOTS, 2 * WIDTH + HIDDEN)).astype(np.float32).view(np.uint8))
+    size = sum(part.shape[1] for part in rows)
+    slab = np.full((SLOTS, -(-size // 4096) * 4096), 255, np.uint8)
+    slab[:, :size] = np.concatenate(rows, axis=1)
+    layout = ExpertLayout(HIDDEN, WIDTH, encoding, int8, activation, biases)
+    return ExpertSlab(torch.from_numpy(slab), layout, bf16)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17, 70])
+@pytest.mark.parametrize(("activation", "biases"), [(SILU, False), (GPT_OSS, True), (Activation("gelu_tanh"), False)])
+@pytest.mark.parametrize(("encoding", "int8"), ENCODED)
+def test_kernels_compute_encoded_experts_where_they_lie(
+    kernels: Kernels, encoding: Encoding, int8: bool, activation: Activation, biases: bool, tokens: int
+) -> None:
+    slab = _encoded_slab(kernels.bf16, encoding, int8, activation, biases)
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN).to(torch.bfloat16 if kernels.bf16 else torch.float32)
+    expected = torch.ones(tokens, HIDDEN)
+    one_by_one(slab, *_calls(tokens), x, expected)
+    for tiles in (0.0, float("inf")):
+        out = torch.ones(tokens, HIDDEN)
+        ExpertMath(kernels, WayLimits(tiles)).add(slab, *_calls(tokens), x, out)
+        rounding = 0.05 if int8 else 0.03 if kernels.bf16 and not tiles else 1e-4
+        torch.testing.assert_close(out, expected, atol=rounding, rtol=rounding)
+
+
+@pytest.mark.parametrize(("activation", "biases"), [(GPT_OSS, True), (Activation("gelu_tanh"), False)])
+def test_kernels_compute_other_activations(kernels: Kernels, activation: Activation, biases: bool) -> None:
+    slab = _slab(kernels.bf16, activation, biases)
+    torch.manual_seed(4)
+    x = torch.randn(40, HIDDEN).to(slab.down.dtype)
+    for tiles in (0.0, float("inf")):
+        out = torch.ones(40, HIDDEN)
+        ExpertMath(kernels, WayLimits(tiles)).add(slab, *_calls(40), x, out)
+        rounding = 0.05 if kernels.bf16 and not tiles else 1e-4
+        torch.testing.assert_close(out.double(), _expected(slab, 40, x), atol=rounding, rtol=rounding)

@@ -13,34 +13,34 @@ import numpy as np
 
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK, make_attention
 from edgemoe.kernels.cpu.gemv import make_place, store_bf16, store_f32
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, chunk, code, f32_at, fields, i64_at, jit, record
-from edgemoe.kernels.cpu.linear import LINEAR, make_linear
+from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_pack, chunk, code, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, multiply_matrix
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
-from edgemoe.kernels.cpu.vector import make_pack, norm_scale, softmax, top_k
+from edgemoe.kernels.cpu.vector import norm_scale, softmax, top_k, widen
 
 # The record of one step; arrays are addresses. `width` is the hidden size.
 # `residual` and `delta` [tokens, width] float32: `delta`, unless it is 0, is added to `residual` first; `positions`
 # [tokens] int64; `cos` and `sin` [tokens, head_dim / 2] float32; `attention` and `linear` records that the kernel fills
 # and uses. Results: `hidden` [tokens, width] in the model's type, `ids` [tokens, k] int64, `weights` [tokens, k] and
 # `probs` [tokens, experts] float32. Scratch, float32: `packed` and `mixed` [tokens, width], `qkv` [tokens, (heads + 2 *
-# kv_heads) * head_dim], `attended` [tokens, heads * head_dim].
+# kv_heads) * head_dim], `attended` and `turned` [tokens, heads * head_dim].
 STEP = np.dtype(
     [
         *fields(
             *("tokens", "width", "heads", "kv_heads", "head_dim", "experts", "k", "renormalise"),
             *("residual", "delta", "positions", "cos", "sin", "attention", "linear", "iota"),
-            *("hidden", "ids", "weights", "probs", "packed", "qkv", "attended", "mixed"),
+            *("hidden", "ids", "weights", "probs", "packed", "qkv", "attended", "turned", "mixed"),
         ).descr,
         ("eps", np.float64),
     ]
 )
-# The records of a layer and of the head. Both begin with the STEP record and a norm's weight [width] float32, so that
-# one chunk reads either. `q_norm` and `k_norm` [head_dim] are float32, or 0 where the model has none; `post_norm`
-# [width] is float32. The other weights are in the model's type. `keys` and `values` as in ATTENTION; `rows` [count]
-# int64 are the tokens that get `logits` [count, vocab] float32.
+# The records of a layer and of the head. Both begin with the STEP record, a norm's weight [width] float32 and the next
+# matrix, so that one chunk reads either. `q_norm` and `k_norm` [head_dim] are float32, or 0 where the model
+# has none; `post_norm` [width] is float32. `qkv`, `o`, `gate` and `head` are MATRIX records. `keys` and `values` as in
+# ATTENTION; `rows` [count] int64 are the tokens that get `logits` [count, vocab] float32.
 LAYER = fields("step", "norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate", "keys", "values")
-HEAD = fields("step", "norm", "weight", "vocab", "rows", "count", "logits")
+HEAD = fields("step", "norm", "head", "rows", "count", "logits")
 
 
 @jit
@@ -69,23 +69,20 @@ def _turn(vector: int, cos: int, sin: int, n: int) -> None:
         v[k], v[k + half] = low * c[k] - high * s[k], high * c[k] + low * s[k]
 
 
-def _make_enter(bf16: bool) -> Code:
-    """Makes the chunk that adds `delta` to one token's residual, normalises the sum and packs it."""
-    place = make_place(bf16)
-
-    @chunk
-    def enter(job: int, token: int) -> None:
-        l = record(job, LAYER)  # noqa: E741
-        s = record(l.step, STEP)
-        residual, norm = s.residual + token * s.width * 4, f32_at(l.norm)
-        if s.delta:
-            _add(residual, s.delta + token * s.width * 4, s.width)
-        r, to = f32_at(residual), f32_at(s.packed + token * s.width * 4)
-        scale = norm_scale(residual, s.width, s.eps)
-        for k in range(s.width):
-            to[place(k, s.width)] = r[k] * scale * norm[k]
-
-    return enter
+@chunk
+def enter(job: int, token: int) -> None:
+    """Adds `delta` to one token's residual, normalises the sum and packs it."""
+    l = record(job, LAYER)  # noqa: E741
+    s = record(l.step, STEP)
+    residual, norm = s.residual + token * s.width * 4, f32_at(l.norm)
+    if s.delta:
+        _add(residual, s.delta + token * s.width * 4, s.width)
+    plain = s.mixed + token * s.width * 4
+    r, to = f32_at(residual), f32_at(plain)
+    scale = norm_scale(residual, s.width, s.eps)
+    for k in range(s.width):
+        to[k] = r[k] * scale * norm[k]
+    call_pack(record(l.qkv, MATRIX).pack, plain, 0, s.width, s.width, s.packed + token * s.width * 4)
 
 
 def _make_rotate(bf16: bool) -> Code:
@@ -124,9 +121,16 @@ def _make_rotate(bf16: bool) -> Code:
     return rotate
 
 
+@chunk
+def turn_out(job: int, token: int) -> None:
+    """Packs attention's output for a matrix that is encoded."""
+    l = record(job, LAYER)  # noqa: E741
+    s, o = record(l.step, STEP), record(l.o, MATRIX)
+    call_pack(o.pack, s.attended + token * o.n * 4, 0, o.n, o.n, s.turned + token * o.n * 4)
+
+
 def _make_prepare(bf16: bool) -> Code:
     """Makes the chunk that takes one token from attention's output to the gate."""
-    pack = make_pack(bf16)
     size, model_bf16, store = (2, 1, store_bf16) if bf16 else (4, 0, store_f32)
 
     @chunk
@@ -134,35 +138,30 @@ def _make_prepare(bf16: bool) -> Code:
         """Adds attention's output to the residual, and writes its norm as the input of experts and gate."""
         l = record(job, LAYER)  # noqa: E741
         s = record(l.step, STEP)
+        plain = s.mixed + token * s.width * 4
         residual, norm = s.residual + token * s.width * 4, f32_at(l.post_norm)
-        _add(residual, s.mixed + token * s.width * 4, s.width)
+        _add(residual, plain, s.width)
         r, hidden = f32_at(residual), s.hidden + token * s.width * size
         scale = norm_scale(residual, s.width, s.eps)
         for k in range(s.width):
             store(hidden, k, r[k] * scale * norm[k])
-        pack(hidden, model_bf16, s.width, s.packed + token * s.width * 4)
+        widen(hidden, model_bf16, s.width, plain)
+        call_pack(record(l.gate, MATRIX).pack, plain, 0, s.width, s.width, s.packed + token * s.width * 4)
 
     return prepare
 
 
-def _make_choose() -> Code:
-    """Makes the chunk that chooses one token's experts.
-
-    Each weight type has a chunk of its own, because each is linked by itself.
-    """
-
-    @chunk
-    def choose(job: int, token: int) -> None:
-        s = record(record(job, LAYER).step, STEP)
-        at = s.probs + token * s.experts * 4
-        _, mass = softmax(at, s.experts)
-        probs = f32_at(at)
-        for expert in range(s.experts):
-            probs[expert] /= mass
-        ids, weights = s.ids + token * s.k * 8, s.weights + token * s.k * 4
-        top_k(at, s.experts, s.k, s.renormalise, ids, weights)
-
-    return choose
+@chunk
+def choose(job: int, token: int) -> None:
+    """Chooses one token's experts."""
+    s = record(record(job, LAYER).step, STEP)
+    at = s.probs + token * s.experts * 4
+    _, mass = softmax(at, s.experts)
+    probs = f32_at(at)
+    for expert in range(s.experts):
+        probs[expert] /= mass
+    ids, weights = s.ids + token * s.k * 8, s.weights + token * s.k * 4
+    top_k(at, s.experts, s.k, s.renormalise, ids, weights)
 
 
 @cache
@@ -171,34 +170,35 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
 
     Returns both, and all code that they refer to.
     """
-    linear, _, linear_code = make_linear(bf16)
     attention, _, attention_code = make_attention(bf16)
-    enter, rotate, prepare, choose = _make_enter(bf16), _make_rotate(bf16), _make_prepare(bf16), _make_choose()
-    entering, rotating = address_of(enter), address_of(rotate)
+    rotate, prepare = _make_rotate(bf16), _make_prepare(bf16)
+    entering, rotating, turning = address_of(enter), address_of(rotate), address_of(turn_out)
     preparing, choosing = address_of(prepare), address_of(choose)
 
     @jit
-    def multiply(control: int, step: int, weight: int, rows: int, n: int, x: int, out: int) -> None:
+    def multiply(control: int, step: int, matrix: int, x: int, out: int) -> None:
         s = record(step, STEP)
         a = record(s.linear, LINEAR)
-        a.weight, a.rows, a.n, a.x, a.out = weight, rows, n, x, out
-        a.index, a.tokens = s.iota, s.tokens
-        linear(control, s.linear)
+        a.index, a.tokens, a.out = s.iota, s.tokens, out
+        multiply_matrix(control, s.linear, matrix, x)
 
     @code(INT, INT)
     def layer(control: int, job: int) -> None:
         l = record(job, LAYER)  # noqa: E741
         s = record(l.step, STEP)
         a = record(s.attention, ATTENTION)
-        a.keys, a.values = l.keys, l.values
-        queries, rows = s.heads * s.head_dim, (s.heads + 2 * s.kv_heads) * s.head_dim
+        a.keys, a.values, a.plain = l.keys, l.values, 1 - record(l.o, MATRIX).plain
         parallel(control, entering(), job, s.tokens)
-        multiply(control, l.step, l.qkv, rows, s.width, s.packed, s.qkv)
+        multiply(control, l.step, l.qkv, s.packed, s.qkv)
         parallel(control, rotating(), job, s.tokens)
         attention(control, s.attention)
-        multiply(control, l.step, l.o, s.width, queries, s.attended, s.mixed)
+        attended = s.attended
+        if a.plain:
+            parallel(control, turning(), job, s.tokens)
+            attended = s.turned
+        multiply(control, l.step, l.o, attended, s.mixed)
         parallel(control, preparing(), job, s.tokens)
-        multiply(control, l.step, l.gate, s.experts, s.width, s.packed, s.probs)
+        multiply(control, l.step, l.gate, s.packed, s.probs)
         parallel(control, choosing(), job, s.tokens)
 
     @code(INT, INT)
@@ -207,8 +207,7 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         s = record(h.step, STEP)
         parallel(control, entering(), job, s.tokens)
         a = record(s.linear, LINEAR)
-        a.weight, a.rows, a.n, a.x, a.out = h.weight, h.vocab, s.width, s.packed, h.logits
-        a.index, a.tokens = h.rows, h.count
-        linear(control, s.linear)
+        a.index, a.tokens, a.out = h.rows, h.count, h.logits
+        multiply_matrix(control, s.linear, h.head, s.packed)
 
-    return layer, head, (*linear_code, *attention_code, enter, rotate, prepare, choose, layer, head)
+    return layer, head, (*LINEAR_CODE, *attention_code, enter, rotate, turn_out, prepare, choose, layer, head)

@@ -7,21 +7,24 @@ in their slots and gather nothing. This is the only file of the package that nee
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn.functional import gelu, silu
 
-from edgemoe.encodings.codec import unpack
+from edgemoe.encodings.codec import pack, unpack
+from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.runtime import FloatArray, IntArray, Kernels
-from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
-from edgemoe.types.experts import SILU, Activation
+from edgemoe.types.encoding import BFLOAT16, FLOAT32
+from edgemoe.types.experts import Activation
 
 TRIED_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)  # per expert, at which the ways are timed
 FEW_TOKENS = 128  # of one expert; up to here rounded up to a multiple of an eighth of this, beyond of a half
 SCRATCH_BYTES = 32 << 20  # of intermediate values of one call, if one expert alone needs no more
 TRIAL_BYTES = 64 << 20  # of experts read by a trial
+TRIAL_ROWS = 64  # that are not repeated
 Part = tuple[IntArray, IntArray, IntArray, FloatArray]  # slots, offsets, index and weights, as in `ExpertMath.add`
 Way = Callable[..., None]
 
@@ -33,18 +36,11 @@ class ExpertSlab:
     `gate_up_bias` [S, 2I] and `down_bias` [S, H] are float32, else None.
     """
 
-    def __init__(
-        self,
-        slab: torch.Tensor,
-        hidden: int,
-        width: int,
-        encoding: Encoding,
-        bf16: bool,
-        activation: Activation = SILU,
-        biases: bool = False,
-    ) -> None:
+    def __init__(self, slab: torch.Tensor, layout: ExpertLayout, bf16: bool) -> None:
         """Views `slab`, uint8 [S, stride], in which each slot begins with an expert; `bf16` are the hidden states."""
-        self.hidden, self.width, self.encoding, self.bf16, self.activation = hidden, width, encoding, bf16, activation
+        self.layout, self.bf16 = layout, bf16
+        hidden, width, encoding, _, self.activation, biases = layout
+        self.hidden, self.width, self.encoding = hidden, width, encoding
         self.in_place = encoding == (BFLOAT16 if bf16 else FLOAT32)
         long, short = encoding.row_bytes(hidden), encoding.row_bytes(width)
         split, end = 2 * width * long, 2 * width * long + hidden * short
@@ -59,11 +55,6 @@ class ExpertSlab:
             floats = slab[:, end : end + 4 * (2 * width + hidden)].view(torch.float32)
             self.gate_up_bias, self.down_bias = floats[:, : 2 * width], floats[:, 2 * width :]
 
-    @property
-    def plain(self) -> bool:
-        """Returns whether the kernels can compute these experts."""
-        return self.in_place and self.activation == SILU and self.gate_up_bias is None
-
     def matrices(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns gate and up [2I, H] and down [H, I] of one slot: as they are where they are numbers, else float32."""
         if self.in_place:
@@ -75,15 +66,31 @@ class ExpertSlab:
         )
 
 
+class WayLimits(NamedTuple):
+    """The mean numbers of tokens per expert from which on tiles, and torch's products, are faster."""
+
+    tiles: float = 8.0
+    products: float = np.inf
+
+
+USUAL = WayLimits()
+
+
 class ExpertMath:
     """Computes experts in one of three ways, by the mean number of tokens per expert. Compute thread only.
 
-    The ways are dot products for a few tokens, tiles from `tiles_from` tokens on, and torch's products from
-    `products_from` on. Without kernels all are torch's products.
+    The ways are dot products for a few tokens, tiles for more, and torch's products for many, of weights that are not
+    encoded. Without kernels all are torch's products.
     """
 
-    def __init__(self, kernels: Kernels | None = None, tiles_from: float = 8.0, products_from: float = np.inf) -> None:
-        self._kernels, self.tiles_from, self.products_from = kernels, tiles_from, products_from
+    def __init__(
+        self,
+        kernels: Kernels | None = None,
+        usual: WayLimits = USUAL,
+        measured: Mapping[ExpertLayout, WayLimits] | None = None,
+    ) -> None:
+        """Takes the limits of experts that were not measured, and of those that were."""
+        self._kernels, self._usual, self.measured = kernels, usual, dict(measured or {})
 
     def add(
         self,
@@ -101,29 +108,34 @@ class ExpertMath:
         the slab says, with routing weight `weights[p]`.
         """
         tokens = len(index) / max(len(slots), 1)
-        if self._kernels is None or tokens >= self.products_from or not slab.plain:
+        limits = self.measured.get(slab.layout, self._usual)
+        if self._kernels is None or tokens >= limits.products:
             one_by_one(slab, slots, offsets, index, weights, x, out)
             return
-        tiles = tokens >= self.tiles_from and slab.hidden % 2 == slab.width % 2 == 0
+        tiles = tokens >= limits.tiles and slab.hidden % 2 == slab.width % 2 == 0
         for part in _pieces(slab, slots, offsets, index, weights):
-            job = (slab.address, slab.stride_bytes, *part, x.data_ptr())
+            job = (slab.layout, slab.address, slab.stride_bytes, *part, x.data_ptr())
             if tiles:
-                self._kernels.many_tokens(*job, out.data_ptr(), slab.hidden, slab.width)
+                self._kernels.many_tokens(*job, out.data_ptr())
             else:
-                self._kernels.experts(*job, slab.bf16, out.data_ptr(), len(x), slab.hidden, slab.width)
+                self._kernels.experts(*job, slab.bf16, out.data_ptr(), len(x))
 
-    def calibrate(self, hidden: int, width: int, bf16: bool) -> None:
-        """Measures at which numbers of tokens the ways change for experts of this shape. Takes tenths of a second."""
+    def calibrate(self, layouts: Iterable[ExpertLayout], bf16: bool) -> None:
+        """Measures at which numbers of tokens the ways change for such experts. Takes tenths of a second for each."""
         if self._kernels is None:
             return
-        trial = _Trial(hidden, width, bf16)
-        few, many = ExpertMath(self._kernels, np.inf).add, ExpertMath(self._kernels, 0.0).add
-        self.tiles_from = trial.first_faster(many, few)
-        self.products_from = trial.first_faster(one_by_one, ExpertMath(self._kernels, self.tiles_from).add)
+        for layout in layouts:
+            trial = _Trial(layout, bf16)
+            few, many = (ExpertMath(self._kernels, WayLimits(tiles)).add for tiles in (np.inf, 0.0))
+            limits = WayLimits(trial.first_faster(many, few))
+            if not layout.encoding.group:
+                best = ExpertMath(self._kernels, limits).add
+                limits = limits._replace(products=trial.first_faster(one_by_one, best))
+            self.measured[layout] = limits
 
     def twin(self, kernels: Kernels | None) -> ExpertMath:
         """Returns one for another thread, with kernels of its own and the same limits."""
-        return ExpertMath(kernels, self.tiles_from, self.products_from)
+        return ExpertMath(kernels, self._usual, self.measured)
 
 
 def _pieces(slab: ExpertSlab, slots: IntArray, offsets: IntArray, index: IntArray, weights: FloatArray) -> list[Part]:
@@ -187,15 +199,23 @@ def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> t
     return silu(gate).mul_(up)
 
 
+def _random(columns: int) -> FloatArray:
+    return np.random.default_rng(0).normal(0, 0.02, (TRIAL_ROWS, columns)).astype(np.float32)
+
+
 class _Trial:
     """Times the ways on random experts."""
 
-    def __init__(self, hidden: int, width: int, bf16: bool) -> None:
-        size = 3 * hidden * width * (2 if bf16 else 4)
-        self._experts = max(2, min(16, TRIAL_BYTES // size))
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        weights = torch.randn(self._experts, size // dtype.itemsize).mul_(0.02).to(dtype)
-        self._slab = ExpertSlab(weights.view(torch.uint8), hidden, width, BFLOAT16 if bf16 else FLOAT32, bf16)
+    def __init__(self, layout: ExpertLayout, bf16: bool) -> None:
+        hidden, width, encoding = layout.hidden, layout.width, layout.encoding
+        rows = [pack(_random(columns), encoding) for columns in (hidden, width)]
+        gate_up, down = (
+            np.resize(some, (count, some.shape[1])) for some, count in zip(rows, (2 * width, hidden), strict=True)
+        )
+        biases = np.zeros(4 * (2 * width + hidden) * layout.biases, np.uint8)
+        one = torch.from_numpy(np.concatenate([gate_up.ravel(), down.ravel(), biases]))
+        self._experts = max(2, min(16, TRIAL_BYTES // len(one)))
+        self._slab = ExpertSlab(one.repeat(self._experts, 1), layout, bf16)
 
     def first_faster(self, way: Way, than: Way) -> float:
         """Returns from how many tokens per expert on `way` is faster than `than`; infinite where it never is."""
@@ -206,7 +226,7 @@ class _Trial:
         slots, offsets = np.arange(self._experts), np.arange(self._experts + 1) * tokens
         index = np.tile(np.arange(tokens), self._experts)
         weights = np.ones(len(index), np.float32)
-        x = torch.randn(tokens, self._slab.hidden).to(self._slab.down.dtype)
+        x = torch.randn(tokens, self._slab.hidden).to(torch.bfloat16 if self._slab.bf16 else torch.float32)
         out = torch.zeros(tokens, self._slab.hidden)
         taken = []
         for _ in range(3):

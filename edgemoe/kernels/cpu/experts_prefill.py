@@ -1,9 +1,9 @@
-"""Computes the SwiGLU experts of one layer for many tokens each, where they lie in the slab.
+"""Computes the gated experts of one layer for many tokens each, where they lie in the slab.
 
 A group is at most GROUP tokens of one expert. Their vectors are the columns of a panel. Gate and up rows turn it into
 the panel of the next product, scaled by the routing weight; down rows add to `out`. Each chunk multiplies a run of rows
-with all groups, so that weights are read from memory once. The outputs of a token's experts are added in the order of
-`slots`.
+with all groups, so that weights are read from memory once. Encoded rows are decoded first, into memory that stays in
+the cache. The outputs of a token's experts are added in the order of `slots`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,48 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter, round_lanes
+from edgemoe.kernels.cpu.experts_decode import LAYOUT
 from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile
 from edgemoe.kernels.cpu.gemv import LANES
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_rows, chunk, code, f32_at, fields, i64_at, record
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    address_of,
+    call_pack,
+    call_rows,
+    chunk,
+    code,
+    f32_at,
+    fields,
+    i64_at,
+    record,
+)
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
-from edgemoe.kernels.cpu.vector import swiglu
+from edgemoe.kernels.cpu.vector import activate, shift, widen
 
 GROUP = 2 * LANES  # tokens of a group at most
 LINE = 4 * GROUP  # bytes of a panel's line
 GATE_ROWS = 64  # rows of gate and of up in one chunk
 DOWN_ROWS = 64  # rows of down in one chunk
+LANE = 32  # rows of gate that share a scale where activations are int8
 
 # The record of one call; arrays are addresses.
-# `x` [tokens, hidden] in the weights' type; `out` [tokens, hidden] float32, which is added to; `slots` [count] and
+# `x` [tokens, hidden] in the model's type; `out` [tokens, hidden] float32, which is added to; `slots` [count] and
 # `index` [m] int64 and `weights` [m] float32 as in `Kernels.experts`; `groups` [group_count, 3] int64: index into
 # `slots`, first pair and number of pairs of each group, in the order of `slots`; `firsts` [count + 1] int64, the first
-# group of each slot; `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`.
-PREFILL_EXPERTS = fields(
-    *("slab", "stride", "slots", "count", "index", "weights", "x", "out", "hidden", "width"),
-    *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
+# group of each slot; `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`. Where rows are encoded,
+# `unpack` is the address of what decodes them, `plain` [group_count, hidden] scratch memory, `decoded` that of rows for
+# each thread, `decoded_bytes` apart, and `borrowed` [threads] int64 says whose are in use; `whole` rounds activations.
+PREFILL_EXPERTS = np.dtype(
+    [
+        *fields(
+            *("slab", "stride", "slots", "count", "index", "weights", "x", "out"),
+            *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
+            *("unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads", "whole"),
+        ).descr,
+        *LAYOUT.descr,
+    ]
 )
 
 
@@ -44,6 +66,11 @@ def scratch_floats(hidden: int, width: int, groups: int, slots: int) -> dict[str
         "gates": slots * -(-width // GATE_ROWS) * 2 * GATE_ROWS * GROUP,
         "part": -(-hidden // DOWN_ROWS) * DOWN_ROWS * GROUP,
     }
+
+
+def decoded_floats(hidden: int, width: int) -> int:
+    """Returns the size, in float32, of the decoded rows of one thread."""
+    return max(2 * GATE_ROWS * hidden, DOWN_ROWS * width) + LANES
 
 
 def group_pairs(offsets: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -60,6 +87,7 @@ def _make_fill_panel(bf16: bool) -> Code:
     """Makes the chunk that puts the vectors of one group into its panel."""
     size, per_word = (2, 2) if bf16 else (4, 1)
     column, _ = make_fill(bf16)
+    scatter, _ = make_scatter(bf16)
 
     @chunk
     def fill(job: int, number: int) -> None:
@@ -68,7 +96,15 @@ def _make_fill_panel(bf16: bool) -> Code:
         panel, line = m.panels + number * m.hidden * LINE, m.hidden * size
         for j in range(group[2]):
             source = m.x + i64_at(m.index)[group[1] + j] * line
-            column(panel, LINE, j, source, m.hidden // per_word)
+            if m.unpack == 0:
+                column(panel, LINE, j, source, m.hidden // per_word)
+                continue
+            plain = m.plain + number * m.hidden * 4
+            widen(source, bf16, m.hidden, plain)
+            if m.whole:
+                for lane in range(0, m.hidden, LANE):
+                    round_lanes(plain + lane * 4, 4, 1)
+            scatter(panel, LINE, j, plain, m.hidden)
 
     return fill
 
@@ -77,32 +113,52 @@ def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
     """Makes the chunk that multiplies some rows of gate and of up of one slot with all of its groups."""
     size, per_word = (2, 2) if bf16 else (4, 1)
     multiply, (_, lines) = address_of(tile_code), make_fill(bf16)
+    _, scatter = make_scatter(bf16)
 
     @chunk
     def gate_up(job: int, number: int) -> None:
         m = record(job, PREFILL_EXPERTS)
         per_slot = (m.width + GATE_ROWS - 1) // GATE_ROWS
-        slot, row, line = number // per_slot, number % per_slot * GATE_ROWS, m.hidden * size
+        slot, row, line = number // per_slot, number % per_slot * GATE_ROWS, m.line
         count, words = min(GATE_ROWS, m.width - row), m.hidden // per_word
-        w = m.slab + i64_at(m.slots)[slot] * m.stride + row * line
+        base = m.slab + i64_at(m.slots)[slot] * m.stride
+        w, bias = base + row * line, base + m.bias + row * 4
         v, gates = w + m.width * line, m.gates + number * 2 * GATE_ROWS * LINE
-        ups = gates + GATE_ROWS * LINE
+        ups, mine = gates + GATE_ROWS * LINE, -1
+        if m.unpack:
+            mine, line = borrow(m.borrowed, m.threads), m.hidden * size
+            decoded = m.decoded + mine * m.decoded_bytes
+            call_pack(m.unpack, w, m.line, count, m.hidden, decoded)
+            call_pack(m.unpack, v, m.line, count, m.hidden, decoded + count * line)
+            w, v = decoded, decoded + count * line
         for number in range(i64_at(m.firsts)[slot], i64_at(m.firsts)[slot + 1]):
             group = i64_at(m.groups + 24 * number)
             panel, columns = m.panels + number * m.hidden * LINE, (group[2] + LANES - 1) // LANES * LANES
             call_rows(multiply(), w, line, count, v, panel, LINE, words, gates, LINE, columns, 1)
             call_rows(multiply(), v, line, count, w, panel, LINE, words, ups, LINE, columns, 1)
             for k in range(count):
-                swiglu(gates + k * LINE, ups + k * LINE, columns, np.float32(1))
+                if m.bias:
+                    shift(gates + k * LINE, f32_at(bias)[k], columns)
+                    shift(ups + k * LINE, f32_at(bias)[m.width + k], columns)
+                activate(m.activation, gates + k * LINE, ups + k * LINE, columns, np.float32(1), m.alpha, m.limit)
             scales = f32_at(m.weights + 4 * group[1])
             for k in range(count):
                 values = f32_at(gates + k * LINE)
                 for j in range(group[2]):
                     values[j] *= scales[j]
             mid = m.mid + number * m.width * LINE
+            if m.whole:
+                for k in range(0, count, LANE):
+                    round_lanes(gates + k * LINE, LINE, columns)
+            if m.unpack:
+                for k in range(count):
+                    scatter(mid, LINE, row + k, m.width, gates + k * LINE, columns)
+                continue
             for pair in range(count // 2):
                 low = gates + 2 * pair * LINE
                 lines(mid, LINE, row // 2 + pair, low, low + LINE, columns)
+        if mine >= 0:
+            give_back(m.borrowed, mine)
 
     return gate_up
 
@@ -115,13 +171,21 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
     @chunk
     def down(job: int, number: int) -> None:
         m = record(job, PREFILL_EXPERTS)
-        row, line = number * DOWN_ROWS, m.width * size
+        row, mine = number * DOWN_ROWS, -1
         count, part = min(DOWN_ROWS, m.hidden - row), m.part + number * DOWN_ROWS * LINE
+        if m.unpack:
+            mine = borrow(m.borrowed, m.threads)
         for slot in range(m.count):
-            w = m.slab + i64_at(m.slots)[slot] * m.stride + (2 * m.width * m.hidden + row * m.width) * size
+            base, line = m.slab + i64_at(m.slots)[slot] * m.stride, m.down_line
+            w = base + 2 * m.width * m.line + row * line
             soon = w
             if slot + 1 < m.count:
                 soon += (i64_at(m.slots)[slot + 1] - i64_at(m.slots)[slot]) * m.stride
+            if m.unpack:
+                decoded = m.decoded + mine * m.decoded_bytes
+                call_pack(m.unpack, w, line, count, m.width, decoded)
+                w, line = decoded, m.width * size
+            bias = f32_at(base + m.bias + (2 * m.width + row) * 4)
             for number in range(i64_at(m.firsts)[slot], i64_at(m.firsts)[slot + 1]):
                 group = i64_at(m.groups + 24 * number)
                 mid, columns = m.mid + number * m.width * LINE, (group[2] + LANES - 1) // LANES * LANES
@@ -129,9 +193,14 @@ def _make_down(bf16: bool, tile_code: Code) -> Code:
                 call_rows(multiply(), w, line, count, soon, mid, LINE, words, part, LINE, columns, 1)
                 for j in range(group[2]):
                     out = f32_at(m.out + (i64_at(m.index)[group[1] + j] * m.hidden + row) * 4)
-                    values = f32_at(part + 4 * j)
+                    values, share = f32_at(part + 4 * j), f32_at(m.weights)[group[1] + j]
                     for k in range(count):
                         out[k] += values[k * GROUP]
+                    if m.bias:
+                        for k in range(count):
+                            out[k] += share * bias[k]
+        if mine >= 0:
+            give_back(m.borrowed, mine)
 
     return down
 

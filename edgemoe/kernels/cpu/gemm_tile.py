@@ -25,17 +25,17 @@ ROWS = 8 if WIDE else 4  # rows whose sums for two vectors of columns fit into t
 _HIGH = np.uint32(0xFFFF0000)
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class BFloat(ir.Type):  # type: ignore[misc]
     """Stands for LLVM's type bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
 class _Emitter:
@@ -67,7 +67,7 @@ class _Emitter:
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         if not self.paired:
             return multiply_add(self.b, a, b, c)
-        pairs = ir.VectorType(_BFloat(), 2 * LANES)
+        pairs = ir.VectorType(BFloat(), 2 * LANES)
         kind = ir.FunctionType(self.vector, [self.vector, pairs, pairs])
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         function = cgutils.get_or_insert_function(self.b.module, kind, name)

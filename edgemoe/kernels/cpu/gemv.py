@@ -267,3 +267,20 @@ def make_rows(bf16: bool) -> Code:
                 soon = line  # prefetched already
 
     return rows
+
+
+@cache
+def make_pack_some(bf16: bool) -> Code:
+    """Makes pack(values, first, count, n, out), which packs elements first:first + count of a vector of n elements.
+
+    `values` are these elements, float32; `first` and `count` are multiples of 32, unless they are all that is left.
+    """
+    place = make_place(bf16)
+
+    @code(*[INT] * 5)
+    def pack_some(values: int, first: int, count: int, n: int, out: int) -> None:
+        v, to = f32_at(values), f32_at(out)
+        for k in range(count):
+            to[place(first + k, n)] = v[k]
+
+    return pack_some

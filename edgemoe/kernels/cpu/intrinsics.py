@@ -96,6 +96,8 @@ u32_at = _pointer(types.uint32)
 u16_at = _pointer(types.uint16)
 i16_at = _pointer(types.int16)
 u8_at = _pointer(types.uint8)
+i32_at = _pointer(types.int32)
+i8_at = _pointer(types.int8)
 
 
 @intrinsic
@@ -247,3 +249,9 @@ def call_rows(
 ) -> Any:
     """Calls what `gemv.make_rows` or `gemm_tile.make_tile` made, by its address."""
     return types.void(*[types.int64] * 12), _call
+
+
+@intrinsic
+def call_pack(typing: Any, fn: Any, values: Any, first: Any, count: Any, n: Any, out: Any) -> Any:
+    """Calls what packs elements of a vector, or decodes rows of weights, by its address."""
+    return types.void(*[types.int64] * 6), _call

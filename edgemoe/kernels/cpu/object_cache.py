@@ -30,7 +30,7 @@ from numba.core.runtime.nrt import rtsys
 
 log = logging.getLogger(__name__)
 types: Any = numba.types
-KEPT = 12  # object files in the directory at most: of other uses, versions, weight types or processors
+KEPT = 48  # object files in the directory at most: of other uses, versions, encodings or processors
 DIGEST_BYTES = 16
 COMPILE_S = 120.0  # how long an engine waits for another one that compiles
 C_TYPES: dict[str, Any] = {"none": None, "int64": ctypes.c_int64, "float32": ctypes.c_float}
@@ -41,7 +41,7 @@ class Code:
     """Holds a function of numbers. Kernels and Python call it by its address."""
 
     def __init__(self, arguments: tuple[Any, ...], function: Any, result: Any = types.void) -> None:
-        self.arguments, self.result, self._function, self._linked = arguments, result, function, ("", 0)
+        self.arguments, self.result, self._function, self._linked = arguments, result, function, 0
         self.name = f"{function.__module__}.{function.__qualname__}"
 
     @cached_property
@@ -52,13 +52,13 @@ class Code:
 
     @property
     def symbol(self) -> str:
-        """Returns its name in object code."""
-        return self._linked[0] or str(self.compiled.native_name)
+        """Returns its name in object code that is compiled now; compiles it. What was linked may have another."""
+        return str(self.compiled.native_name)
 
     @property
     def address(self) -> int:
         """Returns its address; compiles it where it has not been linked."""
-        return self._linked[1] or int(self.compiled.address)
+        return self._linked or int(self.compiled.address)
 
     @cached_property
     def call(self) -> Callable[..., None]:
@@ -83,11 +83,11 @@ class Code:
     @property
     def is_linked(self) -> bool:
         """Returns whether `place` has given it an address."""
-        return self._linked[1] != 0
+        return self._linked != 0
 
-    def place(self, symbol: str, address: int) -> None:
-        """Records the symbol and the address that the linker gave it."""
-        self._linked = (symbol, address)
+    def place(self, address: int) -> None:
+        """Records the address that the linker gave it."""
+        self._linked = address
 
 
 def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> None:
@@ -100,7 +100,7 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> No
         return
     if directory is None or not _is_private(directory):
         for code in codes:
-            code.place(code.symbol, code.address)
+            code.place(code.address)
         return
     path = directory / f"{_fingerprint(codes, variant)}.o"
     symbols, machine_code = _kept(path, codes) or _compile_once(path, codes)
@@ -113,7 +113,7 @@ def link(codes: Sequence[Code], directory: Path | None, variant: str = "") -> No
     engine.finalize_object()
     _linked.extend((engine, object_file, machine_code))
     for code in codes:
-        code.place(symbols[code.name], engine.get_function_address(symbols[code.name]))
+        code.place(engine.get_function_address(symbols[code.name]))
 
 
 def _kept(path: Path, codes: Sequence[Code]) -> tuple[dict[str, str], bytes] | None:

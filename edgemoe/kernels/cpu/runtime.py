@@ -15,15 +15,18 @@ from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
 from edgemoe.kernels.cpu.decode_layer import make_layer
 from edgemoe.kernels.cpu.delta_step import make_delta
-from edgemoe.kernels.cpu.experts_decode import EXPERTS, make_experts
+from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
+from edgemoe.kernels.cpu.encoded.row_code import RowCode, make_row_code
+from edgemoe.kernels.cpu.experts_decode import EXPERTS, EXPERTS_CODE, run_experts
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
 from edgemoe.kernels.cpu.grouped_linear import GROUPED, make_grouped_linear
 from edgemoe.kernels.cpu.intrinsics import place_of
-from edgemoe.kernels.cpu.linear import LINEAR, make_linear
+from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, linear
 from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
 from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, ThreadPool
-from edgemoe.kernels.cpu.vector import make_pack_all
+from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
+from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -58,23 +61,22 @@ class Kernels:
     """
 
     def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
-        self.bf16 = bf16
+        self.bf16, self._directory = bf16, directory
+        self.dtype = BFLOAT16 if bf16 else FLOAT32
         layer, head, layer_code = make_layer(bf16)
-        experts, experts_code = make_experts(bf16)
-        _, linear, linear_code = make_linear(bf16)
         _, attention, attention_code = make_attention(bf16)
         grouped, grouped_code = make_grouped_linear(bf16)
         pack = make_pack_all(bf16)
         prefill_experts, prefill_experts_code = make_prefill_experts(bf16)
         prefill, prefill_code = make_prefill_attention(bf16)
-        every = (HELP, PAUSES, *layer_code, *experts_code, *linear_code, *attention_code, pack)
         delta, delta_code = make_delta()
+        every = (HELP, PAUSES, *layer_code, *EXPERTS_CODE, *LINEAR_CODE, *attention_code, pack, pack_for)
         every = (*every, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
         link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
-        self._layer, self._head, self._experts = layer.call, head.call, experts.call
-        self._linear, self._attention, self._pack = linear.call, attention.call, pack.call
-        self._prefill_experts, self._prefill, self._delta = prefill_experts.call, prefill.call, delta.call
-        self._grouped = grouped.call
+        self._layer, self._head, self._experts = layer.call, head.call, run_experts.call
+        self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
+        self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call
+        self._prefill_experts, self._prefill = prefill_experts.call, prefill.call
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
         self._scratch: dict[str, npt.NDArray[Any]] = {}
@@ -84,7 +86,8 @@ class Kernels:
         self._job["threads"] = self.linear_record["threads"] = threads
         self._attention_job = np.zeros(1, ATTENTION)
         self._call, self._job_address = self._job.view(np.int64), self._job.ctypes.data
-        self._expert_sizes = (0, 0, 0, 0, 0)
+        self._expert_sizes: tuple[ExpertLayout | None, int, int, int] = (None, 0, 0, 0)
+        self._borrowed = np.zeros(threads, np.int64)
 
     def scratch(self, name: str, count: int, dtype: npt.DTypeLike = np.float32) -> int:
         """Returns the address of an array of at least `count` elements, aligned to 64 bytes.
@@ -96,8 +99,13 @@ class Kernels:
             self._scratch[name] = np.zeros(size, np.uint8)
         return (self._scratch[name].ctypes.data + 63) & ~63
 
+    def row_code(self, encoding: Encoding, int8_activations: bool = False) -> RowCode:
+        """Returns the code for rows of an encoding; compiles it, or reads it from disk, at the first use."""
+        return make_row_code(encoding, int8_activations, self.bf16, self._directory)
+
     def experts(
         self,
+        layout: ExpertLayout,
         slab: int,
         stride_bytes: int,
         slots: IntArray,
@@ -108,16 +116,14 @@ class Kernels:
         x_bf16: bool,
         out: int,
         tokens: int,
-        hidden: int,
-        width: int,
     ) -> None:
         """Adds the weighted outputs of some experts to `out` [tokens, hidden] float32.
 
-        `slab` is the address of slot 0; a slot holds gate and up [2 * width, hidden] and down [hidden, width].
-        Slot `slots[i]` serves the pairs offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [tokens, hidden],
-        bf16 where `x_bf16`, else float32, with routing weight `weights[p]`. For a few tokens per expert.
+        `slab` is the address of slot 0; a slot holds an expert as `layout` says. Slot `slots[i]` serves the pairs
+        offsets[i]:offsets[i + 1]. Pair p is token `index[p]` of `x` [tokens, hidden], bf16 where `x_bf16`, else
+        float32, with routing weight `weights[p]`. For a few tokens per expert.
         """
-        sizes = (hidden, width, tokens, len(index), len(slots))
+        sizes = (layout, tokens, len(index), len(slots))
         if sizes != self._expert_sizes:
             self._size_experts(*sizes)
         job = self._call
@@ -126,17 +132,19 @@ class Kernels:
         job[WEIGHTS] = weights.ctypes.data
         self._experts(self.pool.control, self._job_address)
 
-    def _size_experts(self, hidden: int, width: int, tokens: int, pairs: int, slots: int) -> None:
-        """Sets the sizes and the scratch memory of the EXPERTS record."""
-        job = self._job
-        for name, count in experts.scratch_floats(hidden, width, tokens, pairs, slots).items():
+    def _size_experts(self, layout: ExpertLayout, tokens: int, pairs: int, slots: int) -> None:
+        """Sets the layout, the sizes and the scratch memory of the EXPERTS record."""
+        job, rows = self._job, self.row_code(layout.encoding, layout.int8_activations)
+        layout.fill(job)
+        for name, count in experts.scratch_floats(layout.hidden, layout.width, tokens, pairs, slots).items():
             job[name] = self.scratch(name, count)
-        job["hidden"], job["width"], job["tokens"], job["iota"] = hidden, width, tokens, self.iota
-        job["count"] = slots
-        self._expert_sizes = (hidden, width, tokens, pairs, slots)
+        job["multiply"], job["pack"] = rows.rows.address, rows.pack.address
+        job["tokens"], job["iota"], job["count"] = tokens, self.iota, slots
+        self._expert_sizes = (layout, tokens, pairs, slots)
 
     def many_tokens(
         self,
+        layout: ExpertLayout,
         slab: int,
         stride_bytes: int,
         slots: IntArray,
@@ -145,29 +153,55 @@ class Kernels:
         weights: FloatArray,
         x: int,
         out: int,
-        hidden: int,
-        width: int,
     ) -> None:
         """Does what `experts` does, for many tokens per expert.
 
-        `x` is in the weights' type; `hidden` and `width` are even.
+        `x` is in the model's type, as are weights that are not encoded; hidden size and width are even.
         """
         job = np.zeros(1, PREFILL_EXPERTS)
+        layout.fill(job)
         groups, firsts = prefill_experts.group_pairs(offsets)
-        for name, count in prefill_experts.scratch_floats(hidden, width, len(groups), len(slots)).items():
+        sizes = prefill_experts.scratch_floats(layout.hidden, layout.width, len(groups), len(slots))
+        for name, count in sizes.items():
             job[name] = self.scratch(f"prefill_experts.{name}", count)
         job["slab"], job["stride"], job["slots"], job["count"] = slab, stride_bytes, slots.ctypes.data, len(slots)
         job["index"], job["weights"], job["x"], job["out"] = index.ctypes.data, weights.ctypes.data, x, out
-        job["hidden"], job["width"], job["groups"] = hidden, width, groups.ctypes.data
-        job["group_count"], job["firsts"] = len(groups), firsts.ctypes.data
+        job["groups"], job["group_count"], job["firsts"] = groups.ctypes.data, len(groups), firsts.ctypes.data
+        if layout.encoding != self.dtype:
+            each = prefill_experts.decoded_floats(layout.hidden, layout.width)
+            self._decode_rows(job, self.row_code(layout.encoding, layout.int8_activations), each)
+            job["plain"] = self.scratch("plain", len(groups) * layout.hidden)
         self._prefill_experts(self.pool.control, job.ctypes.data)
 
-    def linear(self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int) -> None:
-        """Computes out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed."""
-        packed = self.scratch("linear.x", tokens * n)
-        self._pack(x, x_bf16, tokens, n, packed, 1.0)
+    def _decode_rows(self, job: npt.NDArray[np.void], rows: RowCode, floats: int) -> None:
+        """Gives a record of a kernel for many tokens what decodes rows, into `floats` float32 for each thread."""
+        assert rows.unpack is not None
+        each = -(-floats // 16) * 16
+        job["unpack"], job["whole"], job["threads"] = rows.unpack.address, rows.whole, self.pool.threads
+        job["decoded"], job["decoded_bytes"] = self.scratch("decoded", each * self.pool.threads), 4 * each
+        job["borrowed"] = self._borrowed.ctypes.data
+
+    def matrix(self, weight: int, rows: int, n: int, code: RowCode | None = None) -> npt.NDArray[np.void]:
+        """Returns the MATRIX record of a weight [rows, n]; `code` is of its encoding, and else of the model's type."""
+        code, record = code or self.row_code(self.dtype), np.zeros(1, MATRIX)
+        record["weight"], record["line"], record["rows"], record["n"] = weight, code.encoding.row_bytes(n), rows, n
+        record["multiply"], record["pack"] = code.rows.address, code.pack.address
+        record["plain"] = code.encoding == self.dtype
+        return record
+
+    def linear(
+        self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode | None = None
+    ) -> None:
+        """Computes out [tokens, rows] float32 = x [tokens, n] . weight [rows, n] transposed; `code` is of its encoding.
+
+        Without `code` weights are of the model's type.
+        """
+        code = code or self.row_code(self.dtype)
+        packed, plain = self.scratch("linear.x", tokens * n), self.scratch("linear.plain", n)
+        self._pack(x, x_bf16, tokens, n, packed, plain, code.pack.address)
         job = self.linear_record
-        job["weight"], job["rows"], job["n"], job["x"], job["out"] = weight, rows, n, packed, out
+        job["weight"], job["line"], job["multiply"] = weight, code.encoding.row_bytes(n), code.rows.address
+        job["rows"], job["n"], job["x"], job["out"] = rows, n, packed, out
         job["index"], job["tokens"] = self.iota, tokens
         self._linear(self.pool.control, job.ctypes.data)
 
@@ -191,7 +225,7 @@ class Kernels:
         values are in the cache already.
         """
         packed = self.scratch("attend.queries", tokens * cache.heads * cache.head_dim)
-        self._pack(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, cache.scale)
+        self._pack_queries(queries, self.bf16, tokens * cache.heads, cache.head_dim, packed, cache.scale)
         job = self.attention_record(tokens, tables, contexts, cache)
         job["queries"], job["out"], job["plain"] = packed, out, 1
         self._attention(self.pool.control, job.ctypes.data)

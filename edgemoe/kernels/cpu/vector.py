@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgemoe.kernels.cpu.gemv import load_bf16, load_f32, make_place
-from edgemoe.kernels.cpu.intrinsics import INT, bits_of, code, f32_at, f32_of, i64_at, jit, summing, types
+from edgemoe.kernels.cpu.intrinsics import INT, bits_of, call_pack, code, f32_at, f32_of, i64_at, jit, summing, types
 from edgemoe.kernels.cpu.object_cache import Code
 
 _LOG2E = np.float32(1.4426950408889634)
@@ -17,9 +17,12 @@ _LN2_HIGH = np.float32(0.693145751953125)
 _LN2_LOW = np.float32(1.428606765330187e-06)
 _C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
 _C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+_GELU, _CUBE = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
 _ONE, _TWO, _HALF, _ZERO = np.float32(1.0), np.float32(2.0), np.float32(0.5), np.float32(0.0)
 _THIRD, _FIFTH, _SEVENTH, _LN2 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7), np.float32(np.log(2))
+
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 @jit
@@ -52,6 +55,63 @@ def swiglu(gate: int, up: int, count: int, scale: float) -> None:
     g, u = f32_at(gate), f32_at(up)
     for k in range(count):
         g[k] = np.float32(scale) * u[k] * g[k] / (_ONE + exp32(-g[k]))
+
+
+@jit
+def gelu_tanh(gate: int, up: int, count: int, scale: float) -> None:
+    """Computes gate = scale * gelu(gate) * up in place, gelu by its approximation with tanh."""
+    g, u = f32_at(gate), f32_at(up)
+    for k in range(count):
+        twice = _GELU * g[k] * (_ONE + _CUBE * g[k] * g[k])
+        g[k] = np.float32(scale) * u[k] * g[k] / (_ONE + exp32(-twice))
+
+
+@jit
+def clamped_swiglu(gate: int, up: int, count: int, scale: float, alpha: float, limit: float) -> None:
+    """Computes gate = scale * gate * sigmoid(alpha * gate) * (up + 1) in place; both are cut off at `limit`."""
+    g, u, most = f32_at(gate), f32_at(up), np.float32(limit)
+    for k in range(count):
+        cut, other = min(g[k], most), min(max(u[k], -most), most)
+        g[k] = np.float32(scale) * (other + _ONE) * cut / (_ONE + exp32(-np.float32(alpha) * cut))
+
+
+@jit
+def activate(kind: int, gate: int, up: int, count: int, scale: float, alpha: float, limit: float) -> None:
+    """Computes gate = scale * activation(gate, up) in place; `kind` is the activation's place in ACTIVATIONS."""
+    if kind == 0:
+        swiglu(gate, up, count, scale)
+    elif kind == 1:
+        gelu_tanh(gate, up, count, scale)
+    else:
+        clamped_swiglu(gate, up, count, scale, alpha, limit)
+
+
+@jit
+def add_bias(values: int, bias: int, count: int, scale: float) -> None:
+    """Computes values += scale * bias, for `count` float32."""
+    v, b = f32_at(values), f32_at(bias)
+    for k in range(count):
+        v[k] += np.float32(scale) * b[k]
+
+
+@jit
+def shift(values: int, by: float, count: int) -> None:
+    """Computes values += by, for `count` float32."""
+    v = f32_at(values)
+    for k in range(count):
+        v[k] += np.float32(by)
+
+
+@jit
+def widen(source: int, is_bf16: int, n: int, out: int) -> None:
+    """Copies n numbers, bf16 or float32, as float32."""
+    to = f32_at(out)
+    if is_bf16:
+        for k in range(n):
+            to[k] = load_bf16(source, k)
+    else:
+        for k in range(n):
+            to[k] = load_f32(source, k)
 
 
 @summing
@@ -133,6 +193,14 @@ def make_pack_all(bf16: bool) -> Code:
             to[k] *= scale
 
     return pack_all
+
+
+@code(*[INT] * 7)
+def pack_for(source: int, from_bf16: int, count: int, n: int, out: int, plain: int, pack: int) -> None:
+    """Packs `count` vectors by the code at address `pack`, by way of `plain` [n]."""
+    for i in range(count):
+        widen(source + i * n * (2 if from_bf16 else 4), from_bf16, n, plain)
+        call_pack(pack, plain, 0, n, n, out + i * n * 4)
 
 
 @summing

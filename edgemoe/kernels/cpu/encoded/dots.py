@@ -1,0 +1,198 @@
+"""Multiplies rows of encoded weights with T vectors, for decode-sized batches.
+
+Weights are read where they lie, once for T tokens, and decoded in registers. The sum of a lane's columns is multiplied
+with the lane's scale. The order of additions depends neither on T nor on the instructions. Activations are float32, or
+int8 with a scale for each lane; then the sums of lanes are whole numbers.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain
+from typing import Any
+
+from llvmlite import ir
+
+from edgemoe.encodings.rows import LANES, RUN
+from edgemoe.kernels.cpu.encoded.vectors import AVX512, Instructions, Products, Vectors
+from edgemoe.kernels.cpu.gemv import AHEAD_BYTES, multiply_add, prefetch
+from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, cgutils, code, intrinsic, types
+from edgemoe.kernels.cpu.object_cache import Code
+from edgemoe.types.encoding import LANE_COLUMNS, Encoding
+
+LINE_BYTES = 64
+
+
+class _Emitter:
+    """Writes the LLVM code of the loop over one row of weights and `tokens` vectors."""
+
+    def __init__(self, builder: Any, encoding: Encoding, instructions: Instructions, tokens: int, whole: bool) -> None:
+        self.b, self.encoding, self.whole = builder, encoding, whole
+        self.v = (Products if whole else Vectors)(builder, encoding, instructions)
+        self.lanes, self.tokens = instructions.lanes, tokens
+        parts = LANES // self.lanes
+        self.sums = [[cgutils.alloca_once(builder, self.v.floats) for _ in range(parts)] for _ in range(tokens)]
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(I64, value)
+
+    def times(self, value: Any, factor: int) -> Any:
+        return self.b.mul(value, self.number(factor))
+
+    def dots(self, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, n: Any, out: Any, out_stride: Any) -> None:
+        """Writes the sums of the products of a row of n weights to out[token], `out_stride` bytes apart."""
+        b = self.b
+        rows = [self.v.load(b.add(index, self.number(8 * token)), I64) for token in range(self.tokens)]
+        vectors = [b.add(x, b.mul(x_stride, row)) for row in rows]
+        for place in (place for places in self.sums for place in places):
+            b.store(self.v.splat(self.v.floats, 0.0), place)
+        self.n, self.scale_bytes = n, self.encoding.scale_bytes * LANE_COLUMNS * LANES // self.encoding.group
+        self.scales = b.add(w, b.udiv(self.times(n, self.encoding.bits), self.number(8)))
+        runs, lanes = b.udiv(n, self.number(RUN)), b.udiv(b.urem(n, self.number(RUN)), self.number(LANE_COLUMNS))
+        with cgutils.for_range(b, runs, intp=I64) as loop:
+            size = RUN * self.encoding.bits // 8 + self.scale_bytes
+            for line in range(0, size, LINE_BYTES):
+                prefetch(b, b.add(soon, b.add(self.times(loop.index, size), self.number(line))))
+            for part in range(LANES // self.lanes):
+                self.part(w, vectors, loop.index, self.number(LANES), part, None)
+        self.rest(w, vectors, soon, runs, lanes)
+        for token, places in enumerate(self.sums):
+            to = b.add(out, b.mul(out_stride, self.number(token)))
+            total = self.total([b.load(place) for place in places])
+            b.store(total, b.inttoptr(to, F32.as_pointer()), align=4)
+
+    def rest(self, w: Any, vectors: list[Any], soon: Any, runs: Any, lanes: Any) -> None:
+        """Adds the run with fewer lanes, where there is one."""
+        size = RUN * self.encoding.bits // 8 + self.scale_bytes
+        lines = self.b.udiv(self.times(lanes, size), self.number(LANES * LINE_BYTES))
+        with cgutils.for_range(self.b, lines, intp=I64) as loop:
+            place = self.b.add(self.times(runs, size), self.times(loop.index, LINE_BYTES))
+            prefetch(self.b, self.b.add(soon, place))
+        for part in range(LANES // self.lanes):
+            left = self.b.sub(lanes, self.number(part * self.lanes))
+            with self.b.if_then(self.b.icmp_signed(">", left, self.number(0))):
+                self.part(w, vectors, runs, lanes, part, left)
+
+    def part(self, w: Any, vectors: list[Any], run: Any, lanes: Any, part: int, left: Any) -> None:
+        """Adds as many lanes of a run as a vector has, from lane part * self.lanes on; `left` of them are there."""
+        b, first = self.b, part * self.lanes
+        width = 1 if self.encoding.name == "fp8" else 4  # bytes of a lane that lie side by side
+        codes = b.add(w, b.add(self.times(run, RUN * self.encoding.bits // 8), self.number(first * width)))
+        scales = b.add(self.scales, self.times(run, self.scale_bytes))
+        scale = self.v.scales(b.add(scales, self.number(first * self.scale_bytes // LANES)), left)
+        mask = None if left is None else self.v.first(left, self.lanes)
+        if self.whole:
+            lane, place = b.add(self.times(run, LANES), self.number(first)), self.times(run, RUN)
+            results = self.whole_sums(codes, vectors, b.add(place, self.number(4 * first)), lane, lanes, mask)
+        else:
+            place = b.add(self.times(run, 4 * RUN), self.number(4 * first))
+            results = [(total, None) for total in self.float_sums(codes, vectors, place, lanes, mask)]
+        for places, (total, factor) in zip(self.sums, results, strict=True):
+            weight = scale if factor is None else b.fmul(scale, factor)
+            b.store(multiply_add(b, total, weight, b.load(places[part])), places[part])
+
+    def float_sums(self, codes: Any, vectors: list[Any], place: Any, lanes: Any, mask: Any) -> list[Any]:
+        """Returns each token's sums of the lanes, without the scales."""
+        b, v = self.b, self.v
+        sums: list[list[Any]] = [[None, None] for _ in vectors]
+        for column, weight in enumerate(v.columns(codes, lanes, mask)):
+            at = b.add(place, self.times(lanes, 4 * column))
+            for vector, halves in zip(vectors, sums, strict=True):
+                x, half = v.load(b.add(vector, at), v.floats, mask), column % 2
+                halves[half] = b.fmul(weight, x) if halves[half] is None else multiply_add(b, weight, x, halves[half])
+        return [b.fadd(*halves) for halves in sums]
+
+    def whole_sums(
+        self, codes: Any, vectors: list[Any], place: Any, lane: Any, lanes: Any, mask: Any
+    ) -> list[tuple[Any, Any]]:
+        """Returns each token's sums of the lanes, and the scales of its activations."""
+        assert isinstance(self.v, Products)
+        b, v, sums = self.b, self.v, []
+        factors, half = [], 0.5 if self.encoding.name == "mxfp4" else 1.0
+        for vector in vectors:  # the scales follow the activations, the sums follow the scales
+            at = b.add(vector, b.add(self.n, self.times(lane, 4)))
+            factors.append(b.fmul(v.load(at, v.floats, mask), v.splat(v.floats, half)))
+            at = b.add(at, b.udiv(self.n, self.number(LANE_COLUMNS // 4)))
+            taken = b.mul(v.load(at, v.words, mask), v.splat(v.words, -v.excess)) if v.excess else None
+            sums.append([taken, None])
+        words = (v.word(codes, lanes, word, mask) for word in range(LANE_COLUMNS * self.encoding.bits // 32))
+        for four, quads in enumerate(chain.from_iterable(map(v.quads, words))):
+            for vector, halves in zip(vectors, sums, strict=True):
+                x = v.word(b.add(vector, place), lanes, four, mask)
+                halves[four % 2] = v.add(halves[four % 2], quads, x)
+        totals = [b.sitofp(b.add(*halves), v.floats) for halves in sums]
+        return list(zip(totals, factors, strict=True))
+
+    def total(self, parts: list[Any]) -> Any:
+        """Returns the sum of 16 lanes: of two halves, and so on."""
+        b = self.b
+        if len(parts) == 1:
+            parts = [self.some(parts[0], 0, 8), self.some(parts[0], 8, 8)]
+        both = b.fadd(*parts)
+        for lanes in (4, 2, 1):
+            both = b.fadd(self.some(both, 0, lanes), self.some(both, lanes, lanes))
+        return b.extract_element(both, ir.Constant(ir.IntType(32), 0))
+
+    def some(self, vector: Any, first: int, lanes: int) -> Any:
+        kind = ir.VectorType(ir.IntType(32), lanes)
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        return self.b.shuffle_vector(vector, undefined, ir.Constant(kind, list(range(first, first + lanes))))
+
+
+def _dots(encoding: Encoding, instructions: Instructions, tokens: int, whole: bool) -> Any:
+    """Makes the intrinsic that writes out[token] = w . x[index[token]] over n elements; strides in bytes."""
+
+    @intrinsic
+    def dots(
+        typing: Any, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, n: Any, out: Any, out_stride: Any
+    ) -> Any:
+        def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            _Emitter(builder, encoding, instructions, tokens, whole).dots(*args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), emit
+
+    return dots
+
+
+@cache
+def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
+    """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in int8."""
+    by1, by2 = (_dots(encoding, instructions, tokens, whole) for tokens in (1, 2))
+    by4 = _dots(encoding, instructions, 4, whole) if instructions is AVX512 else by2
+    widest = 4 if instructions is AVX512 else 2
+
+    @code(*[INT] * 11)
+    def encoded_rows(
+        w: int,
+        stride: int,
+        count: int,
+        following: int,
+        x: int,
+        x_stride: int,
+        index: int,
+        tokens: int,
+        n: int,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        end = w + count * stride
+        for row in range(count):
+            line, token = w + row * stride, 0
+            soon = line + AHEAD_BYTES
+            if soon >= end:
+                soon = following + soon - end
+            while token < tokens:
+                left, which, to = tokens - token, index + 8 * token, out + token * out_stride + 4 * row
+                if left >= widest:
+                    by4(line, soon, x, x_stride, which, n, to, out_stride)
+                    token += widest
+                elif left >= 2:
+                    by2(line, soon, x, x_stride, which, n, to, out_stride)
+                    token += 2
+                else:
+                    by1(line, soon, x, x_stride, which, n, to, out_stride)
+                    token += 1
+                soon = line  # prefetched already
+
+    return encoded_rows

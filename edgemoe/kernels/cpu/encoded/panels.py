@@ -1,0 +1,85 @@
+"""Fills panels for tiles of encoded rows: elements come in the order in which `unpacking` decodes rows.
+
+Where activations are int8, what goes into a panel is rounded to whole numbers times a scale before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from edgemoe.encodings.rows import LANES, RUN
+from edgemoe.kernels.cpu.encoded.packing import lanes_of
+from edgemoe.kernels.cpu.gemm_tile import PAIRS, rounded
+from edgemoe.kernels.cpu.intrinsics import atomic_replace, atomic_store, f32_at, jit, u16_at
+from edgemoe.types.encoding import LANE_COLUMNS
+
+_MOST, _NONE, _LEAST = np.float32(127), np.float32(0), np.float32(1e-30)
+
+
+@jit
+def place(k: int, n: int) -> int:
+    """Returns where element k of n lies, as `packing` packs floats and `unpacking` writes weights."""
+    lane = k // LANE_COLUMNS
+    run = lane // LANES
+    return run * RUN + k % LANE_COLUMNS * lanes_of(run, n) + lane % LANES  # type: ignore[no-any-return]
+
+
+@jit
+def round_lanes(values: int, step: int, count: int) -> None:
+    """Rounds 32 lines of `count` float32, `step` bytes apart, to int8 with a scale for each column of 32 numbers."""
+    for column in range(count):
+        largest = _NONE
+        for k in range(LANE_COLUMNS):
+            largest = max(largest, abs(f32_at(values + k * step)[column]))
+        inverse = _MOST / largest if largest > _LEAST else _NONE
+        scale = largest / _MOST
+        for k in range(LANE_COLUMNS):
+            line = f32_at(values + k * step)
+            line[column] = np.float32(np.rint(line[column] * inverse)) * scale
+
+
+@cache
+def make_scatter(bf16: bool, pairs: bool = PAIRS) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Makes the functions that put encoded vectors into a panel whose lines are `stride` bytes apart. Returns both.
+
+    column(panel, stride, number, values, n) writes n float32 as column `number`; line(panel, stride, k, n, values,
+    count) writes element k of n of `count` columns.
+    """
+    paired = bf16 and pairs
+
+    @jit
+    def line(panel: int, stride: int, k: int, n: int, values: int, count: int) -> None:
+        v, at = f32_at(values), place(k, n)
+        if paired:
+            narrow = u16_at(panel + (at >> 1) * stride + 2 * (at & 1))
+            for i in range(count):
+                narrow[2 * i] = np.uint16(rounded(v[i]) >> np.uint32(16))
+        else:
+            wide = f32_at(panel + at * stride)
+            for i in range(count):
+                wide[i] = v[i]
+
+    @jit
+    def column(panel: int, stride: int, number: int, values: int, n: int) -> None:
+        for k in range(n):
+            line(panel + 4 * number, stride, k, n, values + 4 * k, 1)
+
+    return column, line
+
+
+@jit
+def borrow(flags: int, count: int) -> int:
+    """Takes one of `count` things, of which fewer are in use, and returns its number; `flags` [count] are int64."""
+    while True:
+        for number in range(count):
+            if atomic_replace(flags + 8 * number, 0, 1):
+                return number
+
+
+@jit
+def give_back(flags: int, number: int) -> None:
+    """Gives back what `borrow` returned."""
+    atomic_store(flags + 8 * number, 0)

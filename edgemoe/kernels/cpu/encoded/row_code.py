@@ -1,0 +1,71 @@
+"""Chooses the code that multiplies and decodes rows of one encoding: the fastest that this processor has.
+
+Int8 activations give the same bits whichever instructions multiply them, so these are chosen by measurement. With
+float32 activations the widest vectors are taken, because results depend on their width in the last bits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
+from edgemoe.kernels.cpu.encoded.packing import pack_floats, pack_whole
+from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
+from edgemoe.kernels.cpu.encoded.vectors import EVERY, PORTABLE
+from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows
+from edgemoe.kernels.cpu.object_cache import Code, link
+from edgemoe.types.encoding import Encoding
+
+TRIAL_COLUMNS, TRIAL_BYTES = 2048, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RowCode:
+    """Gives the code for rows of one encoding with activations in float32, or in int8 where `whole`."""
+
+    encoding: Encoding
+    whole: bool
+    rows: Code  # as `gemv.make_rows` makes it
+    pack: Code  # pack(values, first, count, n, out): elements first:first + count of a vector of n, from float32
+    unpack: Code | None  # as `make_unpack` makes it, into the model's type; None where tiles read the rows as they are
+
+
+@cache
+def make_row_code(encoding: Encoding, whole: bool, bf16: bool, directory: Path | None) -> RowCode:
+    """Returns the format for a model whose type is bfloat16 or float32; compiles it at the first use."""
+    if not encoding.group:
+        is_bf16 = encoding.name == "bfloat16"
+        rows, pack = make_rows(is_bf16), make_pack_some(is_bf16)
+        link((rows, pack), directory, encoding.name)
+        return RowCode(encoding, False, rows, pack, None)
+    whole = whole and encoding.name != "fp8"
+    candidates = [each for each in EVERY if each.here]
+    candidates = [each for each in candidates if each is not PORTABLE] or candidates
+    if not whole:
+        candidates = candidates[:1]
+    codes = {each: make_encoded_rows(encoding, each, whole) for each in candidates}
+    for each, rows in codes.items():
+        link((rows,), directory, f"{encoding.name}.{each.name}.{whole}")
+    chosen = min(codes, key=lambda each: _seconds(codes[each], encoding)) if len(codes) > 1 else candidates[0]
+    unpack, pack = make_unpack(encoding, candidates[0], bf16), pack_whole if whole else pack_floats
+    link((unpack, pack), directory, f"{encoding.name}.{candidates[0].name}.{bf16}")
+    return RowCode(encoding, whole, codes[chosen], pack, unpack)
+
+
+def _seconds(rows: Code, encoding: Encoding) -> float:
+    """Returns the shortest of some runs over rows that fit the second-level cache."""
+    stride = encoding.row_bytes(TRIAL_COLUMNS)
+    count = TRIAL_BYTES // stride // 2
+    weights, x = np.zeros(count * stride, np.uint8), np.zeros(TRIAL_COLUMNS, np.float32)
+    index, out, taken = np.zeros(1, np.int64), np.zeros(count, np.float32), []
+    w, inputs = weights.ctypes.data, (x.ctypes.data, 0, index.ctypes.data, 1, TRIAL_COLUMNS)
+    for _ in range(7):
+        start = time.perf_counter()
+        rows.call(w, stride, count, w, *inputs, out.ctypes.data, 0)
+        taken.append(time.perf_counter() - start)
+    return min(taken)

@@ -1,0 +1,233 @@
+"""Writes the LLVM code that turns codes of weights into vectors, for each set of instructions.
+
+A vector has `lanes` lanes, each of which belongs to one lane of a row's run (see `encodings.rows`). What has fewer
+lanes than a vector, at the end of a row, is read under a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from edgemoe.encodings.codec import E2M1
+from edgemoe.kernels.cpu.intrinsics import F32, I64, cgutils
+from edgemoe.types.encoding import LANE_COLUMNS, Encoding
+
+I8, I16, I32 = (ir.IntType(bits) for bits in (8, 16, 32))
+EXCESS = {"int8": 128, "int4": 8, "mxfp4": 12}  # added to whole numbers where an instruction wants them unsigned
+DOUBLED = [int(2 * value) for value in E2M1]  # as whole numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Instructions:
+    """A set of instructions. All of them compute the same whole numbers from int8 activations."""
+
+    name: str
+    lanes: int  # of a vector
+    needs: tuple[str, ...] = ()  # what LLVM calls the processor's features
+
+    @property
+    def here(self) -> bool:
+        """Returns whether this processor has them."""
+        features = llvm.get_host_cpu_features()
+        return all(features.get(name) for name in self.needs)
+
+
+AVX512 = Instructions("avx512", 16, ("avx512f", "avx512bw", "avx512vl", "avx512vnni"))
+AVX2 = Instructions("avx2", 8, ("avx2", "fma", "f16c"))
+PORTABLE = Instructions("portable", 8)
+EVERY = (AVX512, AVX2, PORTABLE)
+
+
+class Vectors:
+    """Writes the LLVM code of vectors of one encoding's weights."""
+
+    def __init__(self, builder: Any, encoding: Encoding, instructions: Instructions) -> None:
+        self.b, self.encoding, self.instructions = builder, encoding, instructions
+        self.lanes = instructions.lanes
+        self.floats, self.words = (ir.VectorType(kind, self.lanes) for kind in (F32, I32))
+        self.bytes, self.pairs = ir.VectorType(I8, 4 * self.lanes), ir.VectorType(I16, 2 * self.lanes)
+
+    def splat(self, kind: Any, value: float) -> Any:
+        return ir.Constant(kind, [value] * kind.count)
+
+    def call(self, name: str, result: Any, *arguments: Any) -> Any:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), arguments)
+
+    def load(self, address: Any, kind: Any, mask: Any = None) -> Any:
+        """Reads a vector; lanes that `mask` leaves out are 0 and are not read."""
+        pointer = self.b.inttoptr(address, kind.as_pointer())
+        if mask is None:
+            return self.b.load(pointer, align=1)
+        align, nothing = ir.Constant(I32, 1), self.splat(kind, 0)
+        return self.call(f"llvm.masked.load.{_suffix(kind)}.p0", kind, pointer, align, mask, nothing)
+
+    def store(self, address: Any, value: Any, mask: Any = None) -> None:
+        """Writes a vector, less the lanes that `mask` leaves out."""
+        pointer = self.b.inttoptr(address, value.type.as_pointer())
+        if mask is None:
+            self.b.store(value, pointer, align=1)
+            return
+        name, align = f"llvm.masked.store.{_suffix(value.type)}.p0", ir.Constant(I32, 1)
+        self.call(name, ir.VoidType(), value, pointer, align, mask)
+
+    def first(self, count: Any, lanes: int) -> Any:
+        """Returns the mask of the first `count` of so many lanes."""
+        kind = ir.VectorType(I32, lanes)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), self.b.trunc(count, I32), ir.Constant(I32, 0))
+        every = self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), self.splat(kind, 0))
+        return self.b.icmp_signed("<", ir.Constant(kind, list(range(lanes))), every)
+
+    def columns(self, codes: Any, lanes: Any, mask: Any) -> Iterator[Any]:
+        """Yields the weights of each column of the lanes from `codes` on, without their scale."""
+        for word in range(LANE_COLUMNS * self.encoding.bits // 32):
+            if self.encoding.name != "fp8":
+                yield from self.weights(self.word(codes, lanes, word, mask))
+                continue
+            for column in range(4 * word, 4 * word + 4):
+                yield self.eighths(self.b.add(codes, self.b.mul(lanes, ir.Constant(I64, column))), mask)
+
+    def word(self, address: Any, lanes: Any, number: int, mask: Any) -> Any:
+        """Returns word `number` of every lane of a run of `lanes`, of which the vector's first lies at `address`."""
+        return self.load(self.b.add(address, self.b.mul(lanes, ir.Constant(I64, 4 * number))), self.words, mask)
+
+    def weights(self, word: Any) -> list[Any]:
+        """Returns the weights without their scale, float32, of a word of codes: 4, or 8, columns of each lane."""
+        if self.encoding.name == "int8":
+            return [self.b.sitofp(self.signed(word, 8 * i, 8), self.floats) for i in range(4)]
+        nibbles = (0, 2, 4, 6, 1, 3, 5, 7)  # the low halves are the first four columns
+        return [self.nibble(word, 4 * i) for i in nibbles]
+
+    def signed(self, word: Any, at: int, bits: int) -> Any:
+        """Returns the signed number of so many bits from bit `at` on."""
+        if at + bits < 32:
+            word = self.b.shl(word, self.splat(self.words, 32 - bits - at))
+        return self.b.ashr(word, self.splat(self.words, 32 - bits))
+
+    def nibble(self, word: Any, at: int) -> Any:
+        """Returns the float32 that the code from bit `at` on stands for."""
+        moved = self.b.lshr(word, self.splat(self.words, at)) if at else word
+        if self.instructions is AVX512:
+            values = [code - 8 for code in range(16)] if self.encoding.name == "int4" else [float(v) for v in E2M1]
+            return self.call("llvm.x86.avx512.permvar.sf.512", self.floats, ir.Constant(self.floats, values), moved)
+        if self.instructions is AVX2 and self.encoding.name == "mxfp4":
+            values = [float(value) for value in E2M1[:8]]
+            size = self.call("llvm.x86.avx2.permps", self.floats, ir.Constant(self.floats, values), moved)
+            sign = self.b.shl(word, self.splat(self.words, 28 - at)) if at < 28 else word
+            sign = self.b.and_(sign, self.splat(self.words, 1 << 31))
+            return self.b.bitcast(self.b.or_(self.b.bitcast(size, self.words), sign), self.floats)
+        code = self.b.and_(moved, self.splat(self.words, 15))
+        if self.encoding.name == "int4":
+            return self.b.sitofp(self.b.sub(code, self.splat(self.words, 8)), self.floats)
+        whole = self.doubled(code, self.words)
+        return self.b.fmul(self.b.sitofp(whole, self.floats), self.splat(self.floats, 0.5))
+
+    def doubled(self, code: Any, kind: Any) -> Any:
+        """Returns twice what codes of E2M1 stand for, as whole numbers, with comparisons only."""
+        size = self.b.and_(code, self.splat(kind, 7))
+        for above, value in ((7, 12), (6, 8), (5, 6)):
+            high = self.b.icmp_unsigned("==", self.b.and_(code, self.splat(kind, 7)), self.splat(kind, above))
+            size = self.b.select(high, self.splat(kind, value), size)
+        negative = self.b.icmp_unsigned(">=", code, self.splat(kind, 8))
+        return self.b.select(negative, self.b.neg(size), size)
+
+    def eighths(self, address: Any, mask: Any) -> Any:
+        """Returns the weights of fp8, less a factor of 256, whose codes lie at `address`, a byte for each lane."""
+        halves = ir.VectorType(I16, self.lanes)
+        codes = self.load(address, ir.VectorType(I8, self.lanes), mask)
+        if self.instructions is not PORTABLE:
+            bits = self.b.shl(self.b.sext(codes, halves), self.splat(halves, 7))
+            bits = self.b.and_(bits, self.splat(halves, 0xBFFF))  # sign, an exponent of 4 bits, mantissa
+            return self.b.fpext(self.b.bitcast(bits, ir.VectorType(ir.HalfType(), self.lanes)), self.floats)
+        code = self.b.sext(codes, self.words)
+        size = self.b.and_(code, self.splat(self.words, 127))
+        normal = self.b.add(self.b.shl(size, self.splat(self.words, 20)), self.splat(self.words, 112 << 23))
+        small = self.b.fmul(self.b.sitofp(size, self.floats), self.splat(self.floats, 2.0**-17))
+        is_small = self.b.icmp_signed("<", size, self.splat(self.words, 8))
+        value = self.b.select(is_small, small, self.b.bitcast(normal, self.floats))
+        sign = self.b.and_(code, self.splat(self.words, 1 << 31))
+        return self.b.bitcast(self.b.or_(self.b.bitcast(value, self.words), sign), self.floats)
+
+    def scales(self, address: Any, left: Any) -> Any:
+        """Returns the lanes' scales, float32, which begin at `address`; `left` lanes have one, where it is no None."""
+        name = self.encoding.name
+        if name == "fp8":
+            few = self.lanes * LANE_COLUMNS // self.encoding.group
+            kind = ir.VectorType(F32, few)
+            if left is not None:
+                three, two = ir.Constant(I64, 3), ir.Constant(I64, 2)
+                left = self.b.lshr(self.b.add(left, three), two)
+            some = self.load(address, kind, None if left is None else self.first(left, few))
+            some = self.b.fmul(some, self.splat(kind, 256.0))
+            spread = ir.Constant(self.words, [lane * few // self.lanes for lane in range(self.lanes)])
+            return self.b.shuffle_vector(some, ir.Constant(kind, ir.Undefined), spread)
+        mask = None if left is None else self.first(left, self.lanes)
+        if name == "mxfp4":
+            powers = self.b.zext(self.load(address, ir.VectorType(I8, self.lanes), mask), self.words)
+            bits = self.b.shl(powers, self.splat(self.words, 23))
+            lowest = self.splat(self.words, 1 << 22)
+            return self.b.bitcast(self.b.select(self.b.icmp_unsigned("<", bits, lowest), lowest, bits), self.floats)
+        bits = self.b.zext(self.load(address, ir.VectorType(I16, self.lanes), mask), self.words)
+        return self.b.bitcast(self.b.shl(bits, self.splat(self.words, 16)), self.floats)
+
+
+def _suffix(kind: Any) -> str:
+    return f"v{kind.count}{'f32' if kind.element == F32 else f'i{kind.element.width}'}"
+
+
+class Products(Vectors):
+    """Writes the LLVM code of products with int8 activations, in whole numbers."""
+
+    @property
+    def excess(self) -> int:
+        """Returns by how much the weights are too large, times the sums of activations to be taken off again."""
+        if self.instructions is PORTABLE or (self.instructions is AVX2 and self.encoding.name == "int8"):
+            return 0
+        return EXCESS[self.encoding.name]
+
+    def quads(self, word: Any) -> list[Any]:
+        """Returns words of 4 whole numbers: 4 columns of each lane, once for int8 and twice for 4 bits."""
+        if self.encoding.name == "int8":
+            return [self.b.xor(word, self.splat(self.words, 0x80808080)) if self.excess else word]
+        low = self.splat(self.words, 0x0F0F0F0F)
+        halves = [self.b.and_(word, low), self.b.and_(self.b.lshr(word, self.splat(self.words, 4)), low)]
+        if self.excess:
+            return halves if self.encoding.name == "int4" else [self._looked_up(half) for half in halves]
+        both = [self.b.bitcast(half, self.bytes) for half in halves]
+        if self.encoding.name == "int4":
+            both = [self.b.sub(half, self.splat(self.bytes, 8)) for half in both]
+        else:
+            both = [self.doubled(half, self.bytes) for half in both]
+        return [self.b.bitcast(half, self.words) for half in both]
+
+    def _looked_up(self, codes: Any) -> Any:
+        name = "llvm.x86.avx512.pshuf.b.512" if self.instructions is AVX512 else "llvm.x86.avx2.pshuf.b"
+        values = [value + EXCESS["mxfp4"] for value in DOUBLED] * (self.lanes // 4)
+        found = self.call(name, self.bytes, ir.Constant(self.bytes, values), self.b.bitcast(codes, self.bytes))
+        return self.b.bitcast(found, self.words)
+
+    def add(self, total: Any, quads: Any, x: Any) -> Any:
+        """Returns total + the dot product of each lane's 4 numbers with 4 activations; `total` is None at first."""
+        if self.instructions is AVX512:
+            start = self.splat(self.words, 0) if total is None else total
+            return self.call("llvm.x86.avx512.vpdpbusd.512", self.words, start, quads, x)
+        product = self._by_pairs(quads, x) if self.instructions is AVX2 else self._by_bytes(quads, x)
+        return product if total is None else self.b.add(total, product)
+
+    def _by_pairs(self, quads: Any, x: Any) -> Any:
+        weights, numbers = self.b.bitcast(quads, self.bytes), self.b.bitcast(x, self.bytes)
+        if not self.excess:  # 127 * 127 * 2 fits 16 bits, 255 * 127 * 2 would not
+            numbers = self.call("llvm.x86.avx2.psign.b", self.bytes, numbers, weights)
+            negative = self.b.icmp_signed("<", weights, self.splat(self.bytes, 0))
+            weights = self.b.select(negative, self.b.neg(weights), weights)
+        twos = self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, weights, numbers)
+        return self.call("llvm.x86.avx2.pmadd.wd", self.words, twos, self.splat(self.pairs, 1))
+
+    def _by_bytes(self, quads: Any, x: Any) -> Any:
+        products = [self.b.mul(self.signed(quads, 8 * i, 8), self.signed(x, 8 * i, 8)) for i in range(4)]
+        return self.b.add(self.b.add(products[0], products[1]), self.b.add(products[2], products[3]))

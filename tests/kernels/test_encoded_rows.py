@@ -1,0 +1,154 @@
+"""Rows of encoded weights, with each set of instructions, against the reference and against whole numbers in NumPy."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from support.kept import KERNELS
+
+from edgemoe.encodings.codec import from_bf16, pack, place, to_bf16, unpack
+from edgemoe.encodings.rows import order
+from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
+from edgemoe.kernels.cpu.encoded.packing import pack_floats, pack_whole
+from edgemoe.kernels.cpu.encoded.row_code import make_row_code
+from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
+from edgemoe.kernels.cpu.encoded.vectors import EVERY, Instructions
+from edgemoe.kernels.cpu.object_cache import Code, link
+from edgemoe.types.encoding import BFLOAT16, FP8, INT4, INT8, MXFP4, Encoding
+
+ROWS, TOKENS = 5, 7
+COLUMNS = [32, 96, 256, 512, 768, 1312, 2880]
+BY_NAME = {"ids": lambda each: each.name}
+each_instructions = pytest.mark.parametrize("instructions", [each for each in EVERY if each.here], **BY_NAME)
+each_scaled = pytest.mark.parametrize("encoding", [INT8, INT4, MXFP4, FP8], **BY_NAME)
+each_whole = pytest.mark.parametrize("encoding", [INT8, INT4, MXFP4], **BY_NAME)
+
+
+@cache
+def _linked(make: object, *arguments: object) -> Code:
+    code: Code = make(*arguments)  # type: ignore[operator]
+    names = ".".join(str(getattr(each, "name", each)) for each in arguments)
+    link((code,), KERNELS, f"test.{names}")
+    return code
+
+
+def _weights(columns: int) -> np.ndarray:
+    return np.random.default_rng(columns).normal(0, 0.02, (ROWS, columns)).astype(np.float32)
+
+
+def _packed(x: np.ndarray, code: Code) -> np.ndarray:
+    packed = np.zeros_like(x)
+    for token, values in enumerate(x):
+        code.call(values.ctypes.data, 0, len(values), len(values), packed[token].ctypes.data)
+    return packed
+
+
+def _multiply(rows: Code, weights: np.ndarray, packed: np.ndarray, index: np.ndarray) -> np.ndarray:
+    out, columns = np.zeros((len(index), len(weights)), np.float32), packed.shape[1]
+    w, stride = weights.ctypes.data, weights.shape[1]
+    inputs = (packed.ctypes.data, 4 * columns, index.ctypes.data, len(index), columns)
+    rows.call(w, stride, len(weights), w, *inputs, out.ctypes.data, 4 * len(weights))
+    return out
+
+
+@each_instructions
+@each_scaled
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_rows_with_float_activations_come_near(encoding: Encoding, instructions: Instructions, columns: int) -> None:
+    rows, weights = _linked(make_encoded_rows, encoding, instructions, False), pack(_weights(columns), encoding)
+    x = np.random.default_rng(0).standard_normal((TOKENS, columns)).astype(np.float32)
+    index = np.arange(TOKENS)[::-1].copy()
+    exact = unpack(weights, encoding, columns).astype(np.float64)
+    error = np.abs(_multiply(rows, weights, _packed(x, pack_floats), index) - x[index] @ exact.T)
+    assert (error <= 2e-6 * (np.abs(x[index]) @ np.abs(exact.T))).all()
+
+
+@each_instructions
+@each_whole
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_rows_with_int8_activations_are_exact(encoding: Encoding, instructions: Instructions, columns: int) -> None:
+    """With scales of 1 the results are whole numbers that float32 holds."""
+    random = np.random.default_rng(columns)
+    x = random.integers(-20, 21, (TOKENS, columns))
+    x[:, ::32] = random.choice([-127, 127], (TOKENS, columns // 32))
+    codes = random.integers(0, 1 << encoding.bits, (ROWS, columns)).astype(np.uint8)
+    codes[codes == 128] = 0  # no code of int8
+    weights = place(codes, np.ones((ROWS, columns // 32), np.float32), encoding)
+    rows, index = _linked(make_encoded_rows, encoding, instructions, True), np.arange(TOKENS)
+    got = _multiply(rows, weights, _packed(x.astype(np.float32), pack_whole), index)
+    np.testing.assert_array_equal(got, x @ unpack(weights, encoding, columns).T.astype(np.float64))
+
+
+@each_whole
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_int8_activations_are_those_of_numpy(encoding: Encoding, columns: int) -> None:
+    x = np.random.default_rng(3).standard_normal((TOKENS, columns)).astype(np.float32)
+    x[0, :32] = 0
+    groups = x.reshape(TOKENS, -1, 32)
+    largest = np.abs(groups).max(2)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    codes = np.rint(groups * inverse[:, :, None]).astype(np.int64)
+    weights = pack(_weights(columns), encoding)
+    plain = unpack(weights, encoding, columns).astype(np.float64).reshape(ROWS, -1, 32)
+    scales = (largest / np.float32(127)).astype(np.float64)
+    expected = np.einsum("tgk,rgk,tg->tr", codes, plain, scales)
+    rows = _linked(make_encoded_rows, encoding, next(each for each in EVERY if each.here), True)
+    got = _multiply(rows, weights, _packed(x, pack_whole), np.arange(TOKENS))
+    bound = np.einsum("tgk,rgk,tg->tr", np.abs(codes), np.abs(plain), scales)
+    assert (np.abs(got - expected) <= 1e-6 * bound).all()
+
+
+@each_whole
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_int8_activations_give_the_same_bits_by_all_instructions_and_in_any_batch(
+    encoding: Encoding, columns: int
+) -> None:
+    x = np.random.default_rng(5).standard_normal((TOKENS, columns)).astype(np.float32)
+    weights, packed = pack(_weights(columns), encoding), _packed(x, pack_whole)
+    every = [_linked(make_encoded_rows, encoding, each, True) for each in EVERY if each.here]
+    first = _multiply(every[0], weights, packed, np.arange(TOKENS))
+    for rows in every:
+        np.testing.assert_array_equal(_multiply(rows, weights, packed, np.arange(TOKENS)), first)
+        alone = [_multiply(rows, weights, packed, np.array([token]))[0] for token in range(TOKENS)]
+        np.testing.assert_array_equal(np.array(alone), first)
+
+
+@each_instructions
+@each_scaled
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+def test_rows_are_decoded_as_the_reference_does(encoding: Encoding, instructions: Instructions, bf16: bool) -> None:
+    unpack_rows = _linked(make_unpack, encoding, instructions, bf16)
+    for columns in COLUMNS:
+        weights, out = pack(_weights(columns), encoding), np.zeros((ROWS, columns), np.uint16 if bf16 else np.float32)
+        unpack_rows.call(weights.ctypes.data, weights.shape[1], ROWS, columns, out.ctypes.data)
+        expected = unpack(weights, encoding, columns)[:, order(columns, 1)]
+        if bf16:
+            out, expected = from_bf16(out), from_bf16(to_bf16(np.ascontiguousarray(expected)))
+        np.testing.assert_array_equal(out, expected)
+
+
+@each_scaled
+def test_nothing_outside_of_a_row_is_read(encoding: Encoding) -> None:
+    """What follows the last row is no number, and neither is what follows the activations."""
+    for columns in COLUMNS:
+        weights = pack(_weights(columns), encoding)
+        room = np.full((ROWS + 1, weights.shape[1]), 255, np.uint8)
+        room[:ROWS] = weights
+        x = np.full((2, columns), np.nan, np.float32)
+        x[0] = np.random.default_rng(0).standard_normal(columns)
+        packed = _packed(x, pack_floats)
+        for instructions in (each for each in EVERY if each.here):
+            rows = _linked(make_encoded_rows, encoding, instructions, False)
+            assert np.isfinite(_multiply(rows, room[:ROWS], packed, np.zeros(1, np.int64))).all()
+
+
+def test_a_format_is_made_once_and_has_instructions_of_this_processor() -> None:
+    form = make_row_code(INT4, True, True, KERNELS)
+    assert form is make_row_code(INT4, True, True, KERNELS)
+    assert form.whole
+    assert form.unpack is not None
+    assert form.rows.is_linked
+    assert not make_row_code(FP8, True, True, KERNELS).whole  # whose codes are no whole numbers
+    assert make_row_code(BFLOAT16, True, True, KERNELS).unpack is None
