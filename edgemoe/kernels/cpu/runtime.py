@@ -15,7 +15,9 @@ from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
 from edgemoe.kernels.cpu.decode_layer import make_layer
 from edgemoe.kernels.cpu.delta_step import make_delta
+from edgemoe.kernels.cpu.encoded import product as products
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
+from edgemoe.kernels.cpu.encoded.product import PRODUCT, make_product
 from edgemoe.kernels.cpu.encoded.row_code import RowCode, make_row_code
 from edgemoe.kernels.cpu.experts_decode import EXPERTS, EXPERTS_CODE, run_experts
 from edgemoe.kernels.cpu.experts_prefill import PREFILL_EXPERTS, make_prefill_experts
@@ -71,12 +73,13 @@ class Kernels:
         prefill, prefill_code = make_prefill_attention(bf16)
         delta, delta_code = make_delta()
         every = (HELP, PAUSES, *layer_code, *EXPERTS_CODE, *LINEAR_CODE, *attention_code, pack, pack_for)
-        every = (*every, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
+        product, product_code = make_product(bf16)
+        every = (*every, *product_code, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
         link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
         self._layer, self._head, self._experts = layer.call, head.call, run_experts.call
         self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
         self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call
-        self._prefill_experts, self._prefill = prefill_experts.call, prefill.call
+        self._prefill_experts, self._prefill, self._product = prefill_experts.call, prefill.call, product.call
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
         self._scratch: dict[str, npt.NDArray[Any]] = {}
@@ -212,10 +215,22 @@ class Kernels:
         """
         job = np.zeros(1, GROUPED)
         packed = self.scratch("grouped.x", tokens * groups * n)
-        self._pack(x, self.bf16, tokens * groups, n, packed, 1.0)
+        self._pack_queries(x, self.bf16, tokens * groups, n, packed, 1.0)
         job["weight"], job["groups"], job["rows"], job["n"] = weight, groups, rows, n
         job["x"], job["tokens"], job["out"], job["iota"] = packed, tokens, out, self.iota
         self._grouped(self.pool.control, job.ctypes.data)
+
+    def product(
+        self, weight: int, rows: int, n: int, x: int, x_bf16: bool, tokens: int, out: int, code: RowCode
+    ) -> None:
+        """Does what `linear` does with encoded weights, for many tokens."""
+        job = np.zeros(1, PRODUCT)
+        job["weight"], job["line"], job["rows"], job["n"] = weight, code.encoding.row_bytes(n), rows, n
+        job["x"], job["x_bf16"], job["tokens"], job["out"] = x, x_bf16, tokens, out
+        for name, count in products.scratch_floats(n, tokens, self.pool.threads).items():
+            job[name] = self.scratch(f"product.{name}", count)
+        self._decode_rows(job, code, products.ROWS * n)
+        self._product(self.pool.control, job.ctypes.data)
 
     def attend(self, queries: int, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged, out: int) -> None:
         """Computes the attention of one new token each of several sequences: out [tokens, heads * value_dim] float32.
