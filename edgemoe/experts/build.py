@@ -27,7 +27,6 @@ from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Store, Tier
 from edgemoe.types.peers import ExpertPeers
 from edgemoe.types.size_classes import SlabLayout
