@@ -29,7 +29,7 @@ class Decoder:
         self._weights, self.kernels = weights, kernels
         self._ropes, self._gates = ropes_of(spec, device), weights.gates
         self._fused: FusedDecoder | None = None
-        if kernels is not None and is_plain(spec) and weights.plain:
+        if kernels is not None and is_plain(spec):
             (rope,) = self._ropes.values()
             self._fused = FusedDecoder(spec, weights, kernels, rope)
 
@@ -40,8 +40,8 @@ class Decoder:
         """Loads the weights from `dense.safetensors`. `kernels` are used on the CPU only. Raises StoreError."""
         device = torch.device(device)
         kernels = kernels if device.type == "cpu" else None
-        fused = is_plain(spec) and not spec.dense_encoding
-        return cls(spec, load_weights(spec, path, device, None if fused else kernels), device, kernels)
+        by_torch = is_plain(spec) and not spec.dense_encoding  # what the fused kernels leave: prompts, unless encoded
+        return cls(spec, load_weights(spec, path, device, None if by_torch else kernels), device, kernels)
 
     @property
     def embedding(self) -> torch.Tensor:

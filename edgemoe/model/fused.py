@@ -17,6 +17,7 @@ from edgemoe.model.attention import block_tables, paged
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
+from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.rope import Rope
 from edgemoe.model.scores import Scores
 from edgemoe.model.weights import Weights
@@ -56,7 +57,7 @@ class FusedDecoder:
         self._call = self._step.view(np.int64)  # the fields that change from layer to layer are set through this
         self._head = np.zeros(1, HEAD)
         self._head["step"], self._head["norm"] = self._step.ctypes.data, weights.norm.weight.data_ptr()
-        self._head["head"] = self._matrix(weights.head.rows)
+        self._head["head"] = self._matrix(weights.head)
 
     def _sizes(self) -> Record:
         step, spec, heads, router = np.zeros(1, STEP), self._spec, self._heads, self._spec.router
@@ -73,18 +74,19 @@ class FusedDecoder:
         assert gate is not None
         record["step"] = self._step.ctypes.data
         record["norm"], record["post_norm"] = layer.norm.weight.data_ptr(), layer.post_norm.weight.data_ptr()
-        matrices = (attention.qkv.rows, attention.o.rows, gate.weight)
-        record["qkv"], record["o"], record["gate"] = map(self._matrix, matrices)
+        record["qkv"], record["o"] = self._matrix(attention.qkv), self._matrix(attention.o)
+        record["gate"] = self._matrix(Matrix(gate.weight, self._kernels.dtype, self._spec.hidden))
         if attention.q_norm is not None and attention.k_norm is not None:
             record["q_norm"], record["k_norm"] = (
                 norm.weight.data_ptr() for norm in (attention.q_norm, attention.k_norm)
             )
         return record
 
-    def _matrix(self, weight: torch.Tensor) -> int:
-        """Returns the address of a weight's MATRIX record, which this object keeps."""
-        self._matrices.append(self._kernels.matrix(weight.data_ptr(), *weight.shape))
-        return self._matrices[-1].ctypes.data
+    def _matrix(self, matrix: Matrix) -> int:
+        """Returns the address of a matrix's MATRIX record, which this object keeps."""
+        code = self._kernels.row_code(matrix.encoding)
+        self._matrices.append(self._kernels.matrix(matrix.rows.data_ptr(), len(matrix), matrix.columns, code))
+        return int(self._matrices[-1].ctypes.data)
 
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
         """Computes what `Decoder.forward` does, for at most one token of each sequence."""

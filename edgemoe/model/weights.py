@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from edgemoe.errors import StoreError
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
-from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer, make_layer
-from edgemoe.model.layers.dense_attention import DenseAttention
+from edgemoe.model.layers.blocks import DecoderLayer, make_layer
 from edgemoe.model.layers.gate import Gate
 from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.layers.norm import Norm
@@ -25,13 +24,6 @@ class Weights:
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     head: Matrix  # [V, H], the embedding itself where they are tied
-
-    @property
-    def plain(self) -> bool:
-        """Returns whether no matrix that the fused kernels read is encoded."""
-        serial = [layer.attention for layer in self.layers if isinstance(layer, SerialLayer)]
-        attentions = [attention for attention in serial if isinstance(attention, DenseAttention)]
-        return all(matrix.plain for each in attentions for matrix in (each.qkv, each.o)) and self.head.plain
 
     @property
     def gates(self) -> tuple[Gate, ...]:

@@ -46,7 +46,7 @@ def places(at, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-
 
 @jit
 def scales_at(rows, lane, wanted, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns the scales of lanes [INNER, 1] of rows [1, COLS], float32."""
+    """Returns the scales of lanes [i, 1] of rows [1, c], float32."""
     codes: tl.constexpr = n if KIND == 0 or KIND == 3 else n // 2
     if KIND == 3:
         return tl.load((rows + codes + lane // 4 * 4).to(tl.pointer_type(tl.float32)), mask=wanted, other=0.0)
@@ -75,9 +75,9 @@ def decoded(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @jit
 def dots(rows, at, wanted, low, high, total, n: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns total [ROWS, COLS] + the products of activations with the weights in bytes `at` [INNER] of `rows` [COLS].
+    """Returns total [r, c] + the products of activations with the weights in bytes `at` [i] of `rows` [c].
 
-    `low` and `high` are the activations [ROWS, INNER] of the bytes' low and high halves, or of whole bytes.
+    `low` and `high` are the activations [r, i] of the bytes' low and high halves, or of whole bytes.
     """
     lane, _ = places(at, n, KIND)
     scale = scales_at(rows[None, :], lane[:, None], wanted, n, KIND)
@@ -103,7 +103,7 @@ def activated(gate, up, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl
 
 @jit
 def rounded(values, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns values [ROWS, 32], where WHOLE rounded to int8 with a scale for each row."""
+    """Returns values [r, 32], where WHOLE rounded to int8 with a scale for each row."""
     if not WHOLE:
         return values
     largest = tl.max(tl.abs(values), axis=1)[:, None]

@@ -10,7 +10,7 @@ from edgemoe.encodings.codec import unpack
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.types.encoding import Encoding
 
-FEW_TOKENS = 16  # at most; with more, torch's products are faster
+FEW_TOKENS = 16  # at most; with more, torch's products are faster, or tiles of decoded rows
 UNPACKED_WEIGHTS = 1 << 22  # at a time
 
 
@@ -18,7 +18,7 @@ class Matrix:
     """Multiplies vectors with a matrix [R, C]. Its rows are numbers where it is `plain`, else bytes [R, row_bytes]."""
 
     def __init__(self, rows: torch.Tensor, encoding: Encoding, columns: int, kernels: Kernels | None = None) -> None:
-        """`encoding` is that of the rows, whether they are numbers or not. `kernels`, of its type, do single tokens."""
+        """`encoding` is that of the rows, numbers or not; `kernels` are for encoded rows, and few tokens."""
         self.rows, self.encoding, self.columns, self._kernels = rows, encoding, columns, kernels
         self.plain = rows.dtype != torch.uint8
 
@@ -27,20 +27,25 @@ class Matrix:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Returns x [T, C] times the matrix transposed, [T, R] in the type of `x`."""
-        if self.plain and self._kernels is not None and len(x) <= FEW_TOKENS:
-            return self._by_kernel(x, bias, self._kernels)
-        if self.plain:
+        if self.plain and (self._kernels is None or len(x) > FEW_TOKENS):
             return linear(x, self.rows, bias)
-        wide, out = x.float(), torch.empty((len(x), len(self)), dtype=torch.float32)
-        step = max(1, UNPACKED_WEIGHTS // self.columns)
-        for first in range(0, len(self), step):
-            torch.mm(wide, self._unpacked(self.rows[first : first + step]).T, out=out[:, first : first + step])
+        out = torch.empty((len(x), len(self)), dtype=torch.float32)
+        if self._kernels is not None:
+            self._by_kernel(self._kernels, x.contiguous(), out)
+        else:
+            self._by_torch(x.float(), out)
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
-    def _by_kernel(self, x: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels) -> torch.Tensor:
-        x, out, bf16 = x.contiguous(), torch.empty((len(x), len(self)), dtype=torch.float32), x.dtype == torch.bfloat16
-        kernels.linear(self.rows.data_ptr(), len(self), self.columns, x.data_ptr(), bf16, len(x), out.data_ptr())
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+    def _by_kernel(self, kernels: Kernels, x: torch.Tensor, out: torch.Tensor) -> None:
+        multiply = kernels.linear if len(x) <= FEW_TOKENS else kernels.product
+        place, sizes = self.rows.data_ptr(), (len(self), self.columns)
+        is_bf16, code = x.dtype == torch.bfloat16, kernels.row_code(self.encoding)
+        multiply(place, *sizes, x.data_ptr(), is_bf16, len(x), out.data_ptr(), code)
+
+    def _by_torch(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        step = max(1, UNPACKED_WEIGHTS // self.columns)
+        for first in range(0, len(self), step):
+            torch.mm(x, self._unpacked(self.rows[first : first + step]).T, out=out[:, first : first + step])
 
     def pick(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns the rows of these numbers [n], float32 [n, C]."""

@@ -70,7 +70,7 @@ class WeightReader:
         assert self._encoding is not None
         rows = zeros([sum(len(part) for part in stored), stored[0].shape[1]], torch.uint8, "cpu")
         torch.cat(list(stored), out=rows)
-        return Matrix(rows, self._encoding, self._shapes[names[0]][1])
+        return Matrix(rows, self._encoding, self._shapes[names[0]][1], self._kernels)
 
     def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         start = self._taken
