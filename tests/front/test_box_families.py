@@ -1,4 +1,4 @@
-"""Two whole boxes on loopback serve models with windows; each lacks experts that the other has. Engines die."""
+"""Two boxes on loopback, each lacking experts that the other has, serve models of several families. Engines die."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Served(NamedTuple):
     oracle: Oracle
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["gpt_oss", "gemma4_text"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["gpt_oss", "gemma4_text", "deepseek_v3"])
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """Two boxes that have a plan; a's disk lacks half of the experts."""
     folder = tmp_path_factory.mktemp("x")
