@@ -164,8 +164,11 @@ def _make_advance() -> Code:
 
 
 @cache
-def make_delta() -> tuple[Code, tuple[Code, ...]]:
-    """Makes the kernel delta(control, address of a DELTA record), for Python, and all code that it refers to."""
+def make_delta(bf16: bool) -> tuple[Code, tuple[Code, ...]]:
+    """Makes the kernel delta(control, address of a DELTA record), for Python, and all code that it refers to.
+
+    It is the same for both weight types, each of which has its own, because each is linked by itself.
+    """
     advance = _make_advance()
     advancing = address_of(advance)
 

@@ -71,7 +71,7 @@ class Kernels:
         pack = make_pack_all(bf16)
         prefill_experts, prefill_experts_code = make_prefill_experts(bf16)
         prefill, prefill_code = make_prefill_attention(bf16)
-        delta, delta_code = make_delta()
+        delta, delta_code = make_delta(bf16)
         every = (HELP, PAUSES, *layer_code, *EXPERTS_CODE, *LINEAR_CODE, *attention_code, pack, pack_for)
         product, product_code = make_product(bf16)
         every = (*every, *product_code, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
