@@ -68,10 +68,12 @@ class _Run:
         self._end = getattr(policy, "end", None)
         self._loaded = getattr(policy, "loaded", None)
         self._foretells = bool(getattr(policy, "foretells", False))
-        simple = machine.ram_share >= 1 and not (machine.prefetches and self._foretells)  # misses tell all
+        prefetches = machine.prefetches and self._foretells
         if machine.layer_bytes and machine.ram_share < 1:
             raise ConfigError("experts of different sizes are replayed with RAM for all of them; leave --ram out")
-        simple |= bool(machine.layer_bytes)
+        if machine.layer_bytes and prefetches:
+            raise ConfigError("experts of different sizes are replayed on demand only; add --no-prefetch")
+        simple = machine.ram_share >= 1 and not prefetches  # misses tell all
         self.boxes = [] if simple else [ReplayBox(trace.layers, trace.experts, each, machine) for each in slots]
 
     def go(self, batch: int, score_from: float) -> list[ReplayMetrics]:

@@ -38,7 +38,7 @@ class TraceRanks:
         return self.ranks
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
-        raise NotImplementedError
+        raise AssertionError("a trace has no gates that are asked early")
 
 
 class SizedCache:

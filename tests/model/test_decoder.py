@@ -193,6 +193,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(make_tiny: MakeTiny, 
     decoded = torch.cat([decoding.step([token]) for token in tokens])
     for ours in (prefill, decoded):  # by the median: a token whose experts change with a rounding is far off
         assert (ours - exact).norm(dim=1).median() <= (theirs - exact).norm(dim=1).median()
+        if family in ("mixtral", "qwen3_moe"):  # no rounding changes an expert there
+            assert (ours - exact).norm() <= (theirs - exact).norm()
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["kernels", "torch"])

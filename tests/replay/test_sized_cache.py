@@ -108,5 +108,9 @@ def test_the_command_takes_sizes_by_layer(capsys: pytest.CaptureFixture[str]) ->
         main([*words, "--expert-bytes", "9MiB,2MiB"])
     with pytest.raises(ConfigError, match="leave --ram out"):
         main([*words, "--expert-bytes", f"1x9MiB,{layers - 1}x2MiB", "--ram", "0.5"])
+    foreseeing = [word for word in words if word != "--no-prefetch"]
+    foreseeing[foreseeing.index("lru,belady")] = "lru,learned"
+    with pytest.raises(ConfigError, match="add --no-prefetch"):
+        main([*foreseeing, "--expert-bytes", f"1x9MiB,{layers - 1}x2MiB"])
     with pytest.raises(SystemExit):
         main([*words, "--expert-bytes", "2000x9MiB"])
