@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from edgemoe.api.dialects.table import dialect_of
 from edgemoe.api.text.chat_template import ChatTemplate
 from edgemoe.demo import model_path
 
@@ -52,7 +53,7 @@ def test_its_template_serves_systems_tools_and_thinking() -> None:
     template = ChatTemplate.load(model_path(), config)
     assert template is not None
     assert template.takes_tools
-    assert template.thinks
+    assert dialect_of(template.text, ()).name == "hermes"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     plain = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert template.render(messages) == plain

@@ -210,7 +210,7 @@ def test_a_forecaster_that_does_not_fit_is_done_without(tmp_path: Path, caplog: 
 
     settings = Settings(model=ModelSettings(path=str(tmp_path)), cache=CacheSettings(scoutgate=str(tmp_path)))
     manifest = SimpleNamespace(files=())
-    scoutgate = cache_policy.scoutgate_for(settings, manifest, SERVED, embedding())
+    scoutgate = cache_policy.scoutgate_for(settings, manifest, SERVED, embedding)
     assert scoutgate is not None
     assert "serving without ScoutGate" in caplog.text
     run(scoutgate, meta(("a",), [[1]], [0], [True]), np.zeros((L, 1, K), int))
