@@ -44,7 +44,7 @@ def expert_of(store: Path, layer: int, expert: int) -> tuple[Floats, Floats]:
     """Returns gate and up, and down, of an expert as the store has them."""
     manifest = Manifest.load(store)
     geometry = spec_of(manifest).geometry
-    room = bytearray(geometry.bytes_of(layer))
+    room = bytearray(geometry.expert_bytes(layer))
     with ExpertStore(store, manifest) as opened:
         opened.read_into(layer, expert, memoryview(room))
     encoding, (rows, columns) = geometry.encoding(layer), geometry.gate_up_shape
@@ -76,7 +76,7 @@ def test_layers_may_have_encodings_of_their_own(source: Path, tmp_path: Path) ->
     manifest = pack(source, tmp_path / "store", wanted=WantedEncodings.parse("int4,first=int8,2=bf16", "keep"))
     assert [layer.encoding for layer in manifest.layers] == ["int8", "int4", "bfloat16"]
     geometry = spec_of(manifest).geometry
-    assert [layer.experts[0].bytes for layer in manifest.layers] == [geometry.bytes_of(layer) for layer in range(3)]
+    assert [layer.experts[0].bytes for layer in manifest.layers] == [geometry.expert_bytes(layer) for layer in range(3)]
 
 
 def test_dense_matrices_are_encoded_and_norms_and_gates_are_not(source: Path, tmp_path: Path) -> None:
