@@ -97,7 +97,7 @@ class Welcome(Message, frozen=True, tag="Welcome"):
     """Confirms an announcement."""
 
 
-class LinkReport(msgspec.Struct, frozen=True, array_like=True):
+class LinkReport(msgspec.Struct, frozen=True):
     """A link to another box as its engine measured it."""
 
     node: Text
