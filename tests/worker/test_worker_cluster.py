@@ -93,7 +93,9 @@ def submit(name: str) -> Submit:
     return Submit(request=Request(id=name, prompt=(3, 30, 60, 9), sampling=sampling, seed=1), remaining_ms=60_000)
 
 
-async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_killed(tmp_path: Path) -> None:
+@asynccontextmanager
+async def helped(tmp_path: Path) -> AsyncIterator[tuple[Child, Child]]:
+    """Box a with one expert a layer and room for four, and box b, which has all and helps it."""
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "whole")
     pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint again"), tmp_path / "part")
     without_experts(tmp_path / "part")
@@ -107,6 +109,11 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         a.tell(PeerList(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
         b.tell(PeerList(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
         assert (await a.hear(PeerSeen)).node == "b"
+        yield a, b
+
+
+async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_killed(tmp_path: Path) -> None:
+    async with helped(tmp_path) as (a, b):
         b.tell(submit("r"))
         wanted = await b.tokens("r")
         a.tell(submit("r"))
@@ -131,19 +138,7 @@ async def test_an_engine_says_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_an_engine_says_what_its_requests_chose_and_not_what_it_computed_for_others(tmp_path: Path) -> None:
-    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint"), tmp_path / "whole")
-    pack(tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint again"), tmp_path / "part")
-    without_experts(tmp_path / "part")
-    async with (
-        worker("a", tmp_path / "part", 4, tmp_path) as (a, a_key),
-        worker("b", tmp_path / "whole", LAYERS * EXPERTS, tmp_path) as (b, b_key),
-    ):
-        a_ports, b_ports = [await box.hear(Listening, START_S) for box in (a, b)]
-        for box in (a, b):
-            await box.hear(Ready, START_S)
-        a.tell(PeerList(keys={"b": (b_key.public.decode(),)}, engines=(engine("b", b_ports),)))
-        b.tell(PeerList(keys={"a": (a_key.public.decode(),)}, engines=(engine("a", a_ports),)))
-        await a.hear(PeerSeen)
+    async with helped(tmp_path) as (a, b):
         a.tell(submit("r"))
         await a.tokens("r")
         asked = await a.hear(Activity, START_S)
