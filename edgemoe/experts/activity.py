@@ -18,12 +18,11 @@ from edgemoe.experts.tiers.records import SharedRecord
 from edgemoe.kernels.cpu.intrinsics import INT, code, f32_at, fields, record, u16_at
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.routing import StepRouting
 
-HALF_LIFE_S = 600.0
 MOST_WEIGHT = 2.0**20  # of a token; at more, counts and weights are scaled down
 PAIRS_BYTES = 64 << 20  # of memory for pairs; a model of more is counted without them
-UNIT = 65535  # a share of the tokens, in what is reported
 
 # `ids` [layers, tokens, k] int16, all -1 where a layer did not run; `chosen` [L, E] and `pairs` [L, E, E] float32, 0
 # where there are none; `weight` float32 of a token.
@@ -56,7 +55,7 @@ CODES = (COUNT,)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivityShares:
-    """States what the tokens of late chose: shares of them, in units of 1 / UNIT."""
+    """States what the tokens of late chose: shares of them, in units of 1 / ACTIVITY_UNIT."""
 
     tokens: float  # with decay
     chosen: np.ndarray[tuple[int, int], np.dtype[np.uint16]]  # [L, E]
@@ -97,8 +96,8 @@ class ActivityCounter:
 
     def shares(self, most_pairs: int) -> ActivityShares:
         """Returns what was chosen of late, with so many pairs at most, equally many of each layer."""
-        scale = UNIT / max(self._tokens, 1e-30)
-        chosen = np.minimum(np.rint(self._chosen * scale), UNIT).astype(np.uint16)
+        scale = ACTIVITY_UNIT / max(self._tokens, 1e-30)
+        chosen = np.minimum(np.rint(self._chosen * scale), ACTIVITY_UNIT).astype(np.uint16)
         rows = [np.zeros((0, 4), np.uint16)]
         layers, experts = chosen.shape
         for layer in range(layers if self._pairs is not None else 0):
@@ -109,7 +108,7 @@ class ActivityCounter:
             best = np.argpartition(-both, count)[:count]
             best = best[both[best] >= 0.5]
             best = best[np.argsort(-both[best], kind="stable")]
-            weights = np.minimum(np.rint(both[best]), UNIT)
+            weights = np.minimum(np.rint(both[best]), ACTIVITY_UNIT)
             rows.append(
                 np.stack([np.full(len(best), layer), *divmod(best, experts), weights], axis=1).astype(np.uint16)
             )
@@ -117,7 +116,7 @@ class ActivityCounter:
 
     def _weight_now(self) -> float:
         """Returns what a token counts now: twice as much after each half-life."""
-        return float(2.0 ** ((self._clock() - self._began_s) / HALF_LIFE_S))
+        return float(2.0 ** ((self._clock() - self._began_s) / ACTIVITY_HALF_LIFE_S))
 
     def _scale_down(self, weight: float) -> None:
         for counts in (self._chosen, self._pairs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -11,6 +11,10 @@ from msgspec import Meta
 
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.bounds import MAX_NODES, Bitmap, Count, Small, Text
+
+PlacementPolicy = Literal["uniform", "redundance", "smartmoe", "eplb", "published", "prism", "exact", "rendezvous"]
+ACTIVITY_HALF_LIFE_S = 600.0  # after which what a box's requests chose counts half
+ACTIVITY_UNIT = 65535  # a share of the tokens, in what is told of that
 
 
 def digest_of(data: bytes | memoryview) -> str:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from edgemoe.experts import activity
-from edgemoe.experts.activity import HALF_LIFE_S, UNIT, ActivityCounter
+from edgemoe.experts.activity import ActivityCounter
 from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.routing import StepMeta, StepRouting
 
 GEOMETRY = ExpertGeometry(3, 8, 3, 16, 16, "float32")
@@ -55,14 +56,16 @@ def test_shares_are_those_of_a_plain_count_that_decays(most_weight: float, monke
     for tokens in (1, 7, 2, 30, 1):
         steps.append((clock.now_s, step(rng, tokens)))
         counted.add(steps[-1][1])
-        clock.now_s += HALF_LIFE_S
-    tokens, chosen, pairs = plain([(2.0 ** ((at_s - clock.now_s) / HALF_LIFE_S), each) for at_s, each in steps])
+        clock.now_s += ACTIVITY_HALF_LIFE_S
+    tokens, chosen, pairs = plain(
+        [(2.0 ** ((at_s - clock.now_s) / ACTIVITY_HALF_LIFE_S), each) for at_s, each in steps]
+    )
     found = counted.shares(10_000)
     assert found.tokens == pytest.approx(tokens, rel=1e-5)
-    assert np.abs(found.chosen - chosen / tokens * UNIT).max() <= 1
+    assert np.abs(found.chosen - chosen / tokens * ACTIVITY_UNIT).max() <= 1
     told = np.zeros_like(pairs)
     told[tuple(found.pairs[:, :3].T)] = found.pairs[:, 3]
-    assert np.abs(told - pairs / tokens * UNIT).max() <= 1
+    assert np.abs(told - pairs / tokens * ACTIVITY_UNIT).max() <= 1
 
 
 def test_of_the_pairs_the_heaviest_of_each_layer_are_told() -> None:
@@ -72,7 +75,7 @@ def test_of_the_pairs_the_heaviest_of_each_layer_are_told() -> None:
     found = counted.shares(15)
     assert found.pairs[:, 0].tolist() == sorted(found.pairs[:, 0].tolist())
     for layer in range(GEOMETRY.layers):
-        best = np.sort(pairs[layer].ravel())[::-1][:5] / 200 * UNIT
+        best = np.sort(pairs[layer].ravel())[::-1][:5] / 200 * ACTIVITY_UNIT
         np.testing.assert_allclose(found.pairs[found.pairs[:, 0] == layer, 3], best, atol=1)
 
 

@@ -34,7 +34,7 @@ from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.prism_published import published
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
-from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs
+from edgemoe.policy.placement.rendezvous import rendezvous, routes_for
 from edgemoe.policy.placement.score import LayerCosts, latency, remote_calls, score
 from edgemoe.policy.placement.smartmoe import smartmoe
 from edgemoe.policy.placement.uniform import redundance, uniform
@@ -76,7 +76,7 @@ def methods(routes: Sequence[Routes], pairs: Sequence[IntArray]) -> dict[str, Ca
         "published": published,
         "prism": prism,
         "exact": exact,
-        "rendezvous": lambda problem: rendezvous_of_pairs(problem, pairs, top_k, np.random.default_rng(0)),
+        "rendezvous": lambda problem: rendezvous(problem, routes_for(problem, pairs, top_k, np.random.default_rng(0))),
         "routes": lambda problem: rendezvous(problem, routes),
     }
 

@@ -40,3 +40,50 @@ def fill(problem: PlacementProblem, homes: BoolArray) -> None:
             wanted = np.where(homes[node], -np.inf, value[node])
             best = np.argsort(-wanted, axis=None, kind="stable")[:free]
             homes[node].ravel()[best] = True
+
+
+def protect(problem: PlacementProblem, homes: BoolArray, replicas: int) -> None:
+    """Has so many nodes hold each expert, in memory or on disk, as far as there is room. `homes` [N, L, E] is changed.
+
+    Further copies go where they cost least, what is asked for most first: into free room, or in place of the expert
+    least asked for there that enough others hold and another has in memory.
+    """
+    nodes = len(homes)
+    wanted = min(replicas, nodes)
+    value = problem.expected.reshape(nodes, -1)
+    kept, disks = homes.reshape(nodes, -1), problem.disks.reshape(nodes, -1)
+    holders, copies = (kept | disks).sum(axis=0), kept.sum(axis=0)
+    free = problem.room - kept.sum(axis=1)
+    order = [each[np.argsort(value[node, each], kind="stable")] for node, each in enumerate(map(np.flatnonzero, kept))]
+    place = np.zeros(nodes, np.int64)  # in `order`: what comes before is not given up
+
+    def spare(node: int) -> int:
+        """The expert that the node gives up first; -1 where there is none."""
+        while place[node] < len(order[node]):
+            expert = int(order[node][place[node]])
+            if copies[expert] > 1 and (disks[node, expert] or holders[expert] > wanted):
+                return expert
+            place[node] += 1
+        return -1
+
+    short = np.flatnonzero(problem.experts.ravel() & (holders < wanted))
+    for expert in short[np.argsort(-value[:, short].sum(axis=0), kind="stable")]:
+        for _ in range(wanted - int(holders[expert])):
+            prices = {
+                node: (0.0 if free[node] > 0 else float(value[node, out])) - float(value[node, expert])
+                for node in range(nodes)
+                if not (kept[node, expert] or disks[node, expert]) and (free[node] > 0 or (out := spare(node)) >= 0)
+            }
+            if not prices:
+                break
+            node = min(prices, key=lambda each: prices[each])
+            if free[node] > 0:
+                free[node] -= 1
+            else:
+                out = spare(node)
+                kept[node, out] = False
+                copies[out] -= 1
+                holders[out] -= not disks[node, out]
+            kept[node, expert] = True
+            copies[expert] += 1
+            holders[expert] += 1

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from edgemoe.policy.placement.compiled import entry
 from edgemoe.policy.placement.problem import Values
-from edgemoe.types.arrays import IntArray
+from edgemoe.types.arrays import BoolArray, IntArray
 
 Routes = npt.NDArray[np.int16]  # [T, L, k]
 FLOOR = 1e-3  # of chance: how often pairs that were never seen are taken to occur
@@ -31,13 +31,19 @@ def heaviest_pairs(routes: Routes, experts: int, most: int) -> IntArray:
     return np.concatenate(rows)
 
 
-def routes_of_pairs(activations: Values, pairs: IntArray, top_k: int, tokens: int, rng: np.random.Generator) -> Routes:
-    """Returns routes [T, L, k] of so many tokens with a node's activations [L, E] and pairs [P, 4]."""
+def routes_of_pairs(
+    activations: Values, pairs: IntArray, top_k: int, tokens: int, rng: np.random.Generator, exists: BoolArray
+) -> Routes:
+    """Returns routes [T, L, k] of so many tokens with a node's activations [L, E] and pairs [P, 4].
+
+    Layers have their first experts, those that exist [L, E].
+    """
     layers = len(activations)
     routes = np.zeros((tokens, layers, top_k), np.int16)
     ends = np.searchsorted(pairs[:, 0], np.arange(layers + 1))
     for layer in range(layers):
-        asked = activations[layer] + FLOOR * (activations[layer].mean() or 1.0)
+        asked = activations[layer, : exists[layer].sum()]
+        asked = asked + FLOOR * (asked.mean() or 1.0)
         listed = pairs[ends[layer] : ends[layer + 1]]
         lift = _lift(asked, listed, (top_k - 1) * asked.sum())
         routes[:, layer] = _draw(asked / asked.sum(), lift, rng.random((tokens, top_k)))

@@ -6,12 +6,15 @@ each layer whole at one node, who calls then calls one peer, and room that is le
 that serve most tokens whole. From there, and from `exact` where that is not far worse, a local search goes on.
 
 `call_cost` is what a remote expert costs besides, as a share of a rendezvous: nearly nothing where links are slow
-against computing; the larger it is, the more the placement is that of `exact`.
+against computing; the larger it is, the more the placement is that of `exact`. `isolation` is what an expert costs that
+the node has neither in memory nor on disk, likewise: the larger it is, the more of what its own requests need a node
+can compute when it is cut off from the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -31,29 +34,42 @@ CHANGES = 2000  # that the search makes at most
 HOPELESS = 1.5  # times the cost of the best start: not worth a search
 
 
-def rendezvous(
-    problem: PlacementProblem, routes: Sequence[Routes], call_cost: float = 0.02, node_cost: Values | None = None
-) -> Placement:
-    """Returns a placement for tokens like these: each node's routes [T, L, k].
+@dataclass(frozen=True, slots=True)
+class RendezvousCosts:
+    """States what is to be small besides rendezvous, and how much one counts."""
 
-    `node_cost` [N] is what a rendezvous costs each node, as measured; all the same where not given. Raises
-    PlacementInfeasible.
-    """
+    call_cost: float = 0.02  # of a remote expert, as a share of a rendezvous
+    isolation: float = 0.0  # of one that is not on the node's disk either, likewise
+    node_cost: Values | None = None  # [N] of a rendezvous of each node, as measured; None: all the same
+
+    def of_calls(self, problem: PlacementProblem) -> Values:
+        """Returns what it costs that an expert is not at home at a node, [N, L, E]."""
+        away = np.where(problem.disks, self.call_cost, self.call_cost + self.isolation)
+        return np.asarray(away * problem.activations * self.of_nodes(problem)[:, None, None], np.float64)
+
+    def of_nodes(self, problem: PlacementProblem) -> Values:
+        """Returns what a rendezvous of each node costs, [N]."""
+        return np.ones(len(problem.slots)) if self.node_cost is None else self.node_cost
+
+
+def rendezvous(
+    problem: PlacementProblem, routes: Sequence[Routes], costs: RendezvousCosts = RendezvousCosts()
+) -> Placement:
+    """Returns a placement for tokens like these: each node's routes [T, L, k]. Raises PlacementInfeasible."""
     nodes = len(problem.slots)
     assert nodes <= MOST_NODES, "homes are masks of 64 bits"
     disk = disk_homes(problem)
-    weight = np.ones(nodes) if node_cost is None else node_cost
     starts = [placed(problem, _whole_layers(problem, routes, disk), disk), exact(problem)]
-    searches = [search_from(problem, routes, start, call_cost, weight) for start in starts]
+    searches = [search_from(problem, routes, start, costs) for start in starts]
     scratch = scratch_for(routes[0].shape[2])
-    costs = [
-        begin(search, scratch) + call_cost * float((problem.activations * weight[:, None, None])[~start.homes].sum())
-        for search, start in zip(searches, starts, strict=True)
+    away = costs.of_calls(problem)
+    begun = [
+        begin(search, scratch) + float(away[~start.homes].sum()) for search, start in zip(searches, starts, strict=True)
     ]
     found = [
         (cost + descend(search, scratch, CHANGES), search.homes, start.homes)
-        for cost, search, start in zip(costs, searches, starts, strict=True)
-        if cost <= HOPELESS * min(costs)
+        for cost, search, start in zip(begun, searches, starts, strict=True)
+        if cost <= HOPELESS * min(begun)
     ]
     _, masks, before = min(found, key=lambda each: each[0])
     homes = masks >> np.arange(nodes, dtype=np.uint64)[:, None, None] & ONE != NONE
@@ -62,13 +78,23 @@ def rendezvous(
     return placed(problem, homes, disk)
 
 
-def rendezvous_of_pairs(
-    problem: PlacementProblem, pairs: Sequence[IntArray], top_k: int, rng: np.random.Generator, call_cost: float = 0.02
-) -> Placement:
-    """Returns a placement from each node's counts of pairs chosen together [P, 4], see `heaviest_pairs`."""
-    tokens = TOKENS // len(pairs)
-    routes = [routes_of_pairs(problem.expected[n], each, top_k, tokens, rng) for n, each in enumerate(pairs)]
-    return rendezvous(problem, routes, call_cost)
+def routes_for(
+    problem: PlacementProblem, pairs: Sequence[IntArray], top_k: int, rng: np.random.Generator
+) -> list[Routes]:
+    """Returns each node's routes, as many as a search takes, with its activations and pairs [P, 4].
+
+    See `heaviest_pairs`.
+    """
+    tokens, expected, exists = TOKENS // len(pairs), problem.expected, problem.experts
+    return [routes_of_pairs(expected[n], each, top_k, tokens, rng, exists) for n, each in enumerate(pairs)]
+
+
+def rendezvous_cost(
+    problem: PlacementProblem, routes: Sequence[Routes], placement: Placement, costs: RendezvousCosts
+) -> float:
+    """Returns what a placement costs in the measure of `rendezvous`: what is added up is per activation."""
+    search = search_from(problem, routes, placement, costs)
+    return begin(search, scratch_for(routes[0].shape[2])) + float(costs.of_calls(problem)[~placement.homes].sum())
 
 
 def _whole_layers(problem: PlacementProblem, routes: Sequence[Routes], disk: BoolArray) -> BoolArray:
@@ -124,19 +150,19 @@ def _serve_whole(homes: BoolArray, room: int, activations: Values, routes: Route
 
 
 def search_from(
-    problem: PlacementProblem, routes: Sequence[Routes], start: Placement, call_cost: float, cost: Values
+    problem: PlacementProblem, routes: Sequence[Routes], start: Placement, costs: RendezvousCosts
 ) -> Search:
     """Returns the search's tables at a start, with what calls cost in them; `begin` fills them."""
     nodes, layers, experts = start.homes.shape
     ids = np.ascontiguousarray(np.concatenate(routes).transpose(1, 0, 2), np.int16)
     top_k = ids.shape[2]
     counts = np.array([len(tokens) for tokens in routes])
-    weight = cost * problem.activations.sum(axis=(1, 2)) / (layers * top_k) / np.maximum(counts, 1)
+    weight = costs.of_nodes(problem) * problem.activations.sum(axis=(1, 2)) / (layers * top_k) / np.maximum(counts, 1)
     flat = ids.reshape(layers, -1)
     first = np.zeros((layers, experts + 1), np.int64)
     for layer in range(layers):
         first[layer, 1:] = np.cumsum(np.bincount(flat[layer], minlength=experts))
-    calls = call_cost * (problem.activations * cost[:, None, None]).transpose(1, 2, 0)
+    calls = np.ascontiguousarray(costs.of_calls(problem).transpose(1, 2, 0))
     fixed = masks_of(start.disk)
     return Search(
         ids=ids,

@@ -29,35 +29,44 @@ def uniform(problem: PlacementProblem, replicas: int = 1) -> Placement:
 
 
 def _deal(problem: PlacementProblem, homes: BoolArray, left: IntArray, copy: int, which: BoolArray) -> None:
-    """Deals one more copy of each expert of `which` [L, E], as far as there is room.
+    """Deals one more copy of each expert of `which` [L, E], as far as there is room; further copies hottest first.
 
     It goes to the emptiest box that is not its home yet, one that has it first. Emptiness is judged within the layer
     first, so that each layer is spread as memory is. First copies of what is only in memory stay where it is, if there
     is room. `homes` [N, L, E] and `left` [N] are changed.
     """
-    nodes, layers, experts = homes.shape
+    nodes, layers, _ = homes.shape
     has = problem.held
     bound = has & ~problem.disks.any(axis=0)
     share = problem.room / max(1, problem.room.sum())
-    for layer in range(layers):
-        given = np.zeros(nodes, np.int64)
-        for step in range(experts):
-            expert = (step + copy * (experts // 2 + 1)) % experts if copy else step
-            if not which[layer, expert]:
+    given = np.zeros((layers, nodes), np.int64)
+    for layer, expert in _turns(problem, copy):
+        if not which[layer, expert]:
+            continue
+        can = (left > 0) & ~homes[:, layer, expert]
+        if not copy and (can & bound[:, layer, expert]).any():
+            can &= bound[:, layer, expert]
+        if not can.any():
+            if copy:
                 continue
-            can = (left > 0) & ~homes[:, layer, expert]
-            if not copy and (can & bound[:, layer, expert]).any():
-                can &= bound[:, layer, expert]
-            if not can.any():
-                if copy:
-                    continue
-                raise AssertionError("room was counted wrong")
-            due = (given + 1) / np.maximum(share, 1e-12)  # lowest: furthest behind its share of this layer
-            cost = np.where(can, due + np.where(has[:, layer, expert], 0.0, 0.5 * nodes), np.inf)
-            node = int(np.lexsort((-left, cost))[0])
-            homes[node, layer, expert] = True
-            given[node] += 1
-            left[node] -= 1
+            raise AssertionError("room was counted wrong")
+        due = (given[layer] + 1) / np.maximum(share, 1e-12)  # lowest: furthest behind its share of this layer
+        cost = np.where(can, due + np.where(has[:, layer, expert], 0.0, 0.5 * nodes), np.inf)
+        node = int(np.lexsort((-left, cost))[0])
+        homes[node, layer, expert] = True
+        given[layer, node] += 1
+        left[node] -= 1
+
+
+def _turns(problem: PlacementProblem, copy: int) -> list[tuple[int, int]]:
+    """Returns in which order experts get one more copy: the first layer by layer, further ones hottest first."""
+    _, layers, experts = problem.activations.shape
+    steps = [(step + copy * (experts // 2 + 1)) % experts if copy else step for step in range(experts)]
+    turns = [(layer, expert) for layer in range(layers) for expert in steps]
+    if not copy:
+        return turns
+    asked = problem.activations.sum(axis=0)
+    return sorted(turns, key=lambda turn: -float(asked[turn]))
 
 
 def redundance(problem: PlacementProblem, rng: np.random.Generator) -> Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgemoe.errors import PlacementInfeasible
+from edgemoe.policy.placement.cover import protect
 from edgemoe.policy.placement.eplb import eplb
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
+from edgemoe.policy.placement.policies import POLICIES as POLICIES_BY_NAME
+from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.prism_published import published
 from edgemoe.policy.placement.problem import Placement, PlacementProblem, slots_of
-from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs
+from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous, routes_for
 from edgemoe.policy.placement.score import remote_calls
 from edgemoe.policy.placement.smartmoe import smartmoe
 from edgemoe.policy.placement.uniform import redundance, uniform
@@ -42,11 +46,14 @@ POLICIES: dict[str, Policy] = {
     "prism": prism,
     "exact": exact,
     "routes": lambda problem: rendezvous(problem, drawn(problem)),
-    "pairs": lambda problem: rendezvous_of_pairs(
+    "pairs": lambda problem: rendezvous(
         problem,
-        [heaviest_pairs(each, problem.activations.shape[2], 5) for each in drawn(problem)],
-        TOP_K,
-        np.random.default_rng(0),
+        routes_for(
+            problem,
+            [heaviest_pairs(each, problem.activations.shape[2], 5) for each in drawn(problem)],
+            TOP_K,
+            np.random.default_rng(0),
+        ),
     ),
 }
 
@@ -121,6 +128,39 @@ def test_a_nodes_devices_share_the_load_of_each_layer() -> None:
     devices = uniform(PlacementProblem(((6, 6),), activations)).device[0]
     for layer in range(3):
         assert sorted(activations[0, layer][devices[layer] == d].sum() for d in (0, 1)) == [7, 9]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    problem=problems(), replicas=st.integers(1, 3), sizes=st.lists(st.sampled_from([10, 25]), min_size=3, max_size=3)
+)
+def test_boxes_enough_hold_each_expert_where_there_is_room_and_sizes_share_memory_by_their_bytes(
+    problem: PlacementProblem, replicas: int, sizes: list[int]
+) -> None:
+    nodes, layers, experts = problem.activations.shape
+    problem = replace(problem, slots=tuple((2 * layers * experts,) for _ in range(nodes)))
+    layer_bytes = np.array(sizes[:layers])
+    wishes = Wishes(drawn(problem), RendezvousCosts(), replicas)
+    for policy in POLICIES_BY_NAME:
+        placement = place(policy, problem, wishes, layer_bytes)
+        assert ((placement.homes | problem.disks).sum(axis=0) >= min(replicas, nodes)).all()
+    tight = replace(problem, slots=tuple((-(-layers * experts // nodes) + 2,) for _ in range(nodes)))
+    placement = place("exact", tight, wishes, layer_bytes)
+    assert placement.homes.any(axis=0).all()
+    for size in set(layer_bytes.tolist()):
+        part = layer_bytes == size
+        for n in range(nodes):
+            assert placement.homes[n, part].sum() <= -(-tight.slots[n][0] * part.sum() // layers)
+
+
+def test_what_enough_others_hold_makes_way_for_what_only_one_box_has() -> None:
+    activations = np.array([[[9.0, 8, 1, 1]], [[9, 8, 1, 1]]])
+    on_disk = np.array([[[True, True, True, True]], [[True, True, False, False]]])
+    problem = PlacementProblem(((2,), (3,)), activations, on_disk=on_disk)
+    homes = np.array([[[True, True, False, False]], [[True, True, True, False]]])
+    protect(problem, homes, 2)
+    assert homes[1, 0, 2:].all(), "box 0 alone had them"
+    assert homes.any(axis=0).all()
 
 
 @pytest.mark.parametrize("policy", [prism, exact])

@@ -13,7 +13,14 @@ from scipy.sparse import lil_array
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs, routes_of_pairs
 from edgemoe.policy.placement.problem import PlacementProblem, Values
-from edgemoe.policy.placement.rendezvous import rendezvous, rendezvous_of_pairs, scratch_for, search_from
+from edgemoe.policy.placement.rendezvous import (
+    RendezvousCosts,
+    rendezvous,
+    rendezvous_cost,
+    routes_for,
+    scratch_for,
+    search_from,
+)
 from edgemoe.policy.placement.rendezvous_search import begin, descend
 from edgemoe.policy.placement.score import remote_calls, score
 from tools.bench.rendezvous_bound import least_rendezvous, most_whole
@@ -76,7 +83,7 @@ def test_it_is_near_the_optimum_of_small_cases() -> None:
         routes = tokens_of(rng, 3, 8, 2, 6, 2)
         problem = PlacementProblem(((4,), (4,), (6,)), activations_of(routes, 6))
         best = optimum(problem, routes)
-        ours = score(rendezvous(problem, routes, call_cost=0.001), routes).rendezvous
+        ours = score(rendezvous(problem, routes, RendezvousCosts(0.001)), routes).rendezvous
         assert least_rendezvous(routes, 6, problem.room.tolist()) <= best + 1e-9
         assert ours >= best - 1e-9
         gaps.append((ours - best) / best)
@@ -88,16 +95,17 @@ def test_the_tables_stay_true_while_homes_change(seed: int) -> None:
     routes = tokens_of(np.random.default_rng(seed), 4, 50, 3, 10, 3)
     problem = PlacementProblem(((8,), (9,), (12,), (14,)), activations_of(routes, 10))
     start = exact(problem)
-    search = search_from(problem, routes, start, 0.1, np.ones(4))
+    search = search_from(problem, routes, start, RendezvousCosts(0.1))
     before = begin(search, scratch_for(3))
     calls = 0.1 * remote_calls(start, problem.activations)
     change = descend(search, scratch_for(3), 1000)
     assert change < 0
     homes = search.homes >> np.arange(4, dtype=np.uint64)[:, None, None] & np.uint64(1) != 0
     found = replace(start, homes=homes)
-    fresh = search_from(problem, routes, found, 0.1, np.ones(4))
+    fresh = search_from(problem, routes, found, RendezvousCosts(0.1))
     after = begin(fresh, scratch_for(3)) + 0.1 * remote_calls(found, problem.activations)
     assert before + calls + change == pytest.approx(after)
+    assert after == pytest.approx(rendezvous_cost(problem, routes, found, RendezvousCosts(0.1)))
     assert score(found, routes).rendezvous * 4 * 50 * 3 == pytest.approx(
         after - 0.1 * remote_calls(found, problem.activations)
     )
@@ -125,7 +133,7 @@ def test_fewer_peers_are_called_by_requests_that_it_has_not_seen() -> None:
     pairs = [heaviest_pairs(each, 16, 60) for each in seen]
     calls = score(exact(problem), unseen)
     by_routes = score(rendezvous(problem, seen), unseen)
-    by_pairs = score(rendezvous_of_pairs(problem, pairs, 4, np.random.default_rng(0)), unseen)
+    by_pairs = score(rendezvous(problem, routes_for(problem, pairs, 4, np.random.default_rng(0))), unseen)
     assert by_routes.rendezvous < 0.75 * calls.rendezvous
     assert by_pairs.rendezvous < 1.05 * by_routes.rendezvous
     assert min(by_routes.local_layers, by_pairs.local_layers) > calls.local_layers
@@ -134,7 +142,7 @@ def test_fewer_peers_are_called_by_requests_that_it_has_not_seen() -> None:
 def test_where_calls_cost_most_it_makes_as_few_as_exact() -> None:
     routes = tokens_of(np.random.default_rng(1), 3, 100, 3, 8, 2)
     problem = PlacementProblem(((12,), (12,), (12,)), activations_of(routes, 8))
-    assert remote_calls(rendezvous(problem, routes, call_cost=1e4), problem.activations) == pytest.approx(
+    assert remote_calls(rendezvous(problem, routes, RendezvousCosts(1e4)), problem.activations) == pytest.approx(
         remote_calls(exact(problem), problem.activations)
     )
 
@@ -144,17 +152,30 @@ def test_nodes_whose_rendezvous_cost_more_have_fewer() -> None:
     problem = PlacementProblem(((18,), (18,)), activations_of(routes, 8))
 
     def of_first(cost: list[float]) -> float:
-        found = rendezvous(problem, routes, 0.0, np.array(cost))
+        found = rendezvous(problem, routes, RendezvousCosts(0.0, 0.0, np.array(cost)))
         return score(found, [routes[0], routes[1][:0]]).rendezvous
 
     assert of_first([9.0, 1.0]) <= of_first([1.0, 9.0])
+
+
+def test_an_isolated_node_has_more_of_what_its_requests_need_the_more_that_counts() -> None:
+    routes = tokens_of(np.random.default_rng(4), 3, 200, 4, 10, 3)
+    on_disk = np.random.default_rng(0).random((3, 4, 10)) < 0.5
+    on_disk[0] |= ~on_disk.any(axis=0)
+    problem = PlacementProblem(((15,), (15,), (15,)), activations_of(routes, 10), on_disk=on_disk)
+
+    def nowhere(isolation: float) -> float:
+        found = rendezvous(problem, routes, RendezvousCosts(isolation=isolation))
+        return float(problem.activations[~(found.homes | on_disk)].sum())
+
+    assert nowhere(50.0) < 0.8 * nowhere(0.0)
 
 
 def test_drawn_tokens_have_the_pairs_that_they_were_drawn_from() -> None:
     rng = np.random.default_rng(3)
     routes = tokens_of(rng, 1, 4000, 2, 12, 3)[0]
     pairs = heaviest_pairs(routes, 12, 66)
-    made = routes_of_pairs(activations_of([routes], 12)[0], pairs, 3, 4000, rng)
+    made = routes_of_pairs(activations_of([routes], 12)[0], pairs, 3, 4000, rng, np.ones((2, 12), bool))
     assert all(len(set(ids)) == 3 for token in made.tolist() for ids in token)
     share = [activations_of([each], 12)[0] / len(each) for each in (routes, made)]
     assert np.abs(share[0] - share[1]).mean() < 0.05
