@@ -126,6 +126,8 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     etcd_key: Text = ""
     replicas: Count = 2  # boxes that keep each expert in memory, as far as there is room
     absent_s: Seconds = 30.0  # a box that has been gone for so long loses its homes to others
+    migrate_s: Seconds = 300.0  # between looks for a better plan; 0: experts move only where they must
+    migrate_gain: Share = 0.05  # of what requests wait for peers, by which a plan must be better
     share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
     route: Literal["local", "spread"] = "local"  # requests: to this box while it has room, or to the least loaded
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for expert calls; 0: any free one

@@ -20,6 +20,7 @@ from edgemoe.cluster.rpc.control_messages import (
     ControlMessage,
     Dropped,
     Forward,
+    Report,
     Taken,
     Tokens,
 )
@@ -79,17 +80,12 @@ class ClusterFront:
                 devices=tuple(device.kind for device in whole.device),
                 ram_bytes=look().ram_total_bytes,
             ),
+            local=self,
         )
         self.hosted_requests = HostedRequests(self.plane.channel, supervisor.send, self.plane.spawn)
         self._places = Router(
             self.plane, settings.route, supervisor.request_log, self._own_load, supervisor.submit_here, self.plane.spawn
         )
-        self.plane.load = self._load
-        self.plane.reporter.report = self._engine.report
-        self.plane.on_change = self._look_around
-        self.plane.on_beat = self._places.hear
-        self.plane.exchange.on_plan = self._tell_plan
-        self.plane.on_request = self._serve
 
     def listen(self) -> None:
         """Opens the control channel. Raises PeerRefused where the address cannot be had."""
@@ -113,7 +109,7 @@ class ClusterFront:
         await self.plane.leave()
 
     def _is_handed_over(self) -> bool:
-        members, ours = self.plane.members, self.plane.announce.engine
+        members, ours = self.plane.state.members, self.plane.announce.engine
         others = [
             member.card.engine
             for member in members
@@ -130,8 +126,8 @@ class ClusterFront:
                 self._engine.listens(boot, message)
                 self._peers = PeerList()
                 self._tell_peers()
-                if self.plane.plans.plan is not None:
-                    self._tell_plan(self.plane.plans.plan)
+                if self.plane.state.plans.plan is not None:
+                    self.follow(self.plane.state.plans.plan)
             case Holds():
                 self._engine.holds = message
                 self._announce()
@@ -174,8 +170,8 @@ class ClusterFront:
             place, True, request_log.count_at(place) + len(self.hosted_requests), self._slots, request_log.capacity
         )
 
-    def _load(self) -> Beat:
-        """What our beats say of how busy this box is."""
+    def load(self) -> Beat:
+        """Returns what our beats say of how busy this box is."""
         if self._supervisor.request_log.count_at(""):
             self._supervisor.replay()  # what was turned away everywhere
         load = self._own_load()
@@ -187,26 +183,27 @@ class ClusterFront:
 
     def metrics(self) -> dict[str, float]:
         """Numbers for /metrics by their final names."""
-        plane, plan = self.plane, self.plane.plans.plan
-        states = [about.state_of(plane.members, member) for member in plane.members]
+        plane, state = self.plane, self.plane.state
+        plan = state.plans.plan
+        states = [about.state_of(state.members, member) for member in state.members]
         return {
-            names.CLUSTER_EPOCH: plane.epoch,
+            names.CLUSTER_EPOCH: state.fence.highest,
             names.CLUSTER_LEADING: float(plane.leading > 0),
             names.CLUSTER_PLAN: plan.version if plan is not None else 0,
-            names.CLUSTER_STALE: plane.obedience.stale,
+            names.CLUSTER_STALE: state.obedience.stale,
             names.FORWARDED: self._places.forwarded,
             names.FORGOTTEN: self._places.dropped,
             names.HOSTED_REQUESTS: len(self.hosted_requests),
             names.HOSTED_REQUESTS_TOTAL: self.hosted_requests.served,
-        } | {names.named(names.CLUSTER_BOXES, state=state): states.count(state) for state in about.STATES}
+        } | {names.named(names.CLUSTER_BOXES, state=each): states.count(each) for each in about.STATES}
 
     def describe(self) -> dict[str, Any]:
         """Members, leader, epoch and plan, for /health."""
         load = self._own_load()
         return about.describe(self.plane, self._engine.seen, load.requests if load is not None else 0)
 
-    def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
-        """What another front has for our engine, or its engine for us. Raises PeerError, WireError."""
+    def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
+        """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
         if isinstance(question.message, Check):
             if question.message.engine != self._supervisor.place:
                 raise PeerRefused("that engine is no more")
@@ -215,8 +212,8 @@ class ClusterFront:
             )
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
-        if isinstance(question.message, Forward) and question.message.model != self.plane.announcer.model:
-            raise PeerRefused(f"another model is served here: {self.plane.announcer.model[:12]}")
+        if isinstance(question.message, Forward) and question.message.model != self.plane.state.model:
+            raise PeerRefused(f"another model is served here: {self.plane.state.model[:12]}")
         if isinstance(question.message, Tokens):
             match decode_from_engine(question.tensors[0]):
                 case Emissions(items=items):
@@ -236,11 +233,11 @@ class ClusterFront:
 
     # --- the others -------------------------------------------------------------------------------------------
 
-    def _look_around(self) -> None:
-        """Members or their engines have changed, or may have."""
+    def look_around(self) -> None:
+        """Acts on what has changed, or may have, about members or their engines."""
         self._news.set()
         self._tell_peers()
-        self.hosted_requests.keep({member.peer.node: member.boot for member in self.plane.members})
+        self.hosted_requests.keep({member.peer.node: member.boot for member in self.plane.state.members})
         if (places := set(self.places())) != self._known:
             self._known = places
             self._supervisor.replay()
@@ -252,11 +249,21 @@ class ClusterFront:
     def _tell_peers(self) -> None:
         if self._engine.listening is None or not self.settings.share_experts:
             return
-        peers = PeerList(keys=self.plane.members.keys(), engines=self.plane.members.engines())
+        peers = PeerList(keys=self.plane.state.members.keys(), engines=self.plane.state.members.engines())
         if peers != self._peers and self._supervisor.tell(peers):
             self._peers = peers
 
-    def _tell_plan(self, plan: PlacementPlan) -> None:
+    def hear_beat(self, node: str, beat: Beat) -> None:
+        """Takes note of how another box says that it is."""
+        self._places.hear(node, beat)
+
+    def report(self) -> Report | None:
+        """Returns what the leader is told; None until our engine has said what its requests choose."""
+        return self._engine.report()
+
+    def follow(self, plan: PlacementPlan) -> None:
+        """Has our engine go by this plan."""
         listening = self._engine.listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:
-            self._supervisor.tell(Plan(plan=plan))
+            ref = self.plane.state.plans.ref
+            self._supervisor.tell(Plan(plan=plan, digest=ref.digest if ref is not None else ""))

@@ -65,7 +65,7 @@ class Router:
 
     def elsewhere(self) -> dict[str, str]:
         """Engines of other boxes that take requests: place -> node."""
-        serving = self._plane.members.serving(self._plane.announcer.model)
+        serving = self._plane.state.members.serving(self._plane.state.model)
         return {f"{node}:{boot}": node for boot, node in serving.items()}
 
     def submit(self, message: Submit) -> str:
@@ -117,13 +117,13 @@ class Router:
         self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
 
     def _load(self, place: str, node: str) -> EngineLoad:
-        beat = self._plane.members[node].beat
+        beat = self._plane.state.members[node].beat
         requests = beat.requests + self._requests.count_at(place) - self._ours.get(node, 0)
         return EngineLoad(place, False, max(0, requests), beat.slots, beat.capacity)
 
     async def _forward(self, place: str, node: str, message: Submit) -> None:
         try:
-            asked = Forward(self._plane.announcer.model)
+            asked = Forward(self._plane.state.model)
             await self._plane.channel.ask(node, asked, [encode(message)], timeout_s=ASK_S)
         except EdgemoeError as error:
             log.info("a request was turned away", extra={"peer": node, "why": str(error)})
@@ -152,8 +152,6 @@ class Router:
 
     async def _recall(self, node: str, message: Cancel) -> None:
         try:
-            await self._plane.channel.ask(
-                node, Forward(self._plane.announcer.model), [encode(message)], timeout_s=ASK_S
-            )
+            await self._plane.channel.ask(node, Forward(self._plane.state.model), [encode(message)], timeout_s=ASK_S)
         except EdgemoeError as error:
             log.debug("a request was not recalled", extra={"peer": node, "why": str(error)})

@@ -26,30 +26,30 @@ def state_of(members: Members, member: Member) -> State:
 
 def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -> dict[str, Any]:
     """`seen` are the links between our engine and others', by node; `requests` those that our engine has."""
-    plan, ref, agreed = plane.plans.plan, plane.plans.ref, plane.agreed
+    plan, ref, agreed = plane.state.plans.plan, plane.state.plans.ref, plane.agreed
     digest = ref.digest if ref is not None else ""
     return {
-        "node": plane.node,
+        "node": plane.state.node,
         "leader": plane.leader,
-        "epoch": plane.epoch,
-        "stale_leaders": plane.obedience.stale,
-        "unentitled_beats": plane.obedience.unentitled,
+        "epoch": plane.state.fence.highest,
+        "stale_leaders": plane.state.obedience.stale,
+        "unentitled_beats": plane.state.obedience.unentitled,
         "plan": None if plan is None else {"version": plan.version, "epoch": plan.epoch, "digest": digest},
         "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
         "trouble": plane.trouble,
         "members": [
-            _box(plane.node, "here", plane.announce, plan) | {"requests": requests},
-            *(_member(plane, member, seen.get(member.peer.node)) for member in plane.members),
+            _box(plane.state.node, "here", plane.announce, plan) | {"requests": requests},
+            *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],
     }
 
 
 def _member(plane: ControlPlane, member: Member, link: PeerSeen | None) -> dict[str, Any]:
     node = member.peer.node
-    return _box(node, state_of(plane.members, member), member.card, plane.plans.plan) | {
+    return _box(node, state_of(plane.state.members, member), member.card, plane.state.plans.plan) | {
         "address": member.peer.address or (member.card.address if member.card else ""),
         "why": member.refused,
-        "gone_s": plane.members.absent_s(node),
+        "gone_s": plane.state.members.absent_s(node),
         "requests": member.beat.requests,
         "latency_s": link.latency_s if link is not None else None,
         "bytes_per_s": link.bytes_per_s if link is not None else None,

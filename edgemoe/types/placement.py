@@ -32,6 +32,7 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     experts: Small
     nodes: Annotated[tuple[Text, ...], Meta(max_length=MAX_NODES)]
     homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)]  # per node, of L * E bits, see `pack_bits`
+    goal: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()  # homes after those, while experts move
 
     def digest(self) -> str:
         """Returns the digest of the plan as this release encodes it. A received plan is named by the bytes received."""
@@ -42,6 +43,11 @@ class PlacementPlan(msgspec.Struct, frozen=True):
         if node not in self.nodes:
             return np.zeros((self.layers, self.experts), np.bool_)
         return unpack_bits(self.homes[self.nodes.index(node)], self.layers, self.experts)
+
+    @property
+    def goal_homes(self) -> BoolArray:
+        """Returns the homes [N, L, E] that this plan is a step to: its own where it is none."""
+        return np.stack([unpack_bits(bits, self.layers, self.experts) for bits in self.goal or self.homes])
 
 
 def pack_bits(which: BoolArray) -> bytes:

@@ -40,6 +40,7 @@ class ClusterSide:
         tiers, info, sharing = assembly.tiers, assembly.model, assembly.sharing
         assert sharing is not None
         self.plan: PlacementPlan | None = None
+        self._digest = ""  # of the plan
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
         self._sharing, self._homes = sharing, 0
         self._adopted_s = float("-inf")
@@ -80,7 +81,7 @@ class ClusterSide:
         if isinstance(message, PeerList):
             self.plane.set_peers(message.keys, message.engines)
         else:
-            self._adopt(message.plan)
+            self._adopt(message)
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""
@@ -112,19 +113,25 @@ class ClusterSide:
                 values[named(names.PEER_RATE, peer=peer.node)] = 1 / peer.s_per_byte
         return values
 
-    def _adopt(self, plan: PlacementPlan) -> None:
-        """Follows a plan. Refuses one that cannot be followed, and then the last one stays."""
+    def _adopt(self, message: Plan) -> None:
+        """Follows a plan. Refuses one that cannot be followed, and then the last one stays.
+
+        One that does not name this box says nothing of what is kept here.
+        """
+        plan, node = message.plan, self._settings.node
         model = (plan.model, plan.layers, plan.experts)
         fields = {"epoch": plan.epoch, "version": plan.version}
         try:
             if model != (self._info.digest, self._info.layers, self._info.experts):
                 raise CapacityError("it is a plan for another model")
-            homes = plan.homes_of(self._settings.node)
-            self._tiers.residency.homes.keep(homes)
+            if node in plan.nodes:
+                homes = plan.homes_of(node)
+                self._tiers.residency.homes.keep(homes)
+                self._homes = int(homes.sum())
         except (CapacityError, ValueError) as error:
             log.error("plan refused", extra={**fields, "why": str(error)})
             return
-        self.plan, self._homes, self._adopted_s = plan, int(homes.sum()), time.monotonic()
+        self.plan, self._digest, self._adopted_s = plan, message.digest, time.monotonic()
         log.info("plan adopted", extra={**fields, "homes": self._homes})
         self._fetch_homes()
 
@@ -145,7 +152,7 @@ class ClusterSide:
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
             slots = self._tiers.residency.homes.slots
-            holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots)
+            holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots, plan=self._digest)
             if holds != announced:
                 announced = holds
                 self._post(holds)

@@ -203,10 +203,10 @@ async def test_a_box_leaves_once_the_others_have_what_only_it_had(two: tuple[Set
 
         has(a_plane, 0b0011)
         has(b_plane, 0b1110)
-        await until(lambda: a_plane.members["b"].card.engine is not None, 30)
+        await until(lambda: a_plane.state.members["b"].card.engine is not None, 30)
         leaving = asyncio.ensure_future(cluster_of(a).hand_over())
-        await until(lambda: b_plane.members["a"].card.leaving, 30)
-        assert b_plane.members["a"].card.engine is not None  # it is still there to be fetched from
+        await until(lambda: b_plane.state.members["a"].card.leaving, 30)
+        assert b_plane.state.members["a"].card.engine is not None  # it is still there to be fetched from
         assert not leaving.done()
         has(b_plane, 0b1111)
         await leaving
@@ -272,7 +272,7 @@ async def test_tokens_whose_receipts_are_lost_are_not(
 @pytest.mark.parametrize("letters", [1, 256])
 async def test_a_hosted_request_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
     async with both(two) as (a, b):
-        channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.announcer.model, engine_pid(b)
+        channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.state.model, engine_pid(b)
         name = "x" * letters
         request = Request(id=name, prompt=(1, 2), sampling=Sampling(max_tokens=5000), seed=1)
         for message in (Submit(request=request, remaining_ms=9e4), Cancel(request=name, attempt=1)):

@@ -14,11 +14,13 @@ N". Import it before anything of edgemoe.
 
 from __future__ import annotations
 
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -105,11 +107,11 @@ class NextPlane(plane.ControlPlane):
         return await super()._serve(question)
 
     def beat(self) -> None:
-        load, self.load = self.load, lambda: msgspec.structs.replace(load(), mood="well")
-        super().beat()
-        self.load = load
+        load = msgspec.structs.replace(self._local.load(), mood="well")
+        with mock.patch.object(self._local, "load", return_value=load):
+            super().beat()
         if self._group is not None:
-            for member in self.members:
+            for member in self.state.members:
                 self.spawn(self._greet(member.peer.node))
             if self.leading and self._leader is not None and isinstance(self._leader._store, RaftStore):
                 self.spawn(self._mark(self._leader._store))
@@ -125,9 +127,10 @@ class NextPlane(plane.ControlPlane):
             await self.channel.ask(node, Greet("hello"), timeout_s=1.0)
         except PeerError as error:
             figures["spared"] += "does not know Greet" in str(error)
-        plane.log.info("next release: " + ", ".join(f"{name} {count}" for name, count in figures.items()))
+        log.info("next release: " + ", ".join(f"{name} {count}" for name, count in figures.items()))
 
 
+log = logging.getLogger(__name__)
 plane.ControlPlane = NextPlane  # type: ignore[misc]
 
 start = EngineHandle.start.__func__  # type: ignore[attr-defined]

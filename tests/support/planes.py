@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from edgemoe.cluster.control.coordination.clock import since_boot
+from edgemoe.cluster.control.local_services import NoServices
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
+from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard, Report
 from edgemoe.cluster.rpc.keys import Peer, Secret, generate
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.types.placement import pack_bits
+from edgemoe.types.placement import PlacementPlan, pack_bits
 from support.etcd_process import free_ports
 from support.waiting import until
 
@@ -42,8 +43,8 @@ def card(boot: str, room: int = 6, model: str = "m" * 32, disk: bytes = ALL, ram
     )
 
 
-class Front:
-    """One box's plane, and the task that runs it."""
+class Front(NoServices):
+    """One box's plane, the task that runs it, and an engine that pins at once whatever is to be at home there."""
 
     def __init__(self, folder: Path, peer: Peer, key: Secret, peers: dict[str, Peer], **settings: Any) -> None:
         self.node, self.key = peer.node, key
@@ -59,6 +60,9 @@ class Front:
         self.role: Any = "box"
         self.task: asyncio.Future[None] | None = None
         self.ahead_s = 0.0  # by which its clock has jumped
+        self.busy = Beat()
+        self.reported: Report | None = None
+        self.hears: Callable[[str, Beat], Any] = lambda _node, _beat: None
 
     def clock(self) -> float:
         return since_boot() + self.ahead_s
@@ -67,7 +71,7 @@ class Front:
         self.starts += 1
         announce = Announce(release="1", role=self.role, address=self.settings.listen, engine=self.engine)
         boot = f"boot-{self.node}-{self.starts}"
-        self.plane = ControlPlane(self.settings, boot, self.key, self.peers, announce, self.clock)
+        self.plane = ControlPlane(self.settings, boot, self.key, self.peers, announce, self.clock, self)
         self.plane.listen()
         self.task = asyncio.ensure_future(self.plane.run())
 
@@ -82,11 +86,29 @@ class Front:
     def has(self, engine: EngineCard | None) -> None:
         """The engine comes up, or ends."""
         self.engine = engine
-        self.plane.say(msgspec.structs.replace(self.plane.announce, engine=engine))
+        if (plan := self.plane.state.plans.plan) is not None and engine is not None:
+            self.follow(plan)
+        self.plane.say(msgspec.structs.replace(self.plane.announce, engine=self.engine))
+
+    def follow(self, plan: PlacementPlan) -> None:
+        ref, engine = self.plane.state.plans.ref, self.engine
+        if ref is not None and engine is not None and engine.model == plan.model and self.node in plan.nodes:
+            ram = pack_bits(plan.homes_of(self.node))
+            self.engine = msgspec.structs.replace(engine, ram=ram, plan=ref.digest)
+            self.plane.say(msgspec.structs.replace(self.plane.announce, engine=self.engine))
+
+    def load(self) -> Beat:
+        return self.busy
+
+    def report(self) -> Report | None:
+        return self.reported
+
+    def hear_beat(self, node: str, beat: Beat) -> None:
+        self.hears(node, beat)
 
     @property
     def plan_nodes(self) -> tuple[str, ...]:
-        return self.plane.plans.plan.nodes if self.plane.plans.plan else ()
+        return self.plane.state.plans.plan.nodes if self.plane.state.plans.plan else ()
 
 
 @asynccontextmanager
@@ -118,4 +140,4 @@ async def led(fronts: Sequence[Front], within_s: float = 15.0) -> str:
 async def planned(fronts: Sequence[Front], nodes: Sequence[str], within_s: float = 15.0) -> None:
     """All go by one plan over these nodes."""
     await until(lambda: all(f.plan_nodes == tuple(nodes) for f in fronts), within_s)
-    await until(lambda: len({f.plane.plans.ref for f in fronts}) == 1, within_s)
+    await until(lambda: len({f.plane.state.plans.ref for f in fronts}) == 1, within_s)

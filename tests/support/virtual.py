@@ -26,6 +26,8 @@ from edgemoe.cluster.control import leader as leading
 from edgemoe.cluster.control import plane as plane_module
 from edgemoe.cluster.control.coordination import choice as stores
 from edgemoe.cluster.control.coordination.raft import BACK_S, TICK_S, RaftStore
+from edgemoe.cluster.control.local_services import NoServices
+from edgemoe.cluster.control.placement import PlanTask, Target, make_target
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard
@@ -35,6 +37,7 @@ from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
+from edgemoe.types.placement import PlacementPlan
 from support.planes import ABC, card
 
 LATENCY_S = 0.003
@@ -182,7 +185,12 @@ def end(replica: Any) -> None:
         os.close(descriptor)
 
 
-class Box:
+async def solve(task: PlanTask) -> Target:
+    """At once: threads know nothing of this time."""
+    return make_target(task)
+
+
+class Box(NoServices):
     """One box, running or not."""
 
     def __init__(self, cluster: Cluster, node: str) -> None:
@@ -208,10 +216,12 @@ class Box:
         )
         announce = Announce(release="1", role="box", address="127.0.0.1:1", engine=self.engine if self.sound else None)
         boot = f"{self.node}-{self.starts}"
-        plane = ControlPlane(settings, boot, Secret(b"", b""), self.cluster.peers, announce, self.clock)
-        plane.exchange.on_plan = lambda plan: self.cluster.adopted(self, plan)
+        plane = ControlPlane(settings, boot, Secret(b"", b""), self.cluster.peers, announce, self.clock, self)
         plane.listen()
         self.plane, self.task = plane, asyncio.ensure_future(plane.run())
+
+    def follow(self, plan: PlacementPlan) -> None:
+        self.cluster.adopted(self, plan)
 
     async def die(self) -> None:
         """Without a word to anybody."""
@@ -285,7 +295,7 @@ class Cluster:
         plane = box.plane
         if plane is None or not box.sound or not plane.leader:
             return
-        epoch = plane.leading if plane.leader == node else plane.members[plane.leader].beat.leading
+        epoch = plane.leading if plane.leader == node else plane.state.members[plane.leader].beat.leading
         if not epoch:
             return
         assert self.obeyed.setdefault(epoch, plane.leader) == plane.leader, (epoch, node)
@@ -294,7 +304,7 @@ class Cluster:
 
     def adopted(self, box: Box, plan: Any) -> None:
         """One plan per version is gone by, none of an epoch above all seen, none older than the last."""
-        assert box.plane is None or plan.epoch <= box.plane.fence.highest
+        assert box.plane is None or plan.epoch <= box.plane.state.fence.highest
         assert self.plans.setdefault(plan.version, plan.digest()) == plan.digest()
         assert (plan.epoch, plan.version) >= self.held.get(box.node, (0, 0))
         self.held[box.node] = (plan.epoch, plan.version)
@@ -326,7 +336,8 @@ class Cluster:
         ends = self.loop.time() + within_s
         while not condition():
             assert self.loop.time() < ends, {
-                node: box.plane and (box.plane.leader, box.plane.epoch, box.plane.trouble, box.plane.plans.ref)
+                node: box.plane
+                and (box.plane.leader, box.plane.state.fence.highest, box.plane.trouble, box.plane.state.plans.ref)
                 for node, box in self.boxes.items()
             }
             await self.pass_time(0.1)
@@ -340,8 +351,8 @@ class Cluster:
     def settled(self) -> bool:
         """And go by one plan over all of them, with votes and one state."""
         stores = [box.store for box in self.boxes.values()]
-        refs = {box.plane.plans.ref for box in self.boxes.values() if box.plane is not None}
-        plan = self.boxes["a"].plane.plans.plan if self.boxes["a"].plane is not None else None
+        refs = {box.plane.state.plans.ref for box in self.boxes.values() if box.plane is not None}
+        plan = self.boxes["a"].plane.state.plans.plan if self.boxes["a"].plane is not None else None
         return (
             self.one_leader()
             and all(box.whole for box in self.boxes.values())
@@ -368,6 +379,7 @@ def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
         with (
             mock.patch.object(plane_module, "Channel", Channel),
             mock.patch.object(plane_module, "Transport", transport),
+            mock.patch.object(plane_module, "_solve", solve),
             mock.patch.object(stores, "RaftStore", Ticking),
             mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
             mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),

@@ -1,18 +1,19 @@
-"""When a leader makes a new plan, and from what. Pure: what the boxes have in, a plan or the reason for none out."""
+"""When a leader makes a new plan, and from what. Pure: what the boxes have in, where experts are to be at home out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgemoe.cluster.rpc.control_messages import EngineCard
+from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.uniform import uniform
-from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.types.arrays import BoolArray, FloatArray
+from edgemoe.types.placement import PlacementPlan, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,10 +26,69 @@ class ExpertHome:
     ram: BoolArray | None = None
     absent_s: float = 0.0
     leaving: bool = False
+    plan: str = ""  # digest of the plan by which `ram` is at home there
 
     @property
     def there(self) -> bool:
         return self.disk is not None and not self.absent_s and not self.leaving
+
+
+class HomesView:
+    """Sees boxes as homes. Remembers since when they have been without an engine."""
+
+    def __init__(self) -> None:
+        self._bare: dict[str, float] = {}
+
+    def forget(self) -> None:
+        """Begins anew."""
+        self._bare.clear()
+
+    def look(
+        self, cards: Mapping[str, Announce | None], absent_s: Callable[[str], float], serving: EngineCard, now_s: float
+    ) -> tuple[ExpertHome, ...]:
+        """Returns every box that is or could be a home, by what they have said of themselves."""
+        boxes = []
+        for node, card in cards.items():
+            engine = card.engine if card is not None else None
+            if card is not None and (card.role == "witness" or (engine is not None and not engine.shares)):
+                continue
+            away_s = absent_s(node)
+            disk, ram = _has(engine, serving) if engine is not None else (None, None)
+            if disk is not None:
+                self._bare.pop(node, None)
+            else:  # nothing to go by: as good as away
+                away_s = max(away_s, now_s - self._bare.setdefault(node, now_s), 1e-3)
+            room, plan = (engine.budget_experts, engine.plan) if engine is not None else (0, "")
+            boxes.append(ExpertHome(node, room, disk, ram, away_s, card is not None and card.leaving, plan))
+        return tuple(boxes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanTask:
+    """What a placement is made from."""
+
+    engine: EngineCard
+    boxes: tuple[ExpertHome, ...]
+    replicas: int
+    reports: Mapping[str, Report] = field(default_factory=dict)  # the latest of each box that has sent one
+    now: PlacementPlan | None = None  # in force
+    urgent: bool = True  # the present plan cannot go on; else a better one is looked for
+
+    @property
+    def there(self) -> list[ExpertHome]:
+        """Returns the boxes that can be homes now, in order of their names."""
+        return [box for box in sorted(self.boxes, key=lambda box: box.node) if box.there and box.room]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Where experts are to be at home."""
+
+    nodes: tuple[str, ...]
+    homes: BoolArray  # [N, L, E]
+    heat: FloatArray  # [L, E] how often each is chosen in all: the hottest are moved first
+    now_s: float = math.nan  # that requests wait for peers, a second, under the plan in force; nan: not known
+    then_s: float = math.nan  # under this one
 
 
 def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
@@ -55,16 +115,26 @@ def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[Exp
     )
 
 
-def make_plan(
-    engine: EngineCard, boxes: Sequence[ExpertHome], replicas: int, epoch: int, version: int
-) -> PlacementPlan:
-    """Returns the uniform plan over the boxes that are there, for the engine's model. Raises PlacementInfeasible."""
-    there = [box for box in sorted(boxes, key=lambda box: box.node) if box.there and box.room]
+def make_target(task: PlanTask) -> Target:
+    """Returns the uniform placement over the boxes that are there. Raises PlacementInfeasible."""
+    there = task.there
+    problem = problem_of(task)
+    layers, experts = problem.experts.shape
+    homes = uniform(problem, task.replicas).homes
+    return Target(tuple(box.node for box in there), homes, np.zeros((layers, experts), np.float32))
+
+
+def problem_of(task: PlanTask) -> PlacementProblem:
+    """Returns the boxes that are there with what they have; nothing is known of what is chosen.
+
+    Raises PlacementInfeasible where there is none.
+    """
+    engine, there = task.engine, task.there
     if not there:
         all_bytes = engine.layers * engine.experts * engine.expert_bytes
         raise PlacementInfeasible("no box has room for experts yet", all_bytes)
     none = np.zeros((engine.layers, engine.experts), np.bool_)
-    problem = PlacementProblem(
+    return PlacementProblem(
         slots=tuple((box.room,) for box in there),
         activations=np.zeros((len(there), engine.layers, engine.experts)),
         expert_bytes=engine.expert_bytes,
@@ -72,9 +142,23 @@ def make_plan(
         in_ram=np.stack([none if box.ram is None else box.ram for box in there]),
         exists=_exists(engine),
     )
-    bits = tuple(pack_bits(homes) for homes in uniform(problem, replicas).homes)
-    nodes = tuple(box.node for box in there)
-    return PlacementPlan(epoch, version, engine.model, engine.layers, engine.experts, nodes, bits)
+
+
+def plan_of(engine: EngineCard, nodes: Sequence[str], homes: BoolArray, epoch: int, version: int) -> PlacementPlan:
+    """Returns the plan of these homes [N, L, E] for the engine's model."""
+    bits = tuple(pack_bits(each) for each in homes)
+    return PlacementPlan(epoch, version, engine.model, engine.layers, engine.experts, tuple(nodes), bits)
+
+
+def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, BoolArray | None]:
+    """Returns experts [L, E] on the engine's disk and at home in its memory; None where it serves another model."""
+    if engine.model != serving.model:
+        return None, None
+    try:
+        disk, ram = (unpack_bits(bits, serving.layers, serving.experts) for bits in (engine.disk, engine.ram))
+        return disk, ram
+    except ValueError:
+        return None, None
 
 
 def _exists(engine: EngineCard) -> BoolArray:

@@ -24,9 +24,15 @@ RETRY_S = 0.5
 class PlanExchange:
     """Fetches plans over the channel, and goes by those that the fence lets through."""
 
-    def __init__(self, plans: PlanStore, fence: EpochFence, channel: Channel[ControlMessage]) -> None:
-        self.on_plan: Callable[[PlacementPlan], None] = lambda _: None
-        self._plans, self._fence, self._channel = plans, fence, channel
+    def __init__(
+        self,
+        plans: PlanStore,
+        fence: EpochFence,
+        channel: Channel[ControlMessage],
+        follow: Callable[[PlacementPlan], None],
+    ) -> None:
+        """`follow` is told of each plan that is gone by."""
+        self._plans, self._fence, self._channel, self._follow = plans, fence, channel, follow
         self._say = SparingLog(log)
 
     async def run(self, news: asyncio.Event, leader: Callable[[], tuple[str, Beat] | None]) -> None:
@@ -73,4 +79,4 @@ class PlanExchange:
         assert self._plans.ref is not None
         fields = {"version": plan.version, "epoch": plan.epoch, "digest": self._plans.ref.digest, "leading": epoch}
         log.info("plan", extra=fields | {"nodes": ",".join(plan.nodes)})
-        self.on_plan(plan)
+        self._follow(plan)

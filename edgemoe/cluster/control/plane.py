@@ -4,33 +4,48 @@
     on change    Announce to all, until each has taken note of it; again to who has none of it, by its beats
     a follower   obeys a leader whose epoch is not below the highest it has ever seen (`fence`): fetches the plan that
                  the leader names, checks its digest, keeps it on disk and hands it on
-    the leader   (`leading`) makes plans and has them agreed; it names the plan in its beats
+    the leader   (`leader`) makes plans and has them agreed; it names the plan in its beats
 
-Without a leader everybody goes on with the last plan.
+What follows from what is heard, `state` decides; here it is done. Without a leader all go on with the last plan.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from edgemoe.cluster.control.admission import Admission
+from edgemoe.cluster.control.admission import Allow, Connect, Disconnect, Revoke
 from edgemoe.cluster.control.announcer import Announcer
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
-from edgemoe.cluster.control.coordination.fingerprint import Agreement
 from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
 from edgemoe.cluster.control.leader import Leader
-from edgemoe.cluster.control.members import BEAT_S, Member, Members
-from edgemoe.cluster.control.obedience import Obedience
+from edgemoe.cluster.control.local_services import LocalServices, NoServices
+from edgemoe.cluster.control.members import BEAT_S
+from edgemoe.cluster.control.placement import PlanTask, Target, make_target
 from edgemoe.cluster.control.plan_exchange import PlanExchange
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.reporter import Reporter
+from edgemoe.cluster.control.state import (
+    Action,
+    BeatHeard,
+    Changed,
+    ControlState,
+    Event,
+    Foreign,
+    Heard,
+    Listed,
+    Looked,
+    News,
+    PeerDown,
+    PeerUp,
+    Refuse,
+    Said,
+)
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import (
@@ -48,12 +63,9 @@ from edgemoe.cluster.rpc.control_messages import (
     Welcome,
 )
 from edgemoe.cluster.rpc.keys import Peer, Secret
-from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerRefused
-
-log = logging.getLogger(__name__)
 
 
 class ControlPlane:
@@ -67,56 +79,51 @@ class ControlPlane:
         peers: Mapping[str, Peer],
         announce: Announce,
         clock: Callable[[], float] = since_boot,
+        local: LocalServices | None = None,
     ) -> None:
         """`peers` are all boxes that are listed, this one perhaps among them. Raises ConfigError, ServiceError."""
         directory = Path(settings.state_dir)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.settings, self.node = settings, settings.node
-        self.plans = PlanStore(directory / "plan")
-        self.fence = EpochFence(directory / "epoch", self.plans.plan.epoch if self.plans.plan else 0)
-        self.clock, self.members = clock, Members(clock)
-        agreement = Agreement(settings, peers)
-        self.obedience = Obedience(self.fence, agreement, self._refuse)
-        self.load: Callable[[], Beat] = Beat  # how busy this box is; a beat's other fields are filled in here
+        plans = PlanStore(directory / "plan")
+        fence = EpochFence(directory / "epoch", plans.plan.epoch if plans.plan else 0)
+        self.state = ControlState(settings, peers, announce, plans, fence, clock)
+        self._settings = settings
+        self._local = local or NoServices()
         self._news = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
-        self.on_change: Callable[[], None] = lambda: None  # members or their engines
-        self.on_beat: Callable[[str, Beat], None] = lambda _node, _beat: None
-        self.on_request: Callable[[Question[ControlMessage]], Answer[ControlMessage]] = _refuse
-        self._say = SparingLog(log)
-        self._transport = Transport(self.node, boot, secret, AllowList({}))
+        self._transport = Transport(settings.node, boot, secret, AllowList({}))
         self.channel: Channel[ControlMessage] = Channel(
             self._transport, "control", CONTROL, self._serve, ChannelSettings(heartbeat_s=0.5)
         )
-        self.exchange = PlanExchange(self.plans, self.fence, self.channel)
-        announce = msgspec.structs.replace(announce, agreement=agreement.words)
-        self.announcer = Announcer(announce, self.members, self.channel)
-        self.reporter = Reporter(self.members, self.obedience, self.channel)
-        self._admission = Admission(settings, peers, agreement, self.members, self.channel, self._transport.allowed)
+        self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow)
+        self._announcer = Announcer(self.state, self.channel, self._handle)
+        self._reporter = Reporter(self.state, self.channel, self._local.report)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._leader: Leader | None = None
         try:
-            if (store := make_store(settings, peers, self.fence, self._link, clock)) is not None:
-                self._leader = Leader(settings, store, self, electable=announce.role == "box")
+            if (store := make_store(settings, peers, fence, self._link, clock)) is not None:
+                self._leader = Leader(
+                    settings, store, self.state, self.exchange, _solve, beat=self.beat, report=self._local.report
+                )
         except ConfigError:
             self.channel.close()
             self._transport.close()
             raise
-        self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._up, self._down, self._refuse
-        self._let_in()
+        self.channel.on_up, self.channel.on_down, self.channel.on_foreign = self._up, self._down, self._foreign
+        self._perform(self.state.begin())
 
     # --- what the front calls ---------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Opens the channel. Raises PeerRefused where the address cannot be had."""
-        host, _, port = self.settings.listen.rpartition(":")
+        host, _, port = self._settings.listen.rpartition(":")
         self.channel.bind(host.strip("[]"), int(port))
 
     async def run(self) -> None:
         """Runs until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                tells = [self.announcer.run, self.reporter.run, self._beat_on]
+                tells = [self._announcer.run, self._reporter.run, self._beat_on]
                 leads = [self._leader.run] if self._leader is not None else []
                 for run in [self._transport.run, self.channel.run, *tells, *leads]:
                     self._group.create_task(run())
@@ -128,9 +135,7 @@ class ControlPlane:
 
     def list(self, peers: Mapping[str, Peer]) -> None:
         """From now on these are the boxes that are listed; who is no longer let in is cut off at once."""
-        self._admission.listed = dict(peers)
-        self._let_in()
-        self.on_change()
+        self._handle(Listed(peers))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Spawns a task that lives as long as `run`, at most."""
@@ -139,9 +144,7 @@ class ControlPlane:
 
     def say(self, announce: Announce) -> None:
         """Takes this for what the box is from now on."""
-        if announce != self.announce:
-            self.announcer.change(announce)
-            self._news.set()
+        self._handle(Said(announce))
 
     async def leave(self, still: bool = False) -> None:
         """Gives leadership back and tells everybody that this box goes; `still` while its engine still serves them."""
@@ -149,18 +152,19 @@ class ControlPlane:
         self.say(msgspec.structs.replace(self.announce, leaving=True, engine=engine))
         if self._leader is not None:
             await self._leader.resign()
-        alive = (member for member in self.members if self.members.is_alive(member.peer.node))
-        await asyncio.gather(*map(self.announcer.introduce, alive))
+        members = self.state.members
+        alive = (member for member in members if members.is_alive(member.peer.node))
+        await asyncio.gather(*map(self._announcer.introduce, alive))
 
     @property
     def announce(self) -> Announce:
         """Returns what this box says of itself."""
-        return self.announcer.card
+        return self.state.card
 
     @property
     def leader(self) -> str:
         """Returns whom this box obeys, itself perhaps; "" while there is nobody."""
-        return self.obedience.leader
+        return self.state.obedience.leader
 
     @property
     def leading(self) -> int:
@@ -177,122 +181,83 @@ class ControlPlane:
         """Entries of the embedded agreement that were applied here, and their state's digest; None without one."""
         return self._leader.agreed if self._leader is not None else None
 
-    @property
-    def epoch(self) -> int:
-        """Returns the highest that this box has seen."""
-        return self.fence.highest
-
-    # --- who is let in ----------------------------------------------------------------------------------------
-
-    def _let_in(self) -> None:
-        for node in self._admission.renew():
-            self.obedience.leave(node)
-        self.say(msgspec.structs.replace(self.announce, listed=self._admission.announced_list()))
-
     # --- hearing ----------------------------------------------------------------------------------------------
 
     async def _serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage] | None:
-        if question.peer not in self.members:
-            raise PeerRefused(f"{question.peer} is no longer listed by {self.node}")
-        member, message = self.members[question.peer], question.message
-        if member.boot != question.boot:
-            member.boot, member.acknowledged = question.boot, 0
+        if question.peer not in self.state.members:
+            raise PeerRefused(f"{question.peer} is no longer listed by {self.state.node}")
+        message = question.message
+        told = message if isinstance(message, Beat | Announce | Report) else None
+        self._handle(Heard(question.peer, question.boot, told))
         match message:
             case RaftPayload():
                 self._link.deliver(question.peer, message)
-            case Beat():
-                self._hear_beat(member, message)
+            case Beat() | Report():
+                return None
             case Announce():
-                self._meet(member, message)
                 return Answer(Welcome())
-            case Report():
-                member.report = message
-            case GetPlan():
-                return Answer(PlanIs(), [memoryview(self.plans.bytes_of(message.digest))])
+            case GetPlan(digest=digest):
+                return Answer(PlanIs(), [memoryview(self.state.plans.bytes_of(digest))])
             case Forward() | Tokens() | Check():
-                return self.on_request(question)
+                return self._local.serve(question)
             case _:
                 raise PeerRefused("not a question")
         return None
 
-    def _hear_beat(self, member: Member, beat: Beat) -> None:
-        node, before = member.peer.node, member.beat
-        member.heard_s, member.beat = self.clock(), beat
-        self.on_beat(node, beat)
-        if beat.leading != before.leading or beat.plan_digest != before.plan_digest:
-            self._news.set()
-        if beat.engine != before.engine:
-            self.on_change()
-        if beat.unmet:
-            member.acknowledged = 0
-        if not member.noted:
-            self._watch()
-        self.obedience.hear(member, before)
-
-    def _meet(self, member: Member, card: Announce) -> None:
-        """Takes note of what a box says of itself.
-
-        Raises PeerRefused for one that serves another model, ConfigError for an address that cannot be one.
-        """
-        was = member.refused
-        if self._admission.meet(member, card):
-            self._let_in()
-        member.refused = self._admission.objection(member.peer.node, card, self.announcer)
-        if member.refused and was != member.refused:
-            self._say(logging.ERROR, "a box cannot take part", member.peer.node, why=member.refused)
-        self._changed()
-        if member.refused:
-            raise PeerRefused(member.refused)
-
     def _up(self, node: str) -> None:
-        member = self.members[node]
-        member.up, member.acknowledged = True, 0
+        self._handle(PeerUp(node))
         self._link.up(node)
-        self._news.set()
 
     def _down(self, node: str) -> None:
-        self.members[node].up = False
         self._link.down(node)
-        self._watch()
+        self._handle(PeerDown(node))
 
-    def _refuse(self, node: str, why: str) -> None:
-        """That box's words cannot be read."""
-        if node in self.members and self.members[node].refused != why:
-            self.members[node].refused = why
-            self._changed()
+    def _foreign(self, node: str, why: str) -> None:
+        self._handle(Foreign(node, why))
 
-    def _watch(self) -> None:
-        """Takes note of who has come and gone."""
-        if self._admission.is_due():
-            self._let_in()
-        for node in self.members.watch():
-            alive = self.members.is_alive(node)
-            self._say(logging.INFO, "box is here" if alive else "box is gone", node)
-            if not alive:
-                self.obedience.leave(node)
-            self._changed()
+    def _handle(self, event: Event) -> None:
+        self._perform(self.state.handle(event))
 
-    def _changed(self) -> None:
-        self._news.set()
-        self.on_change()
+    def _perform(self, actions: Sequence[Action]) -> None:
+        """Raises PeerRefused where one of them is to refuse."""
+        for action in actions:
+            match action:
+                case Allow(node, keys):
+                    self._transport.allowed.allow(node, *keys)
+                case Revoke(node):
+                    self._transport.allowed.revoke(node)
+                case Connect(peer):
+                    self.channel.connect(peer)
+                case Disconnect(node):
+                    self.channel.disconnect(node)
+                case BeatHeard(node, beat):
+                    self._local.hear_beat(node, beat)
+                case News():
+                    self._news.set()
+                case Changed():
+                    self._news.set()
+                    self._local.look_around()
+                case Refuse(why):
+                    raise PeerRefused(why)
 
     # --- saying -----------------------------------------------------------------------------------------------
 
     async def _beat_on(self) -> None:
         while True:
-            self._watch()
+            self._handle(Looked())
             self.beat()
             await asyncio.sleep(BEAT_S)
 
     def beat(self) -> None:
         """Tells everybody how this box is."""
         leading = self.leading
-        ref = self.plans.ref if self._leader is None or not leading or self._leader.settled else None
-        self.announcer.beat(self.load(), leading, self.fence.highest, ref)
+        ref = self.state.plans.ref if self._leader is None or not leading or self._leader.settled else None
+        self._announcer.beat(self._local.load(), leading, self.state.fence.highest, ref)
 
     def _leader_beat(self) -> tuple[str, Beat] | None:
-        return (self.leader, self.members[self.leader].beat) if self.leader in self.members else None
+        leader, members = self.leader, self.state.members
+        return (leader, members[leader].beat) if leader in members else None
 
 
-def _refuse(question: Question[ControlMessage]) -> Answer[ControlMessage]:
-    raise PeerRefused("no requests are served here")
+async def _solve(task: PlanTask) -> Target:
+    return await asyncio.to_thread(make_target, task)

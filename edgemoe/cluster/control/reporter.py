@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from edgemoe.cluster.control.members import Members
-from edgemoe.cluster.control.obedience import Obedience
+from edgemoe.cluster.control.state import ControlState
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, Report
 
@@ -16,14 +15,16 @@ REPORT_S = 10.0
 class Reporter:
     """`run` until cancelled."""
 
-    def __init__(self, members: Members, obedience: Obedience, channel: Channel[ControlMessage]) -> None:
-        self.report: Callable[[], Report | None] = lambda: None  # there is no engine
-        self._members, self._obedience, self._channel = members, obedience, channel
+    def __init__(
+        self, state: ControlState, channel: Channel[ControlMessage], report: Callable[[], Report | None]
+    ) -> None:
+        """`report` returns None while there is nothing to report."""
+        self._state, self._channel, self._report = state, channel, report
 
     async def run(self) -> None:
         """Reports to whoever leads, while that is another box."""
         while True:
-            leader = self._obedience.leader
-            if leader in self._members and (report := self.report()) is not None:
+            leader = self._state.obedience.leader
+            if leader in self._state.members and (report := self._report()) is not None:
                 self._channel.tell(leader, report)
             await asyncio.sleep(REPORT_S)

@@ -77,6 +77,7 @@ class EngineCard(msgspec.Struct, frozen=True):
     ram: Bitmap
     shares: bool  # computes for others
     layer_experts: LayerCounts = ()  # of each layer; (): all have `experts`
+    plan: Text = ""  # digest of the one by which `ram` is at home
 
 
 class Announce(Message, frozen=True, tag="Announce"):

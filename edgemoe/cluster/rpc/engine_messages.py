@@ -120,6 +120,7 @@ class Plan(Message, frozen=True, kw_only=True, tag="Plan"):
     """Asks the engine to follow this plan and keep the experts that are at home on its box."""
 
     plan: PlacementPlan
+    digest: Text = ""  # of the plan, as boxes name it
 
 
 class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
@@ -133,12 +134,14 @@ class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
 class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
     """Experts as bitmaps of L * E bits (`types.pack_bits`): readable from the disk, and at home in memory.
 
+    What is at home in memory was verified and stays there; `plan` is the digest of the plan that says so.
     `budget_experts` is how many can be at home here. Sent when it has changed, at most once a second.
     """
 
     disk: Bitmap
     ram: Bitmap
     budget_experts: Count
+    plan: Text = ""
 
 
 class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):

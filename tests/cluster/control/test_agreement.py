@@ -15,8 +15,7 @@ from support.etcd_process import etcd_cluster
 from support.planes import ABC, Front, card, fronts, led, planned
 from support.waiting import until
 
-from edgemoe.cluster.control import election
-from edgemoe.cluster.control import leader as leading
+from edgemoe.cluster.control import election, plan_care
 from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
@@ -24,6 +23,7 @@ from edgemoe.cluster.control.coordination.fingerprint import Agreement, voters_o
 from edgemoe.cluster.control.coordination.store import Single, View
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.plan_store import read_plan
+from edgemoe.cluster.control.state import Heard
 from edgemoe.cluster.rpc.control_messages import Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
@@ -74,25 +74,25 @@ def test_a_box_that_joins_goes_by_what_the_box_says_that_it_joins() -> None:
 
 async def test_a_box_with_another_coordination_leads_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """d, without a vote, was given a copy of a single box's settings."""
-    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
     async with fronts(tmp_path, "abcd") as found:
         four = list(found.values())
         first = await led(four)
-        epoch = found["a"].plane.epoch
+        epoch = found["a"].plane.state.fence.highest
         d = found["d"]
         await d.die()
         d.settings = msgspec.structs.replace(d.settings, coordination="single", leader="d")
         await d.start()
         obeyed: set[str] = set()
         for node in ABC:
-            found[node].plane.on_beat = lambda _n, _b, plane=found[node].plane: obeyed.add(plane.leader)
-        await until(lambda: all(found[n].plane.members["d"].beat.leading > 0 for n in ABC))
-        await until(lambda: "'raft: a b c'" in d.plane.members["a"].refused)
-        await until(lambda: all("'single: d'" in found[n].plane.members["d"].refused for n in ABC))
-        heard = found["a"].plane.members["d"].heard_s
-        await until(lambda: found["a"].plane.members["d"].heard_s > heard + 1)
+            found[node].hears = lambda _n, _b, plane=found[node].plane: obeyed.add(plane.leader)
+        await until(lambda: all(found[n].plane.state.members["d"].beat.leading > 0 for n in ABC))
+        await until(lambda: "'raft: a b c'" in d.plane.state.members["a"].refused)
+        await until(lambda: all("'single: d'" in found[n].plane.state.members["d"].refused for n in ABC))
+        heard = found["a"].plane.state.members["d"].heard_s
+        await until(lambda: found["a"].plane.state.members["d"].heard_s > heard + 1)
         assert obeyed <= {first, ""}
-        assert {found[node].plane.epoch for node in ABC} == {epoch}
+        assert {found[node].plane.state.fence.highest for node in ABC} == {epoch}
         described = about.describe(found["a"].plane, {}, 0)["members"]
         assert next(box for box in described if box["node"] == "d")["state"] == "refused"
 
@@ -100,23 +100,23 @@ async def test_a_box_with_another_coordination_leads_nobody(tmp_path: Path, monk
 async def test_a_box_without_a_vote_that_says_it_leads_is_not_obeyed(tmp_path: Path) -> None:
     async with fronts(tmp_path, "abcd") as found:
         first = await led(list(found.values()))
-        a, epoch = found["a"].plane, found["a"].plane.epoch
-        await until(lambda: a.members["d"].card is not None)
+        a, epoch = found["a"].plane, found["a"].plane.state.fence.highest
+        await until(lambda: a.state.members["d"].card is not None)
         found["d"].plane.beat = lambda: None  # type: ignore[method-assign]
         found["d"].plane.channel.tell("a", Beat(leading=epoch + 3))
-        await until(lambda: a.obedience.unentitled == 1)
-        assert (a.leader, a.epoch) == (first, epoch)
+        await until(lambda: a.state.obedience.unentitled == 1)
+        assert (a.leader, a.state.fence.highest) == (first, epoch)
 
 
 async def test_nobody_is_obeyed_before_it_has_said_what_it_goes_by(tmp_path: Path) -> None:
     async with fronts(tmp_path) as found:
         await led(list(found.values()))
-        a, member = found["a"].plane, found["a"].plane.members["b"]
+        a, member = found["a"].plane, found["a"].plane.state.members["b"]
         card, member.card = member.card, None
-        a._hear_beat(member, Beat(leading=a.epoch + 1))
+        a.state.handle(Heard("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
         member.card, member.boot = card, "another"  # as which it may go by something else
-        a._hear_beat(member, Beat(leading=a.epoch + 1))
+        a.state.handle(Heard("b", member.boot, Beat(leading=a.state.fence.highest + 1)))
         assert a.leader != "b"
 
 
@@ -142,11 +142,11 @@ async def test_a_box_whose_epoch_leaps_is_refused_and_the_others_go_on(tmp_path:
     async with fronts(tmp_path) as found:
         first = await led(list(found.values()))
         other, bad = (node for node in ABC if node != first)
-        plane, epoch = found[other].plane, found[other].plane.epoch
-        found[bad].plane.fence._highest = 1 << 61
-        await until(lambda: "is more than" in plane.members[bad].refused)
-        await until(lambda: "is more than" in found[first].plane.members[bad].refused)
-        assert (plane.epoch, plane.leader) == (epoch, first)
+        plane, epoch = found[other].plane, found[other].plane.state.fence.highest
+        found[bad].plane.state.fence._highest = 1 << 61
+        await until(lambda: "is more than" in plane.state.members[bad].refused)
+        await until(lambda: "is more than" in found[first].plane.state.members[bad].refused)
+        assert (plane.state.fence.highest, plane.leader) == (epoch, first)
 
 
 async def test_an_epoch_in_etcd_that_leaps_or_is_none_is_claimed_by_nobody(tmp_path: Path) -> None:
@@ -156,17 +156,20 @@ async def test_an_epoch_in_etcd_that_leaps_or_is_none_is_claimed_by_nobody(tmp_p
         async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=urls[0], lease_s=2) as found:
             a, b = found["a"].plane, found["b"].plane
             await until(lambda: "is more than" in a.trouble and "is more than" in b.trouble)
-            assert (a.leading, b.leading, a.epoch) == (0, 0, 0)
+            assert (a.leading, b.leading, a.state.fence.highest) == (0, 0, 0)
             httpx.post(f"{urls[0]}/v3/kv/put", json=put | {"value": etcd._encode("seven")}).raise_for_status()
             httpx.post(f"{urls[0]}/v3/kv/put", json=put | {"value": etcd._encode("7")}).raise_for_status()
-            await until(lambda: {a.leader, b.leader} in ({"a"}, {"b"}) and a.epoch == b.epoch == 8, 20)
+            await until(
+                lambda: {a.leader, b.leader} in ({"a"}, {"b"}) and a.state.fence.highest == b.state.fence.highest == 8,
+                20,
+            )
 
 
 async def test_a_leader_below_an_epoch_that_it_has_seen_gives_back_and_does_not_lead_meanwhile(tmp_path: Path) -> None:
     async with fronts(tmp_path) as found:
         first = found[await led(list(found.values()))].plane
-        epoch = first.epoch + 5
-        first.fence.admit(epoch)
+        epoch = first.state.fence.highest + 5
+        first.state.fence.admit(epoch)
         assert first.leading == 0
         await until(lambda: any(f.plane.leading > epoch for f in found.values()))
 
@@ -176,14 +179,14 @@ async def test_a_plan_is_taken_from_no_leader_that_is_deposed(tmp_path: Path) ->
         a = found["a"].plane
         await until(lambda: a.leading > 0)
         bits = (pack_bits(np.ones((1, 8), np.bool_)),)
-        epoch = a.epoch
+        epoch = a.state.fence.highest
         plan = PlacementPlan(epoch, 1, "m", 1, 8, ("a",), bits)
-        a.fence.admit(epoch + 1)
+        a.state.fence.admit(epoch + 1)
         with pytest.raises(PeerRefused, match="the highest seen is"):
             a.exchange.adopt(plan, epoch)
         with pytest.raises(PeerRefused, match="the highest seen is"):
             a.exchange.adopt(msgspec.structs.replace(plan, epoch=epoch + 2), epoch + 1)
-        assert a.plans.plan is None
+        assert a.state.plans.plan is None
         a.exchange.adopt(plan, epoch + 1)
 
 
@@ -261,17 +264,17 @@ def test_the_clock_of_leases_goes_on_while_the_box_sleeps(monkeypatch: pytest.Mo
 async def test_a_leader_that_wakes_after_a_minute_does_not_lead_and_takes_nobody_for_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
     async with fronts(tmp_path) as found:
         for node, front in found.items():
             front.has(card(f"engine-{node}"))
         await planned(list(found.values()), ABC)
         first: Front = found[await led(list(found.values()))]
         assert first.plane.leading
-        epoch = first.plane.epoch
+        epoch = first.plane.state.fence.highest
         first.ahead_s += 60
         assert first.plane.leading == 0
-        assert not any(first.plane.members.is_alive(node) for node in ABC if node != first.node)
+        assert not any(first.plane.state.members.is_alive(node) for node in ABC if node != first.node)
         await led(list(found.values()))
-        await until(lambda: all(f.plane.epoch > epoch for f in found.values()))
+        await until(lambda: all(f.plane.state.fence.highest > epoch for f in found.values()))
         assert {front.plan_nodes for front in found.values()} == {ABC}

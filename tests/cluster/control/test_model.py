@@ -134,7 +134,7 @@ class ClusterOfThree(RuleBasedStateMachine):
                 else:
                     box.plane.say(msgspec.structs.replace(box.plane.announce, engine=box.engine))
             self.do(cluster.until(cluster.settled))
-            assert max(cluster.plans) == cluster.boxes["a"].plane.plans.ref.version  # type: ignore[union-attr]
+            assert max(cluster.plans) == cluster.boxes["a"].plane.state.plans.ref.version  # type: ignore[union-attr]
         finally:
             self.made.__exit__(None, None, None)
             self.folder.cleanup()

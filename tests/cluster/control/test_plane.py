@@ -16,13 +16,13 @@ from support.etcd_process import Certificates, etcd_cluster, free_ports
 from support.planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
 from support.waiting import until
 
-from edgemoe.cluster.control import leader as leading
-from edgemoe.cluster.control import reporter
+from edgemoe.cluster.control import plan_care, reporter
 from edgemoe.cluster.control.coordination import etcd
 from edgemoe.cluster.control.coordination.choice import make_store
 from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
 from edgemoe.cluster.control.plan_store import PlanStore
+from edgemoe.cluster.control.state import Heard, Looked
 from edgemoe.cluster.rpc.control_messages import Announce, Beat, GetPlan, Report
 from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, seal
 from edgemoe.cluster.rpc.keys import Peer, generate
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 @pytest_asyncio.fixture
 async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[dict[str, Front]]:
     """Three fronts with engines, that have a leader and a plan."""
-    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
     async with fronts(tmp_path, absent_s=ABSENT_S) as found:
         for node, front in found.items():
             front.has(card(f"engine-{node}"))
@@ -50,29 +50,29 @@ async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def time_passes_without(gone: str, fronts: list[Front]) -> None:
     """From now on that box has been gone for long."""
-    await until(lambda: all(front.plane.members[gone].gone_s < float("inf") for front in fronts))
+    await until(lambda: all(front.plane.state.members[gone].gone_s < float("inf") for front in fronts))
     for front in fronts:
-        front.plane.members[gone].gone_s -= ABSENT_S
+        front.plane.state.members[gone].gone_s -= ABSENT_S
 
 
 async def test_all_go_by_one_plan_that_has_every_expert(three: dict[str, Front]) -> None:
-    plan = three["a"].plane.plans.plan
+    plan = three["a"].plane.state.plans.plan
     assert plan is not None
     assert sum(int(plan.homes_of(node).sum()) for node in ABC) == LAYERS * EXPERTS
-    assert {f.plane.epoch for f in three.values()} == {plan.epoch}
-    assert {engine.node for engine in three["a"].plane.members.engines()} == {"b", "c"}
+    assert {f.plane.state.fence.highest for f in three.values()} == {plan.epoch}
+    assert {engine.node for engine in three["a"].plane.state.members.engines()} == {"b", "c"}
 
 
 async def test_another_leads_when_the_leader_dies_and_the_plan_stays_until_it_has_been_gone_for_long(
     three: dict[str, Front],
 ) -> None:
     first = await led(list(three.values()))
-    epoch, ref = three[first].plane.epoch, three[first].plane.plans.ref
+    epoch, ref = three[first].plane.state.fence.highest, three[first].plane.state.plans.ref
     rest = [front for node, front in three.items() if node != first]
     await three[first].die()
     await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
-    assert all(front.plane.epoch > epoch for front in rest)
-    assert all(front.plane.plans.ref == ref for front in rest)
+    assert all(front.plane.state.fence.highest > epoch for front in rest)
+    assert all(front.plane.state.plans.ref == ref for front in rest)
     await time_passes_without(first, rest)
     await planned(rest, [node for node in ABC if node != first])
 
@@ -81,27 +81,29 @@ async def test_a_box_that_comes_back_obeys_the_new_leader_and_keeps_its_plan_mea
     three: dict[str, Front],
 ) -> None:
     first = await led(list(three.values()))
-    epoch = three[first].plane.epoch
+    epoch = three[first].plane.state.fence.highest
     await three[first].die()
     rest = [front for node, front in three.items() if node != first]
     await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
     await three[first].start()
     assert three[first].plan_nodes == ABC  # from its disk, before it has heard anybody
-    assert three[first].plane.epoch == epoch
+    assert three[first].plane.state.fence.highest == epoch
     await until(lambda: three[first].plane.leader == rest[0].plane.leader)
-    assert three[first].plane.epoch == rest[0].plane.epoch > epoch
+    assert three[first].plane.state.fence.highest == rest[0].plane.state.fence.highest > epoch
 
 
 async def test_a_deposed_leader_is_not_obeyed(three: dict[str, Front]) -> None:
     leader = await led(list(three.values()))
     plane, other = three[leader].plane, next(n for n in ABC if n != leader)
     target = three[next(n for n in ABC if n not in (leader, other))].plane
-    target.fence.admit(plane.epoch + 5)
-    stale, ref = target.obedience.stale, target.plans.ref
-    three[other].plane.channel.tell(target.node, Beat(leading=plane.epoch, plan_version=9, plan_digest="0" * 64))
-    await until(lambda: target.obedience.stale > stale)
+    target.state.fence.admit(plane.state.fence.highest + 5)
+    stale, ref = target.state.obedience.stale, target.state.plans.ref
+    three[other].plane.channel.tell(
+        target.state.node, Beat(leading=plane.state.fence.highest, plan_version=9, plan_digest="0" * 64)
+    )
+    await until(lambda: target.state.obedience.stale > stale)
     await until(lambda: target.leader == "")
-    assert target.plans.ref == ref
+    assert target.state.plans.ref == ref
 
 
 async def test_a_box_that_leaves_is_planned_without_at_once(three: dict[str, Front]) -> None:
@@ -115,15 +117,15 @@ async def test_a_box_that_leaves_is_planned_without_at_once(three: dict[str, Fro
 
 async def test_an_engine_that_ends_withdraws_what_it_holds_but_not_its_box(three: dict[str, Front]) -> None:
     three["b"].has(None)
-    await until(lambda: {e.node for e in three["a"].plane.members.engines()} == {"c"})
-    assert three["a"].plane.members.is_alive("b")
+    await until(lambda: {e.node for e in three["a"].plane.state.members.engines()} == {"c"})
+    assert three["a"].plane.state.members.is_alive("b")
     assert three["a"].plan_nodes == ABC
     three["b"].has(card("another"))
-    await until(lambda: {e.boot for e in three["a"].plane.members.engines()} == {"another", "engine-c"})
+    await until(lambda: {e.boot for e in three["a"].plane.state.members.engines()} == {"another", "engine-c"})
 
 
 async def test_the_engine_of_a_box_that_dies_is_called_no_more_and_its_key_stays_good(three: dict[str, Front]) -> None:
-    members = three["a"].plane.members
+    members = three["a"].plane.state.members
     await three["c"].die()
     await until(lambda: not members.is_alive("c"))
     assert {engine.node: engine.heard for engine in members.engines()} == {"b": True, "c": False}
@@ -131,7 +133,7 @@ async def test_the_engine_of_a_box_that_dies_is_called_no_more_and_its_key_stays
 
 
 async def test_an_engine_that_gives_itself_no_name_is_left_out_of_what_ours_is_to_read(three: dict[str, Front]) -> None:
-    members = three["a"].plane.members
+    members = three["a"].plane.state.members
     three["c"].has(card(""))
     await until(lambda: (said := members["c"].card) is not None and said.engine is not None and not said.engine.boot)
     assert {engine.node for engine in members.engines()} == {"b"}
@@ -140,9 +142,9 @@ async def test_an_engine_that_gives_itself_no_name_is_left_out_of_what_ours_is_t
 async def test_another_model_is_refused_with_a_message_on_both_sides(three: dict[str, Front]) -> None:
     three["c"].has(card("engine-c", model="x" * 32))
     a, c = three["a"].plane, three["c"].plane
-    await until(lambda: "serve the same packed store" in a.members["c"].refused)
-    await until(lambda: "serve the same packed store" in c.members["a"].refused)
-    assert {engine.node for engine in a.members.engines()} == {"b"}
+    await until(lambda: "serve the same packed store" in a.state.members["c"].refused)
+    await until(lambda: "serve the same packed store" in c.state.members["a"].refused)
+    assert {engine.node for engine in a.state.members.engines()} == {"b"}
 
 
 async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_speaks_ours(
@@ -152,38 +154,38 @@ async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_spea
     head = bytearray(seal(Beat())[0])
     head[len(MAGIC)] = FRAMING + 1
     await a.channel._links["b"].socket.send_multipart([bytes(head)])
-    await until(lambda: f"framing {FRAMING + 1}" in b.members["a"].refused)
-    assert about.state_of(b.members, b.members["a"]) == "refused"
+    await until(lambda: f"framing {FRAMING + 1}" in b.state.members["a"].refused)
+    assert about.state_of(b.state.members, b.state.members["a"]) == "refused"
     three["a"].has(card("engine-a", room=5))
-    await until(lambda: not b.members["a"].refused)
+    await until(lambda: not b.state.members["a"].refused)
 
 
 async def test_no_request_goes_to_another_model_even_while_our_own_engine_is_down(three: dict[str, Front]) -> None:
     for node, front in three.items():
-        front.plane.load = lambda boot=f"engine-{node}": Beat(engine=boot, slots=1, capacity=1)  # type: ignore[misc]
+        front.busy = Beat(engine=f"engine-{node}", slots=1, capacity=1)
     a = three["a"].plane
-    await until(lambda: a.members.serving(a.announcer.model) == {"engine-b": "b", "engine-c": "c"})
+    await until(lambda: a.state.members.serving(a.state.model) == {"engine-b": "b", "engine-c": "c"})
     three["c"].has(card("engine-c", model="x" * 32))
-    await until(lambda: bool(a.members["c"].refused))
+    await until(lambda: bool(a.state.members["c"].refused))
     three["a"].has(None)
     three["c"].has(card("engine-c", room=5, model="x" * 32))
     await until(
-        lambda: (c := a.members["c"].card) is not None and c.engine is not None and c.engine.budget_experts == 5
+        lambda: (c := a.state.members["c"].card) is not None and c.engine is not None and c.engine.budget_experts == 5
     )
-    assert a.members["c"].refused
-    assert a.members.serving(a.announcer.model) == {"engine-b": "b"}
-    three["b"].plane.load = lambda: Beat(engine="restarted", slots=1, capacity=1)
-    await until(lambda: a.members["b"].beat.engine == "restarted")
-    assert not a.members.serving(a.announcer.model)  # until it has said what that engine serves
+    assert a.state.members["c"].refused
+    assert a.state.members.serving(a.state.model) == {"engine-b": "b"}
+    three["b"].busy = Beat(engine="restarted", slots=1, capacity=1)
+    await until(lambda: a.state.members["b"].beat.engine == "restarted")
+    assert not a.state.members.serving(a.state.model)  # until it has said what that engine serves
 
 
 async def test_an_address_that_cannot_be_one_is_not_taken_from_the_box_itself(three: dict[str, Front]) -> None:
     a = three["a"].plane
     d = Peer("d", "", secret().public.decode(), voter=False)
     a.list({**three["a"].peers, "d": d})
-    member = a.members["d"]
+    member = a.state.members["d"]
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        a._meet(member, Announce(release="1", role="box", address="no host:1"))
+        a.state.handle(Heard("d", "boot", Announce(release="1", role="box", address="no host:1")))
     assert member.card is None
 
 
@@ -195,27 +197,27 @@ async def test_a_plan_that_does_not_fit_is_not_handed_out(three: dict[str, Front
 async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leading, "SETTLE_S", 0.2)
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.2)
     thirds = {node: np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) % 3 == n for n, node in enumerate(ABC)}
     async with fronts(tmp_path, absent_s=1.0, replicas=2) as found:
         for node, front in found.items():
             front.has(card(f"engine-{node}", 12, disk=pack_bits(thirds[node])))
         await planned(list(found.values()), ABC)
         for node, front in found.items():
-            ram = pack_bits(front.plane.plans.plan.homes_of(node))  # type: ignore[union-attr]
+            ram = pack_bits(front.plane.state.plans.plan.homes_of(node))  # type: ignore[union-attr]
             front.has(card(f"engine-{node}", 12, disk=pack_bits(thirds[node]), ram=ram))
         rest = [found["a"], found["b"]]
-        await until(lambda: all(any(f.plane.members["c"].card.engine.ram) for f in rest))  # type: ignore[union-attr]
+        await until(lambda: all(any(f.plane.state.members["c"].card.engine.ram) for f in rest))  # type: ignore[union-attr]
         await found["c"].die()
         await planned(rest, ("a", "b"))
-        plan = rest[0].plane.plans.plan
+        plan = rest[0].plane.state.plans.plan
         assert plan is not None
         assert plan.homes_of("a").all()
         assert plan.homes_of("b").all()
 
 
 async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         found["a"].has(card("engine-a", room=3))
         found["b"].has(card("engine-b", room=3))
@@ -229,35 +231,35 @@ async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch:
 async def test_a_fixed_leader_that_restarts_leads_in_a_later_epoch(tmp_path: Path) -> None:
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         await until(lambda: found["b"].plane.leader == "a")
-        epoch = found["b"].plane.epoch
+        epoch = found["b"].plane.state.fence.highest
         await found["a"].die()
         await until(lambda: found["b"].plane.leader == "")
         await found["a"].start()
         await until(lambda: found["b"].plane.leader == "a")
-        assert found["b"].plane.epoch == epoch + 1
+        assert found["b"].plane.state.fence.highest == epoch + 1
 
 
 async def test_a_fixed_leader_that_lost_its_state_leads_above_what_the_others_have_seen(tmp_path: Path) -> None:
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
         await led(list(found.values()))
-        found["b"].plane.fence.admit(found["b"].plane.epoch + 40)
-        seen = found["b"].plane.epoch
+        found["b"].plane.state.fence.admit(found["b"].plane.state.fence.highest + 40)
+        seen = found["b"].plane.state.fence.highest
         await found["a"].die()
         shutil.rmtree(tmp_path / "a")
         await found["a"].start()
-        await until(lambda: found["b"].plane.leader == "a" and found["b"].plane.epoch > seen, 15)
-        assert found["a"].plane.leading == found["b"].plane.epoch == seen + 1
+        await until(lambda: found["b"].plane.leader == "a" and found["b"].plane.state.fence.highest > seen, 15)
+        assert found["a"].plane.leading == found["b"].plane.state.fence.highest == seen + 1
 
 
 async def test_a_plan_older_than_what_is_held_is_not_gone_by(three: dict[str, Front]) -> None:
     a = three["a"].plane
-    plan = a.plans.plan
+    plan = a.state.plans.plan
     assert plan is not None
     newer = msgspec.structs.replace(plan, version=plan.version + 1)
-    a.plans.adopt(newer)
+    a.state.plans.adopt(newer)
     with pytest.raises(PeerRefused, match="older than the one held"):
-        a.exchange.adopt(plan, a.epoch)
-    assert a.plans.plan == newer
+        a.exchange.adopt(plan, a.state.fence.highest)
+    assert a.state.plans.plan == newer
 
 
 async def test_a_plan_of_a_later_release_is_kept_and_handed_on_as_it_came(three: dict[str, Front]) -> None:
@@ -265,12 +267,12 @@ async def test_a_plan_of_a_later_release_is_kept_and_handed_on_as_it_came(three:
     first = await led(list(three.values()))
     await planned(list(three.values()), ABC)
     a, b = (front for node, front in three.items() if node != first)
-    plan = a.plane.plans.plan
+    plan = a.plane.state.plans.plan
     assert plan is not None
     later = msgspec.msgpack.encode(msgspec.to_builtins(plan, builtin_types=(bytes,)) | {"mood": "calm"})
     digest = digest_of(later)
     assert digest != plan.digest()
-    a.plane.plans.adopt(plan, later)
+    a.plane.state.plans.adopt(plan, later)
     assert await b.plane.exchange.fetch(a.node, digest) == (plan, later)
     again = PlanStore(Path(a.settings.state_dir) / "plan")
     assert again.ref is not None
@@ -279,15 +281,15 @@ async def test_a_plan_of_a_later_release_is_kept_and_handed_on_as_it_came(three:
 
 async def test_a_new_leader_that_was_behind_does_not_have_all_go_back_to_its_plan(three: dict[str, Front]) -> None:
     first = await led(list(three.values()))
-    agreed = three[first].plane.plans.plan
+    agreed = three[first].plane.state.plans.plan
     assert agreed is not None
     behind = msgspec.structs.replace(agreed, nodes=tuple(reversed(ABC)))
     named: set[str] = set()
     rest = [front for node, front in three.items() if node != first]
     for front in rest:
         front.plane.exchange.fetch = nothing  # type: ignore[method-assign]
-        front.plane.plans.adopt(behind)
-        front.plane.on_beat = lambda node, beat: named.add(beat.plan_digest) if beat.leading and node != first else None
+        front.plane.state.plans.adopt(behind)
+        front.hears = lambda node, beat: named.add(beat.plan_digest) if beat.leading and node != first else None
     await three[first].die()
     await until(lambda: all(front.plane.leader not in ("", first) for front in rest))
     await time_passes_without(first, rest)
@@ -308,7 +310,7 @@ async def test_a_wrong_key_gets_nothing_through(three: dict[str, Front]) -> None
         box.channel.connect(a.peers["a"])
         await until(lambda: a.plane._transport.authenticator.refused > refused)
         assert not box.channel.is_up("a")
-    assert a.plane.members["b"].boot == "boot-b-1"
+    assert a.plane.state.members["b"].boot == "boot-b-1"
 
 
 async def test_a_box_that_joins_is_let_in_by_all_for_as_long_as_one_lists_it(
@@ -323,9 +325,9 @@ async def test_a_box_that_joins_is_let_in_by_all_for_as_long_as_one_lists_it(
         d.has(card("engine-d"))
         a.plane.list({**a.peers, "d": Peer("d", "", joining.key, voter=False)})
         await planned([*three.values(), d], [*ABC, "d"])
-        await until(lambda: {engine.node for engine in d.plane.members.engines()} == set(ABC))
+        await until(lambda: {engine.node for engine in d.plane.state.members.engines()} == set(ABC))
         a.plane.list(a.peers)
-        await until(lambda: all("d" not in front.plane.members for front in three.values()))
+        await until(lambda: all("d" not in front.plane.state.members for front in three.values()))
         assert not any(front.plane._transport.allowed.name_of(joining.key.encode()) for front in three.values())
         await planned(list(three.values()), ABC)
     finally:
@@ -338,19 +340,19 @@ async def test_the_word_of_a_box_that_is_gone_lets_others_in_for_an_hour_and_no_
     a, b, key = three["a"], three["b"], generate(tmp_path / "d.key")
     d = Peer("d", "127.0.0.1:9", key.public.decode(), voter=False)
     a.plane.list({**a.peers, "d": d})
-    await until(lambda: "d" in b.plane.members)
+    await until(lambda: "d" in b.plane.state.members)
     await a.die()
-    await until(lambda: not b.plane.members.is_alive("a"))
+    await until(lambda: not b.plane.state.members.is_alive("a"))
     b.ahead_s += 3500
-    b.plane._watch()
-    assert "d" in b.plane.members
+    b.plane._handle(Looked())
+    assert "d" in b.plane.state.members
     b.ahead_s += 200
-    b.plane._watch()
-    assert "d" not in b.plane.members
+    b.plane._handle(Looked())
+    assert "d" not in b.plane.state.members
     assert b.plane._transport.allowed.name_of(d.key.encode()) is None
     await a.start()
     a.plane.list({**a.peers, "d": d})
-    await until(lambda: "d" in b.plane.members)
+    await until(lambda: "d" in b.plane.state.members)
 
 
 async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cut_off(
@@ -361,20 +363,20 @@ async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cu
     old, new = c.key, generate(tmp_path / "new.key")
     both = {**a.peers, "c": msgspec.structs.replace(a.peers["c"], new_key=new.public.decode())}
     alone = {**a.peers, "c": msgspec.structs.replace(a.peers["c"], key=new.public.decode())}
-    await until(lambda: all(member.up for front in three.values() for member in front.plane.members))
+    await until(lambda: all(member.up for front in three.values() for member in front.plane.state.members))
     for front in three.values():
         front.plane.list(both)
-    assert all(member.up for front in three.values() for member in front.plane.members)
-    assert a.plane.members.keys()["c"] == (old.public.decode(), new.public.decode())
+    assert all(member.up for front in three.values() for member in front.plane.state.members)
+    assert a.plane.state.members.keys()["c"] == (old.public.decode(), new.public.decode())
     await c.die()
     c.key, c.peers = new, both
-    await until(lambda: not a.plane.members["c"].up and not b.plane.members["c"].up)
+    await until(lambda: not a.plane.state.members["c"].up and not b.plane.state.members["c"].up)
     await c.start()
     await planned(list(three.values()), ABC)
-    await until(lambda: all(member.up for front in three.values() for member in front.plane.members))
+    await until(lambda: all(member.up for front in three.values() for member in front.plane.state.members))
     for front in three.values():
         front.plane.list(alone)
-    assert all(member.up for front in three.values() for member in front.plane.members)
+    assert all(member.up for front in three.values() for member in front.plane.state.members)
     assert a.plane._transport.allowed.name_of(old.public) is None
     assert a.plane._transport.allowed.name_of(new.public) == "c"
 
@@ -382,10 +384,10 @@ async def test_a_box_changes_its_key_while_both_are_listed_and_nobody_else_is_cu
 async def test_a_listed_box_that_is_struck_out_is_cut_off_whoever_else_lists_it(three: dict[str, Front]) -> None:
     a = three["a"]
     a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
-    assert "b" not in a.plane.members
+    assert "b" not in a.plane.state.members
     with pytest.raises(PeerError):
         await three["b"].plane.channel.ask("a", GetPlan(""), timeout_s=1)
-    assert three["c"].plane.members.is_alive("b")
+    assert three["c"].plane.state.members.is_alive("b")
 
 
 @pytest.mark.parametrize(
@@ -399,17 +401,17 @@ async def test_two_boxes_need_a_leader_or_a_witness(tmp_path: Path, settings: di
 
 
 async def test_two_boxes_agree_by_an_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
     with etcd_cluster(tmp_path / "etcd", 1) as (urls, _):
         async with fronts(tmp_path, ("a", "b"), coordination="etcd", etcd=",".join(urls), lease_s=2) as found:
             for node, front in found.items():
                 front.has(card(f"engine-{node}"))
             await planned(list(found.values()), ("a", "b"))
             first = await led(list(found.values()))
-            epoch, other = found[first].plane.epoch, found["b" if first == "a" else "a"]
+            epoch, other = found[first].plane.state.fence.highest, found["b" if first == "a" else "a"]
             await found[first].die()
             await until(lambda: other.plane.leader == other.node, 20)
-            assert other.plane.epoch > epoch
+            assert other.plane.state.fence.highest > epoch
             assert other.plan_nodes == ("a", "b")
 
 
@@ -443,10 +445,10 @@ async def test_boxes_agree_by_an_etcd_with_certificates_and_a_password_and_nobod
         }
         async with fronts(tmp_path, ("a", "b"), **settings) as found:
             first = await led(list(found.values()))
-            epoch, other = found[first].plane.epoch, found["b" if first == "a" else "a"]
+            epoch, other = found[first].plane.state.fence.highest, found["b" if first == "a" else "a"]
             await found[first].die()
             await until(lambda: other.plane.leader == other.node)
-            assert other.plane.epoch > epoch
+            assert other.plane.state.fence.highest > epoch
         for wrong in ({"etcd_password_file": tls.file("ca.pem")}, {"etcd_ca": ""}):
             given = ClusterSettings(node="a", **{**settings, **wrong})
             store = make_store(given, {}, EpochFence(tmp_path / "epoch"), None, since_boot)  # type: ignore[arg-type]
@@ -457,7 +459,7 @@ async def test_boxes_agree_by_an_etcd_with_certificates_and_a_password_and_nobod
 
 
 async def test_a_witness_votes_and_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leading, "SETTLE_S", 0.1)
+    monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
     async with fronts(tmp_path) as found:
         await led(list(found.values()))
         await found["c"].die()
@@ -478,22 +480,22 @@ async def test_a_box_that_was_not_listed_for_a_while_is_known_again(three: dict[
     a, b = three["a"], three["b"]
     a.plane.list({node: peer for node, peer in a.peers.items() if node != "b"})
     if noticed:
-        await until(lambda: not b.plane.members.is_alive("a"))  # whose connection to a stands all the while
+        await until(lambda: not b.plane.state.members.is_alive("a"))  # whose connection to a stands all the while
     a.plane.list(a.peers)
-    assert a.plane.members["b"].card is None
-    await until(lambda: {e.node for e in a.plane.members.engines() if e.heard} == {"b", "c"})
+    assert a.plane.state.members["b"].card is None
+    await until(lambda: {e.node for e in a.plane.state.members.engines() if e.heard} == {"b", "c"})
 
 
 async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dict[str, Front]) -> None:
     a, b = three["a"], three["b"]
-    known = a.plane.members["b"].card
+    known = a.plane.state.members["b"].card
     a.plane.list({**a.peers, "b": msgspec.structs.replace(a.peers["b"], address="127.0.0.1:1")})
-    assert not a.plane.members["b"].up
-    assert (a.plane.members["b"].boot, a.plane.members["b"].card) == ("boot-b-1", known)
-    assert b.plane.members.is_alive("a")
+    assert not a.plane.state.members["b"].up
+    assert (a.plane.state.members["b"].boot, a.plane.state.members["b"].card) == ("boot-b-1", known)
+    assert b.plane.state.members.is_alive("a")
     a.plane.list(a.peers)
-    await until(lambda: a.plane.members["b"].up and b.plane.members["a"].up)
-    assert a.plane.members["b"].boot == "boot-b-1"
+    await until(lambda: a.plane.state.members["b"].up and b.plane.state.members["a"].up)
+    assert a.plane.state.members["b"].boot == "boot-b-1"
 
 
 async def test_reports_go_to_the_leader_only_and_to_a_new_one_within_an_interval(
@@ -502,14 +504,14 @@ async def test_reports_go_to_the_leader_only_and_to_a_new_one_within_an_interval
     monkeypatch.setattr(reporter, "REPORT_S", 0.1)
     first = three["a"].plane.leader
     for node, front in three.items():
-        front.plane.reporter.report = lambda node=node: Report(model=node, tokens=3.0, chosen=bytes(2))
-        front.plane.spawn(front.plane.reporter.run())  # the first one waits ten seconds
+        front.reported = Report(model=node, tokens=3.0, chosen=bytes(2))
+        front.plane.spawn(front.plane._reporter.run())  # the first one waits ten seconds
     others = [node for node in ABC if node != first]
     leader = three[first].plane
-    await until(lambda: [m.report.model for m in leader.members if m.report] == others)
-    assert not any(member.report for node in others for member in three[node].plane.members)
+    await until(lambda: [m.report.model for m in leader.state.members if m.report] == others)
+    assert not any(member.report for node in others for member in three[node].plane.state.members)
     await three[first].die()
     await until(lambda: three[others[0]].plane.leader not in ("", first), 15.0)
     second = three[others[0]].plane.leader
     third = next(node for node in others if node != second)
-    await until(lambda: three[second].plane.members[third].report is not None)
+    await until(lambda: three[second].plane.state.members[third].report is not None)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from support.planes import card, fronts
 
+from edgemoe.cluster.control.state import Heard
 from edgemoe.cluster.rpc.sparing_log import EVERY_S, MAX_KINDS, SparingLog
 from edgemoe.errors import PeerRefused
 
@@ -49,10 +50,10 @@ async def test_a_peer_that_always_has_another_fault_does_not_fill_the_log(
 ) -> None:
     async with fronts(tmp_path) as found:
         plane = found["a"].plane
-        member, said = plane.members["b"], found["b"].plane.announce
-        plane.announcer.model = "ours"
+        said = found["b"].plane.announce
+        plane.state.model = "ours"
         for n in range(FLOOD):
             engine = msgspec.structs.replace(card(f"engine {n}"), model=f"theirs {n}")
             with pytest.raises(PeerRefused):
-                plane._meet(member, msgspec.structs.replace(said, engine=engine))
+                plane._handle(Heard("b", "boot", msgspec.structs.replace(said, engine=engine)))
     assert 0 < caplog.text.count("a box cannot take part") < 20

@@ -1,0 +1,243 @@
+"""What the leader decides about the plan. Pure: events in, actions out; `leader` performs them.
+
+    TookOver   this box leads now, in that epoch: what was under way is another leader's
+    Look       a moment's view: the plan in force, the boxes and what they have acknowledged
+    Solved     the answer to Solve
+    ->
+    Solve      asks for a placement: at once where the plan cannot go on, else at intervals for a better one
+    Commit     makes a plan the plan
+
+A plan whose `goal` is not empty is a step of a migration (`policy.placement.migration`): each next step is committed
+once the boxes have acknowledged this one, or nothing more has arrived for a while. The goal lies in the plan, so the
+next leader goes on with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.placement import ExpertHome, PlanTask, Target, plan_of, why_anew
+from edgemoe.cluster.rpc.control_messages import EngineCard, Report
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.policy.placement.migration import Migration, copy_s, pays
+from edgemoe.types.arrays import BoolArray, FloatArray
+from edgemoe.types.placement import PlacementPlan, pack_bits
+
+log = logging.getLogger(__name__)
+SETTLE_S = 1.0  # for which what asks for a new plan must have stood
+STALL_S = 30.0  # without another copy acknowledged; then the next step is made without those that lack
+SOON_S = 30.0  # after a plan made in haste, a better one is looked for
+BYTES_PER_S = 100e6  # of a link that nobody has measured
+
+
+class TookOver(NamedTuple):
+    epoch: int
+
+
+class Solved(NamedTuple):
+    """The answer to the task of that number; without a target, why there is none."""
+
+    number: int
+    target: Target | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """What the leader sees at a moment."""
+
+    now_s: float
+    agreed: PlanRef | None
+    plan: PlacementPlan | None  # the one agreed, where it is held here
+    engine: EngineCard  # of one that serves the cluster's model
+    boxes: tuple[ExpertHome, ...]  # that are or could be homes
+    reports: Mapping[str, Report] = field(default_factory=dict)  # by node
+
+    @property
+    def version(self) -> int:
+        """Returns the version of the next plan."""
+        return self.agreed.version + 1 if self.agreed else 1
+
+
+class Solve(NamedTuple):
+    number: int
+    task: PlanTask
+
+
+class Commit(NamedTuple):
+    plan: PlacementPlan
+    why: str
+
+
+Event = TookOver | Look | Solved
+Action = Solve | Commit
+
+
+class PlanCare:
+    """One owner. `trouble` says why there is no new plan."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self.trouble = ""
+        self._settings = settings
+        self._epoch = self._number = 0
+        self._forget()
+
+    def handle(self, event: Event) -> list[Action]:
+        """Takes note of what has happened. Returns what is to be done."""
+        match event:
+            case TookOver(epoch):
+                self._epoch = epoch
+                self._forget()
+                return []
+            case Look():
+                return self._look_at(event)
+            case Solved():
+                return self._take(event)
+
+    def _forget(self) -> None:
+        self.trouble = ""
+        self._look: Look | None = None
+        self._due = ("", 0.0)  # why a new plan is due, and since when
+        self._task: PlanTask | None = None  # being solved
+        self._number += 1  # what comes yet is the answer to no task
+        self._review_s = float("inf")  # when a better plan is looked for
+        self._arrived = (("", 0), 0.0)  # plan and copies acknowledged, and since when
+
+    # --- looking ----------------------------------------------------------------------------------------------
+
+    def _look_at(self, look: Look) -> list[Action]:
+        first = self._look is None
+        self._look = look
+        if first:
+            self._review_s = look.now_s + self._settings.migrate_s
+        why = why_anew(look.plan, look.engine, look.boxes, self._settings.absent_s)
+        if why != self._due[0]:
+            self._due = (why, look.now_s)
+        if why:
+            return self._solve(look, urgent=True) if look.now_s - self._due[1] >= SETTLE_S else []
+        if look.plan is None or not _all_there(look.plan, look.boxes):
+            return []
+        if self._settings.migrate_s and look.now_s >= self._review_s:
+            self._review_s = look.now_s + self._settings.migrate_s
+            return self._solve(look, urgent=False)
+        return self._go_on(look, look.plan) if look.plan.goal else []
+
+    def _solve(self, look: Look, *, urgent: bool) -> list[Action]:
+        if self._task is not None and (self._task.urgent or not urgent):
+            return []
+        self._number += 1
+        self._task = PlanTask(look.engine, look.boxes, self._settings.replicas, look.reports, look.plan, urgent)
+        return [Solve(self._number, self._task)]
+
+    # --- moving -----------------------------------------------------------------------------------------------
+
+    def _go_on(self, look: Look, plan: PlacementPlan) -> list[Action]:
+        """Commits the next step of the migration under way, if it is time."""
+        moving = _migration(look, plan, plan.nodes, plan.goal_homes, _heat(look))
+        arrived = ((look.agreed.digest if look.agreed else "", int(np.count_nonzero(moving.pinned))), look.now_s)
+        if arrived[0] != self._arrived[0]:
+            self._arrived = arrived
+        if not moving.is_acknowledged and look.now_s - self._arrived[1] < STALL_S:
+            return []
+        homes = moving.next_homes()
+        if (homes != moving.now).any():
+            return [self._step(look, plan, homes, moving.goal, "a step of a migration")]
+        if moving.is_acknowledged:  # there is no room to go any further
+            return [self._step(look, plan, homes, homes, "a migration ends")]
+        return []
+
+    def _take(self, solved: Solved) -> list[Action]:
+        """Begins to move to what was found, from whatever is in force now."""
+        task, look = self._task, self._look
+        if solved.number != self._number or task is None or look is None:
+            return []
+        self._task = None
+        target = solved.target
+        if target is None:
+            if self.trouble != solved.why:
+                log.warning(
+                    "no plan", extra={"because": self._due[0] or "a better one is looked for", "why": solved.why}
+                )
+            self.trouble, self._due = solved.why, (self._due[0], look.now_s)
+            return []
+        known = {box.node for box in look.boxes}
+        if task.now is not look.plan or not known.issuperset(target.nodes) or (task.urgent and not self._due[0]):
+            return []  # it was found for a cluster that is another now
+        self.trouble = ""
+        moving = _migration(look, look.plan, target.nodes, target.homes, target.heat)
+        plan = plan_of(look.engine, target.nodes, target.homes, self._epoch, look.version)
+        if task.urgent:
+            self._review_s = min(self._review_s, look.now_s + SOON_S)
+            return [self._step(look, plan, moving.next_homes(), target.homes, self._due[0])]
+        copying_s = copy_s(moving.now, target.homes, look.engine.expert_bytes, _rates(look, target.nodes))
+        if not pays(target.now_s, target.then_s, copying_s, self._settings.migrate_s, self._settings.migrate_gain):
+            return []
+        homes = moving.next_homes()
+        if (homes == moving.now).all():
+            return []
+        gain = f"requests wait {target.then_s:.3g} s a second for peers instead of {target.now_s:.3g}"
+        return [self._step(look, plan, homes, target.homes, gain)]
+
+    def _step(self, look: Look, plan: PlacementPlan, homes: BoolArray, goal: BoolArray, why: str) -> Commit:
+        """Returns the plan with these homes [N, L, E] on the way to `goal`."""
+        step = msgspec.structs.replace(
+            plan,
+            epoch=self._epoch,
+            version=look.version,
+            homes=tuple(map(pack_bits, homes)),
+            goal=tuple(map(pack_bits, goal)) if (goal != homes).any() else (),
+        )
+        return Commit(step, why)
+
+
+def _all_there(plan: PlacementPlan, boxes: tuple[ExpertHome, ...]) -> bool:
+    there = {box.node for box in boxes if box.there}
+    return there.issuperset(plan.nodes)
+
+
+def _migration(
+    look: Look, plan: PlacementPlan | None, nodes: tuple[str, ...], goal: BoolArray, heat: FloatArray
+) -> Migration:
+    """States a migration of the homes in force to `goal` [N, L, E], over `nodes`.
+
+    A box that the plan does not name goes on with the homes that it has.
+    """
+    boxes = {box.node: box for box in look.boxes}
+    none = np.zeros(goal.shape[1:], np.bool_)
+    now, pinned = np.zeros_like(goal), np.zeros_like(goal)
+    for n, node in enumerate(nodes):
+        box = boxes[node]
+        ram = none if box.ram is None else box.ram
+        named = plan is not None and node in plan.nodes and plan.model == look.engine.model
+        now[n] = plan.homes_of(node) if plan is not None and named else ram
+        if named and look.agreed is not None and box.plan == look.agreed.digest:
+            pinned[n] = ram & now[n]
+    room = np.array([boxes[node].room for node in nodes], np.int64)
+    return Migration(now, pinned, goal, room, heat)
+
+
+def _rates(look: Look, nodes: tuple[str, ...]) -> FloatArray:
+    """Returns the bytes a second [N] that each node's links carry, by its own report."""
+    rates = []
+    for node in nodes:
+        report = look.reports.get(node)
+        measured = [link.bytes_per_s for link in report.links if link.bytes_per_s] if report else []
+        rates.append(float(np.mean(measured)) if measured else BYTES_PER_S)
+    return np.array(rates, np.float32)
+
+
+def _heat(look: Look) -> FloatArray:
+    """Returns how often each expert [L, E] is chosen, by all reports of this model."""
+    shape = look.engine.layers, look.engine.experts
+    heat = np.zeros(shape, np.float32)
+    for report in look.reports.values():
+        if report.model == look.engine.model and len(report.chosen) == 2 * heat.size:
+            heat += report.tokens * np.frombuffer(report.chosen, "<u2").reshape(shape)
+    return heat

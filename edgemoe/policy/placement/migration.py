@@ -1,0 +1,89 @@
+"""Migration: homes that move without a gap, and whether it pays [Prism, III-C2].
+
+    a step = what stays + last copies + as much of what is new as there is room for, hottest first
+
+The source moves all at once and says nothing of order. Here a copy is given up only where another one stays that is
+pinned, verified and acknowledged at the version in force. Where memory is full, steps follow each other in waves: what
+one has made safe gives up the room of the next. Eq. 4 adds calls to seconds; here both sides are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Migration:
+    """States how far a migration has come."""
+
+    now: BoolArray  # [N, L, E] at home by the version in force
+    pinned: BoolArray  # [N, L, E] of these, pinned, verified and acknowledged at that version
+    goal: BoolArray  # [N, L, E]
+    room: IntArray  # [N] experts
+    heat: FloatArray  # [L, E] how often each is chosen
+
+    @property
+    def uncovered(self) -> BoolArray:
+        """Returns which experts [L, E] have no copy that is pinned, verified and acknowledged."""
+        return np.asarray(~(self.now & self.pinned).any(axis=0), np.bool_)
+
+    @property
+    def is_done(self) -> bool:
+        return bool((self.now == self.goal).all())
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Returns whether everything that is to stay has arrived, so that the next step has most to go by."""
+        return not (self.now & self.goal & ~self.pinned).any()
+
+    def next_homes(self) -> BoolArray:
+        """Returns the homes [N, L, E] of the next version; `now` where nothing can be moved."""
+        safe = (self.goal & self.now & self.pinned).any(axis=0)
+        homes = self.now & (self.goal | ~safe)
+        wanted = self.goal & ~homes
+        first = np.argsort(-(self.heat + np.where(homes.any(axis=0), 0.0, math.inf)), axis=None, kind="stable")
+        for node in range(len(homes)):
+            self._fit(homes, node)
+            self._make_room(homes, node, int(np.count_nonzero(wanted[node])))
+            new = first[wanted[node].ravel()[first]]
+            free = int(self.room[node]) - int(np.count_nonzero(homes[node]))
+            homes[node].ravel()[new[: max(0, free)]] = True
+        return homes
+
+    def _fit(self, homes: BoolArray, node: int) -> None:
+        """Leaves out what a box cannot hold that has less room than it had: what is not there, then the coldest."""
+        over = int(np.count_nonzero(homes[node])) - int(self.room[node])
+        if over > 0:
+            held = np.flatnonzero(homes[node])
+            keys = (self.heat.ravel()[held], self.goal[node].ravel()[held], self.pinned[node].ravel()[held])
+            homes[node].ravel()[held[np.lexsort(keys)[:over]]] = False
+
+    def _make_room(self, homes: BoolArray, node: int, wanted: int) -> None:
+        """Gives up former homes, the coldest first, of which another box keeps a pinned copy, for what is wanted."""
+        lacking = wanted - (int(self.room[node]) - int(np.count_nonzero(homes[node])))
+        others = homes & self.pinned
+        others[node] = False
+        spare = np.flatnonzero(homes[node] & ~self.goal[node] & others.any(axis=0))
+        coldest = spare[np.argsort(self.heat.ravel()[spare], kind="stable")]
+        homes[node].ravel()[coldest[: max(0, lacking)]] = False
+
+
+def copy_s(now: BoolArray, goal: BoolArray, expert_bytes: int, bytes_per_s: FloatArray) -> float:
+    """Returns the seconds of copying what `goal` [N, L, E] has beyond `now`, at each node's rate [N] [Prism, Eq. 3]."""
+    moves = np.count_nonzero(goal & ~now, axis=(1, 2))
+    return float((moves * expert_bytes / bytes_per_s).sum())
+
+
+def pays(now_s: float, then_s: float, moving_s: float, horizon_s: float, margin: float) -> bool:
+    """Returns whether a migration gains [Prism, Eq. 4].
+
+    `now_s` and `then_s` are seconds that requests wait for peers, a second; `moving_s` those of copying. A gain of less
+    than the share `margin` is none, so that what is measured anew each time does not move experts to and fro.
+    """
+    gain = now_s - then_s
+    return gain > margin * now_s and gain * horizon_s > moving_s

@@ -1,0 +1,359 @@
+"""What the leader decides about the plan, against boxes that pin, report, die and come back whenever they like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.planes import card
+
+from edgemoe.cluster.control.coordination.store import PlanRef
+from edgemoe.cluster.control.placement import HomesView, Target, make_target
+from edgemoe.cluster.control.plan_care import STALL_S, Action, Commit, Look, PlanCare, Solve, Solved, TookOver
+from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import PlacementInfeasible
+from edgemoe.policy.placement.migration import Migration, copy_s, pays
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.placement import PlacementPlan, pack_bits
+
+LAYERS, EXPERTS = 2, 6
+ALL = np.ones((LAYERS, EXPERTS), np.bool_)
+NOTHING = np.zeros((LAYERS, EXPERTS), np.bool_)
+NODES = "abcd"
+SETTINGS = ClusterSettings(node="a", replicas=2, absent_s=5.0, migrate_s=20.0)
+ONCE = ClusterSettings(node="a", replicas=1, absent_s=5.0, migrate_s=20.0)
+
+
+@dataclass
+class Box:
+    """A box whose engine pins what its plan says, one expert after the other."""
+
+    node: str
+    room: int = 8
+    alive: bool = True
+    gone_s: float = 0.0
+    leaving: bool = False
+    plan: PlacementPlan | None = None
+    pins: BoolArray = field(default_factory=NOTHING.copy)
+    card: EngineCard | None = None  # as it was last reported
+
+    def obey(self, plan: PlacementPlan) -> None:
+        self.plan = plan
+        if self.node in plan.nodes:
+            self.pins &= plan.homes_of(self.node)
+
+    def pin(self, count: int) -> None:
+        if self.plan is not None and self.node in self.plan.nodes:
+            missing = np.flatnonzero(self.plan.homes_of(self.node) & ~self.pins)
+            self.pins.ravel()[missing[:count]] = True
+
+    def report(self) -> None:
+        digest = self.plan.digest() if self.plan is not None else ""
+        made = card(f"engine-{self.node}", self.room, disk=pack_bits(ALL), ram=pack_bits(self.pins))
+        self.card = msgspec.structs.replace(made, plan=digest)
+
+
+class World:
+    """The boxes, what was agreed, and a leader."""
+
+    def __init__(self, nodes: str = NODES, settings: ClusterSettings = SETTINGS) -> None:
+        self.boxes = {node: Box(node) for node in nodes}
+        self.settings, self.now_s, self.epoch = settings, 100.0, 0
+        self.agreed: PlacementPlan | None = None
+        self.committed: list[Commit] = []
+        self.wanted: Target | None = None  # what a look for a better plan finds
+        for box in self.boxes.values():
+            box.report()
+        self.leads()
+
+    def leads(self) -> None:
+        """Another box leads, which knows nothing but what is agreed and reported."""
+        self.epoch += 1
+        self.care, self.view = PlanCare(self.settings), HomesView()
+        self.care.handle(TookOver(self.epoch))
+
+    def look(self) -> Look | None:
+        cards = {
+            node: Announce("1", "box", "", engine=box.card if box.alive else None, leaving=box.leaving)
+            for node, box in self.boxes.items()
+        }
+        serving = next((each.engine for each in cards.values() if each.engine is not None), None)
+        if serving is None:
+            return None
+        away = {node: 0.0 if box.alive else self.now_s - box.gone_s + 0.001 for node, box in self.boxes.items()}
+        boxes = self.view.look(cards, away.__getitem__, serving, self.now_s)
+        ref = PlanRef(self.agreed.version, self.agreed.digest()) if self.agreed else None
+        return Look(self.now_s, ref, self.agreed, serving, boxes)
+
+    def step(self) -> None:
+        """The leader looks, and does what it has decided."""
+        if (look := self.look()) is None:
+            return
+        actions = self.care.handle(look)
+        while actions:
+            actions = [more for action in actions for more in self.perform(action)]
+
+    def perform(self, action: Action) -> list[Action]:
+        if isinstance(action, Commit):
+            self.commit(action)
+            return []
+        try:
+            found = make_target(action.task) if action.task.urgent or self.wanted is None else self.wanted
+        except PlacementInfeasible as error:
+            return self.care.handle(Solved(action.number, None, str(error)))
+        return self.care.handle(Solved(action.number, found))
+
+    def commit(self, action: Commit) -> None:
+        plan = action.plan
+        assert plan.version == (self.agreed.version + 1 if self.agreed else 1)
+        assert plan.epoch == self.epoch
+        for node in plan.nodes:
+            assert plan.homes_of(node).sum() <= self.boxes[node].room, "more than there is room for"
+        self.judge(plan)
+        self.agreed = plan
+        self.committed.append(action)
+
+    def judge(self, plan: PlacementPlan) -> None:
+        """No command drops the last pinned copy of a box that lives."""
+        stays = NOTHING.copy()
+        for box in self.boxes.values():
+            if box.alive:
+                stays |= box.pins & plan.homes_of(box.node) if box.node in plan.nodes else box.pins
+        for box in self.boxes.values():
+            if box.alive and box.node in plan.nodes:
+                dropped = box.pins & ~plan.homes_of(box.node)
+                assert not (dropped & ~stays).any(), (box.node, plan)
+
+    def passes(self, seconds: float, every_s: float = 0.5) -> None:
+        """All obey, pin and report; the leader looks now and then."""
+        ends = self.now_s + seconds
+        while self.now_s < ends:
+            self.now_s += every_s
+            for box in self.boxes.values():
+                if box.alive and self.agreed is not None and box.plan is not self.agreed:
+                    box.obey(self.agreed)
+                box.pin(3)
+                box.report()
+            self.step()
+
+    def wants(self, homes: dict[str, BoolArray], now_s: float = 2.0, then_s: float = 1.0) -> None:
+        found = np.stack([homes[node] for node in sorted(homes)])
+        self.wanted = Target(tuple(sorted(homes)), found, np.zeros_like(found[0], np.float32), now_s, then_s)
+
+
+def dealt(nodes: str, shift: int, copies: int = 1) -> dict[str, BoolArray]:
+    """Each expert at so many boxes, in turn."""
+    each = (np.arange(LAYERS * EXPERTS).reshape(LAYERS, EXPERTS) + shift) % len(nodes)
+    return {node: np.isin((each - n) % len(nodes), range(copies)) for n, node in enumerate(nodes)}
+
+
+class AnythingHappens(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    def box(self, number: int) -> Box:
+        return self.world.boxes[NODES[number]]
+
+    @rule(seconds=st.sampled_from([0.4, 1.1, 6.0, STALL_S + 1]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now_s += seconds
+
+    @rule()
+    def the_leader_looks(self) -> None:
+        self.world.step()
+
+    @rule()
+    def another_leads(self) -> None:
+        self.world.leads()
+
+    @rule(number=st.integers(0, 3))
+    def a_box_hears_of_the_plan(self, number: int) -> None:
+        if self.world.agreed is not None and self.box(number).alive:
+            self.box(number).obey(self.world.agreed)
+
+    @rule(number=st.integers(0, 3), count=st.integers(1, 12))
+    def a_box_pins(self, number: int, count: int) -> None:
+        if self.box(number).alive:
+            self.box(number).pin(count)
+
+    @rule(number=st.integers(0, 3))
+    def a_box_reports(self, number: int) -> None:
+        if self.box(number).alive:
+            self.box(number).report()
+
+    @rule(number=st.integers(0, 3))
+    def a_box_dies_or_is_back(self, number: int) -> None:
+        box = self.box(number)
+        if box.alive:
+            box.alive, box.gone_s, box.pins = False, self.world.now_s, NOTHING.copy()
+        else:
+            box.alive, box.plan, box.leaving = True, None, False
+            box.report()
+
+    @rule(number=st.integers(0, 3))
+    def a_box_is_cut_off_and_keeps_what_it_has(self, number: int) -> None:
+        box = self.box(number)
+        if box.alive:
+            box.alive, box.gone_s = False, self.world.now_s
+
+    @rule(number=st.integers(0, 3), room=st.sampled_from([6, 8, 12]))
+    def an_engine_restarts_with_other_memory(self, number: int, room: int) -> None:
+        box = self.box(number)
+        if box.alive:
+            box.room, box.plan, box.pins = room, None, NOTHING.copy()
+            box.report()
+
+    @rule(number=st.integers(0, 3))
+    def a_box_leaves(self, number: int) -> None:
+        self.box(number).leaving = self.box(number).alive
+
+    @rule(shift=st.integers(0, 3), copies=st.integers(1, 2))
+    def something_better_is_known(self, shift: int, copies: int) -> None:
+        there = "".join(node for node, box in self.world.boxes.items() if box.alive and not box.leaving)
+        if there and len(there) * 6 >= LAYERS * EXPERTS * copies:
+            self.world.wants(dealt(there, shift, copies))
+        else:
+            self.world.wanted = None
+
+    @invariant()
+    def versions_follow_each_other(self) -> None:
+        versions = [commit.plan.version for commit in self.world.committed]
+        assert versions == list(range(1, len(versions) + 1))
+
+    def teardown(self) -> None:
+        """Once all is well every expert is pinned, acknowledged, and nothing is under way."""
+        world = self.world
+        world.wanted = None
+        for box in world.boxes.values():
+            if not box.alive:
+                box.alive, box.plan = True, None
+            box.leaving, box.room = False, 8
+        world.passes(4 * STALL_S, 3.0)
+        plan = world.agreed
+        assert plan is not None
+        assert plan.nodes == tuple(NODES)
+        assert not plan.goal
+        pinned = [box.pins for box in world.boxes.values()]
+        assert np.logical_or.reduce(pinned).all()
+        for box in world.boxes.values():
+            assert (box.pins == plan.homes_of(box.node)).all()
+
+
+def test_whatever_happens_no_plan_drops_a_last_pinned_copy() -> None:
+    many = hypothesis.settings(max_examples=100, stateful_step_count=40, deadline=None)
+    hypothesis.stateful.run_state_machine_as_test(AnythingHappens, settings=many)
+
+
+def test_a_better_plan_is_gone_to_by_way_of_the_union_and_former_homes_are_dropped_last() -> None:
+    world = World("abc", ONCE)
+    world.passes(5.0)
+    before = world.agreed
+    assert before is not None
+    assert len(world.committed) == 1
+    goal = dealt("abc", 1)
+    world.wants(goal)
+    world.passes(SETTINGS.migrate_s + 15.0)
+    assert world.agreed is not None
+    assert not world.agreed.goal
+    assert all((world.agreed.homes_of(node) == homes).all() for node, homes in goal.items())
+    union, last = [commit.plan for commit in world.committed[1:]]
+    assert union.goal
+    assert not last.goal
+    for node in "abc":
+        assert (union.homes_of(node) == before.homes_of(node) | goal[node]).all()
+
+
+def test_a_next_leader_goes_on_to_the_goal_that_lies_in_the_plan() -> None:
+    world = World("abc", ONCE)
+    world.passes(5.0)
+    goal = dealt("abc", 1)
+    world.wants(goal)
+    while world.agreed is None or not world.agreed.goal:
+        world.passes(0.5)
+    world.leads()
+    world.wanted = None
+    world.passes(10.0)
+    assert not world.agreed.goal
+    assert all((world.agreed.homes_of(node) == homes).all() for node, homes in goal.items())
+
+
+def test_a_gain_that_is_no_more_than_the_margin_moves_nothing() -> None:
+    world = World("abc")
+    world.passes(5.0)
+    world.wants(dealt("abc", 1, 2), now_s=1.0, then_s=0.96)
+    world.passes(3 * SETTINGS.migrate_s)
+    assert len(world.committed) == 1
+    world.wants(dealt("abc", 1, 2), now_s=float("nan"), then_s=float("nan"))
+    world.passes(3 * SETTINGS.migrate_s)
+    assert len(world.committed) == 1
+
+
+def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive() -> None:
+    world = World("ab")
+    for box in world.boxes.values():
+        box.room = 12
+    world.passes(5.0)
+    world.wants({"a": ALL, "b": NOTHING})
+    world.boxes["a"].pins = world.boxes["a"].pins & False
+    world.boxes["a"].pin = lambda count: None  # type: ignore[method-assign]
+    world.passes(SETTINGS.migrate_s + 3 * STALL_S)
+    assert world.agreed is not None
+    assert world.agreed.homes_of("b").all()
+
+
+def test_an_answer_for_another_plan_or_another_leader_is_dropped() -> None:
+    world = World("abc")
+    look = world.look()
+    assert look is not None
+    world.care.handle(look)
+    world.now_s += 2.0
+    look = world.look()
+    assert look is not None
+    (asked,) = world.care.handle(look)
+    assert isinstance(asked, Solve)
+    found = make_target(asked.task)
+    world.care.handle(TookOver(2))
+    assert world.care.handle(Solved(asked.number, found)) == []
+
+
+def test_where_memory_is_full_copies_of_copies_make_room() -> None:
+    """Two of three boxes have the same; one of them gives it up for what only the third has."""
+    first, second = np.array([[True, False]]), np.array([[False, True]])
+    homes = np.stack([first, first, second])
+    goal = np.stack([second, second, first])
+    steps = [homes]
+    while (homes != goal).any():
+        homes = Migration(homes, homes, goal, np.array([1, 1, 1]), np.zeros((1, 2), np.float32)).next_homes()
+        assert homes.any(axis=0).all()
+        steps.append(homes)
+    assert len(steps) == 4
+
+
+def test_without_room_for_another_copy_nothing_is_moved() -> None:
+    now, goal = np.array([[[True, False]], [[False, True]]]), np.array([[[False, True]], [[True, False]]])
+    moving = Migration(now, now, goal, np.array([1, 1]), np.zeros((1, 2), np.float32))
+    assert (moving.next_homes() == now).all()
+
+
+def test_the_hottest_is_moved_first_and_what_nobody_has_before_it() -> None:
+    now, goal = np.zeros((2, 1, 4), np.bool_), np.zeros((2, 1, 4), np.bool_)
+    now[1, 0, :3] = True
+    goal[0] = True
+    heat = np.array([[1.0, 5.0, 2.0, 0.0]], np.float32)
+    moving = Migration(now, now, goal, np.array([2, 4]), heat)
+    assert moving.next_homes()[0].tolist() == [[False, True, False, True]]
+
+
+def test_seconds_are_compared_with_seconds() -> None:
+    now, goal = np.zeros((2, 1, 4), np.bool_), np.ones((2, 1, 4), np.bool_)
+    moving_s = copy_s(now, goal, 100, np.array([10.0, 20.0], np.float32))
+    assert moving_s == 60.0
+    assert pays(1.0, 0.7, moving_s, 300.0, 0.05)
+    assert not pays(1.0, 0.9, moving_s, 300.0, 0.05)  # 30 s saved
+    assert not pays(1.0, 0.96, 0.0, 300.0, 0.05)
