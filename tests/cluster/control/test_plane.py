@@ -45,6 +45,7 @@ async def three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         for node, front in found.items():
             front.has(card(f"engine-{node}"))
         await planned(list(found.values()), ABC)
+        await until(lambda: not any(front.plane.state.late() for front in found.values()))
         yield found
 
 
