@@ -7,7 +7,7 @@
     Solve      asks for a placement: at once where the plan cannot go on, else at intervals for a better one
     Commit     makes a plan the plan
 
-A plan whose `goal` is not empty is a step of a migration (`policy.placement.migration`): each next step is committed
+A plan whose `goal` is not empty is a step of a migration (`policy.migration`): each next step is committed
 once the boxes have acknowledged this one, or nothing more has arrived for a while. The goal lies in the plan, so the
 next leader goes on with it.
 """
@@ -26,7 +26,7 @@ from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.placement import ExpertHome, PlanTask, Target, plan_of, why_anew
 from edgemoe.cluster.rpc.control_messages import EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.policy.placement.migration import Migration, copy_s, pays
+from edgemoe.policy.migration import Migration, copy_s, pays
 from edgemoe.types.arrays import BoolArray, FloatArray
 from edgemoe.types.placement import PlacementPlan, pack_bits
 

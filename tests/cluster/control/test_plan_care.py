@@ -17,7 +17,7 @@ from edgemoe.cluster.control.plan_care import STALL_S, Action, Commit, Look, Pla
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement.migration import Migration, copy_s, pays
+from edgemoe.policy.migration import Migration, copy_s, pays
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPlan, pack_bits
 
