@@ -61,6 +61,7 @@ class EngineSettings(Section, frozen=True, kw_only=True):
     output_reserve: Share = 0.25  # share of the expected remaining output reserved in KV per running request
     preemption: Literal["recompute", "park"] = "recompute"
     prefix_cache: bool = True
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"  # of keys and values; auto: the model's own
     threads: Natural = 0  # compute threads; 0: all cores that the process may use
 
 

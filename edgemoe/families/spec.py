@@ -29,6 +29,7 @@ class ModelSpec:
     block: Block
     encodings: tuple[str, ...] = ()  # of each layer's experts, as the store has them; (): `dtype` for all
     dense_encoding: str = ""  # of the dense matrices that are stored as bytes; "": none is
+    kv_int8: bool = False  # keys and values are kept in int8, whatever `dtype`
 
     @property
     def layers(self) -> int:
@@ -62,7 +63,8 @@ class ModelSpec:
     @property
     def kv_layout(self) -> KVLayout:
         """Where a block has each layer's keys and values."""
-        return KVLayout.of(replace(each.heads.kv, dtype=self.dtype) for each in self.attention)
+        rows = (replace(each.heads.kv, dtype=self.dtype, int8=self.kv_int8) for each in self.attention)
+        return KVLayout.of(rows)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -101,10 +101,7 @@ class StepAttention:
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor | None) -> None:
         """Writes the step's keys [T, kv_heads, D] and its values, None where they are stored in the keys."""
-        keys, values = self._kv.layers[layer]
-        keys[self._blocks, :, self._places] = k
-        if v is not None:
-            values[self._blocks, :, self._places] = v
+        self._kv.layers[layer].store(self._blocks, self._places, k, v)
 
     def prompt(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         """Returns the attention [t, heads, value width] of one prefill's queries [t, heads, D]."""
@@ -121,16 +118,21 @@ class StepAttention:
     def past(self, layer: int, prefill: Prefill) -> torch.Tensor:
         """Returns a copy of the keys of one prefill's whole context, [kv_heads, context, D]."""
         needed = -(-prefill.context // BLOCK_TOKENS)
-        pages = self._kv.layers[layer].keys[prefill.blocks[:needed]]
+        pages = self._kv.layers[layer].read_keys(prefill.blocks[:needed])
         return pages.transpose(0, 1).flatten(1, 2)[:, : prefill.context]
 
     def _gathered_prompt(self, layer: int, prefill: Prefill, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         begin = max(0, prefill.context - (prefill.after - prefill.first) + 1 - scores.window) // BLOCK_TOKENS
         needed = -(-prefill.context // BLOCK_TOKENS)
-        pages = (part[prefill.blocks[begin:needed]] for part in self._kv.layers[layer])  # [n, kv_heads, 16, D] each
+        pages = self._pages(layer, prefill.blocks[begin:needed])  # [n, kv_heads, 16, D] each
         keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in pages)  # [1, kv_heads, n * 16, D]
         seen = prefill.context - begin * BLOCK_TOKENS
         return prompt_in_tiles(q, keys[:, :, :seen], values[:, :, :seen], scores)
+
+    def _pages(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns copies of the keys and values of blocks."""
+        kept = self._kv.layers[layer]
+        return kept.read_keys(blocks), kept.read_values(blocks)
 
     def _by_kernel(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         assert self._kernels is not None
@@ -143,7 +145,7 @@ class StepAttention:
     def _gathered(self, layer: int, q: torch.Tensor, scores: Scores) -> torch.Tensor:
         """Returns the attention of single queries; those of one KV head's group form the query dimension."""
         blocks, mask = self._gather_plan(scores.window)
-        pages = (part[blocks] for part in self._kv.layers[layer])  # [S, n, kv_heads, 16, D] each
+        pages = self._pages(layer, blocks)  # [S, n, kv_heads, 16, D] each
         keys, values = (part.transpose(1, 2).flatten(2, 3) for part in pages)  # [S, kv_heads, n * 16, D]
         grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
         sinks = None if scores.sinks is None else scores.sinks.view(grouped.shape[1:3])
@@ -204,17 +206,19 @@ def causal_mask(queries: int, keys: int, scores: Scores, device: torch.device) -
 
 def paged(heads: int, kv: KVCache, layer: int, scores: Scores) -> Paged:
     """Returns where a layer's keys and values lie, and how they are attended to, for the kernel."""
-    keys, values = kv.layers[layer]
+    pages = kv.layers[layer]
+    keys = pages.keys
     return Paged(
         heads=heads,
         kv_heads=keys.shape[1],
         head_dim=keys.shape[3],
-        value_dim=values.shape[3],
+        value_dim=pages.values.shape[3],
         scale=scores.scale,
         keys=keys.data_ptr(),
-        values=values.data_ptr(),
+        values=pages.values.data_ptr(),
         block_stride=kv.block_bytes,
         head_stride=keys.stride(1) * keys.element_size(),
         window=scores.window,
         sinks=0 if scores.sinks is None else scores.sinks.data_ptr(),
+        codes=keys.dtype == torch.int8,
     )

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from edgemoe.families.kv_layout import KVLayout, KVRow
+from edgemoe.families.kv_layout import SCALE_BYTES, KVLayout, KVRow
 from edgemoe.model.memory import zeros
 from edgemoe.model.states import StateCache
 from edgemoe.types.step import BLOCK_TOKENS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MOST = 127.0  # the largest code
 
 
 class LayerKV(NamedTuple):
@@ -23,6 +24,52 @@ class LayerKV(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    def store(self, blocks: torch.Tensor, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Writes keys and values [T, kv_heads, D] to places of blocks; `v` is None where the keys hold the values."""
+        self.keys[blocks, :, places] = k
+        if v is not None:
+            self.values[blocks, :, places] = v
+
+    def read_keys(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the keys [..., kv_heads, 16, D] of blocks [...]."""
+        return self.keys[blocks]
+
+    def read_values(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of the values of blocks."""
+        return self.values[blocks]
+
+
+class CodedKV(NamedTuple):
+    """Does what `LayerKV` does for codes, int8, with the scale of each line, [B, kv_heads, 16] float32."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scales: torch.Tensor
+    value_scales: torch.Tensor
+    dtype: torch.dtype  # of what is written and read
+
+    def store(self, blocks: torch.Tensor, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        self.keys[blocks, :, places], self.key_scales[blocks, :, places] = encode(k)
+        if v is not None:
+            self.values[blocks, :, places], self.value_scales[blocks, :, places] = encode(v)
+
+    def read_keys(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self._decoded(self.keys, self.key_scales, blocks)
+
+    def read_values(self, blocks: torch.Tensor) -> torch.Tensor:
+        return self._decoded(self.values, self.value_scales, blocks)
+
+    def _decoded(self, codes: torch.Tensor, scales: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        return (codes[blocks].float() * scales[blocks][..., None]).to(self.dtype)
+
+
+def encode(lines: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes of lines [..., D], and their scales [...]: a 127th of a line's largest number."""
+    lines = lines.float()
+    largest = lines.abs().amax(-1)
+    codes = (lines * (MOST / largest)[..., None]).nan_to_num_(0.0, 0.0, 0.0).round_()
+    return codes.to(torch.int8), largest / MOST
 
 
 class KVCache:
@@ -39,12 +86,28 @@ class KVCache:
         self.data = zeros((blocks, layout.block_bytes), torch.uint8, device)
         self.layers = tuple(self._views(row) for row in layout.rows)
 
-    def _views(self, row: KVRow) -> LayerKV:
+    def _views(self, row: KVRow) -> LayerKV | CodedKV:
         between = row.offset + row.key_bytes
+        if row.int8:
+            return self._coded_views(row, between)
         keys = self._view(row, row.offset, between, row.key_width)
         if row.values_in_keys:
             return LayerKV(keys, keys[..., : row.value_width])
         return LayerKV(keys, self._view(row, between, between + row.value_bytes, row.value_width))
+
+    def _coded_views(self, row: KVRow, between: int) -> CodedKV:
+        keys, key_scales = self._codes(row, row.offset, between, row.key_width)
+        values, value_scales = keys[..., : row.value_width], key_scales
+        if not row.values_in_keys:
+            values, value_scales = self._codes(row, between, between + row.value_bytes, row.value_width)
+        return CodedKV(keys, values, key_scales, value_scales, DTYPES[row.dtype])
+
+    def _codes(self, row: KVRow, start: int, end: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of a layer's codes and of their scales."""
+        codes_bytes, head_bytes = BLOCK_TOKENS * width, BLOCK_TOKENS * (width + SCALE_BYTES)
+        part = self.data[:, start:end].view(len(self.data), row.kv_heads, head_bytes)
+        codes, scales = part[..., :codes_bytes].view(torch.int8), part[..., codes_bytes:].view(torch.float32)
+        return codes.view(*codes.shape[:2], BLOCK_TOKENS, width), scales
 
     def _view(self, row: KVRow, start: int, end: int, width: int) -> torch.Tensor:
         part = self.data[:, start:end].view(DTYPES[row.dtype])

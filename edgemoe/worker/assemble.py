@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, Protocol
 
@@ -101,7 +101,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     """
     directory = Path(settings.model.path)
     manifest = Manifest.load(directory)
-    spec = spec_of(manifest)
+    spec = replace(spec_of(manifest), kv_int8=settings.engine.kv_cache_dtype == "int8")
     served, geometry = ServedModel(manifest.digest, spec.geometry), spec.geometry
     budgets = resolve_budgets(settings, _machine(), _needs(manifest, spec))
     for line in budgets.lines():

@@ -12,7 +12,7 @@ from edgemoe.families.kv_layout import KVLayout, KVRow
 from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.model import attention
 from edgemoe.model.attention import StepAttention
-from edgemoe.model.kv import KVCache
+from edgemoe.model.kv import CodedKV, KVCache
 from edgemoe.model.scores import Scores
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 
@@ -23,16 +23,18 @@ CONTEXT = 150
 class Sequences:
     """Random queries, keys and values of several sequences, and their attention by definition."""
 
-    def __init__(self, count: int, scores: Scores) -> None:
+    def __init__(self, count: int, scores: Scores, *, int8: bool = False) -> None:
         generator = torch.Generator().manual_seed(count)
         self.q = torch.randn(count, CONTEXT, HEADS, DIM, generator=generator)
         self.k, self.v = torch.randn(2, count, CONTEXT, KV_HEADS, DIM, generator=generator)
         self.scores = scores
-        row = KVRow(KV_HEADS, DIM, DIM)
+        row = KVRow(KV_HEADS, DIM, DIM, int8=int8)
         blocks = -(-CONTEXT // BLOCK_TOKENS)
         self.kv = KVCache(KVLayout.of([row, row]), count * blocks)
-        for part in self.kv.layers[LAYER]:
-            part.fill_(torch.nan)  # what a request before these left there
+        left = self.kv.layers[LAYER]  # what a request before these left there
+        for part in (left.key_scales, left.value_scales) if isinstance(left, CodedKV) else left:
+            part.fill_(torch.nan)
+        self.kept = (decoded(self.k), decoded(self.v)) if int8 else (self.k, self.v)
         self.tables = torch.randperm(count * blocks, generator=generator).view(count, blocks).tolist()
         self.lengths = [0] * count
 
@@ -46,7 +48,7 @@ class Sequences:
         return StepAttention(batch, self.kv, kernels)(LAYER, q, k, v, self.scores)
 
     def expected(self, sequence: int) -> torch.Tensor:
-        q, k, v = (x[sequence].double() for x in (self.q, self.k, self.v))
+        q, k, v = (x[sequence].double() for x in (self.q, *self.kept))
         past = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)[None]
         products = torch.einsum("tkgd,nkd->tkgn", q.unflatten(1, (KV_HEADS, -1)), k) * self.scores.scale
         products = products.masked_fill(((past < 0) | (past >= self.scores.window))[:, None, None], -torch.inf)
@@ -56,14 +58,26 @@ class Sequences:
         return torch.einsum("tkgn,nkd->tkgd", products.softmax(-1), v).flatten(1)
 
 
+def decoded(lines: torch.Tensor) -> torch.Tensor:
+    """Returns what int8 keeps of lines, by definition."""
+    scales = lines.abs().amax(-1, keepdim=True) / 127
+    return (lines / scales).round().clamp(-127, 127) * scales
+
+
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [1, 7, 32, 100, EVERYTHING])
 @pytest.mark.parametrize("with_kernels", [False, True])
 def test_attention_is_that_of_its_definition(
-    kernels: dict[bool, Kernels], with_kernels: bool, window: int, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    kernels: dict[bool, Kernels],
+    with_kernels: bool,
+    window: int,
+    with_sinks: bool,
+    int8: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "QUERY_TILE", 32)
-    three = Sequences(3, Scores(0.4, window, torch.linspace(-4, 6, HEADS) if with_sinks else None))
+    three = Sequences(3, Scores(0.4, window, torch.linspace(-4, 6, HEADS) if with_sinks else None), int8=int8)
     steps = [(1, 40, 5), (1, 1, 1), (64, 70, 1), (34, 1, 129), (1, 1, 1), (49, 37, 13)]
     assert [sum(counts) for counts in zip(*steps, strict=True)] == [CONTEXT] * 3
     found: list[list[torch.Tensor]] = [[], [], []]

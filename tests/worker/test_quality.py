@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from support import quantised
 from edgemoe.cli import main
 from edgemoe.demo import model_path
 from edgemoe.errors import ConfigError
+from edgemoe.model.decoder import Decoder
 from edgemoe.store.checkpoint import Checkpoint
 from edgemoe.store.layout import plan
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import AS_IT_IS, pack, silent
 from edgemoe.store.wanted import WantedEncodings
-from edgemoe.worker.quality import Quality, TextModel, compare, original, stored, summary
+from edgemoe.worker.quality import Quality, TextModel, TextReader, compare, original, stored, summary
 from tools.demo_model import arithmetic, chat
 
 
@@ -48,6 +50,17 @@ def test_encoded_weights_foretell_nearly_the_same(
     assert 0 < found.divergence < most, found
     assert least < found.same_top < 1, found
     assert abs(found.perplexity / found.reference_perplexity - 1) < 0.02
+
+
+def test_keys_and_values_in_int8_foretell_nearly_the_same(tmp_path: Path, text: str) -> None:
+    manifest = pack(model_path(), tmp_path)
+    ids = TextModel(tmp_path).encode(text, add_special_tokens=False)
+    with torch.inference_mode(), stored(tmp_path, manifest) as plain, stored(tmp_path, manifest) as coded:
+        spec = replace(coded.decoder.spec, kv_int8=True)
+        coded = TextReader(Decoder.load(spec, tmp_path / DENSE), coded.experts)
+        found = summary(ids, plain, coded, silent)
+    assert 0 < found.divergence < 3e-4, found
+    assert found.same_top > 0.988, found
 
 
 def test_a_store_that_keeps_everything_foretells_the_same(tmp_path: Path, text: str) -> None:

@@ -15,8 +15,22 @@ from functools import cache
 
 import numpy as np
 
-from edgemoe.kernels.cpu.gemv import load_bf16, load_f32, make_place, make_rows
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_rows, chunk, code, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.cpu.encoded.kv_codes import load_code, make_code_rows, multiply_each
+from edgemoe.kernels.cpu.gemv import make_place, make_rows
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    address_of,
+    call_rows,
+    chunk,
+    code,
+    f32_at,
+    fields,
+    i64_at,
+    jit,
+    load_bf16,
+    load_f32,
+    record,
+)
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.kernels.cpu.vector import exp32, softmax
@@ -32,11 +46,11 @@ TILE = 4  # values added side by side
 # the new one among them; `longest` the largest of these; `keys` and `values` those of block 0 and KV head 0;
 # `block_stride` and `head_stride` bytes from block to block and from KV head to KV head; `scores` and `parts` scratch
 # memory, see `scratch_floats`; `iota` 0, 1, 2, ... int64; `window` tokens that a token sees, itself among them;
-# `sinks` [heads] float32, or 0.
+# `sinks` [heads] float32, or 0; `codes` whether keys and values are int8 (see `kv_codes`).
 ATTENTION = fields(
     *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "value_dim", "tables", "table_width", "contexts"),
     *("keys", "values", "block_stride", "head_stride", "scores", "parts", "longest", "iota", "plain"),
-    *("window", "sinks"),
+    *("window", "sinks", "codes"),
 )
 
 
@@ -72,9 +86,8 @@ def scratch_floats(heads: int, value_dim: int, tokens: int, longest: int) -> dic
     }
 
 
-def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int, int], None]:
-    """Makes the function that adds up weighted values, which are bf16 or float32."""
-    load = load_bf16 if bf16 else load_f32
+def _make_add_values(load: Callable[[int, int], float]) -> Callable[[int, int, int, int, int, int], None]:
+    """Makes the function that adds up weighted values, which `load` reads."""
 
     @jit
     def add_values(values: int, line: int, value_dim: int, count: int, probs: int, out: int) -> None:
@@ -97,9 +110,10 @@ def _make_add_values(bf16: bool) -> Callable[[int, int, int, int, int, int], Non
     return add_values  # type: ignore[no-any-return]
 
 
-def _make_attend(bf16: bool, row_code: Code) -> Code:
+def _make_attend(bf16: bool, row_code: Code, code_rows: Code) -> Code:
     """Makes the chunk that computes one part of a context for the query heads of one KV head."""
-    rows, add_values = address_of(row_code), _make_add_values(bf16)
+    rows, rows_of_codes = address_of(row_code), address_of(code_rows)
+    add_values, add_codes = _make_add_values(load_bf16 if bf16 else load_f32), _make_add_values(load_code)
     size = 2 if bf16 else 4
 
     @chunk
@@ -119,15 +133,20 @@ def _make_attend(bf16: bool, row_code: Code) -> Code:
         scores = a.scores + number * group * _part_tokens(longest) * 4
         queries = a.queries + (token * a.heads + head * group) * a.head_dim * 4
         table = i64_at(a.tables + 8 * token * a.table_width)
-        line = a.head_dim * size
+        line, multiply = a.head_dim * size, rows()
+        if a.codes:
+            line, multiply = a.head_dim, rows_of_codes()
         at = begin
         while at < end:
             inside = at % BLOCK
-            keys = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride + inside * line
-            count, to = min(BLOCK - inside, end - at), scores + (at - begin) * 4
+            lines = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
+            keys, count, to = lines + inside * line, min(BLOCK - inside, end - at), scores + (at - begin) * 4
             call_rows(
-                rows(), keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4
+                multiply, keys, line, count, keys, queries, a.head_dim * 4, a.iota, group, a.head_dim, to, length * 4
             )
+            if a.codes:
+                for query in range(group):
+                    multiply_each(to + query * length * 4, lines + BLOCK * line + inside * 4, count)
             at += count
         part = a.parts + number * group * (a.value_dim + 2) * 4
         for query in range(group):
@@ -138,11 +157,16 @@ def _make_attend(bf16: bool, row_code: Code) -> Code:
         at = begin
         while at < end:
             inside = at % BLOCK
-            values = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride + inside * line
-            count = min(BLOCK - inside, end - at)
+            lines = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
+            values, count = lines + inside * line, min(BLOCK - inside, end - at)
             for query in range(group):
                 probs = scores + (query * length + at - begin) * 4
-                add_values(values, line, a.value_dim, count, probs, part + (query * (a.value_dim + 2) + 2) * 4)
+                to = part + (query * (a.value_dim + 2) + 2) * 4
+                if a.codes:
+                    multiply_each(probs, lines + BLOCK * line + inside * 4, count)
+                    add_codes(values, line, a.value_dim, count, probs, to)
+                else:
+                    add_values(values, line, a.value_dim, count, probs, to)
             at += count
 
     return attend
@@ -193,8 +217,8 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[
 
     Returns it for kernels, the same for Python, and all code that they refer to.
     """
-    row_code = make_rows(bf16)
-    attend, combine = _make_attend(bf16, row_code), _make_combine(bf16)
+    row_code, code_rows = make_rows(bf16), make_code_rows(bf16)
+    attend, combine = _make_attend(bf16, row_code, code_rows), _make_combine(bf16)
     attending, combining = address_of(attend), address_of(combine)
 
     @jit
@@ -204,4 +228,4 @@ def make_attention(bf16: bool) -> tuple[Callable[[int, int], None], Code, tuple[
         parallel(control, combining(), job, a.tokens * a.heads)
 
     attention = code(INT, INT)(run.py_func)
-    return run, attention, (row_code, attend, combine, attention)
+    return run, attention, (row_code, code_rows, attend, combine, attention)

@@ -12,8 +12,22 @@ from functools import cache
 import numpy as np
 
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, BLOCK, make_attention
-from edgemoe.kernels.cpu.gemv import make_place, store_bf16, store_f32
-from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_pack, chunk, code, f32_at, fields, i64_at, jit, record
+from edgemoe.kernels.cpu.encoded.kv_codes import store_codes
+from edgemoe.kernels.cpu.gemv import make_place
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    address_of,
+    call_pack,
+    chunk,
+    code,
+    f32_at,
+    fields,
+    i64_at,
+    jit,
+    record,
+    store_bf16,
+    store_f32,
+)
 from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, multiply_matrix
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.kernels.cpu.thread_pool import parallel
@@ -112,10 +126,17 @@ def _make_rotate(bf16: bool) -> Code:
         for head in range(s.kv_heads):
             _normalise(at, l.k_norm, n, s.eps)
             _turn(at, cos, sin, n)
-            key, value = f32_at(at), f32_at(at + s.kv_heads * n * 4)
-            for k in range(n):
-                store(l.keys + into + head * a.head_stride, k, key[k])
-                store(l.values + into + head * a.head_stride, k, value[k])
+            other = at + s.kv_heads * n * 4
+            key, value = f32_at(at), f32_at(other)
+            if a.codes:
+                lines = block * a.block_stride + head * a.head_stride
+                codes, scale = lines + position % BLOCK * n, lines + BLOCK * n + position % BLOCK * 4
+                store_codes(at, n, l.keys + codes, l.keys + scale)
+                store_codes(other, n, l.values + codes, l.values + scale)
+            else:
+                for k in range(n):
+                    store(l.keys + into + head * a.head_stride, k, key[k])
+                    store(l.values + into + head * a.head_stride, k, value[k])
             at += n * 4
 
     return rotate

@@ -24,21 +24,21 @@ from edgemoe.kernels.cpu.intrinsics import (
     F32,
     I64,
     INT,
-    bf16_to_f32,
-    bits_of,
     cgutils,
     code,
     f32_at,
     i64_at,
     intrinsic,
     jit,
+    load_bf16,
+    load_f32,
     types,
-    u16_at,
 )
 from edgemoe.kernels.cpu.object_cache import Code
 
 WIDE = bool(llvm.get_host_cpu_features().get("avx512f"))
 LANES = 16 if WIDE else 8  # float32 in a vector
+WIDEST = 4 if WIDE else 2  # tokens of one loop: sums for four need 32 wide registers
 AHEAD_BYTES = 4096  # prefetched into the second-level cache: 35 GB/s on two cores, 23 without
 
 Dots = Callable[[int, int, int, int, int, int, int, int], None]
@@ -58,7 +58,7 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
-class _Emitter:
+class Emitter:
     """Writes the LLVM code of the loop over one row of weights and `tokens` vectors."""
 
     def __init__(self, builder: Any, tokens: int, bf16: bool) -> None:
@@ -66,8 +66,13 @@ class _Emitter:
         self.vector = ir.VectorType(F32, LANES)
         self.integers = ir.VectorType(ir.IntType(32), LANES)
 
-    def load(self, base: Any, offset: Any, kind: Any) -> Any:
-        return self.b.load(self.b.inttoptr(self.b.add(base, offset), kind.as_pointer()), align=4)
+    @property
+    def turn_bytes(self) -> int:
+        """Returns the bytes of a row that one turn of the loop takes."""
+        return 4 * LANES
+
+    def load(self, base: Any, offset: Any, kind: Any, align: int = 4) -> Any:
+        return self.b.load(self.b.inttoptr(self.b.add(base, offset), kind.as_pointer()), align=align)
 
     def vectors(self, x: Any, x_stride: Any, index: Any) -> list[Any]:
         """Returns the addresses of the packed vectors [tokens] whose numbers lie at `index`."""
@@ -93,7 +98,7 @@ class _Emitter:
         block = b.phi(I64)
         parts = 2 if self.bf16 else 1
         sums = [[b.phi(self.vector) for _ in range(parts)] for _ in range(self.tokens)]
-        place = b.mul(block, ir.Constant(I64, 4 * LANES))
+        place = b.mul(block, ir.Constant(I64, self.turn_bytes))
         prefetch(b, b.add(soon, place))
         weights = self.weights(w, place)
         start = b.mul(block, ir.Constant(I64, 4 * LANES * parts))
@@ -125,7 +130,7 @@ class _Emitter:
         return self.b.call(add, [ir.Constant(F32, 0.0), vector], fastmath=("reassoc",))
 
 
-def _blocks(tokens: int, bf16: bool) -> Any:
+def _blocks(make: type[Emitter], tokens: int, bf16: bool) -> Any:
     """Makes the intrinsic that writes the sum over full blocks to out[token], `out_stride` bytes apart."""
 
     @intrinsic
@@ -133,7 +138,7 @@ def _blocks(tokens: int, bf16: bool) -> Any:
         typing: Any, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, count: Any, out: Any, out_stride: Any
     ) -> Any:
         def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            emitter = _Emitter(builder, tokens, bf16)
+            emitter = make(builder, tokens, bf16)
             *inputs, out, out_stride = args
             for token, vector in enumerate(emitter.loop(*inputs)):
                 place = builder.add(out, builder.mul(out_stride, ir.Constant(I64, token)))
@@ -150,9 +155,12 @@ def block_elements(bf16: bool) -> int:
     return LANES * (2 if bf16 else 1)
 
 
-def _dots(tokens: int, bf16: bool) -> Dots:
-    """Makes the function that computes out[token] = w . x[index[token]] over n elements; strides in bytes."""
-    blocks, block, rest = _blocks(tokens, bf16), block_elements(bf16), _rest(bf16)
+def make_dots(make: type[Emitter], tokens: int, bf16: bool, load: Callable[[int, int], float]) -> Dots:
+    """Makes the function that computes out[token] = w . x[index[token]] over n elements; strides in bytes.
+
+    `load` returns one element of a row.
+    """
+    blocks, block, rest = _blocks(make, tokens, bf16), block_elements(bf16), _rest(load)
 
     @jit
     def dots(w: int, soon: int, x: int, x_stride: int, index: int, n: int, out: int, out_stride: int) -> None:
@@ -167,9 +175,8 @@ def _dots(tokens: int, bf16: bool) -> Dots:
 
 
 @cache
-def _rest(bf16: bool) -> Callable[[int, int, int, int, int], None]:
+def _rest(weight: Callable[[int, int], float]) -> Callable[[int, int, int, int, int], None]:
     """Makes the function that adds the last elements of a row, which fill no block, to one sum."""
-    weight = load_bf16 if bf16 else load_f32
 
     @jit
     def rest(w: int, x: int, start: int, n: int, out: int) -> None:
@@ -179,31 +186,6 @@ def _rest(bf16: bool) -> Callable[[int, int, int, int, int], None]:
         f32_at(out)[0] = total
 
     return rest  # type: ignore[no-any-return]
-
-
-@jit
-def load_bf16(address: int, index: int) -> float:
-    """Returns element `index` of the bf16 array at `address`, as float32."""
-    return bf16_to_f32(np.uint32(u16_at(address)[index]))  # type: ignore[no-any-return]
-
-
-@jit
-def load_f32(address: int, index: int) -> float:
-    """Returns element `index` of the float32 array at `address`."""
-    return f32_at(address)[index]  # type: ignore[no-any-return]
-
-
-@jit
-def store_bf16(address: int, index: int, value: float) -> None:
-    """Stores a float32 as bf16, rounded to nearest, ties to even."""
-    bits = np.uint32(bits_of(np.float32(value)))
-    u16_at(address)[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
-
-
-@jit
-def store_f32(address: int, index: int, value: float) -> None:
-    """Stores element `index` of the float32 array at `address`."""
-    f32_at(address)[index] = value
 
 
 @cache
@@ -220,21 +202,13 @@ def make_place(bf16: bool) -> Callable[[int, int], int]:
     return place  # type: ignore[no-any-return]
 
 
-@cache
-def make_rows(bf16: bool) -> Code:
-    """Makes rows(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride).
+def rows_loop(dots: Callable[[int], Dots], widest: int) -> Callable[..., None]:
+    """Makes the loop of `make_rows` from what makes the dot products of so many tokens, `widest` (4 or 2) at most."""
+    by1, by2 = dots(1), dots(2)
+    by4 = dots(4) if widest == 4 else by2
 
-    It multiplies `count` rows of n weights at `w` with the packed vectors x[index[t]] of `tokens` tokens, into
-    out[t][row]; strides are in bytes. It reads rows one after the other. Tokens go in groups; from the second group on
-    a row comes from the first-level cache. Beside the last rows it prefetches from `following`, where the caller will
-    probably go on. Call it by its address with `call_rows`.
-    """
-    by1, by2 = _dots(1, bf16), _dots(2, bf16)
-    by4 = _dots(4, bf16) if WIDE else by2  # sums for four tokens need 32 wide registers
-    widest = 4 if WIDE else 2
-
-    @code(*[INT] * 11)
-    def rows(
+    @jit
+    def loop(
         w: int,
         stride: int,
         count: int,
@@ -265,6 +239,37 @@ def make_rows(bf16: bool) -> Code:
                     by1(line, soon, x, x_stride, which, n, to, out_stride)
                     token += 1
                 soon = line  # prefetched already
+
+    return loop  # type: ignore[no-any-return]
+
+
+@cache
+def make_rows(bf16: bool) -> Code:
+    """Makes rows(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride).
+
+    It multiplies `count` rows of n weights at `w` with the packed vectors x[index[t]] of `tokens` tokens, into
+    out[t][row]; strides are in bytes. It reads rows one after the other. Tokens go in groups; from the second group on
+    a row comes from the first-level cache. Beside the last rows it prefetches from `following`, where the caller will
+    probably go on. Call it by its address with `call_rows`.
+    """
+    load = load_bf16 if bf16 else load_f32
+    loop = rows_loop(lambda tokens: make_dots(Emitter, tokens, bf16, load), WIDEST)
+
+    @code(*[INT] * 11)
+    def rows(
+        w: int,
+        stride: int,
+        count: int,
+        following: int,
+        x: int,
+        x_stride: int,
+        index: int,
+        tokens: int,
+        n: int,
+        out: int,
+        out_stride: int,
+    ) -> None:
+        loop(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride)
 
     return rows
 

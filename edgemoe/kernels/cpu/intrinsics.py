@@ -162,6 +162,31 @@ def f32_of(typing: Any, bits: Any) -> Any:
     return types.float32(types.uint32), lambda _, builder, __, args: builder.bitcast(args[0], F32)
 
 
+@jit
+def load_bf16(address: int, index: int) -> float:
+    """Returns element `index` of the bf16 array at `address`, as float32."""
+    return bf16_to_f32(np.uint32(u16_at(address)[index]))  # type: ignore[no-any-return]
+
+
+@jit
+def load_f32(address: int, index: int) -> float:
+    """Returns element `index` of the float32 array at `address`."""
+    return f32_at(address)[index]  # type: ignore[no-any-return]
+
+
+@jit
+def store_bf16(address: int, index: int, value: float) -> None:
+    """Stores a float32 as bf16, rounded to nearest, ties to even."""
+    bits = np.uint32(bits_of(np.float32(value)))
+    u16_at(address)[index] = np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16)
+
+
+@jit
+def store_f32(address: int, index: int, value: float) -> None:
+    """Stores element `index` of the float32 array at `address`."""
+    f32_at(address)[index] = value
+
+
 @intrinsic
 def atomic_load(typing: Any, address: Any) -> Any:
     """Returns the int64 at an address."""

@@ -17,8 +17,9 @@ import numpy as np
 from llvmlite import ir
 
 from edgemoe.kernels.cpu.decode_attention import BLOCK
+from edgemoe.kernels.cpu.encoded.kv_codes import make_decode_lines
 from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile, panel_words, rounded
-from edgemoe.kernels.cpu.gemv import LANES, load_bf16, load_f32, store_bf16, store_f32
+from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.intrinsics import (
     F32,
     I64,
@@ -33,7 +34,11 @@ from edgemoe.kernels.cpu.intrinsics import (
     i64_at,
     intrinsic,
     jit,
+    load_bf16,
+    load_f32,
     record,
+    store_bf16,
+    store_f32,
     types,
     u16_at,
     u32_at,
@@ -50,13 +55,14 @@ LOWEST = np.float32(-3e38)
 # The record of one call; arrays are addresses.
 # `queries` [tokens, heads, head_dim] and `out` [tokens, heads, value_dim] in the model's type, of the last `tokens` of
 # `context`; `table` [blocks] int64, block ids; `keys`, `values`, `block_stride` and `head_stride` as in ATTENTION;
-# `scratch` `piece_bytes` for each piece of work, see `scratch_floats`; `span` tokens of one piece; `window` and `sinks`
-# as in ATTENTION; `scale` that of the scores.
+# `scratch` `piece_bytes` for each piece of work, see `scratch_floats`; `span` tokens of one piece; `window`, `sinks`
+# and `codes` as in ATTENTION; `scale` that of the scores.
 PREFILL = np.dtype(
     [
         *fields(
             *("queries", "out", "tokens", "heads", "kv_heads", "head_dim", "value_dim", "table", "context"),
             *("keys", "values", "block_stride", "head_stride", "scratch", "span", "piece_bytes", "window", "sinks"),
+            "codes",
         ).descr,
         ("scale", np.float64),
     ]
@@ -108,7 +114,7 @@ mass = _folded("fadd", lambda b, x, y: b.fadd(x, y))
 
 def _make_fill_keys(bf16: bool) -> Callable[..., None]:
     """Makes the function that gathers a tile of keys."""
-    size, (column, _) = 2 if bf16 else 4, make_fill(bf16)
+    size, (column, _), (code_column, _) = 2 if bf16 else 4, make_fill(bf16), make_decode_lines(bf16)
 
     @jit
     def fill_keys(p: int, head: int, start: int, count: int, panel: int) -> None:
@@ -117,8 +123,12 @@ def _make_fill_keys(bf16: bool) -> Callable[..., None]:
         table, words = i64_at(a.table), a.head_dim * size // 4
         for j in range(count):
             at = start + j
-            source = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride
-            column(panel, KEY_LINE, j, source + at % BLOCK * a.head_dim * size, words)
+            source, inside = a.keys + table[at // BLOCK] * a.block_stride + head * a.head_stride, at % BLOCK
+            if a.codes:
+                scale = source + BLOCK * a.head_dim + inside * 4
+                code_column(panel, KEY_LINE, j, source + inside * a.head_dim, scale, a.head_dim)
+            else:
+                column(panel, KEY_LINE, j, source + inside * a.head_dim * size, words)
 
     return fill_keys  # type: ignore[no-any-return]
 
@@ -144,6 +154,7 @@ def _make_copy_line(bf16: bool) -> Callable[..., None]:
 def _make_fill_values(bf16: bool) -> Callable[..., None]:
     """Makes what gathers a tile of values."""
     size, value_lines, copy_line = 2 if bf16 else 4, panel_words(TILE, bf16), _make_copy_line(bf16)
+    _, code_line = make_decode_lines(bf16)
 
     @jit
     def fill_values(p: int, head: int, start: int, count: int, panel: int) -> None:
@@ -155,8 +166,12 @@ def _make_fill_values(bf16: bool) -> Callable[..., None]:
             to[k] = np.float32(0)
         for j in range(count):
             at = start + j
-            source = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride
-            copy_line(panel, line, j, source + at % BLOCK * a.head_dim * size, a.value_dim)
+            source, inside = a.values + table[at // BLOCK] * a.block_stride + head * a.head_stride, at % BLOCK
+            if a.codes:
+                scale = source + BLOCK * a.head_dim + inside * 4
+                code_line(panel, line, j, source + inside * a.head_dim, scale, a.value_dim)
+            else:
+                copy_line(panel, line, j, source + inside * a.head_dim * size, a.value_dim)
 
     return fill_values  # type: ignore[no-any-return]
 

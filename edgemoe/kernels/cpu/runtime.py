@@ -53,6 +53,7 @@ class Paged(NamedTuple):
     head_stride: int  # from KV head to KV head
     window: int = EVERYTHING  # tokens that a token sees, itself among them
     sinks: int = 0  # address of float32 [heads], or 0
+    codes: bool = False  # keys and values are int8, and the scales of a head's lines lie behind them
 
 
 class Kernels:
@@ -262,7 +263,8 @@ class Kernels:
         job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
         job["scratch"] = self.scratch("prefill", cache.kv_heads * -(-tokens // span) * piece)
         job["span"], job["piece_bytes"] = span, 4 * piece
-        job["window"], job["sinks"], job["scale"] = cache.window, cache.sinks, cache.scale
+        job["window"], job["sinks"], job["codes"] = cache.window, cache.sinks, cache.codes
+        job["scale"] = cache.scale
         self._prefill(self.pool.control, job.ctypes.data)
 
     def attention_record(self, tokens: int, tables: IntArray, contexts: IntArray, cache: Paged) -> npt.NDArray[np.void]:
@@ -274,7 +276,7 @@ class Kernels:
         job["block_stride"], job["head_stride"] = cache.block_stride, cache.head_stride
         job["tables"], job["table_width"] = tables.ctypes.data, tables.shape[1]
         job["contexts"], job["longest"], job["iota"] = contexts.ctypes.data, longest, self.iota
-        job["window"], job["sinks"] = cache.window, cache.sinks
+        job["window"], job["sinks"], job["codes"] = cache.window, cache.sinks, cache.codes
         read = attention.reach(longest, cache.window)
         for name, count in attention.scratch_floats(cache.heads, cache.value_dim, tokens, read).items():
             job[name] = self.scratch(f"attention.{name}", count)

@@ -8,8 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from edgemoe.kernels.cpu.gemv import load_bf16, load_f32, make_place
-from edgemoe.kernels.cpu.intrinsics import INT, bits_of, call_pack, code, f32_at, f32_of, i64_at, jit, summing, types
+from edgemoe.kernels.cpu.gemv import make_place
+from edgemoe.kernels.cpu.intrinsics import (
+    INT,
+    bits_of,
+    call_pack,
+    code,
+    f32_at,
+    f32_of,
+    i64_at,
+    jit,
+    load_bf16,
+    load_f32,
+    summing,
+    types,
+)
 from edgemoe.kernels.cpu.object_cache import Code
 
 _LOG2E = np.float32(1.4426950408889634)

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.kernels.cpu.encoded.vectors import AVX512, Instructions, Products, Vectors
-from edgemoe.kernels.cpu.gemv import AHEAD_BYTES, multiply_add, prefetch
+from edgemoe.kernels.cpu.gemv import multiply_add, prefetch, rows_loop
 from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, cgutils, code, intrinsic, types
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
@@ -158,9 +158,8 @@ def _dots(encoding: Encoding, instructions: Instructions, tokens: int, whole: bo
 @cache
 def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
     """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in int8."""
-    by1, by2 = (_dots(encoding, instructions, tokens, whole) for tokens in (1, 2))
-    by4 = _dots(encoding, instructions, 4, whole) if instructions is AVX512 else by2
     widest = 4 if instructions is AVX512 else 2
+    loop = rows_loop(lambda tokens: _dots(encoding, instructions, tokens, whole), widest)
 
     @code(*[INT] * 11)
     def encoded_rows(
@@ -176,23 +175,6 @@ def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: boo
         out: int,
         out_stride: int,
     ) -> None:
-        end = w + count * stride
-        for row in range(count):
-            line, token = w + row * stride, 0
-            soon = line + AHEAD_BYTES
-            if soon >= end:
-                soon = following + soon - end
-            while token < tokens:
-                left, which, to = tokens - token, index + 8 * token, out + token * out_stride + 4 * row
-                if left >= widest:
-                    by4(line, soon, x, x_stride, which, n, to, out_stride)
-                    token += widest
-                elif left >= 2:
-                    by2(line, soon, x, x_stride, which, n, to, out_stride)
-                    token += 2
-                else:
-                    by1(line, soon, x, x_stride, which, n, to, out_stride)
-                    token += 1
-                soon = line  # prefetched already
+        loop(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride)
 
     return encoded_rows
