@@ -3,7 +3,8 @@
     EdgemoeError
     |-- ConfigError             a setting that is unknown, of the wrong type or impossible
     |-- CheckpointError         a Hugging Face checkpoint that cannot be packed or loaded
-    |   `-- UnsupportedModel    an architecture, or a variant of one, that the decoder does not have
+    |   |-- UnsupportedModel    an architecture, or a variant of one, that the decoder does not have
+    |   `-- ShardCutShort       a file of it has not arrived whole
     |-- StoreError              a packed store that cannot be used
     |   |-- StoreVersionError   written by another version of the format
     |   |-- StoreInUse          another process packs, serves or removes it
@@ -56,6 +57,10 @@ class CheckpointError(EdgemoeError):
 
 class UnsupportedModel(CheckpointError):
     """The checkpoint's architecture, or a variant of it, is not one that the decoder has."""
+
+
+class ShardCutShort(CheckpointError):
+    """A file of the checkpoint ends before its tensors do, as one does that is still arriving."""
 
 
 class StoreError(EdgemoeError):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from pathlib import Path
 
 from edgemoe.cli.serve import read_settings, show_progress
 from edgemoe.errors import ConfigError
-from edgemoe.store.packer import ensure_store, pack
+from edgemoe.store.arriving import arriving_store, pack_arrived
+from edgemoe.store.packer import Progress, ensure_store, pack
 from edgemoe.store.wanted import WantedEncodings
 from edgemoe.telemetry.log import configure
 
 MOST_TEXT_BYTES = 16 << 20
+MOST_NAMES = 3  # of missing shards that are told
+LOOK_S = 2.0  # between looks for shards that have arrived
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,9 +24,18 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args).settings
     configure(settings.log)
     wanted = WantedEncodings.parse(args.experts, args.dense)
+    if args.check and args.delete_shards:
+        raise ConfigError("--check reads the checkpoint, whose shards --delete-shards deletes; drop one of the two")
     text = _read(Path(args.check)) if args.check else ""
     with show_progress(f"packing {args.checkpoint}") as progress:
-        if args.store:
+        if args.wait or args.delete_shards:
+            store = Path(args.store or arriving_store(args.checkpoint, settings.model.store_dir, wanted))
+            if missing := _pack_arriving(args, store, wanted, progress):
+                print(
+                    f"packed as far as it goes; run it again when these have arrived: {_some(missing)}", file=sys.stderr
+                )
+                return 0
+        elif args.store:
             pack(args.checkpoint, args.store, progress, wanted)
             store = Path(args.store)
         else:
@@ -34,6 +48,26 @@ def run(args: argparse.Namespace) -> int:
             quality = compare(store, Path(args.checkpoint), text, progress)
         print(quality)
     return 0
+
+
+def _pack_arriving(
+    args: argparse.Namespace, store: Path, wanted: WantedEncodings, progress: Progress
+) -> tuple[str, ...]:
+    """Packs the shards that are there, and with --wait those that come. Returns those that are missing."""
+    told: tuple[str, ...] = ()
+    while missing := pack_arrived(args.checkpoint, store, progress, wanted, delete=args.delete_shards).missing:
+        if not args.wait:
+            break
+        if missing != told:
+            print(f"waiting for {_some(missing)}", file=sys.stderr)
+            told = missing
+        time.sleep(LOOK_S)
+    return missing
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def _read(path: Path) -> str:

@@ -37,10 +37,15 @@ disk have to hold and move. "keep" leaves them as the checkpoint has them. --exp
 layers of experts, by number (from 0), "first" and "last". --check says what that costs on a text: the divergence of
 what the store and the checkpoint foretell.
 
+Shards (model-00001-of-00016.safetensors ...) can be packed while others are still being fetched: --wait takes each as
+it arrives. --delete-shards deletes each one that is packed, so that the disk never has to hold both checkpoint and
+store; alone it packs what is there and says what is missing. config.json and the index have to be there first.
+
 Examples:
   edgemoe pack ./Qwen3-30B-A3B /srv/models/qwen3-30b
   edgemoe pack ./Qwen3-30B-A3B --experts int4 --dense int8
   edgemoe pack ./Qwen3-30B-A3B --experts int4,first=int8,last=int8 --check ./notes.txt
+  edgemoe pack ./Qwen3-30B-A3B --experts int4 --wait --delete-shards
 """
 
 _MODELS = """\
@@ -182,6 +187,8 @@ def _pack(commands: Any) -> None:
     )
     parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")
     parser.add_argument("--check", metavar="FILE", help="compare the store with the checkpoint on this text")
+    parser.add_argument("--wait", action="store_true", help="pack shards as they arrive, and wait for the missing ones")
+    parser.add_argument("--delete-shards", action="store_true", help="delete each shard as soon as it is packed")
     _settings_options(parser)
 
 

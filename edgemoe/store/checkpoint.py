@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
-from edgemoe.errors import CheckpointError
+from edgemoe.errors import CheckpointError, ShardCutShort
 from edgemoe.types.arrays import Json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -73,12 +73,16 @@ class Checkpoint:
         """Raises CheckpointError, saying which file is wrong and why."""
         directory = Path(directory)
         config = read_json(directory / CONFIG)
-        weights, weight_map = _weight_files(directory)
+        weights, weight_map = weight_files(directory)
+        for path in weights:
+            if not path.is_file():
+                raise CheckpointError(f"{path}, which {INDEX} names, is missing; fetch it again")
         headers = {path: read_header(path) for path in weights}
         tensors = _merge(headers)
-        _check_index(weight_map, tensors)
-        copied = tuple(path for name in COPIED_FILES if (path := directory / name).is_file())
-        return cls(directory, config, tensors, copied, _fingerprint([*weights, *copied], tensors))
+        check_index(weight_map, tensors)
+        copied = copied_files(directory)
+        stats = [file_stat(path) for path in (*weights, *copied)]
+        return cls(directory, config, tensors, copied, fingerprint_of(stats, tensors))
 
     @property
     def name(self) -> str:
@@ -106,17 +110,24 @@ def read_json(path: Path) -> Json:
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of one safetensors file, by name. Raises CheckpointError."""
+    header, size = header_of(path)
+    return parse_header(header, path, size)
+
+
+def header_of(path: Path) -> tuple[bytes, int]:
+    """Returns the header of a safetensors file, and the size of the file. Raises CheckpointError."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{path} is no safetensors file, or cut short ({size} bytes)")
-            header = file.read(header_bytes)
+                cut = len(prefix) < 8 or 2 <= header_bytes <= MAX_HEADER_BYTES
+                kind = ShardCutShort if cut else CheckpointError
+                raise kind(f"{path} is no safetensors file, or cut short ({size} bytes)")
+            return file.read(header_bytes), size
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    return parse_header(header, path, size)
 
 
 def parse_header(header: bytes, path: Path, file_bytes: int) -> dict[str, Tensor]:
@@ -136,7 +147,7 @@ def parse_header(header: bytes, path: Path, file_bytes: int) -> dict[str, Tensor
             raise CheckpointError(f"{path}: tensor {tensor.name!r} overlaps another or leaves a hole before it")
         end += tensor.bytes
     if end > file_bytes:
-        raise CheckpointError(f"{path} is cut short: {file_bytes} bytes of {end}; fetch it again")
+        raise ShardCutShort(f"{path} is cut short: {file_bytes} bytes of {end}; fetch it again")
     if end < file_bytes:
         raise CheckpointError(f"{path} has {file_bytes - end} bytes that belong to no tensor")
     return {tensor.name: tensor for tensor in tensors}
@@ -175,8 +186,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> Json:
     return found
 
 
-def _weight_files(directory: Path) -> tuple[list[Path], Json]:
-    """The safetensors files of the checkpoint and the index's map from tensor to file ({} without one)."""
+def weight_files(directory: Path) -> tuple[list[Path], Json]:
+    """Returns the safetensors files of the checkpoint and the index's map from tensor to file ({} without one).
+
+    Files that the index names need not be there. Raises CheckpointError.
+    """
     if (directory / SINGLE).is_file():
         return [directory / SINGLE], {}
     if (directory / INDEX).is_file():
@@ -201,8 +215,6 @@ def _weight_files(directory: Path) -> tuple[list[Path], Json]:
 def _shard(directory: Path, name: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
         raise CheckpointError(f"{directory / INDEX} points at {name!r}, which is no safetensors file of the directory")
-    if not (directory / name).is_file():
-        raise CheckpointError(f"{directory / name}, which {INDEX} names, is missing")
     return directory / name
 
 
@@ -216,17 +228,35 @@ def _merge(headers: dict[Path, dict[str, Tensor]]) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_index(weight_map: Json, tensors: dict[str, Tensor]) -> None:
+def check_index(weight_map: Json, tensors: dict[str, Tensor]) -> None:
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
             raise CheckpointError(f"{INDEX} says that tensor {name!r} is in {file}; it is not there")
 
 
-def _fingerprint(files: Iterable[Path], tensors: dict[str, Tensor]) -> str:
+def copied_files(directory: Path) -> tuple[Path, ...]:
+    """Returns the files that a store keeps as they are."""
+    return tuple(path for name in COPIED_FILES if (path := directory / name).is_file())
+
+
+class FileStat(NamedTuple):
+    """What tells a file of the checkpoint from another of its name."""
+
+    name: str
+    bytes: int
+    mtime_ns: int
+
+
+def file_stat(path: Path) -> FileStat:
+    found = path.stat()
+    return FileStat(path.name, found.st_size, found.st_mtime_ns)
+
+
+def fingerprint_of(files: Iterable[FileStat], tensors: dict[str, Tensor]) -> str:
+    """Returns what changes when any of the files does, or where their tensors lie."""
     digest = xxhash.xxh3_128()
-    for path in files:
-        found = path.stat()
-        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    for file in files:
+        digest.update(f"{file.name} {file.bytes} {file.mtime_ns}\n".encode())
     for tensor in tensors.values():
         place = f"{tensor.file.name} {tensor.name!a} {tensor.dtype} {tensor.shape} {tensor.offset}\n"
         digest.update(place.encode())

@@ -116,6 +116,17 @@ def plan(checkpoint: Checkpoint, wanted: WantedEncodings) -> Layout:
     return Layout(spec, dense_file, tuple(files), tensors.rounded, tuple(unfit))
 
 
+def plan_layer(checkpoint: Checkpoint, wanted: WantedEncodings, number: int) -> FilePlan:
+    """Plans one file of experts as `plan` does, from the tensors of its layer alone. Raises the same."""
+    spec = spec_from_config({**checkpoint.config, "dtype": "bfloat16"})
+    layer = _experts(SourceTensors(checkpoint, spec), spec, spec.expert_layers[number])
+    spec = replace(spec, dtype=_dtype(checkpoint, [layer], wanted))
+    encoding = _layer_encoding(layer, number, spec, wanted, [])
+    if encoding != spec.dtype:
+        spec = replace(spec, encodings=(encoding,) * spec.geometry.layers)
+    return _layer_plan(layer, number, spec)
+
+
 def tensor_bytes(dtype: str, shape: Shape) -> int:
     """Returns the size of a tensor of the store."""
     size = ITEM_BYTES[dtype]

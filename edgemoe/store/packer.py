@@ -11,8 +11,9 @@ import errno
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from edgemoe.durable import replace_file
 from edgemoe.errors import StoreError, StoreInUse, StoreVersionError
 from edgemoe.store.checkpoint import Checkpoint
-from edgemoe.store.files import LOCK, PageFile, checksum, lock_holder, lock_store, range_checksum
+from edgemoe.store.files import LOCK, checksum, lock_holder, lock_store
 from edgemoe.store.layout import FilePlan, Layout, plan
 from edgemoe.store.manifest import (
     DENSE,
@@ -35,10 +36,12 @@ from edgemoe.store.manifest import (
     content_digest,
 )
 from edgemoe.store.wanted import WantedEncodings
-from edgemoe.store.writer import copy_file, write_file
+from edgemoe.store.writer import check_scales, copy_file, intact, write_file
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 AS_IT_IS = WantedEncodings()
+SHARDS = "shards"  # folder of what is kept of shards that are packed as they arrive
+IDENTITY = f"{SHARDS}/arriving.json"  # the checkpoint and the encodings that they are packed for
 JOURNAL = "packing.json"  # there while a store is unfinished; names the checkpoint that it is packed from
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 STALLED_S = 600.0  # without anything written by the process that packs
@@ -62,7 +65,7 @@ def ensure_store(
     if (path / MANIFEST).is_file():
         return path
     checkpoint = Checkpoint.open(path)
-    store = _place(Path(store_dir).expanduser(), checkpoint, wanted)
+    store = place_of(Path(store_dir).expanduser(), checkpoint, wanted)
     waiting, seen, since_s = False, None, time.monotonic()
     while not (store / MANIFEST).is_file():
         try:
@@ -79,8 +82,8 @@ def ensure_store(
     return store
 
 
-def _place(directory: Path, checkpoint: Checkpoint, wanted: WantedEncodings) -> Path:
-    """Where the store of a checkpoint lies: a finished one of an older version, or one of this version."""
+def place_of(directory: Path, checkpoint: Checkpoint, wanted: WantedEncodings) -> Path:
+    """Returns where the store of a checkpoint lies: a finished one of an older version, or one of this version."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", checkpoint.name).lstrip(".-") or "model"
     name += f"-{wanted.label}" if wanted.label else ""
     places = [directory / f"{name}-v{version}-{checkpoint.fingerprint[:12]}" for version in READ_VERSIONS]
@@ -124,17 +127,31 @@ def pack(
     checkpoint = Checkpoint.open(source_dir)
     layout = plan(checkpoint, wanted)
     dest = Path(dest_dir).expanduser()
-    try:
+    with told_as_store_error(dest):
         dest.mkdir(parents=True, exist_ok=True)
         with lock_store(dest, exclusive=True):
             if not again and (dest / MANIFEST).is_file():
                 return Manifest.load(dest)
             return _Packer(checkpoint, layout, dest, progress).run()
+
+
+@contextlib.contextmanager
+def told_as_store_error(dest: Path) -> Iterator[None]:
+    """Turns what the system refuses into a StoreError that says what to do."""
+    try:
+        yield
     except OSError as error:
         remedy = "run it again"
         if error.errno in NOT_WRITABLE:
             remedy = "name a directory that can be written with model.store_dir"
         raise StoreError(f"{error.filename or dest}: {error.strerror}; packing stopped, {remedy}") from error
+
+
+def finish(checkpoint: Checkpoint, wanted: WantedEncodings, store: Path, progress: Progress) -> Manifest:
+    """Writes what a store lacks whose layers are, as far as they are there, of this checkpoint. Raises as `pack`."""
+    packer = _Packer(checkpoint, plan(checkpoint, wanted), store, progress)
+    replace_file(store / JOURNAL, packer.journal, 0o644)
+    return packer.run()
 
 
 class _Packer:
@@ -157,18 +174,26 @@ class _Packer:
             log.warning("%s cannot be encoded so, for its rows are no multiples of 32; it keeps its type", name)
         kept = self._keep(finished)
         self._check_room(kept)
+        check_scales(file for file in self._files if file.file not in kept)
         digests = [kept.get(file.file) or write_file(file, self._store, self._advance) for file in self._files]
         copies = tuple(self._copy(path) for path in self._checkpoint.copied)
         manifest = self._manifest(digests, copies)
         manifest.save(self._store)
         (self._store / JOURNAL).unlink(missing_ok=True)
+        shutil.rmtree(self._store / SHARDS, ignore_errors=True)
         return Manifest.load(self._store)
+
+    @property
+    def journal(self) -> bytes:
+        """Returns what the journal says while this store is unfinished."""
+        source, encodings = self._checkpoint.fingerprint, self._layout.encodings
+        return msgspec.json.encode({"version": VERSION, "source": source, "encodings": encodings})
 
     def _keep(self, finished: bool) -> dict[str, tuple[str, ...]]:
         """The files that need not be written, and their runs' checksums; those of a finished store are read again."""
         kept = {}
         for file in self._files:
-            if found := self._intact(file, thorough=finished):
+            if found := intact(self._store, file, thorough=finished):
                 kept[file.file] = found
                 self._advance(sum(run.bytes for run in file.runs))
         return kept
@@ -180,12 +205,10 @@ class _Packer:
     def _begin(self) -> bool:
         """Makes the directory ready; true where it holds a finished store of this checkpoint."""
         store, journal = self._store, self._store / JOURNAL
-        state = {"version": VERSION, "source": self._checkpoint.fingerprint, "encodings": self._layout.encodings}
         finished = self._finished()
-        text = msgspec.json.encode(state)
-        if not finished and not (journal.exists() and journal.read_bytes() == text):
-            self._start_over()
-            replace_file(journal, text, 0o644)
+        if not finished and not (journal.exists() and journal.read_bytes() == self.journal):
+            start_over(store)
+            replace_file(journal, self.journal, 0o644)
         for leftover in (*store.glob("*.tmp"), *store.glob("experts/*.tmp")):
             leftover.unlink()
         (store / "experts").mkdir(exist_ok=True)
@@ -206,37 +229,6 @@ class _Packer:
             held = ", ".join(dict.fromkeys(found.encodings)) or found.dtype
             raise StoreError(f"{self._store} holds this checkpoint in other encodings ({held}); remove it first")
         return True
-
-    def _start_over(self) -> None:
-        """Clears away what cannot be told to come from this checkpoint; only in a directory of ours."""
-        store = self._store
-        if (store / MANIFEST).exists() or (store / JOURNAL).exists():
-            log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
-            for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
-                file.unlink(missing_ok=True)
-            return
-        ours = (LOCK, f"{JOURNAL}.tmp", "lost+found")
-        others = [path.name for path in store.iterdir() if path.name not in ours]
-        if others:
-            raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")
-
-    def _intact(self, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | None:
-        """The checksums in the header of a file that is there and whole; `thorough` compares them to the bytes."""
-        path = self._store / file.file
-        if not path.is_file() or path.stat().st_size != file.bytes:
-            return None
-        with PageFile(path) as opened:
-            header = bytearray(file.header_bytes)
-            opened.fill(memoryview(header), len(header), 0)
-            start = header.find(b'"xxh3_128":"') + len(b'"xxh3_128":"')
-            found = header[start : header.find(b'"', start)].decode("ascii", "replace").split(" ")
-            if len(found) != len(file.runs) or file.header(found) != header:
-                return None
-            for run, offset, digest in zip(file.runs, file.offsets(), found, strict=True):
-                if thorough and range_checksum(opened, offset, run.bytes) != digest:
-                    log.warning("%s is damaged and will be written anew", path)
-                    return None
-        return tuple(found)
 
     def _check_room(self, kept: dict[str, tuple[str, ...]]) -> None:
         copied = sum(path.stat().st_size for path in self._checkpoint.copied)
@@ -290,3 +282,19 @@ def _layer_entry(file: FilePlan, digests: Sequence[str], encoding: str) -> Layer
         experts=tuple(entries),
         encoding=encoding,
     )
+
+
+def start_over(store: Path) -> None:
+    """Clears away what cannot be told to come from this checkpoint; only in a directory of ours."""
+    if (store / IDENTITY).is_file():
+        how = "go on as before, with --wait or --delete-shards and the same encodings, or remove the directory"
+        raise StoreError(f"{store} holds shards that were packed as they arrived: {how}")
+    if (store / MANIFEST).exists() or (store / JOURNAL).exists():
+        log.warning("%s is damaged, or part of another checkpoint's store; starting over", store)
+        for file in (store / DENSE, *store.glob("experts/layer_*.safetensors")):
+            file.unlink(missing_ok=True)
+        return
+    ours = (LOCK, f"{JOURNAL}.tmp", "lost+found")
+    others = [path.name for path in store.iterdir() if path.name not in ours]
+    if others:
+        raise StoreError(f"{store} is not empty and no store (it has {others[0]}); choose another directory")

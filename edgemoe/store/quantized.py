@@ -13,7 +13,7 @@ from typing import Any
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.store.checkpoint import Tensor
-from edgemoe.store.sources import PLAIN, Shape, Source
+from edgemoe.store.sources import EXPONENTS, PLAIN, Shape, Source
 
 METHODS = ("mxfp4", "fp8", "compressed-tensors")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -101,7 +101,7 @@ def _mxfp4(left: Mapping[str, Tensor], name: str, shape: Shape, blocks: Tensor) 
         raise CheckpointError(f"{blocks.file}: tensor {name}_blocks is there, but not {name}_scales")
     _demand_shape(blocks, (*shape[:-1], -(-shape[-1] // 32), 16))
     _demand_shape(scales, (*shape[:-1], -(-shape[-1] // 32)))
-    if blocks.dtype != "U8" or scales.dtype not in ("U8", "F8_E8M0"):
+    if blocks.dtype != "U8" or scales.dtype not in EXPONENTS:
         raise UnsupportedModel(f"{blocks.file}: tensor {name}_blocks is of types {blocks.dtype} and {scales.dtype}")
     return Source(name, shape, "mxfp4", blocks, scales, (1, 32))
 

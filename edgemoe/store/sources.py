@@ -23,6 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Read = Callable[[Tensor, int, int], Bytes]  # so many bytes of a tensor, from an offset in it
 PLAIN = {"F32": "float32", "BF16": "bfloat16", "F16": "bfloat16"}  # safetensors dtype -> the encoding that keeps it
+EXPONENTS = ("U8", "F8_E8M0")  # types of scales that are powers of two
 TRANSFORM_WEIGHTS = 1 << 22  # of one transformation, where rows may be cut
 
 
@@ -168,7 +169,7 @@ def _numbers(raw: Bytes, dtype: str) -> Floats:
         return from_bf16(raw.view(np.uint16))
     if dtype == "F16":
         return raw.view(np.float16).astype(np.float32)
-    assert dtype in ("U8", "F8_E8M0")
+    assert dtype in EXPONENTS
     powers: Floats = np.ldexp(np.float32(1), raw.astype(np.int32) - 127)
     return powers
 

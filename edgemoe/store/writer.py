@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
@@ -18,12 +19,23 @@ import numpy.typing as npt
 from edgemoe.durable import sync_directory
 from edgemoe.errors import CheckpointError
 from edgemoe.store.checkpoint import Tensor
-from edgemoe.store.files import BLOCK_BYTES, Buffer, Checksum, PageFile, blocks, open_direct, page_memory
+from edgemoe.store.files import (
+    BLOCK_BYTES,
+    Buffer,
+    Checksum,
+    PageFile,
+    blocks,
+    open_direct,
+    page_memory,
+    range_checksum,
+)
 from edgemoe.store.layout import NO_DIGEST, FilePlan
 from edgemoe.store.pieces import Piece, Run
-from edgemoe.store.sources import Transform
+from edgemoe.store.sources import EXPONENTS, Transform
 from edgemoe.types.experts import PAGE_BYTES, padded
 
+NO_NUMBER = 255  # as an exponent
+log = logging.getLogger(__name__)
 AHEAD = 4  # blocks read, or encoded, before they are wanted
 
 
@@ -54,6 +66,36 @@ def write_file(plan: FilePlan, directory: Path, advance: Callable[[int], None]) 
         found = tuple(digest.hexdigest() for digest in digests)
         output.finish(plan.header(found))
     return found
+
+
+def check_scales(plans: Iterable[FilePlan]) -> None:
+    """Reads the exponents that files will be made of. Raises CheckpointError where one stands for no number."""
+    pieces = (piece for plan in plans for run in plan.runs for piece in run.pieces if isinstance(piece, Transform))
+    scales = {piece.source.scales for piece in pieces}
+    with CheckpointReader() as reader:
+        for tensor in sorted((each for each in scales if each is not None), key=lambda each: each.name):
+            for block in blocks(tensor.bytes) if tensor.dtype in EXPONENTS else ():
+                if (reader.stretch(tensor, block.start, block.stop - block.start) == NO_NUMBER).any():
+                    raise CheckpointError(f"{tensor.file}: {tensor.name} has a scale that is no number (E8M0 255)")
+
+
+def intact(store: Path, file: FilePlan, *, thorough: bool) -> tuple[str, ...] | None:
+    """Returns the checksums in the header of a file that is there and whole; `thorough` compares them to the bytes."""
+    path = store / file.file
+    if not path.is_file() or path.stat().st_size != file.bytes:
+        return None
+    with PageFile(path) as opened:
+        header = bytearray(file.header_bytes)
+        opened.fill(memoryview(header), len(header), 0)
+        start = header.find(b'"xxh3_128":"') + len(b'"xxh3_128":"')
+        found = header[start : header.find(b'"', start)].decode("ascii", "replace").split(" ")
+        if len(found) != len(file.runs) or file.header(found) != header:
+            return None
+        for run, offset, digest in zip(file.runs, file.offsets(), found, strict=True):
+            if thorough and range_checksum(opened, offset, run.bytes) != digest:
+                log.warning("%s is damaged and will be written anew", path)
+                return None
+    return tuple(found)
 
 
 def copy_file(source: Path, target: Path) -> str:
@@ -162,14 +204,15 @@ class CheckpointReader:
 
     def _make(self, span: _Span, buffer: memoryview) -> tuple[int, memoryview]:
         if isinstance(span.piece, Transform):
-            return span.run, span.piece.run(self._bytes).data.cast("B")
+            return span.run, span.piece.run(self.stretch).data.cast("B")
         tensor = span.piece.tensor
         block = self._read(tensor, span.offset, span.bytes, buffer)
         if tensor.dtype == "F16":
             block[:] = to_bfloat16(np.frombuffer(block, np.float16)).data.cast("B")
         return span.run, block
 
-    def _bytes(self, tensor: Tensor, offset: int, size: int) -> npt.NDArray[np.uint8]:
+    def stretch(self, tensor: Tensor, offset: int, size: int) -> npt.NDArray[np.uint8]:
+        """Returns some bytes of a tensor. Raises CheckpointError."""
         room = page_memory(padded(size) + PAGE_BYTES)
         return np.frombuffer(self._read(tensor, offset, size, room), np.uint8)
 

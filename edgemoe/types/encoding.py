@@ -35,7 +35,7 @@ class Encoding:
 
 FLOAT32 = Encoding("float32", 32)
 BFLOAT16 = Encoding("bfloat16", 16)
-INT8 = Encoding("int8", 8, 32, 2)  # whole numbers from -127 to 127, times a bfloat16
+INT8 = Encoding("int8", 8, 32, 2)  # whole numbers, times a bfloat16: -127 to 127, of other packers -128 too
 INT4 = Encoding("int4", 4, 32, 2)  # whole numbers from -8 to 7, times a bfloat16
 MXFP4 = Encoding("mxfp4", 4, 32, 1)  # E2M1, times a power of two (E8M0) [OCP-MX]
 FP8 = Encoding("fp8", 8, 128, 4)  # E4M3, times a float32

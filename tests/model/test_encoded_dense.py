@@ -18,20 +18,40 @@ from edgemoe.store.packer import pack
 from edgemoe.store.wanted import WantedEncodings
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 32, "head_dim": 32}
+OF_LATENTS = {
+    "hidden_size": 128,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+OF_STATES = {**SIZES, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 64}
+MADE = {  # two whose decoding is fused or not, and two mechanisms with matrices of their own
+    "fused": ("qwen3_moe", SIZES),
+    "by layers": ("olmoe", SIZES),
+    "latent attention": ("deepseek_v3", OF_LATENTS),
+    "latent attention without a query's latent": ("deepseek_v2", {**OF_LATENTS, "q_lora_rank": None}),
+    "delta nets, split": ("qwen3_5_moe_text", OF_STATES),
+    "delta nets": ("qwen3_next", OF_STATES),
+}
 
 
 @pytest.mark.parametrize("dense", ["int8", "int4"])
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "by layers"])
+@pytest.mark.parametrize("made", MADE)
 def test_encoded_matrices_give_the_logits_of_their_decoded_weights(
-    make_tiny: Callable[..., Tiny], kernels: dict[bool, Kernels], tmp_path: Path, dense: str, fused: bool
+    make_tiny: Callable[..., Tiny], kernels: dict[bool, Kernels], tmp_path: Path, dense: str, made: str
 ) -> None:
-    tiny = make_tiny("qwen3_moe" if fused else "olmoe", fused=False, **SIZES)
+    family, sizes = MADE[made]
+    tiny = make_tiny(family, fused=False, **sizes)
     tiny.model.save_pretrained(tmp_path / "checkpoint")
     spec = spec_of(pack(tmp_path / "checkpoint", tmp_path / "store", wanted=WantedEncodings("keep", dense)))
     tokens = torch.randint(0, 300, (50,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = []
-    for made in (None, kernels[False]):
-        decoder = Decoder.load(spec, tmp_path / "store" / DENSE, kernels=made)
+    for each in (None, kernels[False]):
+        decoder = Decoder.load(spec, tmp_path / "store" / DENSE, kernels=each)
         session = Session(replace(tiny, spec=spec, decoder=decoder, experts=ResidentExperts(tmp_path / "store")))
         logits.append(torch.cat([session.step(part) for part in (tokens[:40], *([token] for token in tokens[40:]))]))
     assert spec.dense_encoding == dense

@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import quantised
 from support.quantised import ABOUT_FP8, Quantise, compressed, is_expert, is_projection
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from edgemoe.encodings.codec import pack as encode
 from edgemoe.encodings.codec import unpack
-from edgemoe.errors import ConfigError, StoreError, UnsupportedModel
+from edgemoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModel
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import MANIFEST, Manifest, own_checksum
 from edgemoe.store.packer import JOURNAL, ensure_store, pack
@@ -193,6 +193,19 @@ def test_mxfp4_is_kept_as_transformers_reads_it(checkpoint: Make, tmp_path: Path
         theirs = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32)
         np.testing.assert_array_equal(found, theirs[4].T.numpy())
         np.testing.assert_array_equal(found, meant[name][4].numpy())
+
+
+def test_a_scale_that_is_no_number_is_refused_by_name_before_a_byte_is_written(
+    checkpoint: Make, tmp_path: Path
+) -> None:
+    source = shutil.copytree(checkpoint(stacked=True, **SHAPE), tmp_path / "source")
+    quantised.quantise(source, quantised.mxfp4, {"quant_method": "mxfp4"}, is_expert)
+    tensors, name = load_file(source / "model.safetensors"), "model.layers.2.mlp.experts.down_proj_scales"
+    tensors[name][3, 1, 0] = 255
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{name} has a scale that is no number"):
+        pack(source, tmp_path / "store")
+    assert not list((tmp_path / "store").glob("**/*.safetensors*"))
 
 
 @pytest.mark.parametrize(

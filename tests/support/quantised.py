@@ -68,6 +68,7 @@ def row_fp8(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
 def row_int8(name: str, weight: torch.Tensor, stored: Tensors) -> torch.Tensor:
     scales = (weight.abs().amax(1, keepdim=True) / 127).to(torch.bfloat16)
     codes = (weight / scales.float()).round().clamp(-127, 127).to(torch.int8)
+    codes[0, 0] = -128
     stored[name], stored[f"{name}_scale"] = codes, scales
     return codes.float() * scales.float()
 
@@ -80,6 +81,7 @@ def packed(bits: int, group: int) -> Quantise:
         grouped = weight.view(len(weight), -1, group)
         scales = (grouped.abs().amax(2) / most).to(torch.bfloat16)
         codes = (grouped / scales.float()[:, :, None]).round().clamp(-most, most)
+        codes[0, 0, 0] = -most - 1
         unsigned = (codes.view(weight.shape).to(torch.int64) + most + 1).view(len(weight), -1, 32 // bits)
         words = (unsigned << (torch.arange(32 // bits) * bits)).sum(2)
         prefix = name.removesuffix("weight")

@@ -1,0 +1,286 @@
+"""Packs a checkpoint whose shards come one by one, so that each can be deleted as soon as it is packed.
+
+A layer of experts is written once all shards with tensors of it are there. What else a shard has is kept in the store's
+folder `shards` until the last one has come: its header, and the tensors that no written layer holds, as they are. Then
+the store is finished as ever, and is the same, byte for byte, as if all shards had been there at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from edgemoe.durable import replace_file, sync_directory
+from edgemoe.errors import ShardCutShort, StoreError
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec
+from edgemoe.store.checkpoint import (
+    CONFIG,
+    INDEX,
+    Checkpoint,
+    FileStat,
+    Tensor,
+    check_index,
+    copied_files,
+    file_stat,
+    fingerprint_of,
+    header_of,
+    parse_header,
+    read_header,
+    read_json,
+    weight_files,
+)
+from edgemoe.store.files import lock_store
+from edgemoe.store.layout import FilePlan, plan_layer
+from edgemoe.store.manifest import MANIFEST, LayerEntry, Manifest
+from edgemoe.store.packer import (
+    AS_IT_IS,
+    IDENTITY,
+    JOURNAL,
+    SHARDS,
+    Progress,
+    finish,
+    place_of,
+    silent,
+    start_over,
+    told_as_store_error,
+)
+from edgemoe.store.pieces import Copy, Run
+from edgemoe.store.quantized import check_method
+from edgemoe.store.wanted import KEEP, WantedEncodings
+from edgemoe.store.writer import check_scales, intact, write_file
+from edgemoe.types.arrays import Json
+from edgemoe.types.encoding import ENCODINGS
+
+
+class Arrival(NamedTuple):
+    """How far a store has come: finished where no shard is missing."""
+
+    store: Path
+    missing: tuple[str, ...]  # that have not arrived, or in part
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What is kept of a shard that may have been deleted."""
+
+    bytes: int
+    mtime_ns: int
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One shard that has arrived."""
+
+    about: FileStat
+    header: bytes
+    tensors: dict[str, Tensor]  # where they lie in the shard
+    left: dict[str, Tensor] | None  # where those lie that are kept of it; None: the shard itself is still there
+
+
+def pack_arrived(
+    source_dir: str | Path,
+    dest_dir: str | Path,
+    progress: Progress = silent,
+    wanted: WantedEncodings = AS_IT_IS,
+    *,
+    delete: bool = False,
+) -> Arrival:
+    """Packs what has arrived of a checkpoint, whose config.json and index have to be there; finishes with the last.
+
+    With `delete` every shard is deleted as soon as the store no longer needs it. Run again it goes on, also where it
+    was killed. A shard that is cut short counts as missing. Raises CheckpointError and UnsupportedModel for what is
+    there, StoreError where `dest_dir` holds something else, is in use, or has too little room.
+    """
+    store = Path(dest_dir).expanduser()
+    with told_as_store_error(store):
+        store.mkdir(parents=True, exist_ok=True)
+        with lock_store(store, exclusive=True):
+            return _Arriving(Path(source_dir).expanduser(), store, wanted, progress).run(delete=delete)
+
+
+def arriving_store(source_dir: str | Path, store_dir: str | Path, wanted: WantedEncodings) -> Path:
+    """Returns where the store of a checkpoint lies whose shards arrive one by one. Raises CheckpointError."""
+    source = Path(source_dir).expanduser()
+    checkpoint = Checkpoint(source, read_json(source / CONFIG), {}, (), _identity(source))
+    return place_of(Path(store_dir).expanduser(), checkpoint, wanted)
+
+
+def _identity(source: Path) -> str:
+    """Returns what tells a checkpoint from another before its shards are there."""
+    digest = xxhash.xxh3_128()
+    for name in (CONFIG, INDEX):
+        if (path := source / name).is_file():
+            digest.update(path.read_bytes())
+    return str(digest.hexdigest())
+
+
+class _Arriving:
+    """One run of `pack_arrived`, under the store's lock."""
+
+    def __init__(self, source: Path, store: Path, wanted: WantedEncodings, progress: Progress) -> None:
+        self._source, self._store, self._wanted, self._progress = source, store, wanted, progress
+        self._config = read_json(source / CONFIG)
+        check_method(self._config)
+        self._spec: ModelSpec = spec_from_config({**self._config, "dtype": "bfloat16"})
+        self._kept = store / SHARDS
+        self._files: list[Path] = []
+        self._weight_map: Json = {}
+
+    def run(self, *, delete: bool) -> Arrival:
+        if self._is_finished():
+            return Arrival(self._store, ())
+        self._begin()
+        self._files, self._weight_map = weight_files(self._source)
+        shards, is_indexed = dict(self._arrived()), bool(self._weight_map)
+        if not is_indexed:
+            self._weight_map = {name: path.name for path, shard in shards.items() for name in shard.tensors}
+        written = set(self._write_layers(shards))
+        if delete and is_indexed:
+            for path, shard in shards.items():
+                shards[path] = self._release(path, shard, written)
+        missing = tuple(path.name for path in self._files if path not in shards)
+        if not missing:
+            finish(self._checkpoint(shards, whole=True), self._wanted, self._store, self._progress)
+            for path in self._files:
+                if delete and path.is_file():
+                    _delete(path)
+        return Arrival(self._store, missing)
+
+    def _is_finished(self) -> bool:
+        if not (self._store / MANIFEST).is_file():
+            return False
+        found = Manifest.load(self._store)
+        if found.config != self._config or any(map(self._encoded_otherwise, range(len(found.layers)), found.layers)):
+            raise StoreError(
+                f"{self._store} is the store of another checkpoint, or in other encodings; remove it first"
+            )
+        shutil.rmtree(self._kept, ignore_errors=True)
+        return True
+
+    def _encoded_otherwise(self, number: int, layer: LayerEntry) -> bool:
+        """Returns whether a finished layer is in another encoding than is wanted and possible."""
+        geometry = self._spec.geometry
+        name = self._wanted.of_layer(number, geometry.layers)
+        fits = name != KEEP and all(ENCODINGS[name].fits(size) for size in (geometry.hidden, geometry.width))
+        return fits and ENCODINGS[name].group > 0 and layer.encoding != name
+
+    def _begin(self) -> None:
+        """Makes the directory ready. Raises StoreError where it keeps what has arrived of another checkpoint."""
+        identity = msgspec.json.encode({"checkpoint": _identity(self._source), "encodings": self._wanted.label})
+        file = self._store / IDENTITY
+        if not file.is_file():
+            start_over(self._store)
+            replace_file(self._store / JOURNAL, identity, 0o644)
+            self._kept.mkdir(exist_ok=True)
+            replace_file(file, identity, 0o644)
+        elif file.read_bytes() != identity:
+            raise StoreError(
+                f"{self._store} holds what has arrived of another checkpoint, or for other encodings; "
+                "finish that, or remove the directory, whose shards may have been deleted"
+            )
+        (self._store / "experts").mkdir(exist_ok=True)
+        for leftover in (*self._store.glob("experts/*.tmp"), *self._kept.glob("*.tmp")):
+            leftover.unlink()
+
+    def _arrived(self) -> Iterator[tuple[Path, _Shard]]:
+        """Yields the shards that are whole, or were."""
+        for path in self._files:
+            record, kept = self._kept / f"{path.name}.json", self._kept / path.name
+            if record.is_file() and kept.is_file():
+                found = msgspec.json.decode(record.read_bytes(), type=_Record)
+                about, header = FileStat(path.name, found.bytes, found.mtime_ns), found.header.encode()
+                tensors = parse_header(header, path, found.bytes)
+                yield path, _Shard(about, header, tensors, self._left(path, tensors))
+            elif path.is_file():
+                with contextlib.suppress(ShardCutShort):
+                    header, size = header_of(path)
+                    tensors = parse_header(header, path, size)
+                    own = {name: file for name, file in self._weight_map.items() if file == path.name}
+                    check_index(own, tensors)
+                    yield path, _Shard(file_stat(path), header, tensors, None)
+
+    def _left(self, path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors that are kept of a shard, where they lie now."""
+        kept = self._kept / path.name
+        return {n: replace(tensors[n], file=kept, offset=place.offset) for n, place in read_header(kept).items()}
+
+    def _checkpoint(self, shards: dict[Path, _Shard], *, whole: bool = False) -> Checkpoint:
+        """Returns the checkpoint as far as it has arrived; its fingerprint is that of the shards as they came."""
+        original: dict[str, Tensor] = {}
+        for path in self._files:
+            if path in shards:
+                original |= shards[path].tensors
+        places = dict(original)
+        for shard in shards.values():
+            places |= shard.left or {}
+        copied = copied_files(self._source)
+        stats = [shards[path].about for path in self._files if path in shards] + [file_stat(path) for path in copied]
+        return Checkpoint(self._source, self._config, places, copied, fingerprint_of(stats, original) if whole else "")
+
+    def _write_layers(self, shards: dict[Path, _Shard]) -> Iterator[str]:
+        """Writes the layers of experts whose shards are all there; yields the tensors that they are made of."""
+        checkpoint = self._checkpoint(shards)
+        there, done = {path.name for path in shards}, 0
+        total = sum(tensor.bytes for tensor in checkpoint.tensors.values())
+        for number, layer in enumerate(self._spec.expert_layers):
+            if not all(file in there for name, file in self._wanted_names() if f"layers.{layer}." in name):
+                continue
+            file = plan_layer(checkpoint, self._wanted, number)
+            if not intact(self._store, file, thorough=False):
+                check_scales([file])
+                write_file(file, self._store, lambda _: None)
+            names = {tensor.name for tensor in _sources(file)}
+            yield from names
+            done += sum(checkpoint.tensors[name].bytes for name in names)
+            self._progress(done, total)
+
+    def _wanted_names(self) -> Iterator[tuple[str, str]]:
+        skipped = [pattern.replace("{layers}", str(self._spec.layers)) for pattern in self._spec.names.skipped]
+        for name, file in self._weight_map.items():
+            if not any(re.match(pattern, name) for pattern in skipped):
+                yield name, file
+
+    def _release(self, path: Path, shard: _Shard, written: set[str]) -> _Shard:
+        """Keeps what the store still needs of a shard, and deletes it."""
+        names = {name for name, file in self._wanted_names() if file == path.name} - written
+        if shard.left is None or names != shard.left.keys():
+            record = _Record(shard.about.bytes, shard.about.mtime_ns, shard.header.decode())
+            replace_file(self._kept / f"{path.name}.json", msgspec.json.encode(record), 0o644)
+            places = shard.tensors if shard.left is None else shard.left
+            kept = sorted((replace(places[name], dtype="U8") for name in names), key=lambda tensor: tensor.name)
+            copies = Run(tuple(Copy(tensor, 0, tensor.bytes) for tensor in kept))
+            entries = tuple((tensor.name, "U8", (tensor.bytes,)) for tensor in kept)
+            write_file(FilePlan(f"{SHARDS}/{path.name}", entries, (copies,)), self._store, lambda _: None)
+            shard = replace(shard, left=self._left(path, shard.tensors))
+        if path.is_file():
+            _delete(path)
+        return shard
+
+
+def _sources(file: FilePlan) -> Iterator[Tensor]:
+    """Yields the tensors that a file is made of, some of them several times."""
+    for run in file.runs:
+        for piece in run.pieces:
+            if isinstance(piece, Copy):
+                yield piece.tensor
+                continue
+            yield piece.source.codes
+            if piece.source.scales is not None:
+                yield piece.source.scales
+
+
+def _delete(path: Path) -> None:
+    """Deletes a shard; in the hub's cache, where it is a link, what it points at."""
+    target = path.resolve()
+    path.unlink()
+    target.unlink(missing_ok=True)
+    sync_directory(path.parent)
