@@ -20,6 +20,7 @@ from edgemoe.config.sizes import format_size
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
+from edgemoe.types.model_info import encodings_text
 
 WATCH_S = 2.0
 RATES_S = 1.0  # between two readings of counters
@@ -101,13 +102,20 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
     if model:
         lines.append(
             f"{model['family']}, {model['layers']} layers of {model['experts']} experts, {model['top_k']} a token, "
-            f"{model['dtype']}, {format_size(model['expert_bytes'])} an expert"
+            f"{format_size(model['expert_bytes'])} an expert; {_precision(model)}"
         )
     if engine.get("starts", 1) > 1:
         lines.append(
             f"[yellow]The engine has been started {engine['starts']} times; it last ended: {engine['last_end']}[/]"
         )
     return "\n".join(lines) + "\n"
+
+
+def _precision(model: Json) -> str:
+    """Returns the encodings of weights, and what keys and values are kept in where that is another type."""
+    dtype, kv = model["dtype"], model.get("kv_dtype")
+    weights = encodings_text(model.get("encodings", ()), model.get("dense_encoding", ""), dtype)
+    return f"{weights}; KV {kv}" if kv and kv != dtype else weights
 
 
 def tier_table(metrics: Mapping[str, float]) -> Table:

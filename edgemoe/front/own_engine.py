@@ -48,6 +48,7 @@ class OwnEngine:
             ram=holds.ram,
             shares=shares,
             layer_experts=model.layer_experts,
+            encodings=model.encodings,
             plan=holds.plan,
         )
 

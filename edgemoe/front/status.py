@@ -68,6 +68,7 @@ def _box(node: str, state: State, card: Announce | None, plan: PlacementPlan | N
         "ram_bytes": card.ram_bytes if card is not None else 0,
         "engine": engine.boot if engine is not None else "",
         "model": engine.model if engine is not None else "",
+        "encodings": list(engine.encodings) if engine is not None else [],
         "homes": int(plan.homes_of(node).sum()) if plan is not None else 0,
         "room": engine.budget_experts if engine is not None else 0,
         "in_ram": int.from_bytes(engine.ram, "little").bit_count() if engine is not None else 0,

@@ -24,6 +24,7 @@ from edgemoe.store.packer import JOURNAL, Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copy, verify_weights
 from edgemoe.types.experts import padded
+from edgemoe.types.model_info import commonest_first, encodings_text
 
 P = ParamSpec("P")
 
@@ -110,7 +111,8 @@ def _describe(path: Path) -> tuple[str, ...]:
     present, total = sum(len(layer.experts) for layer in manifest.layers), spec.geometry.layers * spec.geometry.experts
     state = "complete" if present == total else f"{present} of {total} experts"
     experts = f"{spec.router.experts}, top {spec.router.top_k}"
-    precision = ", ".join(filter(None, dict.fromkeys(manifest.encodings))) or spec.dtype
+    encodings = commonest_first([layer.encoding or spec.dtype for layer in manifest.layers])
+    precision = encodings_text(encodings, manifest.dense.encoding, spec.dtype)
     return spec.family, str(spec.layers), experts, precision, f"{manifest.total_bytes / 1e9:.2f} GB", state
 
 

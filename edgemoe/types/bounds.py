@@ -46,6 +46,7 @@ Label = Annotated[str, Meta(max_length=1024)]  # of a user, at another box
 LongText = Annotated[str, Meta(max_length=64 << 10)]
 Grammar = Annotated[str, Meta(max_length=32 << 20)]
 Bitmap = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts
+Words = Annotated[tuple[Word, ...], Meta(max_length=16)]
 LayerCounts = Annotated[tuple[Small, ...], Meta(max_length=1 << 12)]  # a number of each layer
 ShareTable = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts, two bytes each
 PairTable = Annotated[bytes, Meta(max_length=192 << 10)]  # of pairs of experts, eight bytes each

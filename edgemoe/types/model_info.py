@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from edgemoe.types.bounds import Bytes, Count, LayerCounts, LongText, Small, Text, TokenCount, Word
+from edgemoe.types.bounds import Bytes, Count, LayerCounts, LongText, Small, Text, TokenCount, Word, Words
 from edgemoe.types.experts import ExpertGeometry
 
 
@@ -16,6 +18,17 @@ class ServedModel:
 
     digest: str  # of its store; the same on all boxes that serve it
     geometry: ExpertGeometry
+
+
+def commonest_first(encodings: Sequence[str]) -> tuple[str, ...]:
+    """Returns the encodings of layers, each once."""
+    return tuple(name for name, _ in Counter(encodings).most_common())
+
+
+def encodings_text(experts: Sequence[str], dense: str, dtype: str) -> str:
+    """Returns what a line says of the encodings of a model whose type is `dtype`."""
+    parts = {"experts": ", ".join(experts) or dtype, "dense": dense or dtype}
+    return dtype if set(parts.values()) == {dtype} else "; ".join(f"{part} {name}" for part, name in parts.items())
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,3 +45,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Word
     expert_bytes: Bytes  # of a largest one
     layer_experts: LayerCounts = ()  # of each layer; (): all have `experts`
+    encodings: Words = ()  # that experts are stored in, the commonest first
+    dense_encoding: Word = ""  # of the dense matrices; "": `dtype`
+    kv_dtype: Word = ""  # of keys and values

@@ -46,7 +46,7 @@ from edgemoe.telemetry.recorder import Recorder
 from edgemoe.telemetry.recording import Header
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
-from edgemoe.types.model_info import ModelInfo, ServedModel
+from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, controller_for, scoutgate_for
@@ -181,6 +181,9 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         dtype=spec.dtype,
         expert_bytes=max(map(spec.geometry.expert_bytes, range(spec.geometry.layers))),
         layer_experts=spec.geometry.layer_experts,
+        encodings=commonest_first([spec.geometry.encoding(layer).name for layer in range(spec.geometry.layers)]),
+        dense_encoding=spec.dense_encoding,
+        kv_dtype="int8" if spec.kv_int8 else spec.dtype,
     )
 
 

@@ -15,6 +15,7 @@ from support.front_kit import openai_client, running, settings_for
 from support.waiting import until
 from tokenizers import Tokenizer
 
+from edgemoe.cli import main
 from edgemoe.config.settings import MemorySettings
 from edgemoe.demo import model_path
 from edgemoe.front.main import WORKER, Front
@@ -64,6 +65,25 @@ async def test_the_door_says_what_the_dequantised_weights_say(tmp_path: Path, ex
         assert await served(front) == expected
         supervisor = front.supervisor
         assert supervisor is not None
+        again = asyncio.ensure_future(served(front))
+        await until(lambda: sum(len(live.emitted) for live in supervisor.request_log._live.values()) > 40, 60)
+        os.kill(supervisor.describe()["engine"]["pid"], signal.SIGKILL)
+        assert await again == expected
+
+
+async def test_with_keys_and_values_in_int8_the_door_says_the_same_after_an_engine_died(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, store = in_float32(model_path(), tmp_path / "plain"), tmp_path / "store"
+    pack(plain, store, wanted=WantedEncodings.parse("int4,first=int8", "int8"))
+    memory, sections = MemorySettings(kv_bytes=8 << 20), {"service": {"max_restarts": 5}}
+    settings = settings_for(tmp_path, store, memory=memory, engine={"kv_cache_dtype": "int8"}, **sections)
+    async with running(settings, WORKER) as front:
+        expected, supervisor = await served(front), front.supervisor
+        assert supervisor is not None
+        socket = ["--socket", settings.api.socket]
+        assert await asyncio.to_thread(main, ["status", *socket]) == 0
+        assert "experts int4, int8; dense int8; KV int8" in " ".join(capsys.readouterr().out.split())
         again = asyncio.ensure_future(served(front))
         await until(lambda: sum(len(live.emitted) for live in supervisor.request_log._live.values()) > 40, 60)
         os.kill(supervisor.describe()["engine"]["pid"], signal.SIGKILL)

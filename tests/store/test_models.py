@@ -14,8 +14,10 @@ from edgemoe.store import catalog as models
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import JOURNAL, ensure_store, pack
 from edgemoe.store.reader import ExpertStore
+from edgemoe.store.wanted import WantedEncodings
 
 Make = Callable[..., Path]
+CODED = WantedEncodings.parse("int4", "int8")
 
 
 def flip(path: Path, offset: int) -> None:
@@ -62,6 +64,7 @@ def test_verifying_what_cannot_be_opened_returns_the_reason(store: Path) -> None
 
 def test_the_table_tells_whole_broken_and_unfinished_stores_apart(checkpoint: Make, tmp_path: Path) -> None:
     whole = ensure_store(checkpoint(), tmp_path)
+    pack(checkpoint(hidden_size=64, moe_intermediate_size=32), tmp_path / "coded", wanted=CODED)
     pack(checkpoint(family="mixtral"), tmp_path / "broken")
     os.truncate(tmp_path / "broken" / "dense.safetensors", 10)
     (tmp_path / "begun").mkdir()
@@ -75,6 +78,7 @@ def test_the_table_tells_whole_broken_and_unfinished_stores_apart(checkpoint: Ma
     assert "complete" in text
     assert "qwen3_moe" in text
     assert "6, top 2" in text
+    assert "experts int4; dense int8" in text
     assert "pack it again" in text
     assert "unfinished" in text
     assert "unrelated" not in text

@@ -35,6 +35,7 @@ from edgemoe.types.bounds import (
     ShareTable,
     Small,
     Text,
+    Words,
 )
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
@@ -78,6 +79,7 @@ class EngineCard(msgspec.Struct, frozen=True):
     shares: bool  # computes for others
     layer_experts: LayerCounts = ()  # of each layer; (): all have `experts`
     plan: Text = ""  # digest of the one by which `ram` is at home
+    encodings: Words = ()  # that experts are stored in, the commonest first
 
 
 class Announce(Message, frozen=True, tag="Announce"):
