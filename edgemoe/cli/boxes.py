@@ -33,6 +33,8 @@ def _heading(cluster: Json) -> str:
     plan = cluster["plan"]
     leader = f"[bold]{cluster['leader']}[/] leads" if cluster["leader"] else "[yellow]nobody leads[/]"
     placed = f"plan {plan['version']} of epoch {plan['epoch']}, {plan['digest'][:12]}" if plan else "no plan yet"
+    if to_come := sum(member["to_come"] for member in cluster["members"]):
+        placed += f", {to_come} experts on the way"
     lines = [f"{leader} in epoch {cluster['epoch']}; {placed}"]
     if cluster["trouble"]:
         lines.append(f"[yellow]No new plan: {escape(cluster['trouble'])}[/]")
@@ -41,13 +43,14 @@ def _heading(cluster: Json) -> str:
 
 
 def _boxes_table(cluster: Json) -> Table:
-    table = _columns("Box", "State", "Homes", "In RAM", "On disk", "Requests")
+    table = _columns("Box", "State", "Homes", "Moving", "In RAM", "On disk", "Requests")
     for member in cluster["members"]:
         node = member["node"]
         table.add_row(
             f"{node} (this box)" if node == cluster["node"] else node,
             _state(member),
             f"{member['homes']}",
+            _moving(member),
             f"{member['in_ram']}" if member["engine"] else "",
             f"{member['on_disk']}" if member["engine"] else "",
             f"{member['requests']}",
@@ -90,6 +93,11 @@ def _state(member: Json) -> str:
     if member["role"] == "witness":
         return f"{state}, witness"
     return state if member["engine"] else f"{state}, no engine"
+
+
+def _moving(member: Json) -> str:
+    """Returns how many homes are still to come, and how many are given up for them."""
+    return " ".join(f"{sign}{member[name]}" for sign, name in (("+", "to_come"), ("-", "to_go")) if member[name])
 
 
 def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> Table:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from edgemoe.cluster.control.members import Member, Members
+from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import Announce
+from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.cluster.rpc.engine_messages import PeerSeen
-from edgemoe.types.placement import PlacementPlan
 
 State = Literal["here", "gone", "leaving", "refused"]
 STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
@@ -38,7 +38,7 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -
         "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
         "trouble": plane.trouble,
         "members": [
-            _box(plane.state.node, "here", plane.announce, plan) | {"requests": requests},
+            _box(plane.state.node, "here", plane.announce, plane.state.plans) | {"requests": requests},
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],
     }
@@ -46,7 +46,7 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -
 
 def _member(plane: ControlPlane, member: Member, link: PeerSeen | None) -> dict[str, Any]:
     node = member.peer.node
-    return _box(node, state_of(plane.state.members, member), member.card, plane.state.plans.plan) | {
+    return _box(node, state_of(plane.state.members, member), member.card, plane.state.plans) | {
         "address": member.peer.address or (member.card.address if member.card else ""),
         "why": member.refused,
         "gone_s": plane.state.members.absent_s(node),
@@ -56,9 +56,9 @@ def _member(plane: ControlPlane, member: Member, link: PeerSeen | None) -> dict[
     }
 
 
-def _box(node: str, state: State, card: Announce | None, plan: PlacementPlan | None) -> dict[str, Any]:
-    engine = card.engine if card is not None else None
-    return {
+def _box(node: str, state: State, card: Announce | None, plans: PlanStore) -> dict[str, Any]:
+    engine, plan = card.engine if card is not None else None, plans.plan
+    return _moves(node, engine, plans) | {
         "node": node,
         "state": state,
         "role": card.role if card is not None else "",
@@ -74,3 +74,15 @@ def _box(node: str, state: State, card: Announce | None, plan: PlacementPlan | N
         "in_ram": int.from_bytes(engine.ram, "little").bit_count() if engine is not None else 0,
         "on_disk": int.from_bytes(engine.disk, "little").bit_count() if engine is not None else 0,
     }
+
+
+def _moves(node: str, engine: EngineCard | None, plans: PlanStore) -> dict[str, int]:
+    """Counts experts that the box has not yet said are pinned, and those that it will give up for it."""
+    plan, ref = plans.plan, plans.ref
+    if plan is None or ref is None or node not in plan.nodes:
+        return {"to_come": 0, "to_go": 0}
+    at = plan.nodes.index(node)
+    homes = int.from_bytes(plan.homes[at], "little")
+    goal = int.from_bytes(plan.goal[at], "little") if plan.goal else homes
+    pinned = int.from_bytes(engine.ram, "little") if engine is not None and engine.plan == ref.digest else 0
+    return {"to_come": (goal & ~pinned).bit_count(), "to_go": (homes & ~goal).bit_count()}

@@ -23,6 +23,7 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Move, Tier
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.assemble import Assembly
+from edgemoe.worker.home_moves import HomeMoves
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
@@ -44,6 +45,7 @@ class ClusterSide:
         self._settings, self._tiers, self._info, self._post = settings, tiers, info, post
         self._sharing, self._homes = sharing, 0
         self._adopted_s = float("-inf")
+        self._moves = HomeMoves(settings.migrate_bytes_per_s, info.expert_bytes, time.monotonic())
         self._kernels: Kernels | None = None
         if not any(device.kind.startswith("cuda") for device in assembly.budgets.devices):
             self._kernels = Kernels(assembly.budgets.threads, tiers.geometry.bf16)
@@ -125,9 +127,7 @@ class ClusterSide:
             if model != (self._info.digest, self._info.layers, self._info.experts):
                 raise CapacityError("it is a plan for another model")
             if node in plan.nodes:
-                homes = plan.homes_of(node)
-                self._tiers.residency.homes.keep(homes)
-                self._homes = int(homes.sum())
+                self._keep(plan, plan.homes_of(node))
         except (CapacityError, ValueError) as error:
             log.error("plan refused", extra={**fields, "why": str(error)})
             return
@@ -135,9 +135,19 @@ class ClusterSide:
         log.info("plan adopted", extra={**fields, "homes": self._homes})
         self._fetch_homes()
 
+    def _keep(self, plan: PlacementPlan, homes: BoolArray) -> None:
+        """Pins these experts [L, E], and no others. Raises CapacityError."""
+        owner = self._tiers.residency.homes
+        before = owner.in_ram()
+        owner.keep(homes)
+        self._homes = int(homes.sum())
+        self._moves.follow(plan, self._settings.node, first=self.plan is None)
+        if (dropped := before & ~homes).any():
+            log.debug("pins dropped", extra={"version": plan.version, "experts": pack_bits(dropped).hex()})
+
     def _fetch_homes(self) -> None:
-        """Requests the homes that are not in RAM, in place of earlier such requests."""
-        missing = self._tiers.residency.homes.missing()
+        """Requests the homes that are not in RAM, as many as may come now, in place of earlier such requests."""
+        missing = self._moves.turn(self._tiers.residency.homes.missing(), time.monotonic())
         self._tiers.loader.prefetch(
             (Move(expert, Tier.NVME, Tier.RAM, ALWAYS) for expert in missing), PrefetchPriority.HOME
         )
@@ -155,6 +165,7 @@ class ClusterSide:
             holds = Holds(disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=slots, plan=self._digest)
             if holds != announced:
                 announced = holds
+                log.debug("pins", extra={"by": self._digest, "experts": holds.ram.hex()})
                 self._post(holds)
             for peer in self.plane.calls.peers.values():
                 if peer.reachable:

@@ -80,6 +80,7 @@ def test_a_witness_needs_an_agreement_to_vote_in(tmp_path: Path, capsys: pytest.
 
 def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
     member = {"homes": 6, "in_ram": 9, "on_disk": 18, "requests": 2, "engine": "boot", "role": "box"}
+    member |= {"to_come": 0, "to_go": 0}
     health = {
         "cluster": {
             "node": "a",
@@ -89,7 +90,8 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
             "trouble": "600 bytes missing [/]",
             "members": [
                 member | {"node": "a", "state": "here"},
-                member | {"node": "b", "state": "here", "latency_s": 0.0123, "bytes_per_s": 62.5e6, "why": ""},
+                member
+                | {"node": "b", "state": "here", "latency_s": 0.0123, "bytes_per_s": 62.5e6, "to_come": 5, "to_go": 2},
                 member | {"node": "x" * 63, "state": "here", "engine": ""},
                 member | {"node": "c", "state": "refused", "why": "c serves another model [/]"},
             ],
@@ -101,11 +103,13 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
     console.print(boxes(health, {calls: 10.0, seconds: 1.0}, {calls: 110.0, seconds: 1.5}, 2.0))
     text = page.getvalue()
     assert "…" not in text
-    assert ["Box", "State", "Homes", "In", "RAM", "On", "disk", "Requests"] in map(str.split, text.splitlines())
+    heads = ["Box", "State", "Homes", "Moving", "In", "RAM", "On", "disk", "Requests"]
+    assert heads in map(str.split, text.splitlines())
+    assert ["b", "here", "6", "+5", "-2", "9", "18", "2"] in map(str.split, text.splitlines())
     assert ["b", "12.3", "ms", "62.5", "MB/s", "50.0", "5.0", "ms"] in map(str.split, text.splitlines())
     for part in (
         "b leads in epoch 7",
-        "plan 3 of epoch 6",
+        "plan 3 of epoch 6, abcdef012345, 5 experts on the way",
         "600 bytes missing",
         "another model",
         "12.3 ms",

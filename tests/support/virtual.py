@@ -12,13 +12,14 @@ import selectors
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import msgspec
+import numpy as np
 import pysyncobj.syncobj
 from pysyncobj.node import Node
 
@@ -26,19 +27,21 @@ from edgemoe.cluster.control import leader as leading
 from edgemoe.cluster.control import plane as plane_module
 from edgemoe.cluster.control.coordination import choice as stores
 from edgemoe.cluster.control.coordination.raft import BACK_S, TICK_S, RaftStore
+from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.local_services import NoServices
 from edgemoe.cluster.control.placement import PlanTask, Target, make_target
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.auth import AllowList
-from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard
+from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.rpc.envelope import Envelope
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import ClusterSettings
-from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
-from edgemoe.types.placement import PlacementPlan
-from support.planes import ABC, card
+from edgemoe.errors import CoordUnavailable, EdgemoeError, PeerRefused, PeerUnavailable
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.placement import PlacementPlan, pack_bits
+from support.planes import ABC, EXPERTS, LAYERS, card
 
 LATENCY_S = 0.003
 DOWN_S = 1.5  # before a cut is noticed
@@ -159,6 +162,14 @@ class Transport:
 class Ticking(RaftStore):
     """Its replica runs on the loop."""
 
+    cluster: Cluster
+
+    async def commit_plan(self, epoch: int, plan: PlanRef) -> None:
+        box = self.cluster.boxes[self._name]
+        self.cluster.at("committing", box)
+        await super().commit_plan(epoch, plan)
+        self.cluster.at("committed", box)
+
     def _launch(self) -> None:
         self._task = asyncio.ensure_future(self._go())
 
@@ -185,11 +196,6 @@ def end(replica: Any) -> None:
         os.close(descriptor)
 
 
-async def solve(task: PlanTask) -> Target:
-    """At once: threads know nothing of this time."""
-    return make_target(task)
-
-
 class Box(NoServices):
     """One box, running or not."""
 
@@ -200,6 +206,8 @@ class Box(NoServices):
         self.sound = True  # its settings are like the others'
         self.settings: dict[str, Any] = {}
         self.engine: EngineCard | None = card(f"engine-{node}", 12)
+        self.obeys: PlacementPlan | None = None  # its engine
+        self.pins = np.zeros((LAYERS, EXPERTS), np.bool_)  # what that holds at home
 
     def clock(self) -> float:
         return self.cluster.loop.time() + self.ahead_s
@@ -222,13 +230,42 @@ class Box(NoServices):
 
     def follow(self, plan: PlacementPlan) -> None:
         self.cluster.adopted(self, plan)
+        self.cluster.at("adopted", self)
+        if self.cluster.pinning:
+            self.obeys = plan
+            if self.node in plan.nodes:
+                kept = self.pins & plan.homes_of(self.node)
+                self.cluster.judge(self, self.pins & ~kept)
+                self.pins = kept
+            self.cluster.at("obeyed", self)
+
+    def pin(self) -> None:
+        """Its engine pins one more of its homes."""
+        if self.obeys is not None and self.node in self.obeys.nodes:
+            missing = np.flatnonzero(self.obeys.homes_of(self.node) & ~self.pins)
+            if len(missing):
+                self.pins.ravel()[missing[0]] = True
+                self.cluster.at("pinned", self)
+
+    def report(self) -> Report | None:
+        return None
+
+    def tell(self) -> None:
+        """Its engine says what it has pinned."""
+        assert self.plane is not None
+        plan = self.obeys.digest() if self.obeys is not None else ""
+        engine = msgspec.structs.replace(card(f"engine-{self.node}", 12), ram=pack_bits(self.pins), plan=plan)
+        if engine != self.plane.announce.engine:
+            self.plane.say(msgspec.structs.replace(self.plane.announce, engine=engine))
+            self.cluster.at("told", self)
 
     async def die(self) -> None:
         """Without a word to anybody."""
         assert self.plane is not None
         if (leader := self.plane._leader) is not None and leader._election is not None:
             leader._election._step_down()  # so that it does not resign
-        self.plane = None
+        self.plane, self.obeys = None, None
+        self.pins = np.zeros_like(self.pins)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -256,6 +293,46 @@ class Cluster:
         self.held: dict[str, tuple[int, int]] = {}  # node -> epoch and version of its plan
         self.states: dict[int, str] = {}  # entries applied -> digest of the state
         self.boxes = {node: Box(self, node) for node in ABC}
+        self.pinning = False  # engines pin, one expert after the other, and say so
+        self.better: Target | None = None  # what looks for a better plan find
+        self.step, self.role = "", ""  # at which step of a move somebody dies: leader or follower
+        self.killed = ""  # who did
+        self.lost: list[tuple[str, list[int]]] = []  # last pinned copies that a command had a box drop
+
+    # --- engines ----------------------------------------------------------------------------------------------
+
+    async def solve(self, task: PlanTask) -> Target:
+        """At once: threads know nothing of this time."""
+        for box in self.boxes.values():
+            if box.plane is not None and box.plane.leading:
+                with translated():
+                    self.at("solved", box)
+        return make_target(task) if task.urgent or self.better is None else self.better
+
+    def at(self, step: str, box: Box) -> None:
+        """A box has come to that step of a move. Raises PeerRefused where it is to die there."""
+        if box.plane is None or step != self.step:
+            return
+        if self.role == ("leader" if box.plane.leading else "follower"):
+            self.step, self.killed = "", box.node
+            self.loop.create_task(box.die())
+            raise PeerRefused(f"{box.node} dies: {step}")
+
+    def judge(self, box: Box, dropped: BoolArray) -> None:
+        """Takes note of copies that nobody else alive has pinned."""
+        others = [other.pins for other in self.boxes.values() if other is not box and other.plane is not None]
+        lost = dropped & ~np.logical_or.reduce(others)
+        if lost.any():
+            self.lost.append((box.node, np.flatnonzero(lost).tolist()))
+
+    def work(self) -> None:
+        """Engines pin and say so."""
+        for box in self.boxes.values():
+            if self.pinning and box.plane is not None:
+                with suppress(PeerRefused):
+                    box.pin()
+                    if self.rng.random() < 0.3:
+                        box.tell()
 
     # --- links ------------------------------------------------------------------------------------------------
 
@@ -326,6 +403,7 @@ class Cluster:
         ends = self.loop.time() + seconds
         while self.loop.time() < ends:
             await asyncio.sleep(0.1)
+            self.work()
             self.check()
             for box in self.boxes.values():
                 if box.plane is not None and box.task.done():
@@ -369,6 +447,15 @@ class Cluster:
 
 
 @contextmanager
+def translated() -> Iterator[None]:
+    """Who waits for a placement is told of nothing but the agreement's errors."""
+    try:
+        yield
+    except PeerRefused as error:
+        raise CoordUnavailable(str(error)) from error
+
+
+@contextmanager
 def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
     loop = VirtualLoop()
     made = Cluster(folder, loop, seed)
@@ -379,8 +466,8 @@ def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
         with (
             mock.patch.object(plane_module, "Channel", Channel),
             mock.patch.object(plane_module, "Transport", transport),
-            mock.patch.object(plane_module, "_solve", solve),
-            mock.patch.object(stores, "RaftStore", Ticking),
+            mock.patch.object(plane_module, "_solve", made.solve),
+            mock.patch.object(stores, "RaftStore", type("Ticking", (Ticking,), {"cluster": made})),
             mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
             mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),
             mock.patch.object(pysyncobj.syncobj, "monotonicTime", loop.time),
