@@ -1,30 +1,32 @@
-"""A box that serves a trace: VRAM and RAM as caches, links that take their time, prefetch in what is idle.
-
-Layer-steps run one after another: misses travel over the links in order, then the layer computes. A prefetch begins
-only where it ends within the running layer's compute time, so that it never delays a demand. What it can cost is the
-expert that it replaces; a ledger of what came first, the use of the one or of the other, decides whether requests are
-carried out or only watched. Imports numba.
-"""
+"""A box that serves a trace: the tiers, loader and layer-steps that serve, with links, disk and computing simulated."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from numba import njit
+import torch
 
-from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.errors import ConfigError
+from edgemoe.experts.compute.cost_model import CostModel
+from edgemoe.experts.compute.cpu_experts import CpuExperts
+from edgemoe.experts.compute.dispatch import Group, Spent
+from edgemoe.experts.compute.moe import Fetching, TieredExperts
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.records import VRAM
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.transfer.loader import ExpertLoader
+from edgemoe.kernels.cpu.expert_math import ExpertMath
+from edgemoe.replay.simulated import Arrivals, NoMemory, SimulatedDisk, SimulatedLink, SimulatedWaiters, World
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import ExpertGeometry, ExpertId, LivePolicy, Move, Tier
+from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.size_classes import SlabLayout
 
-DoubleArray = npt.NDArray[np.float64]
-NONE = -1
-LEDGER_DECAY = 0.99  # per outcome
-TRIAL = 20.0  # outcomes before requests are carried out, and the share of good ones that it takes
-GOOD_SHARE = 0.55
-METRICS = 8
-STALL, COMPUTE, TO_VRAM, TO_RAM, WASTED, PREFETCHED, GOOD, BAD = range(METRICS)
+NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,177 +39,171 @@ class BoxSpec:
     nvme_bytes_per_s: float  # NVMe -> RAM
     ram_share: float  # of all experts that RAM holds
     prefetch: bool
-    margin: float  # how much higher a requested expert must rank than the one that it replaces
     layer_bytes: tuple[int, ...] = ()  # of one expert of each layer, where these differ; `expert_bytes` is their mean
+    between_s: float = 0.0  # from a step's last layer to the next one's first
 
-    @property
-    def link_s(self) -> float:
-        """One expert's way from RAM to VRAM."""
-        return self.expert_bytes / self.link_bytes_per_s
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether a prefetch ever fits into a layer's compute time."""
-        return self.prefetch and self.link_s <= self.compute_s
-
-    def metrics(self, misses: float, layer_steps: int) -> DoubleArray:
-        """Of a box whose RAM holds everything and that never prefetches: what misses alone tell."""
-        metrics = np.zeros(METRICS)
-        metrics[STALL], metrics[COMPUTE] = misses * self.link_s, layer_steps * self.compute_s
-        metrics[TO_VRAM] = misses
-        return metrics
+    def geometry(self, layers: int, experts: int, top_k: int) -> ExpertGeometry:
+        """Returns a model with experts of these sizes; all that a cache has to know of it."""
+        sizes = self.layer_bytes or (self.expert_bytes,) * layers
+        return ExpertGeometry(layers, experts, top_k, 1, 1, "float32", layer_bytes=sizes)
 
 
-class _State(NamedTuple):
-    """Where experts are, and what is awaited of prefetches; expert e of layer l is key l * E + e."""
+class Counts(NamedTuple):
+    """What happened since the start."""
 
-    vram: BoolArray  # [L * E]
-    ram: BoolArray  # [L * E]
-    free: IntArray  # [2] slots of VRAM and RAM
-    pinned: IntArray  # [L * E] the layer-step that last demanded it
-    unused: BoolArray  # [L * E] prefetched, and not demanded since
-    rival: IntArray  # [L * E] of a request: what it replaces, and the reverse
-    requested: BoolArray  # [L * E] of the two, the one that was requested
-    times: DoubleArray  # [3] now, and when each link is idle
-    ledger: DoubleArray  # [2] outcomes, and good ones
-    metrics: DoubleArray  # one for each of STALL, COMPUTE, ...
+    misses: int = 0  # experts that decoding demanded and that VRAM lacked
+    missed_bytes: int = 0
+    stall_s: float = 0.0
+    to_vram_bytes: int = 0
+    to_ram_bytes: int = 0
+    wasted_bytes: int = 0  # prefetched, and evicted before they were demanded
+    moves: float = 0.0  # experts, into both
+    prefetched: int = 0
 
-
-class _Speed(NamedTuple):
-    """What things take, and how much higher a requested expert must rank."""
-
-    compute_s: float
-    link_s: float
-    nvme_s: float
-    margin: float
+    def since(self, earlier: Counts) -> Counts:
+        """Returns what happened after that."""
+        return Counts(*(now - then for now, then in zip(self, earlier, strict=True)))  # type: ignore[arg-type]
 
 
 class ReplayBox:
-    """One box and its metrics."""
+    """Serves layer-steps as the engine does. `residency` and `loader` are for plans."""
 
-    def __init__(self, layers: int, experts: int, slots: int, machine: BoxSpec) -> None:
-        self.machine, self.experts = machine, experts
-        total = layers * experts
-        self.metrics = np.zeros(METRICS)
-        ram_slots = max(slots, round(machine.ram_share * total))
-        whole = ram_slots >= total
-        self._state = _State(
-            vram=np.zeros(total, np.bool_),
-            ram=np.full(total, whole, np.bool_),
-            free=np.array([slots, 0 if whole else ram_slots], np.int64),
-            pinned=np.full(total, NONE, np.int64),
-            unused=np.zeros(total, np.bool_),
-            rival=np.full(total, NONE, np.int64),
-            requested=np.zeros(total, np.bool_),
-            times=np.zeros(3),
-            ledger=np.zeros(2),
-            metrics=self.metrics,
+    def __init__(
+        self, geometry: ExpertGeometry, capacity_bytes: int, machine: BoxSpec, policy: LivePolicy, *, prefetch: bool
+    ) -> None:
+        """Raises ConfigError for a capacity that does not hold one expert of each size."""
+        self.geometry, self._machine, self.world = geometry, machine, World()
+        layout, ram = _layouts(geometry, capacity_bytes, machine.ram_share)
+        shape = geometry.layers, geometry.experts
+        pools = [SlotPool(Tier.RAM, *shape, ram, policy), SlotPool(Tier.VRAM, *shape, layout, policy)]
+        self.residency = Residency(pools[0], pools[1:], wait=SimulatedWaiters(self.world))
+        self._disk: SimulatedDisk | None = None
+        if not ram.holds_all:
+            self._disk = SimulatedDisk(self.world, geometry, machine.nvme_bytes_per_s)
+        nothing: Any = self._disk  # where RAM holds everything, nothing is read
+        memory: Any = NoMemory(ram)
+        link = SimulatedLink(self.world, layout, machine.link_bytes_per_s)
+        self.loader = ExpertLoader(
+            self.residency, nothing, memory, [link], clock=self.world.clock, arrivals=lambda: Arrivals(self.world)
         )
-        nvme_s = machine.expert_bytes / machine.nvme_bytes_per_s
-        self._speed = _Speed(machine.compute_s, machine.link_s, nvme_s, machine.margin)
-        self._clock = 0
+        if self._disk is None:
+            self._fill()
+        else:
+            self._running = self._disk.loop.create_task(self.loader.run())
+        compute = SimulatedCompute()
+        costs = CostModel(self.residency, self.loader, geometry.strides_bytes, cpu_helps=False, clock=self.world.clock)
+        cpu_experts = CpuExperts(self.residency, compute, costs)
+        fetching = Fetching(prefetch=prefetch, cpu_helps=False, deadline_s=math.inf)
+        self._experts = TieredExperts(geometry, self.residency, self.loader, [compute], cpu_experts, fetching)
+        self._counts, self._misses, self._missed_bytes = False, 0, 0
 
-    def run(self, layer: int, experts: IntArray, rank: FloatArray, prefetch_requests: bool) -> None:
-        """One layer-step that demands distinct experts [n]; `rank` [L, E]; `prefetch_requests`: it foretells needs."""
-        self._clock += 1
-        prefetch = self.machine.prefetches and prefetch_requests
-        _run(layer * self.experts + experts, rank.ravel(), self._clock, self._state, self._speed, prefetch)
+    def begin(self, meta: StepMeta) -> None:
+        """A step begins."""
+        self._counts = bool(meta.decode.all())
+        self._experts.begin_step(meta)
 
+    def run(self, layer: int, ids: torch.Tensor, hint: torch.Tensor | None = None) -> None:
+        """One layer, of which tokens chose `ids` [T, k]; `hint` [T, E] is what its gate says of the next one."""
+        if hint is not None:
+            self._experts.hint(layer + 1, hint)
+        before = self.residency.served
+        self._experts.forward(layer, NOTHING, ids, torch.zeros(ids.shape))
+        if self._counts:
+            missed = sum(self.residency.served[VRAM + 1 :]) - sum(before[VRAM + 1 :])
+            self._misses += missed
+            self._missed_bytes += missed * self.geometry.stride_bytes(layer)
+        self.world.pass_s(self._machine.compute_s)
 
-@njit(nogil=True)
-def _run(demanded: IntArray, rank: FloatArray, clock: int, state: _State, speed: _Speed, prefetch: bool) -> None:
-    vram, ram, free, pinned, unused = state.vram, state.ram, state.free, state.pinned, state.unused
-    times, metrics = state.times, state.metrics
-    began = times[0]
-    ready = began
-    for key in demanded:
-        pinned[key] = clock
-        _settle(key, state)
-    for key in demanded:
-        unused[key] = False
-        if vram[key]:
-            continue
-        source_s = began
-        if not ram[key]:
-            times[2] = max(times[2], began) + speed.nvme_s
-            source_s = times[2]
-            _take(ram, vram, rank, pinned, clock, free, 1)
-            ram[key] = True
-            metrics[TO_RAM] += 1
-        times[1] = max(times[1], source_s) + speed.link_s
-        ready = max(ready, times[1])
-        metrics[TO_VRAM] += 1
-        victim = _take(vram, vram, rank, pinned, clock, free, 0)
-        if victim != -2:
-            vram[key] = True
-            if victim >= 0 and unused[victim]:
-                unused[victim] = False
-                metrics[WASTED] += 1
-    metrics[STALL] += ready - began
-    metrics[COMPUTE] += speed.compute_s
-    times[0] = ready + speed.compute_s
-    if prefetch:
-        _request_prefetch(rank, clock, state, speed, ready)
+    def end(self) -> StepRouting:
+        """The step is over."""
+        return self._experts.end_step()
 
+    def rest(self) -> None:
+        """Lets the time between two steps pass."""
+        self.world.pass_s(self._machine.between_s)
 
-@njit(nogil=True)
-def _take(
-    tier: BoolArray, above: BoolArray, rank: FloatArray, pinned: IntArray, clock: int, free: IntArray, which: int
-) -> int:
-    """Makes room for one expert in a tier: the key that goes, -1 for a free slot, -2 where there is no room."""
-    if free[which] > 0:
-        free[which] -= 1
-        return -1
-    victim, lowest = -2, np.inf
-    for key in range(len(tier)):
-        held = tier[key] and pinned[key] != clock and (which == 0 or not above[key])
-        if held and rank[key] < lowest:
-            victim, lowest = key, rank[key]
-    if victim >= 0:
-        tier[victim] = False
-    return victim
+    def missing(self, layer: int, experts: IntArray) -> IntArray:
+        """Returns those of the experts [n] that are not in VRAM."""
+        missing: IntArray = experts[self.residency.tiers_of(layer, experts) != VRAM]
+        return missing
 
+    @property
+    def counts(self) -> Counts:
+        vram, ram = self.residency.usage(Tier.VRAM), self.residency.usage(Tier.RAM)
+        return Counts(
+            self._misses,
+            self._missed_bytes,
+            sum(self._experts.stall_s),
+            vram.moved_bytes,
+            ram.moved_bytes,
+            vram.wasted_bytes + ram.wasted_bytes,
+            vram.moved + ram.moved,
+            vram.prefetched,
+        )
 
-@njit(nogil=True)
-def _settle(key: int, state: _State) -> None:
-    """Settles the request that a needed expert was part of, as good or bad."""
-    rival, requested, ledger = state.rival, state.requested, state.ledger
-    other = rival[key]
-    if other < 0:
-        return
-    good = requested[key]
-    ledger[0] = LEDGER_DECAY * ledger[0] + 1
-    ledger[1] = LEDGER_DECAY * ledger[1] + (1 if good else 0)
-    state.metrics[GOOD if good else BAD] += 1
-    rival[key] = rival[other] = NONE
-    requested[key] = requested[other] = False
+    def close(self) -> None:
+        """Ends what reads."""
+        if self._disk is not None:
+            self._disk.close(self._running)
+
+    def _fill(self) -> None:
+        """Puts everything into RAM."""
+        for layer in range(self.geometry.layers):
+            for expert in range(self.geometry.experts_of(layer)):
+                load = self.residency.reserve(
+                    Move(ExpertId(layer, expert), Tier.NVME, Tier.RAM, 0.0), PrefetchPriority.FILL
+                )
+                assert load is not None
+                self.residency.arrive(load)
 
 
-@njit(nogil=True)
-def _request_prefetch(rank: FloatArray, clock: int, state: _State, speed: _Speed, idle_from: float) -> None:
-    """Prefetches that fit into the layer's compute time, best first; or one that is only watched."""
-    vram, ram, unused, rival, times = state.vram, state.ram, state.unused, state.rival, state.times
-    ledger, link_s = state.ledger, speed.link_s
-    trusted = ledger[0] >= TRIAL and ledger[1] >= GOOD_SHARE * ledger[0]
-    times[1] = max(times[1], idle_from)
-    while times[1] + link_s <= times[0]:
-        best, victim, highest, lowest = NONE, NONE, -np.inf, np.inf
-        for key in range(len(vram)):
-            if state.pinned[key] == clock or rival[key] >= 0:
-                continue
-            if vram[key]:
-                if rank[key] < lowest and not unused[key]:
-                    victim, lowest = key, rank[key]
-            elif ram[key] and rank[key] > highest:
-                best, highest = key, rank[key]
-        if best < 0 or victim < 0 or highest <= lowest + speed.margin or not math.isfinite(lowest):
-            return
-        rival[best], rival[victim] = victim, best
-        state.requested[best] = True
-        if not trusted:
-            return
-        times[1] += link_s
-        vram[victim] = False
-        vram[best] = unused[best] = True
-        state.metrics[TO_VRAM] += 1
-        state.metrics[PREFETCHED] += 1
+class SimulatedCompute:
+    """Computes nothing: the box lets the time pass."""
+
+    def begin(self, layer: int, hidden: torch.Tensor) -> None:
+        pass
+
+    def add(self, slots: IntArray, group: Group) -> None:
+        pass
+
+    def end(self) -> torch.Tensor:
+        return NOTHING
+
+    def spent(self) -> Spent:
+        return Spent()
+
+    def settle(self) -> None:
+        pass
+
+    def twin(self, math: ExpertMath) -> SimulatedCompute:
+        return self
+
+
+class TraceRanks:
+    """Gives several boxes the ranks of one policy, which the replay asks and tells itself."""
+
+    def __init__(self, policy: Any, shape: tuple[int, int]) -> None:
+        self._policy = policy
+        self.ranks: FloatArray = np.zeros(shape, np.float32)
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        pass
+
+    def rank(self, layer: int) -> FloatArray:
+        return self.ranks
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        foreseen: tuple[FloatArray, FloatArray] = self._policy.foresee(layer, experts, chance)
+        return foreseen
+
+
+def _layouts(geometry: ExpertGeometry, capacity_bytes: int, ram_share: float) -> tuple[SlabLayout, SlabLayout]:
+    """Returns those of VRAM and RAM, which holds what VRAM does. Raises ConfigError."""
+    layout = SlabLayout.within(capacity_bytes, geometry)
+    if layout is None:
+        raise ConfigError(f"{capacity_bytes} bytes do not hold one expert of each size; replay a larger --capacity")
+    whole_bytes = SlabLayout.whole_bytes(geometry)
+    ram_bytes = whole_bytes if ram_share >= 1 else max(capacity_bytes, round(ram_share * geometry.all_bytes))
+    ram = SlabLayout.within(ram_bytes, geometry)
+    assert ram is not None, "it holds what VRAM does"
+    return layout, ram

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from edgemoe.errors import ConfigError
 from edgemoe.replay import parsing
 
 if TYPE_CHECKING:
+    from edgemoe.replay.policies import Maker
     from edgemoe.replay.run import ReplayMetrics
     from edgemoe.replay.trace import Trace
 
@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
     """A row for each capacity and policy, in the order asked for."""
     from edgemoe.replay.box import BoxSpec
-    from edgemoe.replay.policies import nextuse
+    from edgemoe.replay.policies import learned, nextuse
     from edgemoe.replay.run import replay
     from edgemoe.replay.trace import load
 
@@ -132,18 +132,19 @@ def replay_all(options: argparse.Namespace) -> tuple[list[Row], Trace]:
         nvme_bytes_per_s=options.nvme,
         ram_share=options.ram,
         prefetch=not options.no_prefetch,
-        margin=math.log((1 + options.hysteresis) / (1 - options.hysteresis)),
     )
     names = list(dict.fromkeys([*options.policies, *YARDSTICKS]))
     if "nextuse" in names and not options.next_use:
         raise ConfigError("the policy nextuse needs a trained network: name its export with --next-use")
-    more = {"nextuse": nextuse(options.next_use)} if options.next_use else {}
+    more: dict[str, Maker] = {"learned": learned(options.hysteresis)}
+    if options.next_use:
+        more["nextuse"] = nextuse(options.next_use)
     metrics = {name: replay(trace, name, slots, options.batch, options.score_from, machine, more) for name in names}
     rows = []
     for i, share in enumerate(options.capacity):
         missed = {name: each[i].missed_bytes for name, each in metrics.items()}
         for name in options.policies:
-            rows.append(_row(share, name, metrics[name][i], missed, options, machine.expert_bytes))
+            rows.append(_row(share, name, metrics[name][i], missed, options))
     return rows, trace
 
 
@@ -163,28 +164,24 @@ def _row(
     metrics: ReplayMetrics,
     missed: dict[str, int],
     options: argparse.Namespace,
-    mean_bytes: int,
 ) -> Row:
-    from edgemoe.replay import box
-
     best = min(missed[baseline] for baseline in BASELINES)
     gap = best - missed["belady"]
     steps = max(1, metrics.steps)
-    to_vram, to_ram = (round(metrics.box[i] * mean_bytes) for i in (box.TO_VRAM, box.TO_RAM))
-    stall_s = float(metrics.box[box.STALL])
+    box = metrics.box
     return {
         "capacity": share,
         "policy": name,
         "miss_ratio": round(metrics.missed_bytes / max(1, metrics.demanded_bytes), 6),
         "bytes_missed": metrics.missed_bytes,
-        "stall_s": round(stall_s, 6),
-        "stall_ms_per_token": round(1000 * stall_s / steps, 6),
-        "bytes_moved": to_vram + to_ram,
-        "bytes_to_vram": to_vram,
-        "bytes_to_ram": to_ram,
-        "bytes_wasted": int(metrics.box[box.WASTED]) * mean_bytes,
-        "moves_per_token": round(float(metrics.box[box.TO_VRAM] + metrics.box[box.TO_RAM]) / steps, 4),
-        "objective_s": round(stall_s + options.alpha * to_vram + options.beta * to_ram, 6),
+        "stall_s": round(box.stall_s, 6),
+        "stall_ms_per_token": round(1000 * box.stall_s / steps, 6),
+        "bytes_moved": box.to_vram_bytes + box.to_ram_bytes,
+        "bytes_to_vram": box.to_vram_bytes,
+        "bytes_to_ram": box.to_ram_bytes,
+        "bytes_wasted": box.wasted_bytes,
+        "moves_per_token": round(box.moves / steps, 4),
+        "objective_s": round(box.stall_s + options.alpha * box.to_vram_bytes + options.beta * box.to_ram_bytes, 6),
         "gap_closed": round((best - missed[name]) / gap, 4) if gap else 0.0,
     }
 

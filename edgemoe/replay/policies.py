@@ -21,10 +21,11 @@ def _belady(trace: Trace, batch: int) -> CachePolicy:
     return baselines.Belady(trace.layers, trace.experts, *next_uses(trace, batch))
 
 
-def _learned(trace: Trace, batch: int) -> CachePolicy:
+def learned(hysteresis: float) -> Maker:
+    """`learned`, which prefetches what ranks so much higher than what goes for it."""
     from edgemoe.experts.predict.learned_policy import LearnedPolicy  # imports numba
 
-    return LearnedPolicy(trace.layers, trace.experts, trace.top_k)
+    return lambda trace, batch: LearnedPolicy(trace.layers, trace.experts, trace.top_k, hysteresis=hysteresis)
 
 
 def nextuse(directory: Path) -> Maker:
@@ -51,7 +52,7 @@ MAKERS: dict[str, Maker] = {
     "belady": _belady,
     "ewma": lambda trace, batch: EWMA(trace.layers, trace.experts, trace.top_k),
     "published": lambda trace, batch: PublishedPolicy(trace.layers, trace.experts, trace.top_k),
-    "learned": _learned,
+    "learned": lambda trace, batch: learned(0.1)(trace, batch),
 }
 
 

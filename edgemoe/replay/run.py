@@ -1,32 +1,110 @@
-"""Replays a trace through one policy, for several capacities at once. Imports numba."""
+"""Replays routing through one policy, for several capacities at once. Imports numba and torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.replay import box, libcachesim
-from edgemoe.replay.box import BoxSpec, DoubleArray, ReplayBox
-from edgemoe.replay.cache import Cache
+from edgemoe.replay import libcachesim
+from edgemoe.replay.bound import ByteBelady
+from edgemoe.replay.box import BoxSpec, Counts, ReplayBox, TraceRanks
 from edgemoe.replay.policies import MAKERS, Maker
-from edgemoe.replay.sized_cache import ByteBelady, SizedCache, geometry_of
-from edgemoe.replay.trace import Ids, Trace, chosen
-from edgemoe.types.experts import CachePolicy
+from edgemoe.replay.trace import Ids, Step, Trace, chosen
+from edgemoe.types.arrays import FloatArray
+from edgemoe.types.experts import CachePolicy, ExpertGeometry
+from edgemoe.types.routing import StepMeta
 
 
 @dataclass(slots=True)
 class ReplayMetrics:
     """What one policy did at one capacity, over the part that is scored."""
 
-    misses: int = 0
+    misses: int = 0  # of a tier that loads on demand
     missed_bytes: int = 0
     demands: int = 0
     demanded_bytes: int = 0
     steps: int = 0
-    box: DoubleArray = field(default_factory=lambda: np.zeros(box.METRICS))
+    box: Counts = field(default_factory=Counts)  # of a box that prefetches where that was asked for
+
+
+class ReplayedStep(NamedTuple):
+    """One step as it was: what the engine knew before it ran, and what the gates chose in it."""
+
+    meta: StepMeta
+    ids: Ids  # [L, T, k]
+    hints: FloatArray | None = None  # [L, T, E] what each layer's gate said a layer early
+
+    @classmethod
+    def of(cls, step: Step) -> ReplayedStep:
+        """Returns the step of a trace, in which every request decodes one token."""
+        n = len(step.requests)
+        ones, zeros = np.ones(n, np.int64), np.zeros(n, np.int64)
+        meta = StepMeta(tuple(map(str, step.requests)), ones, np.ones(n, np.bool_), zeros, zeros)
+        return cls(meta, step.ids.swapaxes(0, 1))
+
+
+class Replay:
+    """Drives one policy, and the boxes and bounds that go by its ranks, through steps."""
+
+    def __init__(self, policy: CachePolicy, geometry: ExpertGeometry) -> None:
+        self.policy: Any = policy
+        self.ranks = TraceRanks(policy, (geometry.layers, geometry.experts))
+        self.boxes: list[ReplayBox] = []
+        self.bounds: list[ByteBelady] = []
+        self._geometry = geometry
+        self._begin, self._end = getattr(policy, "begin", None), getattr(policy, "end", None)
+        self._route, self._loaded = getattr(policy, "route", None), getattr(policy, "loaded", None)
+
+    def add(self, capacity_bytes: int, machine: BoxSpec, *, prefetch: bool) -> ReplayBox:
+        """Returns a new box; one that prefetches does so by the policy's plans, too."""
+        box = ReplayBox(self._geometry, capacity_bytes, machine, self.ranks, prefetch=prefetch)
+        if prefetch:
+            self.policy.foresight.attach(box.residency, box.loader, self._geometry)
+        self.boxes.append(box)
+        return box
+
+    def step(self, step: ReplayedStep) -> list[int]:
+        """One step. Returns how many experts decoding demanded of each layer."""
+        meta = step.meta
+        decode = np.flatnonzero(meta.decode)
+        decoded = step.ids[:, (np.cumsum(meta.query_lens) - 1)[decode]]
+        if self._begin:
+            self._begin([meta.requests[i] for i in decode.tolist()])
+        for box in self.boxes:
+            box.begin(meta)
+        tokens = torch.from_numpy(step.ids.astype(np.int64)).unbind(0)
+        hints = [None] * len(tokens) if step.hints is None else [*torch.from_numpy(step.hints)[1:].unbind(0), None]
+        needed = []
+        for layer, (ids, hint) in enumerate(zip(tokens, hints, strict=True)):
+            needed.append(self._demand(layer, decoded[layer]))
+            for box in self.boxes:
+                box.run(layer, ids, hint)
+        routings = [box.end() for box in self.boxes]
+        if self._end:
+            self._end(*routings[:1])
+        for box in self.boxes:
+            box.rest()
+        return needed
+
+    def _demand(self, layer: int, routed: Ids) -> int:
+        """Tells the policy and the bounds what decoding tokens [S, k] chose. Returns how many experts these are."""
+        experts = chosen(routed) if len(routed) else np.empty(0, np.int64)
+        if len(experts):
+            if self._route:
+                self._route(routed)
+            if self._loaded:
+                self._loaded(layer, self.boxes[0].missing(layer, experts))
+            self.policy.touch(layer, experts)
+        self.ranks.ranks = self.policy.rank(layer)
+        for bound in self.bounds:
+            bound.run(layer, experts, self.ranks.ranks)
+        return len(experts)
 
 
 def replay(
@@ -40,109 +118,70 @@ def replay(
 ) -> list[ReplayMetrics]:
     """Figures for each capacity in `slots`; steps before `score_from` of the tokens are run, not scored.
 
-    `more` are policies besides those that have names of their own. Where experts have different sizes, a capacity is so
-    many of mean size, and `belady` is the bound by bytes. Raises ConfigError for a name that is none.
+    `more` are policies besides those that have names of their own, or in the place of these. Where experts have
+    different sizes, a capacity is so many of mean size, and `belady` is the bound by bytes. Raises ConfigError for a
+    name that is none.
     """
     makers = {**MAKERS, **(more or {})}
     if name not in makers:
         if machine.layer_bytes:
             raise ConfigError(f"libcachesim's policies know one size of experts; replay {name!r} with one")
         return libcachesim.replay(trace, name, slots, batch, score_from, machine.expert_bytes)
-    make = makers[name]
-    if name == "fifo":  # it has to see what its cache loads
-        return [_Run(trace, make(trace, batch), [each], machine).go(batch, score_from)[0] for each in slots]
-    return _Run(trace, make(trace, batch), slots, machine, bound=name == "belady").go(batch, score_from)
+    geometry = machine.geometry(trace.layers, trace.experts, trace.top_k)
+    capacities = [each * geometry.all_bytes // geometry.count for each in slots]
+    # fifo has to see what its cache loads
+    parts = [[each] for each in capacities] if name == "fifo" else [capacities]
+    return [
+        metrics
+        for part in parts
+        for metrics in _scored(trace, makers[name](trace, batch), part, (batch, score_from), machine, name == "belady")
+    ]
 
 
-class _Run:
-    def __init__(
-        self, trace: Trace, policy: CachePolicy, slots: list[int], machine: BoxSpec, *, bound: bool = False
-    ) -> None:
-        self.trace, self.policy = trace, policy
-        self.caches: Sequence[Cache | SizedCache | ByteBelady]
-        self.caches = _sized(trace, slots, machine, bound) or [Cache(trace.layers, trace.experts, n) for n in slots]
-        self.machine = machine
-        self._sizes = machine.layer_bytes or (machine.expert_bytes,) * trace.layers
-        self._begin = getattr(policy, "begin", None)
-        self._route = getattr(policy, "route", None)
-        self._end = getattr(policy, "end", None)
-        self._loaded = getattr(policy, "loaded", None)
-        self._foretells = bool(getattr(policy, "foretells", False))
-        prefetches = machine.prefetches and self._foretells
-        if machine.layer_bytes and machine.ram_share < 1:
-            raise ConfigError("experts of different sizes are replayed with RAM for all of them; leave --ram out")
-        if machine.layer_bytes and prefetches:
-            raise ConfigError("experts of different sizes are replayed on demand only; add --no-prefetch")
-        simple = machine.ram_share >= 1 and not prefetches  # misses tell all
-        self.boxes = [] if simple else [ReplayBox(trace.layers, trace.experts, each, machine) for each in slots]
+def _scored(
+    trace: Trace,
+    policy: CachePolicy,
+    capacities: Sequence[int],
+    scoring: tuple[int, float],
+    machine: BoxSpec,
+    bound: bool,
+) -> list[ReplayMetrics]:
+    """Replays with a box on demand for each capacity, and with one that prefetches where the policy foretells.
 
-    def go(self, batch: int, score_from: float) -> list[ReplayMetrics]:
-        unscored = score_from * self.trace.tokens
-        tokens, demands, demanded_bytes, steps = 0, 0, 0, 0
-        before: list[tuple[int, int, DoubleArray | None]] = []
-        for step in self.trace.steps(batch):
-            if not before and tokens >= unscored:
-                before = self._taken()
-            needed = self._step(step.requests, step.ids)
+    Or with the bound instead, for which RAM holds everything.
+    """
+    (batch, score_from), geometry = scoring, machine.geometry(trace.layers, trace.experts, trace.top_k)
+    run, metrics = Replay(policy, geometry), [ReplayMetrics() for _ in capacities]
+    if bound:
+        run.bounds = [ByteBelady(geometry, each, machine.link_bytes_per_s) for each in capacities]
+    judges: Sequence[ReplayBox | ByteBelady] = run.bounds
+    boxes: Sequence[ReplayBox | ByteBelady] = run.bounds
+    with ExitStack() as open_:
+        if not bound:
+            judges = boxes = [
+                open_.enter_context(closing(run.add(each, machine, prefetch=False))) for each in capacities
+            ]
+            if machine.prefetch and getattr(policy, "foretells", False):
+                boxes = [open_.enter_context(closing(run.add(each, machine, prefetch=True))) for each in capacities]
+        tokens, before = 0, list[tuple[Counts, Counts]]()
+        for step in trace.steps(batch):
+            if not before and tokens >= score_from * trace.tokens:
+                before = _counts(judges, boxes)
+            needed = run.step(ReplayedStep.of(step))
             tokens += len(step.requests)
             if before:
-                demands, steps = demands + sum(needed), steps + len(step.requests)
-                demanded_bytes += sum(n * size for n, size in zip(needed, self._sizes, strict=True))
-        after = self._taken()
-        layer_steps = steps // batch * self.trace.layers
-        metrics = []
-        for (misses, size, totals), (misses_before, size_before, totals_before) in zip(
-            after, before or after, strict=True
-        ):
-            missed, missed_bytes = misses - misses_before, size - size_before
-            if totals is None or totals_before is None:
-                moved = missed_bytes / self.machine.expert_bytes
-                totals, totals_before = self.machine.metrics(moved, layer_steps), np.zeros(box.METRICS)
-            metrics.append(ReplayMetrics(missed, missed_bytes, demands, demanded_bytes, steps, totals - totals_before))
-        return metrics
-
-    def _taken(self) -> list[tuple[int, int, DoubleArray | None]]:
-        totals: list[DoubleArray | None] = [box_.metrics.copy() for box_ in self.boxes]
-        totals = totals or [None] * len(self.caches)
-        return [
-            (cache.misses, self._missed_bytes(cache), metrics)
-            for cache, metrics in zip(self.caches, totals, strict=True)
-        ]
-
-    def _missed_bytes(self, cache: Cache | SizedCache | ByteBelady) -> int:
-        return cache.misses * self.machine.expert_bytes if isinstance(cache, Cache) else cache.missed_bytes
-
-    def _step(self, requests: tuple[int, ...], ids: Ids) -> list[int]:
-        """One token of each request, [S, L, k]; how many experts it needed of each layer."""
-        needed = []
-        if self._begin:
-            self._begin(requests)
-        for layer in range(self.trace.layers):
-            routed = ids[:, layer]
-            experts = chosen(routed)
-            needed.append(len(experts))
-            if self._route:
-                self._route(routed)
-            if self._loaded:
-                self._loaded(layer, self.caches[0].missing(layer, experts))
-            self.policy.touch(layer, experts)
-            rank = self.policy.rank(layer)
-            for cache in self.caches:
-                cache.run(layer, experts, rank)
-            for box_ in self.boxes:
-                box_.run(layer, experts, rank, self._foretells)
-        for cache in self.caches:
-            if isinstance(cache, SizedCache):
-                cache.step_ended()
-        if self._end:
-            self._end()
-        return needed
+                needed_bytes = int(np.dot(needed, geometry.strides_bytes))
+                for each in metrics:
+                    each.demands, each.demanded_bytes = each.demands + sum(needed), each.demanded_bytes + needed_bytes
+                    each.steps += len(step.requests)
+        after = _counts(judges, boxes)
+    for each, (judged, box), (judged_before, box_before) in zip(metrics, after, before or after, strict=True):
+        missed = judged.since(judged_before)
+        each.misses, each.missed_bytes, each.box = missed.misses, missed.missed_bytes, box.since(box_before)
+    return metrics
 
 
-def _sized(trace: Trace, slots: list[int], machine: BoxSpec, bound: bool) -> Sequence[Cache | SizedCache | ByteBelady]:
-    """Returns a cache for each capacity where experts have different sizes, else none."""
-    if not machine.layer_bytes:
-        return []
-    geometry = geometry_of(machine.layer_bytes, trace.experts)
-    capacities = [each * geometry.all_bytes // geometry.count for each in slots]
-    return [ByteBelady(geometry, each) if bound else SizedCache(geometry, each) for each in capacities]
+def _counts(
+    judges: Sequence[ReplayBox | ByteBelady], boxes: Sequence[ReplayBox | ByteBelady]
+) -> list[tuple[Counts, Counts]]:
+    return [(judge.counts, box.counts) for judge, box in zip(judges, boxes, strict=True)]

@@ -26,7 +26,7 @@ from scoutgate.next_use.data import Routing
 
 L, E, K = 3, 12, 2
 SHAPE = NextUseShape(L, E, K, looks=3, token=16, context=16, key=8, rank=8, hidden=4)
-MACHINE = BoxSpec(1e-3, 1 << 20, 1e9, 1e9, 1.0, False, 0.2)
+MACHINE = BoxSpec(1e-3, 1 << 20, 1e9, 1e9, 1.0, False)
 
 
 def cycles(requests: int = 50, tokens: int = 30, seed: int = 0) -> list[np.ndarray]:
@@ -115,11 +115,11 @@ def test_what_is_served_is_what_was_trained() -> None:
     served: dict[int, np.ndarray] = {}
     for t, (number, ids) in enumerate((n, row) for n, request in enumerate(requests) for row in request):
         policy.begin((number,))
-        served[0] = policy.foresight.scores.copy()
+        served[0] = policy.nextuse.scores.copy()
         for layer, chosen in enumerate(ids):
             policy.route(chosen[None])
             policy.touch(layer, chosen.astype(np.int64))
-            served[layer + 1] = policy.foresight.scores.copy()
+            served[layer + 1] = policy.nextuse.scores.copy()
         policy.end()
         if t == at:
             break

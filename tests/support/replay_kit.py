@@ -35,8 +35,8 @@ def events_of(trace: Trace, batch: int) -> list[Event]:
 
 
 def naive_misses(events: list[Event], capacity: int, name: str) -> int:
-    """Demand misses of an event-atomic cache; the first in (layer, expert) order goes where several rank lowest."""
-    resident: set[tuple[int, int]] = set()
+    """Demand misses of an event-atomic cache; the one in the lowest slot goes where several rank lowest."""
+    resident: dict[tuple[int, int], int] = {}  # and their slots
     last: dict[tuple[int, int], int] = {}
     loaded: dict[tuple[int, int], int] = {}
     count: Counter[tuple[int, int]] = Counter()
@@ -52,12 +52,13 @@ def naive_misses(events: list[Event], capacity: int, name: str) -> int:
             if key in resident:
                 continue
             misses += 1
-            if len(resident) >= capacity:
-                others = sorted(resident - set(needed))
+            slot = len(resident)
+            if slot >= capacity:
+                others = sorted(resident.keys() - set(needed), key=resident.__getitem__)
                 if not others:
                     continue
-                resident.remove(min(others, key=lambda x: _worth(name, x, now, last, count, loaded, events)))
-            resident.add(key)
+                slot = resident.pop(min(others, key=lambda x: _worth(name, x, now, last, count, loaded, events)))
+            resident[key] = slot
     return misses
 
 

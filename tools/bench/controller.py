@@ -30,13 +30,15 @@ from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
 from edgemoe.policy.baselines import LRU
-from edgemoe.replay.cache import Cache
+from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.command import BASELINES, YARDSTICKS
-from edgemoe.replay.policies import MAKERS
-from edgemoe.replay.trace import Trace, chosen, load
+from edgemoe.replay.policies import Maker
+from edgemoe.replay.run import replay
+from edgemoe.replay.trace import Trace, load
 from edgemoe.telemetry.metrics import LEARNED_SECONDS
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import CachePolicy, LivePolicy
+from edgemoe.types.experts import LivePolicy
+from edgemoe.types.routing import StepRouting
 from tools.bench.stats import interval
 
 SHAPES = ((26, 64, 6), (48, 128, 8), (61, 256, 8))
@@ -47,13 +49,13 @@ def looks(args: Namespace) -> None:
     """Share of the gap between the best of LRU, LFU and LFRU, and Belady's optimum, that is closed."""
     trace = load(args.traces, limit=args.tokens)
     print(f"{', '.join(file.name for file in args.traces)}, {trace.tokens} tokens, scored on the second half")
-    missed = {name: misses(trace, MAKERS[name](trace, 1)) for name in YARDSTICKS}
+    missed = {name: misses(trace, name) for name in YARDSTICKS}
     best = [min(missed[name][i] for name in BASELINES) for i in range(len(SHARES))]
     print("| looks a step | gap closed at 25 % | 50 % |\n|---|---|---|")
     for each in (4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 0.0):
         closed = []
         for seed in range(args.seeds):
-            some = misses(trace, Sparing(trace, each, seed))
+            some = misses(trace, "sparing", lambda trace, batch, each=each, seed=seed: Sparing(trace, each, seed))
             closed.append([(b - m) / (b - o) for b, m, o in zip(best, some, missed["belady"], strict=True)])
         print(f"| {each:g} | {' | '.join(f'{share:.3f}' for share in np.mean(closed, axis=0))} |", flush=True)
 
@@ -65,32 +67,17 @@ class Sparing(LearnedPolicy):
         super().__init__(trace.layers, trace.experts, trace.top_k, seed)
         self._looks, self._due = looks, 0.0
 
-    def end(self) -> None:
+    def end(self, routing: StepRouting | None = None) -> None:
+        super().end(routing)
         self._due = self._due % 1 + self._looks
-        self.predictor.allow(int(self._due))
-        super().end()
+        self.predictor.allow(int(self._due))  # whatever the budget says
 
 
-def misses(trace: Trace, policy: CachePolicy) -> list[int]:
+def misses(trace: Trace, name: str, make: Maker | None = None) -> list[int]:
     """Of the second half, at each share."""
-    total = trace.layers * trace.experts
-    caches = [Cache(trace.layers, trace.experts, round(share * total)) for share in SHARES]
-    begin, route, end = (getattr(policy, name, None) for name in ("begin", "route", "end"))
-    for number, each in enumerate(trace.steps(1)):
-        if number == trace.tokens // 2:
-            before = [cache.misses for cache in caches]
-        if begin:
-            begin(each.requests)
-        for layer in range(trace.layers):
-            experts = chosen(each.ids[:, layer])
-            if route:
-                route(each.ids[:, layer])
-            policy.touch(layer, experts)
-            for cache in caches:
-                cache.run(layer, experts, policy.rank(layer))
-        if end:
-            end()
-    return [cache.misses - half for cache, half in zip(caches, before, strict=True)]
+    slots = [round(share * trace.layers * trace.experts) for share in SHARES]
+    machine = BoxSpec(1e-3, 1 << 20, 8e9, 3e9, 1.0, False)
+    return [each.misses for each in replay(trace, name, slots, 1, 0.5, machine, {name: make} if make else None)]
 
 
 def cost(args: Namespace) -> None:
@@ -217,12 +204,12 @@ def step(args: Namespace) -> None:
             switch.policy = controller.policy if follows else lru
             tiers.begin_step = looked if follows else plain_begin  # type: ignore[method-assign]
             tiers.end_step = observed if follows else plain_end  # type: ignore[method-assign]
-            spent_s, glanced = controller.metrics()[LEARNED_SECONDS], controller.glances
+            spent_s, glanced = controller.metrics()[LEARNED_SECONDS], controller.foresight.glances
             taken_s, _ = ours.decode(tokens)
             if follows:
                 controller.wait_idle(10)
                 shares.append((controller.metrics()[LEARNED_SECONDS] - spent_s) / (taken_s * args.steps))
-                glances.append((controller.glances - glanced) / args.steps)
+                glances.append((controller.foresight.glances - glanced) / args.steps)
             (with_s if follows else without_s).append(taken_s)
     more, half = interval([1e2 * (a / b - 1) for a, b in zip(with_s[2:], without_s[2:], strict=True)])
     print(

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgemoe.replay.box import BAD, GOOD, PREFETCHED, STALL, WASTED, BoxSpec
+from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.command import main as replay_command
 from edgemoe.replay.run import replay
 from edgemoe.replay.trace import load
@@ -69,19 +69,19 @@ def prefetch(traces: Path, to: Path, tokens: int = 4000) -> None:
         trace = load([traces / file for file in job.files], limit=tokens)
         slots = [round(share * trace.layers * trace.experts) for share in (0.25, 0.5)]
         for link in LINKS:
-            machine = BoxSpec(2.5e-3, 4 << 20, link, 3e9, 1.0, True, 0.2)
+            machine = BoxSpec(2.5e-3, 4 << 20, link, 3e9, 1.0, True)
             for share, metrics in zip((0.25, 0.5), replay(trace, "learned", slots, 1, 0.0, machine), strict=True):
                 rows.append(
                     {
                         "set": name,
                         "capacity": share,
                         "link": link,
-                        "with_s": float(metrics.box[STALL]),
-                        "without_s": metrics.misses * machine.link_s,
-                        **{key: int(metrics.box[at]) for key, at in
-                           (("prefetched", PREFETCHED), ("wasted", WASTED), ("good", GOOD), ("bad", BAD))},
+                        "with_s": metrics.box.stall_s,
+                        "without_s": metrics.missed_bytes / link,
+                        "prefetched": metrics.box.prefetched,
+                        "wasted": metrics.box.wasted_bytes // machine.expert_bytes,
                     }
-                )  # fmt: skip
+                )
     to.write_text(json.dumps(rows))
 
 

@@ -55,6 +55,7 @@ from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
 from edgemoe.telemetry.metrics import LEARNED_ETA, named
+from edgemoe.telemetry.recorder import Recorder
 from edgemoe.types.experts import ExpertGeometry, Store, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
@@ -155,8 +156,19 @@ def _in_float32(scratch: Path) -> Path:
 class Runner:
     """One contender's tiers, and all that it has learned."""
 
-    def __init__(self, model: Model, contender: Contender, link: float, args: Namespace, state: Path | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        contender: Contender,
+        link: float,
+        args: Namespace,
+        state: Path | None,
+        *,
+        hints: bool = False,
+    ) -> None:
+        """With `hints`, steps tell what gates said of the layers to come."""
         self.model, self.contender = model, contender
+        self.recorder: Recorder | None = None  # of all steps, prompts too
         spec = model.spec
         geometry = spec.geometry
         self.scoutgate = None
@@ -180,7 +192,7 @@ class Runner:
             TierMemory(total, [device]),
             policies,
             model.kernels,
-            fetching=Fetching(prefetch=contender.prefetch, cpu_helps=False),
+            fetching=Fetching(prefetch=contender.prefetch, keep_hints=contender.gate and hints, cpu_helps=False),
         )
         if not contender.gate:
             self.tiers.experts.lookahead = 0
@@ -234,6 +246,8 @@ class Runner:
             "stall_ms": 1e3 * stall_s / tokens,
             "ms": 1e3 * took_s / tokens,
             "miss": sum(misses) / (hits + sum(misses)),
+            "missed": sum(misses),
+            "step_ms": 1e3 * sum(routing.step_s for routing in routings) / tokens,
             "prefetched": (vram.usage.prefetched - prefetched) / tokens,
             "moved": (vram.usage.moved - moved) / tokens,
             "wasted": (vram.usage.wasted - wasted) / tokens,
@@ -262,6 +276,8 @@ class Runner:
         routing = self.tiers.experts.end_step()
         if self.controller is not None:
             self.controller.observe(routing)
+        if self.recorder is not None:
+            self.recorder.add(routing)
         if self.scoutgate is not None:
             self.scoutgate.learn(routing)
         return logits, routing
@@ -306,7 +322,7 @@ def measure(model: Model, args: Namespace, state: Path, link: float, lesson: lis
             if number >= args.unscored:
                 rounds.append({**results, "different": len(tokens) - 1})  # type: ignore[dict-item]
         etas = {
-            name: [round(runner.controller.metrics()[eta], 2) for eta in ETAS] + [runner.controller.glances]
+            name: [round(runner.controller.metrics()[eta], 2) for eta in ETAS] + [runner.controller.foresight.glances]
             for name, runner in runners.items()
             if runner.controller
         }

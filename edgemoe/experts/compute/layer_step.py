@@ -5,9 +5,8 @@ Where the experts outnumber the slots, they are loaded in turns: computed expert
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty
 
 import numpy as np
 
@@ -73,8 +72,9 @@ class LayerStep:
         """Prepares the step. `all_there` is called once, when the last expert has arrived, before it is computed."""
         self._residency, self._loader, self._layer, self._parts = residency, loader, layer, parts
         self._all_there = all_there
-        self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
-        self._arrivals: SimpleQueue[Transfer] = SimpleQueue()
+        self._clock = loader.clock
+        self._deadline_s, self._end_s = deadline_s, self._clock() + deadline_s
+        self._arrivals = loader.arrivals()
         self.stall_s = [0.0, 0.0, 0.0]  # by the tier that was waited for
         self._version = 0
 
@@ -145,7 +145,7 @@ class LayerStep:
 
     def _wait(self) -> None:
         """Waits until at least one expert is ready, or there may be room for more. Raises MissingExpert."""
-        began_s = time.perf_counter()
+        began_s = self._clock()
         if self._waiting:
             while (tier := self._settle(self._next_arrival())) is None:
                 pass
@@ -155,7 +155,7 @@ class LayerStep:
             tier = NVME
             if not self._residency.wait_for_change(self._version, self._remaining_s):
                 raise self._overdue()
-        self.stall_s[tier] += time.perf_counter() - began_s
+        self.stall_s[tier] += self._clock() - began_s
 
     def _next_arrival(self) -> Transfer:
         try:
@@ -178,7 +178,7 @@ class LayerStep:
 
     @property
     def _remaining_s(self) -> float:
-        return max(0.0, self._end_s - time.monotonic())
+        return max(0.0, self._end_s - self._clock())
 
     def _overdue(self) -> MissingExpert:
         late = [expert for part in self._parts for expert in (*part.waiting, *part.group.experts[part.left].tolist())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -81,7 +80,7 @@ class TieredExperts:
         """
         if self.lookahead and not self._fetching.keep_hints and self.residency.has_all:
             self.lookahead = 0
-        self._step = Observations(meta, self.geometry)
+        self._step = Observations(meta, self.geometry, self.loader.clock)
         self._next_layer = 0
         return self._step.ids
 
@@ -215,7 +214,7 @@ class TieredExperts:
         self, layer_step: LayerStep, all_claimed: Callable[[], None], meanwhile: Callable[[], None], units: float
     ) -> None:
         """Runs a layer-step of `units` of work, and measures stall and computing time."""
-        began_s, other_s = time.perf_counter(), self.cpu_experts.took_s
+        began_s, other_s = self.loader.clock(), self.cpu_experts.took_s
         try:
             layer_step.run(all_claimed, meanwhile)
         finally:
@@ -226,7 +225,7 @@ class TieredExperts:
         self._note_spent()
         if units:
             other_s = self.cpu_experts.took_s - other_s + waited_s
-            self.cpu_experts.costs.observe(units, max(0.0, time.perf_counter() - began_s - other_s))
+            self.cpu_experts.costs.observe(units, max(0.0, self.loader.clock() - began_s - other_s))
 
     def _note_spent(self) -> None:
         """Adds the finished work of devices that work beside this thread to costs and stall."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from edgemoe.types.routing import StepMeta, StepRouting
 class Observations:
     """Collects the gates' choices of one step, layer by layer."""
 
-    def __init__(self, meta: StepMeta, geometry: ExpertGeometry) -> None:
+    def __init__(self, meta: StepMeta, geometry: ExpertGeometry, clock: Callable[[], float]) -> None:
         self.meta = meta
         self.decode: BoolArray | None = None  # [T] rows of decoding sequences, where there are others
         if not meta.decode.all():
@@ -26,7 +26,7 @@ class Observations:
         self.weights = np.empty(self.ids.shape, np.float32)
         self.hints: dict[int, FloatArray] = {}
         self.stall_s = 0.0
-        self._began_s = time.perf_counter()
+        self._clock, self._began_s = clock, clock()
 
     def observe(self, layer: int, ids: IntArray, weights: FloatArray) -> None:
         """Adds one layer's choice, [T, k]."""
@@ -52,6 +52,6 @@ class Observations:
             ids=self.ids,
             weights=self.weights,
             hints=self.hints,
-            step_s=time.perf_counter() - self._began_s,
+            step_s=self._clock() - self._began_s,
             stall_s=self.stall_s,
         )

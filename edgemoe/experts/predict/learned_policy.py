@@ -1,18 +1,27 @@
-"""The full cache policy: ranks by predicted time to next use. Synchronous; the controller runs it beside the engine."""
+"""The learned cache policy without a thread: ranks by predicted time to next use. A replay drives it.
+
+The controller runs the same foresight beside the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.experts.predict.foresight import Foresight
+from edgemoe.experts.predict.fusion import Blend
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.routing import StepRouting
+
+Clock = Callable[[], float]
 
 
 class LearnedPolicy:
-    """Implements `types.CachePolicy`.
+    """Implements `types.LivePolicy`.
 
     Who knows which sequence chose what brackets a step with `begin` and `end`, and calls `route` before each `touch`.
     Otherwise a step begins where the layers begin anew, and what it needs counts as one sequence's choice.
@@ -20,12 +29,28 @@ class LearnedPolicy:
 
     foretells = True  # ranks tell what to fetch, not only what to drop
 
-    def __init__(self, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
-        self.predictor = NextUsePredictor(layers, experts, top_k, seed)
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        top_k: int,
+        seed: int = 0,
+        *,
+        hysteresis: float = 0.1,
+        clock: Clock = lambda: 0.0,
+    ) -> None:
+        """`clock` is the processor time that `work` has taken; by default it takes none."""
+        self.foresight = Foresight(layers, hysteresis=hysteresis, clock=clock)
+        self.start(NextUsePredictor(layers, experts, top_k, seed), Blend())
         self._routed: npt.NDArray[np.integer] | None = None
         self._ids: Ids = np.empty((0, 0, 0), np.int16)  # [L, S, k] of the running step
         self._bracketed = False
         self._layer = layers  # the one that ran last; `layers` before the first step
+
+    def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
+        """From here on goes by these, which may have learned before."""
+        self.predictor = predictor
+        self.foresight.start(predictor, blend)
 
     def begin(self, sequences: Sequence[Hashable]) -> None:
         """A step of these sequences, one token each."""
@@ -36,10 +61,12 @@ class LearnedPolicy:
         """What each sequence chooses in the layer that is touched next, [S, k]."""
         self._routed = ids
 
-    def end(self) -> None:
-        """The step that was begun is over."""
-        self.predictor.end()
-        self.predictor.work()
+    def end(self, routing: StepRouting | None = None) -> None:
+        """The step that was begun is over. Where `routing` says how long it took, work is held to a share of that."""
+        learned = self.foresight.end(math.inf) if routing is None else self.foresight.observe(routing)
+        if not learned:
+            self.foresight.withdraw()
+        self.foresight.work()
 
     def touch(self, layer: int, experts: IntArray) -> None:
         if not self._bracketed:
@@ -54,13 +81,16 @@ class LearnedPolicy:
 
     def rank(self, layer: int) -> FloatArray:
         """Log odds of decay^time to the next need, [L, E]."""
-        self.predictor.follow()
-        self.predictor.work()
-        return self.predictor.ranks
+        ranks = self.foresight.rank(layer)
+        self.foresight.work()
+        return ranks
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return self.foresight.foresee(layer, experts, chance)
 
     def _open(self, sequences: Sequence[Hashable], width: int) -> None:
         self._ids = np.full((self.predictor.layers, len(sequences), width), -1, np.int16)
-        self.predictor.begin(sequences, self._ids, np.arange(len(sequences)))
+        self.foresight.begin(sequences, self._ids, np.arange(len(sequences)))
 
     def _turn(self) -> None:
         if self._layer < self.predictor.layers:

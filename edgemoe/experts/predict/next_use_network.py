@@ -23,6 +23,7 @@ from edgemoe.experts.predict.next_use_step import TRACKS
 from edgemoe.experts.predict.online_mlp import DECAY
 from edgemoe.experts.predict.routing_memory import NONE, RoutingMemory
 from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.routing import StepRouting
 
 NEIGHBOURS = 48  # tokens of the past that count, the likeliest
 WEIGHT = 0.4  # of the network's log odds against the online learner's; the best on the last part of a training half
@@ -152,26 +153,26 @@ class NetworkPolicy(LearnedPolicy):
                 f"the next-use network is for {shape.layers} layers of {shape.experts} experts, {shape.top_k} each; "
                 f"here are {layers} of {experts}, {top_k} each"
             )
-        self.foresight = NextUseNetwork(network, self.predictor.known)
+        self.nextuse = NextUseNetwork(network, self.predictor.known)
         self._ranks = np.zeros((layers, experts), np.float32)
 
     def begin(self, sequences: Sequence[Hashable]) -> None:
         super().begin(sequences)
-        self.foresight.begin(sequences)
+        self.nextuse.begin(sequences)
 
-    def end(self) -> None:
-        super().end()
-        self.foresight.end()
+    def end(self, routing: StepRouting | None = None) -> None:
+        super().end(routing)
+        self.nextuse.end()
 
     def touch(self, layer: int, experts: IntArray) -> None:
         ids = experts[None, :] if self._routed is None else self._routed
         super().touch(layer, experts)
         self.predictor.follow()  # the experts' own history
-        self.foresight.see(layer, ids)
+        self.nextuse.see(layer, ids)
 
     def rank(self, layer: int) -> FloatArray:
         online, phase = super().rank(layer), self.predictor.phase
-        np.add(self.foresight.scores, phase[:, None], out=self._ranks)
+        np.add(self.nextuse.scores, phase[:, None], out=self._ranks)
         self._ranks *= WEIGHT
         self._ranks += np.float32(1 - WEIGHT) * online
         return self._ranks

@@ -60,13 +60,15 @@ class SlotClaim(NamedTuple):
 class Residency(TierPools):
     """Moves experts between the tiers. Thread-safe."""
 
-    def __init__(self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True) -> None:
-        """Takes over the pools. With `containment`, what is in a device is in RAM too."""
+    def __init__(
+        self, ram: SlotPool, devices: Sequence[SlotPool] = (), *, containment: bool = True, wait: Waiters | None = None
+    ) -> None:
+        """Takes over the pools. With `containment`, what is in a device is in RAM too. `wait` is for simulated time."""
         super().__init__(ram, devices)
         self.containment = containment
         self._policies = tuple({id(pool.policy): pool.policy for pool in (*self.devices, ram)}.values())
         self._ours = 1  # demands are this box's own
-        self._waiters = Waiters()
+        self._waiters = wait or Waiters()
         self._arrivals: dict[SimpleQueue[Transfer], int] = {}  # who waits for loads, and of which layer
         self._shared = shared = SharedRecord(STATE)
         self._state, self._address = shared.numbers, shared.address

@@ -25,7 +25,7 @@ NOTHING, WAITING = -1, -2  # instead of a layer: nothing has run yet; a demand i
 class IdleWindow:
     """Estimates the idle time of each layer. The compute thread measures; any thread may ask."""
 
-    def __init__(self, layers: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, layers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._mean_s = [0.0] * layers
         self._open: tuple[int, float] = NOTHING, 0.0  # the layer that computes, and since when

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 
 Queues = tuple[deque[Move], ...]  # one queue of prefetch requests per priority
+READERS, IDLE_READERS = 8, 2  # and how many of them may serve prefetch requests
 FOR_ONE_LAYER = (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY)  # in vain once the layer has run without it
 
 
@@ -40,18 +42,20 @@ class ExpertLoader:
         ram: HostSlab,
         links: Sequence[TierLink] = (),
         *,
-        readers: int = 8,
-        idle_readers: int = 2,
         clock: Clock = time.monotonic,
+        arrivals: Callable[[], SimpleQueue[Transfer]] = SimpleQueue,
     ) -> None:
-        """Takes `links` in the order of the devices; `idle_readers` of the `readers` may serve prefetch requests."""
+        """Takes `links` in the order of the devices.
+
+        `clock` and `arrivals`, which makes the queues in which layer-steps wait, are replaced where time is simulated.
+        """
         self.residency, self.links = residency, tuple(links)
+        self.clock, self.arrivals = clock, arrivals
         self.stats = LinkStats(clock)  # of NVMe
-        self.gap = IdleWindow(len(residency.device_of))  # in which prefetch requests are served
+        self.gap = IdleWindow(len(residency.device_of), clock)  # in which prefetch requests are served
         # says which experts of a layer [n] not to prefetch, because another box has them or would have to send them
         self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
         self._store, self._ram = store, ram
-        self._readers, self._idle_readers = readers, idle_readers
         self._lock = threading.Lock()  # of all that follows
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -108,7 +112,7 @@ class ExpertLoader:
             elif any(queues) and link.idle() and self._any_pays(queues, link.piece_s):
                 link.rouse()
         if any(self._stages) and self._may_read_ahead and self._any_pays(self._stages, self.stats.seconds):
-            self._wake(self._idle_readers)
+            self._wake(IDLE_READERS)
 
     @property
     def prefetch_requests(self) -> int:
@@ -122,7 +126,7 @@ class ExpertLoader:
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self._readers):
+                for _ in range(READERS):
                     group.create_task(self._reader())
         finally:
             self._close()
@@ -239,7 +243,7 @@ class ExpertLoader:
     def _may_read_ahead(self) -> bool:
         """Returns whether a reader may serve prefetch requests: no read under way is demanded by now."""
         reading = tuple(self._reading)
-        return len(reading) < self._idle_readers and not any(load.demand for load in reading)
+        return len(reading) < IDLE_READERS and not any(load.demand for load in reading)
 
     def _queue_reads(self, reads: Sequence[Transfer]) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -25,6 +26,9 @@ class Loader:
 
     def __init__(self, residency: Residency, *others: int, error: Exception | None = None) -> None:
         self._residency, self._others, self._error = residency, others, error
+
+    clock = staticmethod(time.monotonic)
+    arrivals = SimpleQueue
 
     def start(self, loads: Sequence[Transfer]) -> None:
         theirs = self._residency.acquire(0, 0, np.array(self._others), SimpleQueue())

@@ -15,6 +15,7 @@ from support.kept import KERNELS
 from support.waiting import wait_until
 
 from edgemoe.experts.predict import controller as module
+from edgemoe.experts.predict import foresight
 from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.fusion import NEXT_LAYER
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
@@ -136,7 +137,7 @@ def test_ranks_are_those_of_the_policy_that_replay_judges(controller: Controller
         controller.observe(routing(ids, ("a",)))
         assert controller.wait_idle(20)
         full.end()
-    assert controller._predictor.learner.updates > 20
+    assert controller.foresight.predictor.learner.updates > 20
 
 
 def test_every_layer_of_every_step_counts_once_whoever_decodes_and_what_fails(controller: Controller) -> None:
@@ -144,7 +145,7 @@ def test_every_layer_of_every_step_counts_once_whoever_decodes_and_what_fails(co
         if i % 7 == 0:
             begin(controller)  # fails before its first layer
         step(controller, ids[:, : 1 + i % 3], (f"a{i // 5}", f"b{i // 3}", "c")[: 1 + i % 3])
-    predictor = controller._predictor
+    predictor = controller.foresight.predictor
     assert predictor.memory.filled == sum(1 + i % 3 for i in range(40))
     assert (predictor.visits == 4 + 40).all()
 
@@ -157,8 +158,8 @@ def test_prefill_alone_teaches_nothing(controller: Controller) -> None:
     controller.policy.rank(L - 1)
     controller.observe(routing(text(3, 1, 2)[0], ("a", "b"), decode=False))
     assert controller.wait_idle(20)
-    assert controller._predictor.step == 0
-    assert (controller._predictor.visits == 4).all()
+    assert controller.foresight.predictor.step == 0
+    assert (controller.foresight.predictor.visits == 4).all()
 
 
 def test_ranks_of_layers_that_ran_are_new_at_once_and_none_is_undefined_before_the_first_look() -> None:
@@ -185,31 +186,31 @@ def test_what_peers_have_computed_here_is_not_learned(controller: Controller) ->
         controller.policy.rank(layer)
         choices[layer] = row
         controller.policy.rank(layer)
-    assert (controller._predictor.last[:, 4 : 4 + K] == 0).sum() == np.isin(choices, np.arange(4, 4 + K)).sum()
+    assert (controller.foresight.predictor.last[:, 4 : 4 + K] == 0).sum() == np.isin(choices, np.arange(4, 4 + K)).sum()
 
 
 def test_a_thread_that_is_late_is_not_waited_for(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
     busy, go_on = threading.Event(), threading.Event()
-    work = controller._predictor.work
+    work = controller.foresight.predictor.work
 
     def slow(wait_s: float = 0.0) -> bool:
         busy.set()
         assert go_on.wait(20)
         return work(wait_s)
 
-    monkeypatch.setattr(controller._predictor, "work", slow)
-    controller._predictor.nudge()
+    monkeypatch.setattr(controller.foresight.predictor, "work", slow)
+    controller.foresight.predictor.nudge()
     assert busy.wait(20)
     for ids in text(4, 4):
         choices = begin(controller)
         choices[:] = ids
         controller.policy.rank(L - 1)
         controller.observe(routing(ids, ("a",)))
-    assert controller.dropped == 2
+    assert controller.foresight.dropped == 2
     go_on.set()
     assert controller.wait_idle(20)
     step(controller, text(4, 1)[0], ("a",))
-    assert controller._predictor.memory.filled == 3
+    assert controller.foresight.predictor.memory.filled == 3
 
 
 def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,7 @@ def test_until_it_is_ready_the_least_recently_used_go_first(monkeypatch: pytest.
     assert (utility[0], utility[1]) == (np.inf, -np.inf)
     go_on.set()
     assert controller.wait_idle(120)
-    assert controller.policy.rank(0) is controller._predictor.ranks
+    assert controller.policy.rank(0) is controller.foresight.predictor.ranks
     controller.close()
 
 
@@ -237,7 +238,7 @@ def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
     monkeypatch.setattr(module, "RESTART_S", 0.0)
     again, begin_ = threading.Event(), controller._begin
     monkeypatch.setattr(controller, "_begin", lambda: again.wait(20) and begin_())
-    broken = controller._predictor
+    broken = controller.foresight.predictor
     monkeypatch.setattr(broken, "awaited", lambda: 1 / 0)
     choices = begin(controller)
     choices[:] = text(5, 1)[0]
@@ -248,9 +249,9 @@ def test_a_thread_that_fails_says_so_falls_back_and_starts_again(
     assert (controller.policy.rank(0).argmax(axis=1) == 4).all()
     again.set()
     assert controller.wait_idle(120)
-    assert controller._predictor is not broken
+    assert controller.foresight.predictor is not broken
     step(controller, text(5, 1)[0], ("a",))
-    assert controller._predictor.memory.filled == 1
+    assert controller.foresight.predictor.memory.filled == 1
 
 
 def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) -> None:
@@ -295,7 +296,7 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
     elif why == "a prompt":
         controller.observe(routing(text(5, 1)[0], ("a",), decode=False))
     else:
-        monkeypatch.setattr(controller._predictor, "awaited", lambda: 1 / 0)
+        monkeypatch.setattr(controller.foresight.predictor, "awaited", lambda: 1 / 0)
         begin(controller)
         controller.observe(routing(text(5, 1)[0], ("a",)))
     wait_until(lambda: not loader.moves)
@@ -335,7 +336,7 @@ def test_what_was_learned_is_saved_at_the_end_and_damage_is_survived(
         step(first, ids, ("a",))
     first.close()
     second = started(state=state)
-    assert second._predictor.memory.filled == 10
+    assert second.foresight.predictor.memory.filled == 10
     second.close()
     state.write_bytes(b"nonsense")
     third = started(state=state)
@@ -349,13 +350,15 @@ def test_what_was_learned_is_there_after_a_crash(tmp_path: Path, monkeypatch: py
     crashing = started(state=state)
     for ids in text(6, 10):
         step(crashing, ids, ("a",))
-    crashing._blend.mix.loss[:] = np.arange(crashing._blend.mix.loss.size).reshape(crashing._blend.mix.loss.shape)[::-1]
+    crashing.foresight.blend.mix.loss[:] = np.arange(crashing.foresight.blend.mix.loss.size).reshape(
+        crashing.foresight.blend.mix.loss.shape
+    )[::-1]
     step(crashing, text(6, 1)[0], ("a",))
     wait_until(lambda: state.exists() and load_file(state)["written"][0] == 11)
     again = started(state=state)  # nobody has closed the first one
-    assert again._predictor.memory.filled == 11
-    np.testing.assert_array_equal(again._blend.mix.loss, crashing._blend.mix.loss)
-    np.testing.assert_array_equal(again._blend.etas, crashing._blend.etas)
+    assert again.foresight.predictor.memory.filled == 11
+    np.testing.assert_array_equal(again.foresight.blend.mix.loss, crashing.foresight.blend.mix.loss)
+    np.testing.assert_array_equal(again.foresight.blend.etas, crashing.foresight.blend.etas)
     again.close()
     crashing.close()
 
@@ -367,7 +370,7 @@ class Meter:
         self.spent_s, self.controller = 0.0, None
 
     def __call__(self) -> float:
-        looks = 0 if self.controller is None else self.controller._looks
+        looks = 0 if self.controller is None else self.controller.foresight.looks
         self.spent_s += 1e-4 + 9e-4 * looks / LOOKS
         return self.spent_s
 
@@ -384,21 +387,21 @@ def test_steps_that_leave_little_time_get_fewer_looks_and_all_are_learned_from(m
     for ids in text(7, 200):
         step(metered, ids, ("a",), step_s=1e-2)
     metrics = metered.metrics()
-    assert metrics[names.named(names.LEARNED_STEPS, how="followed")] == metered.studies
-    assert metered.studies + metered.glances == 200
-    assert metrics[names.LEARNED_SECONDS] == pytest.approx(200 * module.SHARE * 1e-2, rel=0.1)
-    assert metered._predictor.memory.filled == metered._predictor.step == 200
-    assert metered._predictor.learner.updates > 50
+    assert metrics[names.named(names.LEARNED_STEPS, how="followed")] == metered.foresight.studies
+    assert metered.foresight.studies + metered.foresight.glances == 200
+    assert metrics[names.LEARNED_SECONDS] == pytest.approx(200 * foresight.SHARE * 1e-2, rel=0.1)
+    assert metered.foresight.predictor.memory.filled == metered.foresight.predictor.step == 200
+    assert metered.foresight.predictor.learner.updates > 50
 
 
 def test_looks_come_back_with_the_time_for_them(metered: Controller) -> None:
     for ids in text(8, 50):
         step(metered, ids, ("a",), step_s=1e-6)
-    assert metered._looks == 0
-    assert metered._predictor.memory.filled == 50
+    assert metered.foresight.looks == 0
+    assert metered.foresight.predictor.memory.filled == 50
     for ids in text(9, 6):
         step(metered, ids, ("a",))
-    assert metered._looks == LOOKS
+    assert metered.foresight.looks == LOOKS
 
 
 def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, FloatArray]:
@@ -409,7 +412,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
         ids = always if random.random() < 0.5 else text(int(random.integers(1 << 30)), 1)[0]
         oracle.tell(ids)
         choices = begin(controller)
-        oracle.look(controller.step)
+        oracle.look(controller.foresight.step)
         for layer in range(L):
             choices[layer] = ids[layer]
             controller.policy.rank(layer)
@@ -418,7 +421,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
         assert controller.wait_idle(20)
     oracle.tell(always)
     choices = begin(controller)
-    oracle.look(controller.step)
+    oracle.look(controller.foresight.step)
     choices[0] = always[0]
     controller.policy.rank(0)
     assert controller.wait_idle(20)
@@ -430,7 +433,7 @@ def drive_with(oracle: Oracle, always: Ids, seed: int) -> tuple[Controller, Floa
 def test_a_forecaster_that_is_right_earns_its_weight_and_orders_what_is_to_come() -> None:
     always = text(10, 1)[0]
     controller, ranks = drive_with(Oracle(always), always, 11)
-    assert controller._blend.mix.eta(1) > 0.5  # when a quarter has run
+    assert controller.foresight.blend.mix.eta(1) > 0.5  # when a quarter has run
     for layer in range(1, L):
         best = set(np.argsort(-ranks[layer])[:K].tolist())
         assert best == set(always[layer].ravel().tolist())
@@ -439,7 +442,7 @@ def test_a_forecaster_that_is_right_earns_its_weight_and_orders_what_is_to_come(
 def test_without_trust_a_forecaster_changes_nothing() -> None:
     always = text(12, 1)[0]
     controller, ranks = drive_with(Oracle(always, trust=0.0), always, 13)
-    np.testing.assert_array_equal(ranks, controller._predictor.scores)
+    np.testing.assert_array_equal(ranks, controller.foresight.predictor.scores)
 
 
 def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Controller) -> None:
@@ -450,14 +453,14 @@ def test_a_gates_chance_moves_worth_as_far_as_gates_were_right(controller: Contr
         for layer in range(L):
             chance = np.full(E, 0.05, np.float32)
             chance[ids[layer]] = 0.9
-            controller.foresee(layer, experts, chance)
+            controller.policy.foresee(layer, experts, chance)
             choices[layer] = ids[layer]
             controller.policy.rank(layer)
         controller.observe(routing(ids, ("a",)))
         assert controller.wait_idle(20)
-    assert controller._blend.mix.eta(NEXT_LAYER) > 0.7
+    assert controller.foresight.blend.mix.eta(NEXT_LAYER) > 0.7
     likely = random.integers(0, E)
-    chance, utility = controller.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
+    chance, utility = controller.policy.foresee(1, experts, np.where(experts == likely, 0.95, 0.02).astype(np.float32))
     assert chance.argmax() == utility.argmax() == likely
     assert utility[likely] > controller.policy.rank(0)[1, likely]
 
@@ -467,6 +470,6 @@ def test_a_prefetch_must_be_worth_more_than_what_goes_for_it_by_the_hysteresis()
     for hysteresis in (0.0, 0.2):
         controller = started(hysteresis=hysteresis)
         chance = np.full(E, 0.3, np.float32)
-        utilities.append(controller.foresee(1, np.arange(E), chance)[1])
+        utilities.append(controller.policy.foresee(1, np.arange(E), chance)[1])
         controller.close()
     np.testing.assert_allclose(utilities[0] - utilities[1], np.log(1.2 / 0.8), rtol=1e-5)

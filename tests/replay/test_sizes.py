@@ -11,15 +11,14 @@ from support.replay_kit import LAW, random_trace
 
 from edgemoe.errors import ConfigError
 from edgemoe.replay import main
+from edgemoe.replay.bound import ByteBelady
 from edgemoe.replay.box import BoxSpec
-from edgemoe.replay.cache import Cache
 from edgemoe.replay.policies import MAKERS
 from edgemoe.replay.run import replay
-from edgemoe.replay.sized_cache import ByteBelady, SizedCache, geometry_of
 from edgemoe.replay.trace import Trace, chosen
 from edgemoe.types.experts import PAGE_BYTES
 
-MACHINE = BoxSpec(1e-3, 2 * PAGE_BYTES, 8e9, 3e9, 1.0, False, 0.2)
+MACHINE = BoxSpec(1e-3, 2 * PAGE_BYTES, 8e9, 3e9, 1.0, False)
 MIXED = replace(MACHINE, layer_bytes=(PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES))
 SLOTS = [16, 20, 28]
 
@@ -35,51 +34,17 @@ def test_nobody_misses_fewer_bytes_than_the_bound(name: str, seed: int) -> None:
         assert bound.missed_bytes <= mine.missed_bytes <= mine.demanded_bytes
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_for_equal_sizes_the_bound_is_belady_s_optimum(seed: int) -> None:
-    trace = random_trace(seed)
-    policy = MAKERS["belady"](trace, 1)
-    geometry = geometry_of((2 * PAGE_BYTES,) * trace.layers, trace.experts)
-    for slots in (4, 9, 18):
-        plain, bytewise = Cache(trace.layers, trace.experts, slots), ByteBelady(geometry, slots * 2 * PAGE_BYTES)
-        policy = MAKERS["belady"](trace, 1)
-        for step in trace.steps(1):
-            for layer in range(trace.layers):
-                experts = chosen(step.ids[:, layer])
-                policy.touch(layer, experts)
-                for cache in (plain, bytewise):
-                    cache.run(layer, experts, policy.rank(layer))
-        assert bytewise.missed_bytes == plain.misses * 2 * PAGE_BYTES
-
-
 def test_the_bound_keeps_parts_of_experts() -> None:
     ids = np.array([[[0], [0]]] * 4, np.int16)  # one expert of each of two layers, in turns
     trace = Trace([ids], 1)
     machine = replace(MACHINE, layer_bytes=(4 * PAGE_BYTES, 2 * PAGE_BYTES))
-    geometry = geometry_of(machine.layer_bytes, 1)
+    geometry = machine.geometry(2, 1, 1)
     bound, policy = ByteBelady(geometry, 5 * PAGE_BYTES), MAKERS["belady"](trace, 1)
     for step in trace.steps(1):
         for layer in range(2):
             policy.touch(layer, chosen(step.ids[:, layer]))
             bound.run(layer, np.zeros(1, np.int64), policy.rank(layer))
-    assert bound.missed_bytes == (6 + 6) * PAGE_BYTES, "6 pages at first, then one page at each of 6 layer-steps"
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_one_size_through_residency_misses_what_the_plain_cache_does(seed: int) -> None:
-    trace = random_trace(seed)
-    ranks = np.random.default_rng(seed)
-    geometry = geometry_of((PAGE_BYTES,) * trace.layers, trace.experts)
-    plain, sized = Cache(trace.layers, trace.experts, 9), SizedCache(geometry, 9 * PAGE_BYTES)
-    for step in trace.steps(1):
-        for layer in range(trace.layers):
-            rank = ranks.permutation(trace.layers * trace.experts).reshape(trace.layers, -1).astype(np.float32)
-            for cache in (plain, sized):
-                cache.run(layer, chosen(step.ids[:, layer]), rank)
-        sized.step_ended()
-    assert sized.misses == plain.misses
-    assert sized.missed_bytes == plain.misses * PAGE_BYTES
-    assert (sized.residency.resident_mask().ravel() == plain.resident).all()
+    assert bound.counts.missed_bytes == (6 + 6) * PAGE_BYTES, "6 pages at first, then one page at each of 6 layer-steps"
 
 
 def test_memory_follows_what_is_used_in_replay_too() -> None:
@@ -106,11 +71,18 @@ def test_the_command_takes_sizes_by_layer(capsys: pytest.CaptureFixture[str]) ->
         assert lru["bytes_to_vram"] == pytest.approx(lru["bytes_missed"], rel=1e-3)
     with pytest.raises(ConfigError, match=f"states 2 layers, the trace has {layers}"):
         main([*words, "--expert-bytes", "9MiB,2MiB"])
-    with pytest.raises(ConfigError, match="leave --ram out"):
-        main([*words, "--expert-bytes", f"1x9MiB,{layers - 1}x2MiB", "--ram", "0.5"])
-    foreseeing = [word for word in words if word != "--no-prefetch"]
-    foreseeing[foreseeing.index("lru,belady")] = "lru,learned"
-    with pytest.raises(ConfigError, match="add --no-prefetch"):
-        main([*foreseeing, "--expert-bytes", f"1x9MiB,{layers - 1}x2MiB"])
     with pytest.raises(SystemExit):
         main([*words, "--expert-bytes", "2000x9MiB"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_of_different_sizes_are_prefetched_and_read_from_disk_too(seed: int) -> None:
+    trace = random_trace(seed, tokens=120)
+    on_demand = replay(trace, "learned", [16], 1, 0.0, MIXED)[0]
+    small = replace(MIXED, ram_share=0.7)
+    scarce = replay(trace, "learned", [16], 1, 0.0, small)[0]
+    assert scarce.box.to_ram_bytes > 0 == on_demand.box.to_ram_bytes
+    assert scarce.box.stall_s > on_demand.box.stall_s
+    foreseeing = replay(trace, "learned", [16], 1, 0.0, replace(MIXED, prefetch=True))[0]
+    assert foreseeing.box.prefetched > 0
+    assert foreseeing.missed_bytes == on_demand.missed_bytes

@@ -1,0 +1,192 @@
+"""All that foresees needs: the predictor, what others forecast, the plans of what to bring up, and a budget for it.
+
+It has no thread. One thread runs the steps: it tells when a step begins and ends, and asks for ranks where it must
+evict. Another one, or the same, lets it `work`: the controller beside the engine, a replay between two layers.
+
+Its processor time is held below a share of the steps' time by how many looks a step gets, at the memory and at all
+experts. A forecaster's forecasts are blended in as soon as they are there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, ExpertForecast, Forecaster
+from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
+from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
+from edgemoe.experts.predict.routing_memory import LOOKS
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.routing import StepMeta, StepRouting
+
+SHARE = 0.03  # of a step's time that `work` may cost, on average,
+STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
+SAVED_STEPS, OWED_STEPS = 8, 8  # of that: what may be saved up, and owed
+PROBES = 8  # every so many steps a layer's hints are learned from
+
+
+class Foresight:
+    """Owns predictor, blend and plans. Before `start` it counts steps only."""
+
+    def __init__(
+        self,
+        layers: int,
+        *,
+        hysteresis: float = 0.1,
+        forecaster: Forecaster | None = None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """A `forecaster` counts the steps as `look` does here. `clock` is the processor time of whoever works."""
+        self.ready = False  # from then on ranks are worked out
+        self.step = 0  # that has begun
+        self.dropped = 0  # steps that `work` was too slow for
+        self.planned = 0  # moves
+        self.studies = self.glances = 0  # steps with looks, and without
+        self.looks = LOOKS  # that a step gets
+        self._hysteresis, self._forecaster, self._clock = hysteresis, forecaster, clock
+        self._margin = math.log((1 + hysteresis) / (1 - hysteresis))  # of a request over what has to go for it
+        self._heard: ExpertForecast | None = None  # the forecast that was blended in last
+        self._spent_s = self._credit_s = 0.0  # processor time, up to the latest step's end; what may be spent
+        self._looking = True  # whether the step that ends next has a look
+        self._plans: list[Plans] = []
+        self._running: NextUsePredictor | None = None  # of the running step, where it is learned from
+        self._ranked = 0  # layer that ranks were wanted for last
+        self._shares_s: dict[int, float] = {}  # what steps that have ended may cost; those that failed, nothing
+        self._gates: deque[tuple[int, AwaitedForecast]] = deque(maxlen=4 * layers)  # of gates, and in which step
+
+    def start(self, predictor: NextUsePredictor, blend: Blend) -> None:
+        """From here on goes by these."""
+        self.predictor, self.blend = predictor, blend
+        predictor.weigh(blend.shares, blend.etas)
+        self._shares_s.clear()
+        self._gates.clear()
+        self._spent_s, self.looks, self._looking = self._clock(), LOOKS, True
+        self.ready = True
+
+    def fail(self) -> None:
+        """Ends what `start` began."""
+        self.ready = False
+        self.withdraw()
+
+    def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
+        """From here on plans what these tiers should fetch in idle time, too."""
+        self._plans.append(Plans(residency, loader, geometry, self._hysteresis))
+
+    # --- the side of the steps
+
+    def look(self, meta: StepMeta, ids: Ids) -> None:
+        """A step begins. Into `ids` [L, T, k] its gates' choices will be written, layer by layer, over -1."""
+        decode = np.flatnonzero(meta.decode)
+        self.begin([meta.requests[i] for i in decode.tolist()], ids, (np.cumsum(meta.query_lens) - 1)[decode])
+
+    def begin(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> None:
+        """The same where these sequences decode, whose last tokens are `rows`."""
+        self.step += 1
+        self._ranked, self._running = 0, None
+        if self.ready and len(rows):
+            if self.predictor.begin(sequences, ids, rows):
+                self._running = self.predictor
+            else:
+                self.dropped += 1
+
+    def rank(self, layer: int) -> FloatArray:
+        """Ranks [L, E] that are up to date with the layers that have run."""
+        running, forecaster = self._running, self._forecaster
+        if running is not None:
+            forecast = forecaster.forecast if forecaster is not None else None
+            if forecast is not None and forecast is not self._heard and forecast.step == self.step:
+                self._heard = forecast
+                if forecaster is not None and len(forecast.probs) > 1:
+                    running.hear(forecast.probs, forecaster.trust)
+            running.follow(layer + 1 - self._ranked)
+            self._ranked = layer
+        return self.predictor.ranks
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """See `types.LivePolicy`."""
+        predictor = self.predictor
+        phase = predictor.phase_of(layer)
+        odds = predictor.ranks[layer, experts] - phase
+        if (layer + self.step) % PROBES == 0:
+            awaited = AwaitedForecast(NEXT_LAYER, layer * predictor.experts + experts, odds, chance)
+            self._gates.append((predictor.begun, awaited))
+        fused, again = self.blend.foresee(odds, chance)
+        return fused, again + phase - self._margin
+
+    def observe(self, routing: StepRouting) -> bool:
+        """A step ended. Returns whether it is learned from."""
+        return self.end(SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s)
+
+    def end(self, share_s: float) -> bool:
+        """The same where learning from it may cost so much processor time."""
+        running, self._running = self._running, None
+        if running is None:
+            return False
+        self._shares_s[running.begun] = share_s
+        running.end()
+        return True
+
+    # --- the side of the work
+
+    def work(self, wait_s: float = 0.0) -> bool:
+        """Does what there is to do, waits for more so long, and plans when a step is finished. Then True."""
+        finished = self.predictor.work(wait_s)
+        if finished:
+            self._end()
+        return finished
+
+    def withdraw(self) -> None:
+        """Cancels what was planned: its step is over."""
+        for plans in self._plans:
+            plans.withdraw()
+
+    def metrics(self) -> dict[str, float]:
+        """What it did, by the final names."""
+        metrics = {
+            named(names.LEARNED_STEPS, how="followed"): float(self.studies),
+            named(names.LEARNED_STEPS, how="glanced"): float(self.glances),
+            names.LEARNED_SECONDS: self._spent_s,
+            names.LEARNED_MOVES: float(self.planned),
+            names.LEARNED_RIGHT: self._plans[0].ledger.share if self._plans else 0.0,
+        }
+        for name, horizon in (("0", 0), ("1", NEXT_STEP), ("gate", NEXT_LAYER)):
+            metrics[named(names.LEARNED_ETA, horizon=name)] = self.blend.mix.eta(horizon)
+        return metrics
+
+    def _end(self) -> None:
+        """A step is finished, and the next one was looked at: learns what forecasts were worth, pays, and plans."""
+        predictor, blend = self.predictor, self.blend
+        number = predictor.step - 1
+        for awaited in predictor.awaited():
+            blend.hear(awaited)
+        while self._gates and self._gates[0][0] <= number:
+            at, awaited = self._gates.popleft()
+            if at == number:
+                blend.hear(awaited)
+        blend.learn(predictor.learner.needs(number) > 0)
+        predictor.weigh(blend.shares, blend.etas)
+        self.studies += int(self._looking)
+        self.glances += int(not self._looking)
+        self._looking = bool(predictor.looking)
+        self._pay(self._shares_s.pop(number, 0.0))
+        if self._looking:
+            for plans in self._plans:
+                self.planned += plans.make(predictor.ranks, predictor)
+        else:
+            self.withdraw()
+
+    def _pay(self, share_s: float) -> None:
+        """Counts a step's share against what was spent on it, and decides how many looks later steps get."""
+        spent_s, self._spent_s = self._spent_s, self._clock()
+        credit_s = self._credit_s + share_s - (self._spent_s - spent_s)
+        self._credit_s = min(max(credit_s, -OWED_STEPS * share_s), SAVED_STEPS * share_s)
+        self.looks = min(LOOKS, self.looks + 1) if self._credit_s > 0 else max(0, self.looks - 1)
+        self.predictor.allow(self.looks)

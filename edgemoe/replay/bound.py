@@ -1,0 +1,88 @@
+"""Belady's bound by bytes, of what a tier that loads on demand misses. Imports numba."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from edgemoe.replay.box import Counts
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import ExpertGeometry
+
+
+class ByteBelady:
+    """Misses the fewest bytes: each byte of an expert is kept or not by itself, those that are needed last go first.
+
+    An expert is so many bytes that are always asked for together, and bytes are of one size: so Belady's rule is
+    optimal for them [Belady], and whoever keeps whole experts, and leaves those that it was asked for in its memory,
+    misses no fewer. It is the linear relaxation of the problem [FOO] where a miss costs its bytes; for equal sizes it
+    is Belady's optimum.
+    """
+
+    def __init__(self, geometry: ExpertGeometry, capacity_bytes: int, link_bytes_per_s: float = np.inf) -> None:
+        """What it misses comes over a link from RAM that holds everything."""
+        self._link_bytes_per_s, self._mean_bytes = link_bytes_per_s, geometry.all_bytes / geometry.count
+        self.capacity_bytes = capacity_bytes
+        self._misses = self._missed_bytes = 0  # experts of which something was missing; their bytes
+        self._experts = geometry.experts
+        self._sizes: IntArray = np.repeat(geometry.strides_bytes, geometry.experts)  # [L * E]
+        self._held = np.zeros_like(self._sizes)  # bytes
+        self._pinned: IntArray = np.full(len(self._sizes), -1, np.int64)
+        self._clock, self._used = 0, 0
+
+    def run(self, layer: int, experts: IntArray, rank: npt.NDArray[np.float32]) -> None:
+        """One layer-step demands these distinct experts [n]. `rank` [L, E]."""
+        keys = layer * self._experts + experts
+        self._misses += int(np.count_nonzero(self._held[keys] < self._sizes[keys]))
+        self._clock += 1
+        missed_bytes, self._used = _demand(
+            self._held, self._sizes, self._pinned, self._clock, keys, rank.ravel(), self.capacity_bytes, self._used
+        )
+        self._missed_bytes += missed_bytes
+
+    @property
+    def counts(self) -> Counts:
+        size_bytes = self._missed_bytes
+        return Counts(
+            misses=self._misses,
+            missed_bytes=size_bytes,
+            stall_s=size_bytes / self._link_bytes_per_s,
+            to_vram_bytes=size_bytes,
+            moves=size_bytes / self._mean_bytes,
+        )
+
+
+@njit(nogil=True)
+def _demand(
+    held: IntArray,
+    sizes: IntArray,
+    pinned: IntArray,
+    clock: int,
+    demanded: IntArray,
+    rank: npt.NDArray[np.float32],
+    capacity: int,
+    used: int,
+) -> tuple[int, int]:
+    """Makes all bytes of `demanded` resident in place of what ranks lowest; what finds no room passes through."""
+    missed = 0
+    for i in range(len(demanded)):
+        pinned[demanded[i]] = clock
+    for i in range(len(demanded)):
+        key = demanded[i]
+        lacking = sizes[key] - held[key]
+        missed += lacking
+        while used + lacking > capacity:
+            victim, lowest = -1, np.inf
+            for x in range(len(held)):
+                if held[x] > 0 and pinned[x] != clock and rank[x] < lowest:
+                    victim, lowest = x, rank[x]
+            if victim < 0:
+                break
+            gone = min(held[victim], used + lacking - capacity)
+            held[victim] -= gone
+            used -= gone
+        came = min(lacking, capacity - used)
+        held[key] += came
+        used += came
+    return missed, used

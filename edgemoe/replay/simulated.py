@@ -1,0 +1,211 @@
+"""Simulated time, and what passes in it by itself: links that carry and a disk that reads.
+
+Links go by the schedule that real ones go by, and the loader's readers run on an event loop that never waits. Nothing
+happens but when the driver lets time pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.tiers.waiters import Waiters
+from edgemoe.experts.transfer.links import LinkStats, TransferListener
+from edgemoe.experts.transfer.pieces import PieceSchedule, pieces_of
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.size_classes import SlabLayout
+
+
+class Busy(Protocol):
+    """Does something by itself."""
+
+    @property
+    def next_s(self) -> float:
+        """When it does something next if nothing comes; inf where it rests."""
+
+    def act(self) -> None:
+        """Does it."""
+
+
+class World:
+    """Owns the clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.busy: list[Busy] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def advance(self, until_s: float = math.inf) -> bool:
+        """Lets the next thing happen. Returns False where none does by `until_s`, which it is then if it is finite."""
+        first = min(self.busy, key=lambda each: each.next_s)
+        if first.next_s > until_s or first.next_s == math.inf:
+            self.now_s = max(self.now_s, until_s) if until_s < math.inf else self.now_s
+            return False
+        self.now_s = max(self.now_s, first.next_s)
+        first.act()
+        return True
+
+    def pass_s(self, seconds: float) -> None:
+        """Lets so much time pass."""
+        until_s = self.now_s + seconds
+        while self.advance(until_s):
+            pass
+
+
+class Arrivals(SimpleQueue[Transfer]):
+    """Lets time pass where a queue would wait."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Transfer:
+        until_s = self._world.now_s + (math.inf if timeout is None else timeout)
+        while self.empty():
+            if not self._world.advance(until_s):
+                raise Empty
+        return super().get_nowait()
+
+
+class SimulatedWaiters(Waiters):
+    """Lets time pass where a thread would wait."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def wait_for(self, changed: Callable[[], bool], timeout_s: float) -> bool:
+        until_s = self._world.now_s + timeout_s
+        while not changed():
+            if not self._world.advance(until_s):
+                return False
+        return True
+
+
+class SimulatedLink:
+    """Carries experts in pieces, as `EmulatedLink` does, and copies nothing."""
+
+    def __init__(self, world: World, layout: SlabLayout, bytes_per_s: float) -> None:
+        self._world, self._layout = world, layout
+        self._largest_bytes = layout.classes.bytes[-1]
+        self._expert_s, pieces = self._largest_bytes / bytes_per_s, pieces_of(self._largest_bytes)
+        self._schedule = PieceSchedule[Transfer](pieces, self._expert_s / pieces)
+        self._roused = False
+        self.stats = LinkStats(world.clock)
+        world.busy.append(self)
+
+    def attach(self, listener: TransferListener) -> None:
+        self._listener = listener
+
+    def copy(self, load: Transfer) -> None:
+        self._schedule.add(load, self._world.now_s, self._bytes_of(load) / self._largest_bytes)
+        self.stats.begin()
+
+    def withdraw(self, load: Transfer) -> None:
+        if load in self._schedule.loads and self._listener.withdraws(load):
+            self._schedule.drop(load, self._world.now_s)
+            self.stats.abort()
+            self._listener.released(load)
+
+    def idle(self) -> bool:
+        return not self._schedule.loads
+
+    def rouse(self) -> None:
+        self._roused = True
+
+    @property
+    def piece_s(self) -> float:
+        return self._schedule.piece_s
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def next_s(self) -> float:
+        return self._world.now_s if self._roused else self._schedule.end_s
+
+    def act(self) -> None:
+        for load in self._schedule.take_ended(self._world.now_s):
+            size_bytes = self._bytes_of(load)
+            self.stats.end(size_bytes, self._expert_s * size_bytes / self._largest_bytes)
+            self._listener.arrived(load)
+            self._listener.released(load)
+        if self._roused:
+            self._roused = False
+            self._listener.roused(self)
+
+    def _bytes_of(self, load: Transfer) -> int:
+        return self._layout.place(load.slot)[1]
+
+
+class SimulatedDisk:
+    """Reads one expert after the other, for the loader's readers, which it runs."""
+
+    def __init__(self, world: World, geometry: ExpertGeometry, bytes_per_s: float) -> None:
+        self._world, self._geometry, self._bytes_per_s = world, geometry, bytes_per_s
+        self._reads: deque[tuple[float, asyncio.Future[None]]] = deque()  # and when each ends
+        self._free_s = 0.0
+        self.loop = _RestingLoop()
+        world.busy.append(self)
+
+    def expert_bytes(self, layer: int, expert: int) -> int:
+        return self._geometry.expert_bytes(layer)
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        self._free_s = max(self._free_s, self._world.now_s) + self._geometry.stride_bytes(layer) / self._bytes_per_s
+        read = self.loop.create_future()
+        self._reads.append((self._free_s, read))
+        await read
+
+    @property
+    def next_s(self) -> float:
+        self.loop.run_forever()  # whoever has been woken
+        return self._reads[0][0] if self._reads else math.inf
+
+    def act(self) -> None:
+        self._reads.popleft()[1].set_result(None)
+        self.loop.run_forever()
+
+    def close(self, running: asyncio.Task[None]) -> None:
+        """Ends the loader's task, and the loop."""
+        running.cancel()
+        self.loop.run_until_complete(asyncio.gather(running, return_exceptions=True))
+        self.loop.close()
+
+
+class _Resting(selectors.SelectSelector):
+    """Stops the loop where it would wait."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready and timeout != 0:
+            self.loop.stop()
+        return ready
+
+
+class _RestingLoop(asyncio.SelectorEventLoop):
+    """Runs until all tasks wait."""
+
+    def __init__(self) -> None:
+        selector = _Resting()
+        super().__init__(selector)
+        selector.loop = self
+
+
+class NoMemory:
+    """Stands in for the slab of RAM, into which nothing is read."""
+
+    def __init__(self, layout: SlabLayout) -> None:
+        self.layout = layout
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(b"")

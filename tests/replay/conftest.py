@@ -1,0 +1,16 @@
+"""What tests of replay share: the compiled calls, which take seconds to make, are kept between runs."""
+
+from __future__ import annotations
+
+import pytest
+from support.kept import KERNELS
+
+from edgemoe.experts.predict.next_use import link_predictor
+from edgemoe.experts.tiers.calls import CODES
+from edgemoe.kernels.cpu.object_cache import link
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _calls() -> None:
+    link(CODES, KERNELS)
+    link_predictor(KERNELS)
