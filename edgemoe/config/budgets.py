@@ -32,6 +32,7 @@ class ModelNeeds:
     experts: ExpertGeometry
     context_tokens: int
     state_bytes: int = 0  # of one sequence, where layers have states beside keys and values
+    decoded_bytes: int = 0  # of the weights except the experts where a GPU holds them; 0: as many as elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,9 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
     on_gpu = devices[0].kind.startswith("cuda:")
     emulated_bytes = sum(_slab(device, needs) for device in devices if device.kind == "emulated")
     host_free = machine.ram_available_bytes - settings.memory.headroom_bytes - emulated_bytes
-    host_free -= 0 if on_gpu else needs.dense_bytes
-    first_free = _gpu_free(settings, machine, devices[0]) - needs.dense_bytes if on_gpu else host_free
+    dense_bytes = (on_gpu and needs.decoded_bytes) or needs.dense_bytes
+    host_free -= 0 if on_gpu else dense_bytes
+    first_free = _gpu_free(settings, machine, devices[0]) - dense_bytes if on_gpu else host_free
     context_tokens = min(settings.engine.context_tokens or needs.context_tokens, needs.context_tokens)
     kv_bytes, state_slots = _sequences(settings, needs, first_free, context_tokens)
     state_bytes = state_slots * needs.state_bytes
@@ -113,7 +115,7 @@ def resolve_budgets(settings: Settings, machine: Machine, needs: ModelNeeds) -> 
         free = first_free - taken if index == 0 else _gpu_free(settings, machine, device)
         slabs.append(_device_budget(index, device, free, needs))
     return Budgets(
-        dense_bytes=needs.dense_bytes,
+        dense_bytes=dense_bytes,
         kv_bytes=kv_bytes,
         ram_bytes=ram_bytes,
         devices=tuple(slabs),

@@ -35,6 +35,7 @@ from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
+from edgemoe.model.layers.reader import decoded_bytes
 from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import checksum
@@ -165,6 +166,7 @@ def _needs(manifest: Manifest, spec: ModelSpec) -> ModelNeeds:
         experts=experts,
         context_tokens=spec.context_tokens,
         state_bytes=spec.state_bytes,
+        decoded_bytes=decoded_bytes(spec),
     )
 
 

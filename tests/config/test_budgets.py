@@ -73,6 +73,14 @@ def test_auto_takes_the_first_gpu_and_keeps_its_headroom() -> None:
     assert found.containment
 
 
+def test_encoded_weights_are_counted_as_a_gpu_holds_them_which_is_decoded() -> None:
+    needs = dataclasses.replace(NEEDS, decoded_bytes=2 * GIB)
+    assert resolve_budgets(settings(), HOST, needs).dense_bytes == GIB
+    found = resolve_budgets(settings(), GPU_HOST, needs)
+    assert found.dense_bytes == 2 * GIB
+    assert found.dense_bytes + found.kv_bytes + found.devices[0].expert_bytes <= 7 * GIB
+
+
 def test_a_second_gpu_holds_experts_only() -> None:
     two = Settings(device=(DeviceSettings(kind="cuda:0"), DeviceSettings(kind="cuda:1")))
     found = resolve_budgets(two, GPU_HOST, NEEDS)

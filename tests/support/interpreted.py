@@ -8,106 +8,109 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
 import triton.language as tl
-from torch.nn.functional import silu
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from edgemoe.encodings.codec import pack
 from edgemoe.experts.compute.dispatch import Group
-from edgemoe.experts.compute.gpu_calls import block_rows, blocks_of
+from edgemoe.experts.compute.gpu_calls import GpuCalls, block_rows, blocks_of
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.expert_math import ExpertSlab, one_by_one
-from edgemoe.kernels.gpu import encoded as gpu_encoded
 from edgemoe.kernels.gpu import experts as gpu_experts
 from edgemoe.types.encoding import ENCODINGS
-from edgemoe.types.experts import Activation
+from edgemoe.types.experts import SILU, Activation, ExpertGeometry
+from edgemoe.types.size_classes import SlabLayout
 
 SHAPES = ((72, 40, 5, 2, 1), (256, 192, 8, 4, 5), (130, 33, 3, 3, 40), (64, 32, 1, 1, 70))  # H, I, E, k, T
 
 
-def expected(
-    x: torch.Tensor, slab: torch.Tensor, slots: np.ndarray, group: Group, sizes: tuple[int, int]
-) -> torch.Tensor:  # type: ignore[type-arg]
-    """The weighted output of every call, each on its own, rounded where the kernels round."""
-    hidden, width = sizes
-    out = torch.zeros(len(group.calls), hidden, dtype=torch.float64)
-    for i, slot in enumerate(slots.tolist()):
-        gate, up, down = slab[slot, : 3 * hidden * width].double().view(3, width * hidden)
-        for call in range(group.offsets[i], group.offsets[i + 1]):
-            row = x[group.tokens[call]].double()
-            mid = silu(gate.view(width, hidden) @ row) * (up.view(width, hidden) @ row)
-            out[group.calls[call]] = down.view(hidden, width) @ mid.to(x.dtype).double() * float(group.weights[call])
-    return out
+def slab_of(geometry: ExpertGeometry, rng: np.random.Generator) -> torch.Tensor:
+    """Random experts as they lie in a slab, uint8 [E, stride]."""
+    encoding, experts = geometry.encoding(0), geometry.experts
+    shapes = (geometry.gate_up_shape, geometry.down_shape)
+    parts = [pack(rng.normal(0, 0.1, (experts * rows, n)).astype(np.float32), encoding) for rows, n in shapes]
+    if geometry.biases:
+        biases = rng.normal(size=(experts, 2 * geometry.width + geometry.hidden)).astype(np.float32)
+        parts.append(biases.view(np.uint8))
+    slab = np.concatenate([part.reshape(experts, -1) for part in parts], axis=1)
+    return torch.from_numpy(np.pad(slab, ((0, 0), (0, geometry.stride_bytes(0) - slab.shape[1]))))
 
 
-def error(dtype: torch.dtype, hidden: int, width: int, experts: int, k: int, tokens: int) -> float:
-    """The largest difference, over the largest value."""
+def work(geometry: ExpertGeometry, tokens: int, rng: np.random.Generator) -> tuple[Group, torch.Tensor]:
+    """Calls of random experts, and the hidden states [T, H] that they are for."""
+    ids = np.argsort(rng.random((tokens, geometry.experts)), axis=1)[:, : geometry.top_k]
+    x = rng.normal(size=(tokens, geometry.hidden)).astype(np.float32)
+    dtype = torch.bfloat16 if geometry.bf16 else torch.float32
+    return Group.of(ids, rng.random(ids.shape).astype(np.float32)), torch.from_numpy(x).to(dtype)
+
+
+def far(geometry: ExpertGeometry, slab: torch.Tensor, group: Group, x: torch.Tensor, out: torch.Tensor) -> float:
+    """The largest difference from torch's products of decoded weights, over the largest value."""
+    view, want = ExpertSlab(slab, ExpertLayout.of(geometry, 0), geometry.bf16), torch.zeros(*x.shape)
+    one_by_one(view, group.experts, group.offsets, group.tokens, group.weights, x, want)
+    return float((out.view(len(x), geometry.top_k, -1).sum(1) - want).abs().max() / want.abs().max())
+
+
+def error(geometry: ExpertGeometry, tokens: int) -> float:
+    """How far the kernels are off where expert e lies in slot e."""
     rng = np.random.default_rng(0)
-    torch.manual_seed(0)
-    stride = -(-3 * hidden * width * dtype.itemsize // 4096) * 4096 // dtype.itemsize
-    slab = (torch.randn(experts + 2, stride) * 0.1).to(dtype)
-    x = torch.randn(tokens, hidden).to(dtype)
-    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k]
-    group = Group.of(ids, rng.random((tokens, k)).astype(np.float32))
-    slots = rng.permutation(experts + 2)[: len(group.experts)]
+    slab, (group, x) = slab_of(geometry, rng), work(geometry, tokens, rng)
     rows = block_rows(int(np.diff(group.offsets).max()))
-    out = torch.full((tokens * k, hidden), float("nan"))
+    out = torch.full((tokens * geometry.top_k, geometry.hidden), float("nan"))
     gpu_experts.experts(
         x,
         slab.view(-1),
         out,
-        torch.from_numpy(blocks_of(slots, group.offsets, rows)),
-        torch.from_numpy(group.calls.astype(np.int32)),
-        torch.from_numpy(group.weights),
-        (k, hidden, width, stride),
-        rows,
-    )
-    want = expected(x, slab, slots, group, (hidden, width))
-    return float((out.double() - want).abs().max() / want.abs().max())
-
-
-def encoded_error(layout: ExpertLayout, experts: int, k: int, tokens: int) -> float:
-    """The largest difference from torch's products of decoded weights, over the largest value."""
-    rng, sizes = np.random.default_rng(0), (layout.hidden, layout.width)
-    shapes = ((2 * layout.width, layout.hidden), (layout.hidden, layout.width))
-    parts = [pack(rng.normal(0, 0.1, (experts * rows, n)).astype(np.float32), layout.encoding) for rows, n in shapes]
-    slab = np.concatenate([part.reshape(experts, -1) for part in parts], axis=1)
-    if layout.biases:
-        biases = rng.normal(size=(experts, 2 * layout.width + layout.hidden)).astype(np.float32)
-        slab = np.concatenate([slab, biases.view(np.uint8)], axis=1)
-    slab = np.pad(slab, ((0, 0), (0, -slab.shape[1] % 4096)))
-    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k]
-    group = Group.of(ids, rng.random((tokens, k)).astype(np.float32))
-    rows, x = block_rows(int(np.diff(group.offsets).max())), torch.randn(tokens, layout.hidden)
-    out = torch.full((tokens * k, layout.hidden), float("nan"))
-    gpu_encoded.encoded_experts(
-        x,
-        torch.from_numpy(slab).view(-1),
-        out,
         torch.from_numpy(blocks_of(group.experts, group.offsets, rows)),
         torch.from_numpy(group.calls.astype(np.int32)),
         torch.from_numpy(group.weights),
-        gpu_encoded.encoded_sizes(*sizes, layout.encoding, layout.activation, layout.biases, layout.int8_activations)
-        | {"k": k, "stride": slab.shape[1]},
-        rows,
+        gpu_experts.constants(geometry, 0, geometry.stride_bytes(0)),
+        gpu_experts.block_shape(geometry, 0, rows),
     )
-    view, want = ExpertSlab(torch.from_numpy(slab), layout, False), torch.zeros(tokens, layout.hidden)
-    one_by_one(view, group.experts, group.offsets, group.tokens, group.weights, x, want)
-    return float((out.view(tokens, k, -1).sum(1) - want).abs().max() / want.abs().max())
+    return far(geometry, slab, group, x, out)
 
 
-def encoded_errors(name: str, int8: bool = False) -> list[float]:
-    layouts = [
-        ExpertLayout(64, 96, ENCODINGS[name], int8),
-        ExpertLayout(608, 160, ENCODINGS[name], int8, Activation("clamped_swiglu", 1.702, 7.0), True),
-        ExpertLayout(512, 32, ENCODINGS[name], int8, Activation("gelu_tanh")),
+def errors_of(dtype: str) -> list[float]:
+    """Of experts that are not encoded, in the sizes of SHAPES."""
+    return [error(ExpertGeometry(1, e, k, h, i, dtype), tokens) for h, i, e, k, tokens in SHAPES]
+
+
+def errors_of_kinds(encoding: str, int8: bool = False) -> list[float]:
+    """Of experts with each activation, and with biases."""
+    swiglu, gelu = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
+    made = ((64, 96, SILU, False), (608, 64, swiglu, True), (512, 32, gelu, False))
+    return [
+        error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (encoding,), int8), 3)
+        for h, i, activation, biases in made
     ]
-    return [encoded_error(layout, 3, 2, 3) for layout in layouts]
+
+
+def errors_of_layers(encodings: tuple[str, ...]) -> list[float]:
+    """Of layers in these encodings, whose experts share a slab, by the calls that the device makes."""
+    geometry = ExpertGeometry(len(encodings), 4, 2, 64, 32, "float32", encodings=encodings)
+    layout, rng, errors = SlabLayout.within(geometry.all_bytes, geometry), np.random.default_rng(0), []
+    assert layout is not None
+    slab = torch.empty(layout.size_bytes, dtype=torch.uint8)
+    calls = GpuCalls(slab, layout, geometry)
+    for layer, size_class in enumerate(layout.classes.layer_class):
+        one = replace(geometry, layers=1, encodings=encodings[layer : layer + 1])
+        experts, group, x = slab_of(one, rng), *work(one, 5, rng)
+        slots = rng.permutation(layout.slots(size_class))[: len(group.experts)] + layout.first(size_class)
+        slab.fill_(255)  # NaN wherever nobody calls
+        for expert, slot in zip(group.experts, slots, strict=True):
+            start, size_bytes = layout.place(int(slot))
+            slab[start : start + size_bytes] = experts[expert]
+        out = torch.full((5 * one.top_k, one.hidden), float("nan"))
+        calls.add(layer, slots, group, x, out)
+        errors.append(far(one, experts, group, x, out))
+    return errors
 
 
 def widened(dot: Callable[..., object]) -> Callable[..., object]:
@@ -123,7 +126,9 @@ def widened(dot: Callable[..., object]) -> Callable[..., object]:
 
 if __name__ == "__main__":
     InterpreterBuilder.create_dot = widened(InterpreterBuilder.create_dot)
-    types = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    errors = {name: [error(dtype, *shape) for shape in SHAPES] for name, dtype in types.items()}
-    errors |= {name: encoded_errors(name) for name in gpu_encoded.KINDS}
-    print(json.dumps(errors | {"int8 activations": encoded_errors("int8", int8=True)}))
+    errors = {name: errors_of_kinds(name) for name in ENCODINGS}
+    errors |= {"float32": errors["float32"] + errors_of("float32"), "rounded": errors_of("bfloat16")}
+    torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment, misc]
+    errors["layers"] = errors_of_layers(("int4", "float32", "bfloat16", "fp8"))
+    errors |= {"int8 activations": errors_of_kinds("int8", int8=True)}
+    print(json.dumps(errors))

@@ -19,7 +19,7 @@ from edgemoe.experts.compute.gpu_calls import GpuCalls
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.kernels.cpu.expert_math import ExpertMath
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.experts import SILU, ExpertGeometry
+from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.peers import work_units
 from edgemoe.types.size_classes import SlabLayout
 
@@ -27,13 +27,9 @@ from edgemoe.types.size_classes import SlabLayout
 def open_cuda(kind: str, layout: SlabLayout, geometry: ExpertGeometry, ram: HostSlab) -> tuple[CudaLink, CudaCompute]:
     """Returns the link and the computation of device `cuda:N`.
 
-    Raises CapacityError where the slab does not fit, ConfigError where there are no kernels for it.
+    Raises CapacityError where the slab does not fit, ConfigError where the kernels cannot be compiled.
     """
     device = torch.device(kind)
-    if unknown := {*geometry.encodings} - {geometry.dtype}:
-        raise ConfigError(
-            f"{kind} cannot compute experts in {', '.join(sorted(unknown))} yet; take it out of `devices`"
-        )
     try:
         slab = torch.empty(layout.size_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:
@@ -52,11 +48,8 @@ class CudaCompute:
     def __init__(self, slab: torch.Tensor, layout: SlabLayout, geometry: ExpertGeometry, order: Order) -> None:
         """Compiles the kernels for a slab, uint8, cut as `layout` says.
 
-        Raises ConfigError where that fails, or they cannot compute such experts.
+        Raises ConfigError where that fails.
         """
-        if geometry.activation != SILU or geometry.biases:
-            what = f"{geometry.activation.kind}{' with biases' if geometry.biases else ''}"
-            raise ConfigError(f"{slab.device} has no kernels for experts of {what}; take the GPU out of `devices`")
         self._geometry, self._order, self._device = geometry, order, slab.device
         self._timed: deque[tuple[float, list[torch.cuda.Event]]] = deque(maxlen=MARKS)  # units, and moments
         try:

@@ -21,24 +21,27 @@ class GpuCalls:
         """Compiles the kernels for all block sizes. Raises what Triton raises."""
         from edgemoe.kernels.gpu import experts as gpu_experts
 
-        self._experts = gpu_experts.experts
-        self._slab = slab.view(torch.bfloat16 if geometry.bf16 else torch.float32).view(-1)
-        self._sizes = (geometry.top_k, geometry.hidden, geometry.width)
-        places = [(layout.first(c), layout.slot_bytes(c) // geometry.item_bytes) for c in range(len(layout.per_extent))]
-        self._places = [places[size_class] for size_class in layout.classes.layer_class]  # by layer
-        hidden = torch.zeros((1, geometry.hidden), dtype=self._slab.dtype, device=slab.device)
+        self._experts, self._block_shape = gpu_experts.experts, gpu_experts.block_shape
+        self._slab, self._geometry = slab.view(-1), geometry
+        classes = layout.classes.layer_class
+        self._first = [layout.first(size_class) for size_class in classes]  # slot, by layer
+        self._constants = [
+            gpu_experts.constants(geometry, layer, layout.slot_bytes(size_class))
+            for layer, size_class in enumerate(classes)
+        ]
+        dtype = torch.bfloat16 if geometry.bf16 else torch.float32
+        hidden = torch.zeros((1, geometry.hidden), dtype=dtype, device=slab.device)
         for calls in ROWS:
             repeated = np.zeros(calls, np.int64)  # the same call of one token, repeated
             group = Group(repeated[:1], np.array([0, calls]), repeated, repeated, np.zeros(calls, np.float32))
             out = torch.zeros((geometry.top_k, geometry.hidden), device=slab.device)
-            for layer in {place: layer for layer, place in enumerate(self._places)}.values():
-                self.add(layer, repeated[:1] + self._places[layer][0], group, hidden, out)
+            for layer in {tuple(each.values()): layer for layer, each in enumerate(self._constants)}.values():
+                self.add(layer, repeated[:1] + self._first[layer], group, hidden, out)
 
     def add(self, layer: int, slots: IntArray, group: Group, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the weighted outputs of the group's calls of a layer."""
-        first, stride = self._places[layer]
         rows = block_rows(int(np.diff(group.offsets).max()))
-        blocks = blocks_of(slots - first, group.offsets, rows)
+        blocks = blocks_of(slots - self._first[layer], group.offsets, rows)
         parts = [blocks.ravel(), group.calls.astype(np.int32), group.weights.view(np.int32)]
         starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])  # 16-byte aligned, as Triton likes it
         packed = np.zeros(starts[-1], np.int32)
@@ -54,8 +57,8 @@ class GpuCalls:
                 on_gpu[0].view(-1, 3),
                 on_gpu[1],
                 on_gpu[2].view(torch.float32),
-                (*self._sizes, stride),
-                rows,
+                self._constants[layer],
+                self._block_shape(self._geometry, layer, rows),
             )
 
 

@@ -1,4 +1,4 @@
-"""Computes the SwiGLU experts of one layer on a GPU, where they lie in the slab, in two launches for all experts.
+"""Computes the experts of one layer on a GPU, where they lie in the slab, in two launches for all experts.
 
 Calls (token, expert) come sorted by expert and cut into blocks of one expert each, so that a weight is read once per
 block. Each call's output goes to a row of its own; the caller sums the rows, in the order that it wants. Parameters of
@@ -7,24 +7,49 @@ what Triton compiles have no annotations, because Triton would evaluate them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
 
-jit: Callable[[Any], Any] = triton.jit
+from edgemoe.kernels.gpu.weights import KINDS, dots, jit, places
+from edgemoe.types.experts import ExpertGeometry
 
 BLOCK_COLS = 32  # outputs of one program
-BLOCK_INNER_BYTES = 256  # inputs of one step of its sum; twice as many float32 outgrow a block's shared memory
+INNER_BYTES = 64  # codes of a row in one step of a program's sum
+PLAIN_INNER_BYTES = 256  # the same of numbers; twice as many float32 outgrow a block's shared memory
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 
 OPTIONS = {"enable_fp_fusion": True}  # whose default depends on the release of Triton
 
 
 @jit
+def activated(gate, up, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns what becomes of a gate and an up."""
+    if ACTIVATION == 0:
+        return gate * tl.sigmoid(gate) * up
+    if ACTIVATION == 1:
+        return gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)) * up
+    gate = tl.minimum(gate, limit)
+    return gate * tl.sigmoid(alpha * gate) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
+
+
+@jit
+def rounded(values, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns values [r, 32], where WHOLE rounded to int8 with a scale for each row."""
+    if not WHOLE:
+        return values
+    largest = tl.max(tl.abs(values), axis=1)[:, None]
+    scaled = values * (127.0 / tl.maximum(largest, 1e-30))
+    near = tl.floor(scaled + 0.5)
+    near = tl.where((near - scaled == 0.5) & (near - 2.0 * tl.floor(near / 2.0) == 1.0), near - 1.0, near)
+    return near * (largest / 127.0)
+
+
+@jit
 def gate_up(  # type: ignore[no-untyped-def]
     x,  # [T, H]
-    slab,  # a slot every `stride` items: gate [I, H], up [I, H], down [H, I]
+    slab,  # bytes: a slot every `stride`: gate [I] and up [I] in rows of `line` bytes, down [H] in rows of `down_line`
     mid,  # [m, I] out
     blocks,  # [B, 3] int32: slot, first call, last call + 1
     calls,  # [m] int32: token * k + j
@@ -32,27 +57,43 @@ def gate_up(  # type: ignore[no-untyped-def]
     hidden: tl.constexpr,
     width: tl.constexpr,
     stride: tl.constexpr,
+    line: tl.constexpr,
+    bias: tl.constexpr,  # bytes from where a slot begins to its biases; 0: there are none
+    alpha: tl.constexpr,
+    limit: tl.constexpr,
+    KIND: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
     block = tl.program_id(1)
-    weights = slab + tl.load(blocks + 3 * block).to(tl.int64) * stride
+    slot = slab + tl.load(blocks + 3 * block).to(tl.int64) * stride
     rows = tl.load(blocks + 3 * block + 1) + tl.arange(0, ROWS)
     live = rows < tl.load(blocks + 3 * block + 2)
     tokens = tl.load(calls + rows, mask=live, other=0).to(tl.int64) // k
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     gate = tl.zeros((ROWS, COLS), tl.float32)
     up = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, hidden, INNER):
-        inner = start + tl.arange(0, INNER)
-        inside = inner < hidden
-        xs = tl.load(x + tokens[:, None] * hidden + inner[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-        at = weights + cols[None, :] * hidden + inner[:, None]
-        wanted = (cols < width)[None, :] & inside[:, None]
-        gate = tl.dot(xs, tl.load(at, mask=wanted, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(xs, tl.load(at + width * hidden, mask=wanted, other=0.0), up, input_precision="ieee")
-    out = (gate * tl.sigmoid(gate) * up).to(mid.dtype.element_ty)
+    codes: tl.constexpr = hidden // 2 if KIND == 1 or KIND == 2 else hidden
+    for start in range(0, codes, INNER):
+        at = start + tl.arange(0, INNER)
+        wanted = (cols < width)[None, :] & (at < codes)[:, None]
+        inside = live[:, None] & (at < codes)[None, :]
+        _, column = places(at, hidden, KIND)
+        from_x = x + tokens[:, None] * hidden + column[None, :]
+        low = tl.load(from_x, mask=inside, other=0.0)
+        high = low
+        if KIND == 1 or KIND == 2:
+            high = tl.load(from_x + 4, mask=inside, other=0.0)
+        gate = dots(slot + cols * line, at, wanted, low, high, gate, hidden, KIND)
+        up = dots(slot + (cols + width) * line, at, wanted, low, high, up, hidden, KIND)
+    if bias > 0:
+        biases = (slot + bias).to(tl.pointer_type(tl.float32))
+        gate += tl.load(biases + cols, mask=cols < width, other=0.0)[None, :]
+        up += tl.load(biases + width + cols, mask=cols < width, other=0.0)[None, :]
+    out = rounded(activated(gate, up, ACTIVATION, alpha, limit), WHOLE).to(mid.dtype.element_ty)
     at = mid + rows.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(at, out, mask=live[:, None] & (cols < width)[None, :])
 
@@ -68,50 +109,92 @@ def down(  # type: ignore[no-untyped-def]
     hidden: tl.constexpr,
     width: tl.constexpr,
     stride: tl.constexpr,
+    line: tl.constexpr,
+    down_line: tl.constexpr,
+    bias: tl.constexpr,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
     block = tl.program_id(1)
-    weights = slab + tl.load(blocks + 3 * block).to(tl.int64) * stride + 2 * width * hidden
+    slot = slab + tl.load(blocks + 3 * block).to(tl.int64) * stride
     rows = tl.load(blocks + 3 * block + 1) + tl.arange(0, ROWS)
     live = rows < tl.load(blocks + 3 * block + 2)
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, width, INNER):
-        inner = start + tl.arange(0, INNER)
-        inside = inner < width
-        at = mid + rows.to(tl.int64)[:, None] * width + inner[None, :]
-        xs = tl.load(at, mask=live[:, None] & inside[None, :], other=0.0)
-        at = weights + cols[None, :] * width + inner[:, None]
-        total = tl.dot(
-            xs, tl.load(at, mask=(cols < hidden)[None, :] & inside[:, None], other=0.0), total, input_precision="ieee"
-        )
+    codes: tl.constexpr = width // 2 if KIND == 1 or KIND == 2 else width
+    for start in range(0, codes, INNER):
+        at = start + tl.arange(0, INNER)
+        wanted = (cols < hidden)[None, :] & (at < codes)[:, None]
+        inside = live[:, None] & (at < codes)[None, :]
+        _, column = places(at, width, KIND)
+        from_mid = mid + rows.to(tl.int64)[:, None] * width + column[None, :]
+        low = tl.load(from_mid, mask=inside, other=0.0)
+        high = low
+        if KIND == 1 or KIND == 2:
+            high = tl.load(from_mid + 4, mask=inside, other=0.0)
+        matrix = slot + 2 * width * line + cols * down_line
+        total = dots(matrix, at, wanted, low, high, total, width, KIND)
+    if bias > 0:
+        biases = (slot + bias).to(tl.pointer_type(tl.float32)) + 2 * width
+        total += tl.load(biases + cols, mask=cols < hidden, other=0.0)[None, :]
     share = tl.load(shares + rows, mask=live, other=0.0)
     call = tl.load(calls + rows, mask=live, other=0).to(tl.int64)
     at = out + call[:, None] * hidden + cols[None, :]
     tl.store(at, total * share[:, None], mask=live[:, None] & (cols < hidden)[None, :])
 
 
-def block_shape(rows: int, item_bytes: int) -> dict[str, int]:
-    """Returns the tile sizes of a program for blocks of up to `rows` calls of items of `item_bytes`."""
-    return {"ROWS": rows, "COLS": BLOCK_COLS, "INNER": BLOCK_INNER_BYTES // item_bytes}
+def block_shape(geometry: ExpertGeometry, layer: int, rows: int) -> dict[str, int]:
+    """Returns the tile sizes of a program for blocks of up to `rows` calls of a layer's experts."""
+    encoding = geometry.encoding(layer)
+    inner = INNER_BYTES if encoding.scales(1) else PLAIN_INNER_BYTES // max(geometry.item_bytes, encoding.bits // 8)
+    return {"ROWS": rows, "COLS": BLOCK_COLS, "INNER": inner}
+
+
+def constants(geometry: ExpertGeometry, layer: int, stride_bytes: int) -> dict[str, Any]:
+    """Returns what the kernels are compiled for: a layer's experts, in slots of so many bytes."""
+    encoding, activation, width = geometry.encoding(layer), geometry.activation, geometry.width
+    line, down_line = encoding.row_bytes(geometry.hidden), encoding.row_bytes(width)
+    return {
+        "k": geometry.top_k,
+        "hidden": geometry.hidden,
+        "width": width,
+        "stride": stride_bytes,
+        "line": line,
+        "down_line": down_line,
+        "bias": 2 * width * line + geometry.hidden * down_line if geometry.biases else 0,
+        "alpha": activation.alpha,
+        "limit": activation.limit,
+        "KIND": KINDS[encoding.name],
+        "ACTIVATION": ACTIVATIONS[activation.kind],
+        "WHOLE": geometry.int8_activations and encoding.name in ("int8", "int4", "mxfp4"),
+    }
+
+
+def round_lanes(x: Any) -> Any:
+    """Returns x [T, H] rounded to int8 with a scale for each 32 columns, in its own type."""
+    groups = x.float().unflatten(1, (-1, 32))
+    largest = groups.abs().amax(2, keepdim=True)
+    return ((groups * (127 / largest.clamp_min(1e-30))).round() * (largest / 127)).flatten(1).to(x.dtype)
 
 
 def experts(
-    x: Any, slab: Any, out: Any, blocks: Any, calls: Any, shares: Any, sizes: tuple[int, int, int, int], rows: int
+    x: Any, slab: Any, out: Any, blocks: Any, calls: Any, shares: Any, sizes: dict[str, Any], shape: dict[str, int]
 ) -> None:
     """Writes rows `calls` of `out` [T * k, H]: the weighted outputs of the calls [m] that `blocks` [B, 3] covers.
 
-    `x` [T, H] and `slab`, flat, are in the model's type; `sizes` are k, H, I and the items from slot to slot; `rows`, a
-    power of two from 16 on, is the most calls of any block. All tensors are on one GPU.
+    `x` [T, H] is in the model's type, `slab` is bytes, flat; `sizes` are `constants`, and `shape` a `block_shape` whose
+    rows, a power of two from 16 on, are the most calls of any block. All tensors are on one GPU.
     """
     import torch
 
-    k, hidden, width, stride = sizes
+    width, hidden = sizes["width"], sizes["hidden"]
     mid = torch.empty((len(calls), width), dtype=x.dtype, device=x.device)
-    shape = block_shape(rows, x.element_size())
+    x = round_lanes(x) if sizes["WHOLE"] else x
     grid = (triton.cdiv(width, BLOCK_COLS), len(blocks))
-    gate_up[grid](x, slab, mid, blocks, calls, k, hidden, width, stride, **shape, **OPTIONS)
+    ours = {name: value for name, value in sizes.items() if name != "down_line"}
+    gate_up[grid](x, slab, mid, blocks, calls, **ours, **shape, **OPTIONS)
     grid = (triton.cdiv(hidden, BLOCK_COLS), len(blocks))
-    down[grid](mid, slab, out, shares, blocks, calls, hidden, width, stride, **shape, **OPTIONS)
+    ours = {name: sizes[name] for name in ("hidden", "width", "stride", "line", "down_line", "bias", "KIND")}
+    down[grid](mid, slab, out, shares, blocks, calls, **ours, **shape, **OPTIONS)

@@ -25,6 +25,14 @@ WIDENED = ("mlp.gate.weight", "conv1d.weight")  # what may be read in float32 be
 Read = Callable[..., torch.Tensor]
 
 
+def decoded_bytes(spec: ModelSpec) -> int:
+    """Returns the bytes that dense weights take where none is encoded."""
+    shapes = dense_shapes(spec)
+    size_bytes = sum(math.prod(shape) * (4 if len(shape) == 1 else spec.dtype_bytes) for shape in shapes.values())
+    size_bytes += sum(math.prod(shape) * 4 for name, shape in shapes.items() if name.endswith(WIDENED))
+    return size_bytes + ALIGNMENT * len(shapes)
+
+
 class WeightReader:
     """Copies tensors of a file into one allocation, one after the other; what is encoded into one of its own."""
 
@@ -35,9 +43,7 @@ class WeightReader:
         self._names, self._block, self._dtype, self._device = spec.names, spec.block, DTYPES[spec.dtype], device
         self._plain, self._encoding = ENCODINGS[spec.dtype], ENCODINGS.get(spec.dense_encoding)
         self._path, self._file, self._shapes, self._present = path, file, dense_shapes(spec), set(file.keys())
-        room = sum(math.prod(shape) * (4 if len(shape) == 1 else spec.dtype_bytes) for shape in self._shapes.values())
-        room += sum(math.prod(shape) * 4 for name, shape in self._shapes.items() if name.endswith(WIDENED))
-        self._memory = zeros([room + ALIGNMENT * len(self._shapes)], torch.uint8, device)
+        self._memory = zeros([decoded_bytes(spec)], torch.uint8, device)
         self._taken = 0
 
     def __call__(self, *names: str, dtype: torch.dtype | None = None) -> torch.Tensor:
