@@ -43,12 +43,13 @@ def talking_checkpoint(family: str, folder: Path, *, stacked: bool = False) -> P
 
 
 async def settled(boxes: Iterable[Box], nodes: tuple[str, ...]) -> bool:
-    """Whether all are ready, see these nodes alone, and have every expert of one plan at home in memory."""
+    """Whether all are ready, see these nodes alone, every expert of one plan is at home, and nothing moves."""
     told = [await box.health() for box in boxes]
     if any(one.get("status") != "ready" or not one["cluster"]["leader"] for one in told):
         return False
     plans = {one["cluster"]["plan"] and one["cluster"]["plan"]["digest"] for one in told}
     members = [member for one in told for member in one["cluster"]["members"]]
-    alive = all(member["state"] == "here" and member["homes"] for member in members)
+    still = not any(member["to_come"] or member["to_go"] for member in members)
+    alive = still and all(member["state"] == "here" and member["homes"] for member in members)
     alive = alive and all({m["node"] for m in one["cluster"]["members"]} == set(nodes) for one in told)
     return alive and len(plans) == 1 and None not in plans and not any([await box.missing() for box in boxes])

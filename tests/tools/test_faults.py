@@ -37,7 +37,7 @@ class Boxes:
 
     def __call__(self, row: str) -> Cluster:
         kind = ROWS[row]
-        wanted = (kind.replicas, kind.spread, kind.empty, kind.state_bytes)
+        wanted = (kind.replicas, kind.spread, kind.empty, kind.state_bytes, kind.settings)
         if self._cluster is None or self._kind != wanted:
             self.close()
             self._kind = wanted
@@ -68,6 +68,7 @@ def test_a_fault_costs_no_request_and_no_token(row: str, boxes: Boxes) -> None:
             assert all(request["complete"] or "missing_expert" in request["error"] for request in found["requests"])
         assert not found.get("stale_obeyed")
         assert not found.get("regressions")
+        assert not found.get("pins_lost")
         assert not found.get("wrong_obeyed")
         assert not found.get("let_in")
         assert found.get("guest") == found.get("expected")  # who was in order got its answers

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tools.bench.fault_plan import MOVE_BYTES_PER_S, plan_change
 from tools.bench.fault_state import STATE_BYTES, disk_full, hosted_request_forgotten, power_loss, suspend, wrong_config
 from tools.bench.fault_trial import NODES, Record, Trial
 from tools.bench.intruder import GUEST, INTRUDER, KINDS, Intruder
@@ -152,6 +153,7 @@ class Kind:
     spread: bool = False
     empty: tuple[str, ...] = ()  # boxes without a daemon
     state_bytes: int = 0  # of the file system that each box's state lies on, where it has one of its own
+    settings: tuple[tuple[str, object], ...] = ()  # that differ from the other rows'
 
 
 ROWS = {
@@ -170,5 +172,10 @@ ROWS = {
     "power-loss": Kind(power_loss),
     "wrong-config": Kind(wrong_config),
     "guest-forgotten": Kind(hosted_request_forgotten, spread=True),
+    "plan-change": Kind(
+        plan_change,
+        state_bytes=STATE_BYTES,
+        settings=(("cluster.migrate_bytes_per_s", MOVE_BYTES_PER_S), ("log.level", "debug")),
+    ),
     "wrong-key": Kind(wrong_key, empty=(INTRUDER, GUEST)),
 }

@@ -93,6 +93,7 @@ def cluster(
     }
     settings = common(store, EXPERTS * kind.replicas // 3)
     settings |= {"cluster.replicas": kind.replicas, "cache.policy": POLICY, "cluster.absent_s": absent_s}
+    settings |= dict(kind.settings)
     if kind.spread:
         settings["cluster.route"] = "spread"
     own = {node: {"model.path": path} for node, path in stores.items()}
@@ -153,7 +154,7 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
 def table(records: Sequence[Record]) -> Iterator[str]:
     yield (
         "| fault | trials | requests | in flight | complete | of them right | wrong tokens "
-        "| added latency p50 / p99 / max | new epoch p50 / max | obeyed stale, epochs back, frames let in |"
+        "| added latency p50 / p99 / max | new epoch p50 / max | obeyed stale, epochs back, frames let in, pins lost |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for name in ROWS:
@@ -172,7 +173,7 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         epochs = [row["new_epoch_s"] for row in deposed if row.get("new_epoch_s") is not None]
         new = f"{np.median(epochs):.2f} / {max(epochs):.2f} s" if epochs else ""
         stale = max(row.get("stale_obeyed", 0) for row in rows)  # each is of the whole log
-        stale += sum(row.get("regressions", 0) + row.get("let_in", 0) for row in rows)
+        stale += sum(row.get("regressions", 0) + row.get("let_in", 0) + row.get("pins_lost", 0) for row in rows)
         yield (
             f"| {name} | {len(rows)} | {len(asked)} | {in_flight} | {len(complete)} | {right} | {wrong} | {late} "
             f"| {new} | {stale} |"

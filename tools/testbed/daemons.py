@@ -85,6 +85,13 @@ class Daemon:
             time.sleep(0.05)
         raise BedError(f"{self.box.name} did not become ready:\n{self.log.read_text()[-3000:]}")
 
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Asks it to leave, and waits until it has."""
+        if self._child is not None:
+            self._child.terminate()
+            self._child.wait(timeout_s)
+            self._child = None
+
     def kill(self) -> None:
         """kill -9 of all of it."""
         self.box.kill()
