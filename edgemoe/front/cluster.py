@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,13 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about
-from edgemoe.front.contracts import Supervised
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.own_engine import OwnEngine, all_held
 from edgemoe.front.peers_list import address_of, follow_list, listed
+from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.router import Router
 from edgemoe.policy.route import EngineLoad
 from edgemoe.telemetry import metrics as names
@@ -58,12 +58,10 @@ LOOK_S = 1.0  # at most, between looks at what others have
 class ClusterFront:
     """Made on the front's event loop. `run` until cancelled, after `leave`."""
 
-    def __init__(self, supervisor: Supervised) -> None:
+    def __init__(self, whole: Settings, requests: RequestRouter) -> None:
         """Raises ConfigError, ServiceError."""
-        whole = supervisor.settings
         self.settings = settings = whole.cluster
-        self._supervisor = supervisor
-        self._slots = whole.engine.max_sequences
+        self._requests, self._door = requests, requests.door
         self._engine = OwnEngine()
         self._peers = PeerList()  # as our engine was told
         self._news = asyncio.Event()  # from other boxes
@@ -82,10 +80,11 @@ class ClusterFront:
             ),
             local=self,
         )
-        self.hosted_requests = HostedRequests(self.plane.channel, supervisor.send, self.plane.spawn)
+        self.hosted_requests = HostedRequests(self.plane.channel, self._door.send, self.plane.spawn)
         self._places = Router(
-            self.plane, settings.route, supervisor.request_log, self._own_load, supervisor.submit_here, self.plane.spawn
+            self.plane, settings.route, requests.log, self._own_load, requests.submit_here, self.plane.spawn
         )
+        requests.join(self._places)
 
     def listen(self) -> None:
         """Opens the control channel. Raises PeerRefused where the address cannot be had."""
@@ -138,7 +137,7 @@ class ClusterFront:
 
     def engine_changed(self) -> None:
         """It takes requests now, or no longer; what one that has ended held is held no more."""
-        if self._supervisor.place != self._engine.boot:
+        if self._door.place != self._engine.boot:
             self._engine.ended()
             self.hosted_requests.engine_ended()
             self._announce()
@@ -146,36 +145,28 @@ class ClusterFront:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def places(self) -> Collection[str]:
-        """Engines of other boxes that take requests."""
-        return self._places.elsewhere().keys()
-
-    def submit(self, message: Submit) -> str:
-        """Hands a request to the engine of choice and names it; "" where none takes it."""
-        return self._places.submit(message)
-
-    def cancel(self, place: str, message: Cancel) -> None:
-        """Has another box's engine forget a request."""
-        self._places.cancel(place, message)
-
     def take(self, items: list[Emission]) -> list[Emission]:
         """Passes on what our engine emits for other boxes; returns the rest."""
         return self.hosted_requests.take(items)
 
     def _own_load(self) -> EngineLoad | None:
-        place, request_log = self._supervisor.place, self._supervisor.request_log
+        place, request_log = self._door.place, self._requests.log
         if not place:
             return None
         return EngineLoad(
-            place, True, request_log.count_at(place) + len(self.hosted_requests), self._slots, request_log.capacity
+            place,
+            True,
+            request_log.count_at(place) + len(self.hosted_requests),
+            self._requests.slots,
+            request_log.capacity,
         )
 
     def load(self) -> Beat:
         """Returns what our beats say of how busy this box is."""
-        if self._supervisor.request_log.count_at(""):
-            self._supervisor.replay()  # what was turned away everywhere
+        if self._requests.log.count_at(""):
+            self._requests.replay()  # what was turned away everywhere
         load = self._own_load()
-        if load is None or self._supervisor.state == "draining" or self.plane.announce.leaving:
+        if load is None or self._requests.draining or self.plane.announce.leaving:
             return Beat()
         return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity)
 
@@ -205,7 +196,7 @@ class ClusterFront:
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
         if isinstance(question.message, Check):
-            if question.message.engine != self._supervisor.place:
+            if question.message.engine != self._door.place:
                 raise PeerRefused("that engine is no more")
             return Answer(
                 Dropped(self.hosted_requests.missing(question.peer, question.boot, question.message.requests))
@@ -222,7 +213,7 @@ class ClusterFront:
             match decode_to_engine(question.tensors[0]):
                 case Submit() as submit:
                     load = self._own_load()
-                    if load is None or load.requests >= load.capacity or self._supervisor.state == "draining":
+                    if load is None or load.requests >= load.capacity or self._requests.draining:
                         raise PeerBusy("there is no room for another request here")
                     self.hosted_requests.submit(question.peer, question.boot, submit)
                     return Answer(Taken())
@@ -238,9 +229,9 @@ class ClusterFront:
         self._news.set()
         self._tell_peers()
         self.hosted_requests.keep({member.peer.node: member.boot for member in self.plane.state.members})
-        if (places := set(self.places())) != self._known:
+        if (places := set(self._places.places())) != self._known:
             self._known = places
-            self._supervisor.replay()
+            self._requests.replay()
 
     def _announce(self) -> None:
         engine = self._engine.card(self.settings.share_experts)
@@ -250,7 +241,7 @@ class ClusterFront:
         if self._engine.listening is None or not self.settings.share_experts:
             return
         peers = PeerList(keys=self.plane.state.members.keys(), engines=self.plane.state.members.engines())
-        if peers != self._peers and self._supervisor.tell(peers):
+        if peers != self._peers and self._door.tell(peers):
             self._peers = peers
 
     def hear_beat(self, node: str, beat: Beat) -> None:
@@ -266,4 +257,4 @@ class ClusterFront:
         listening = self._engine.listening
         if listening is not None and self.settings.share_experts and plan.model == listening.model.digest:
             ref = self.plane.state.plans.ref
-            self._supervisor.tell(Plan(plan=plan, digest=ref.digest if ref is not None else ""))
+            self._door.tell(Plan(plan=plan, digest=ref.digest if ref is not None else ""))

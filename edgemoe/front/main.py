@@ -32,6 +32,8 @@ from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
 from edgemoe.front.listen import api_keys, sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
+from edgemoe.front.own_engine import EngineDoor
+from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.store.manifest import MANIFEST, Manifest
@@ -104,12 +106,13 @@ class Front:
             _give_back_memory()
             wire = FrontEnd(runtime)
             held.callback(wire.close)
-            self.supervisor = supervisor = Supervisor(settings, wire, self._command)
+            requests = RequestRouter(settings.engine, EngineDoor(wire))
+            self.cluster = ClusterFront(settings, requests) if settings.cluster.node else None
+            self.supervisor = supervisor = Supervisor(settings, requests, self._command, self.cluster)
             self.api = api = Api(settings.api, supervisor, text, self.metrics, keys)
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_metrics(supervisor)
-            if settings.cluster.node:
-                self.cluster = supervisor.cluster = ClusterFront(supervisor)
+            if self.cluster is not None:
                 self.cluster.listen()
             sockets = self._sockets(held)
             await self._serve(supervisor, Server(build(api), sockets, settings.api.max_connections))

@@ -1,14 +1,48 @@
-"""What this front's own engine has said of itself, put for the other boxes."""
+"""This front's own engine: the way to it, and what it has said of itself, put for the other boxes."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Iterable
 
 from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
-from edgemoe.cluster.rpc.engine_messages import Activity, Holds, Listening, PeerSeen
+from edgemoe.cluster.rpc.engine_messages import Activity, Holds, Listening, PeerSeen, ToEngine
+from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.errors import PeerOutdated, WireError
+from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.types.bounds import MAX_NODES
+
+log = logging.getLogger(__name__)
+
+
+class EngineDoor:
+    """Hands messages to `engine`, which the supervisor replaces; None while there is none."""
+
+    def __init__(self, wire: FrontEnd) -> None:
+        self.wire = wire
+        self.engine: EngineHandle | None = None
+
+    @property
+    def place(self) -> str:
+        """Returns the engine's name as a place for requests; "" while it takes none."""
+        return self.engine.boot_id if self.engine is not None and self.engine.serving else ""
+
+    def send(self, message: ToEngine) -> bool:
+        """Hands a message to the engine; false where none takes requests."""
+        return self.engine is not None and self.engine.serving and self.tell(message)
+
+    def tell(self, message: ToEngine) -> bool:
+        """Hands a message to the engine, ready or not; false where there is none."""
+        if self.engine is None or self.engine.process.returncode is not None:
+            return False
+        try:
+            self.wire.send(self.engine.boot_id, message)
+        except (WireError, PeerOutdated) as error:
+            log.warning("a message did not reach the engine", extra={"error": str(error)})
+            return False
+        return True
 
 
 class OwnEngine:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from edgemoe.cluster.control.plane import ControlPlane
@@ -67,6 +67,10 @@ class Router:
         """Engines of other boxes that take requests: place -> node."""
         serving = self._plane.state.members.serving(self._plane.state.model)
         return {f"{node}:{boot}": node for boot, node in serving.items()}
+
+    def places(self) -> Collection[str]:
+        """Returns engines of other boxes that take requests."""
+        return self.elsewhere().keys()
 
     def submit(self, message: Submit) -> str:
         """Hands a request to the engine of choice, and names that; "" where there is none."""

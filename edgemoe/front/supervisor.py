@@ -16,14 +16,13 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from edgemoe.api.backend import State
 from edgemoe.cluster.rpc.engine_messages import (
     Activity,
-    Cancel,
     Drain,
     Emissions,
     Holds,
@@ -32,18 +31,15 @@ from edgemoe.cluster.rpc.engine_messages import (
     Ready,
     Reload,
     Stop,
-    Submit,
-    ToEngine,
 )
-from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.config.settings import Settings
-from edgemoe.errors import EngineUnavailable, PeerOutdated, ReloadRefused, ServiceError, WireError
-from edgemoe.front.contracts import Neighbours
+from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError
 from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
-from edgemoe.front.request_log import LoggedSubmission, RequestLog
+from edgemoe.front.request_log import LoggedSubmission
+from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.request import Request, RequestLimits
+from edgemoe.types.request import Emission, Request, RequestLimits
 
 log = logging.getLogger(__name__)
 
@@ -51,23 +47,39 @@ RELOAD_S = 60.0  # that an engine has to load again what it is told to
 SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining")
 
 
+class Neighbours(Protocol):
+    """The other boxes, as far as our engine is concerned."""
+
+    def hear(self, boot: str, message: Listening | Holds | PeerSeen | Activity) -> None:
+        """Takes what our engine says of itself and its links."""
+
+    def engine_changed(self) -> None:
+        """Our engine takes requests now, or no longer, or is no more."""
+
+    def take(self, items: list[Emission]) -> list[Emission]:
+        """Passes on what our engine emits for other boxes; returns the rest."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for /metrics by their final names."""
+
+    def describe(self) -> dict[str, Any]:
+        """Members, leader, epoch and plan, for /health."""
+
+
 class Supervisor:
     """Runs engines one after the other. The api's Backend."""
 
-    def __init__(self, settings: Settings, wire: FrontEnd, command: Sequence[str]) -> None:
-        self.settings = settings
-        self.request_log = RequestLog(
-            settings.engine.max_sequences + settings.engine.max_queue, self._submit, self._cancel
-        )
+    def __init__(
+        self, settings: Settings, requests: RequestRouter, command: Sequence[str], cluster: Neighbours | None = None
+    ) -> None:
+        self.settings, self.request_log = settings, requests.log
+        self._requests, self._door = requests, requests.door
         self._state: State = "loading"
         self.starts = 0
         self.why = ""  # what ended the last engine
-        self._wire = wire
-        self._command = command
-        self._engine: EngineHandle | None = None
+        self._command, self._cluster = command, cluster
         self._backoff = RestartBackoff(settings.service)
         self._served: tuple[ModelInfo, RequestLimits] | None = None
-        self.cluster: Neighbours | None = None
         self._stopping = False
         self._changed = asyncio.Event()  # pulsed at each change of state
         self._reloading = asyncio.Lock()
@@ -76,13 +88,13 @@ class Supervisor:
 
     def metrics(self) -> Mapping[str, float]:
         """Returns the engine's metrics, as of its last Stats, and the cluster's."""
-        metrics = self._engine.stats.values if self._engine else {}
-        return metrics if self.cluster is None else {**metrics, **self.cluster.metrics()}
+        metrics = self._door.engine.stats.values if self._door.engine else {}
+        return metrics if self._cluster is None else {**metrics, **self._cluster.metrics()}
 
     @property
     def state(self) -> State:
         """Returns how the server is: `stalled` where the engine is ready, and silent for longer than it ever is."""
-        stalls = self._engine is not None and self._engine.stalls
+        stalls = self._door.engine is not None and self._door.engine.stalls
         return "stalled" if self._state == "ready" and stalls else self._state
 
     async def model(self) -> tuple[ModelInfo, RequestLimits]:
@@ -104,9 +116,9 @@ class Supervisor:
 
     def describe(self) -> dict[str, Any]:
         """Returns the body of /health."""
-        engine, served = self._engine, self._served
+        engine, served = self._door.engine, self._served
         loading = engine.loading if engine and not engine.ready else None
-        about = {} if self.cluster is None else {"cluster": self.cluster.describe()}
+        about = {} if self._cluster is None else {"cluster": self._cluster.describe()}
         return about | {
             "status": self.state,
             "model": msgspec.to_builtins(served[0]) if served else None,
@@ -125,8 +137,8 @@ class Supervisor:
         Raises ReloadRefused where the old one stays, EngineUnavailable where no engine answers in time.
         """
         async with self._reloading:
-            engine = self._engine
-            if engine is None or not self.send(Reload()):
+            engine = self._door.engine
+            if engine is None or not self._door.send(Reload()):
                 raise EngineUnavailable(
                     "no engine is ready to load anything again; one that starts loads what is there"
                 )
@@ -151,24 +163,25 @@ class Supervisor:
 
     async def listen(self) -> None:
         """Acts on what engines say, for as long as it runs."""
-        async for boot_id, message in self._wire.messages():
-            engine = self._engine
+        async for boot_id, message in self._door.wire.messages():
+            engine = self._door.engine
             if engine is None or boot_id != engine.boot_id:
                 continue  # an earlier incarnation's last words
             match engine.note(message):
                 case Ready() as ready:
                     self._on_ready(ready)
                 case Emissions(items=items):
-                    self.request_log.take(items if self.cluster is None else self.cluster.take(items))
+                    self.request_log.take(items if self._cluster is None else self._cluster.take(items))
                 case Listening() | Holds() | PeerSeen() | Activity() as news:
-                    if self.cluster is not None:
-                        self.cluster.hear(boot_id, news)
+                    if self._cluster is not None:
+                        self._cluster.hear(boot_id, news)
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""
         self.request_log.closed = SHUTTING_DOWN
+        self._requests.draining = True
         self._change("draining")
-        self.send(Drain())
+        self._door.send(Drain())
         try:
             async with asyncio.timeout(drain_s):
                 await self.request_log.empty()
@@ -176,8 +189,8 @@ class Supervisor:
             log.warning("requests were cut off by the drain deadline", extra={"live": len(self.request_log)})
             self.request_log.fail_all(SHUTTING_DOWN)
         self._stopping = True
-        if self._engine is not None:
-            await self._engine.exits(STOP_S if self.send(Stop()) else 0.0)
+        if self._door.engine is not None:
+            await self._door.engine.exits(STOP_S if self._door.send(Stop()) else 0.0)
 
     def stop(self) -> None:
         """Ends every request with an error and starts no further engine; `run` is still to be cancelled."""
@@ -187,15 +200,15 @@ class Supervisor:
     def check_integrity(self) -> None:
         """Raises AssertionError where request log and engine contradict each other."""
         self.request_log.check_integrity()
-        assert self.state != "ready" or (self._engine is not None and self._engine.ready is not None)
+        assert self.state != "ready" or (self._door.engine is not None and self._door.engine.ready is not None)
 
     async def _incarnation(self) -> str:
         """One engine, from start to end; how it ended."""
         self.starts += 1
         try:
-            engine = self._engine = await EngineHandle.start(self._command, self.settings, self._wire.address)
+            engine = self._door.engine = await EngineHandle.start(self._command, self.settings, self._door.wire.address)
         except OSError as error:  # no memory for another process, say
-            self._engine = None
+            self._door.engine = None
             return f"it cannot be started: {error}"
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
         ended = asyncio.ensure_future(engine.ended())
@@ -216,7 +229,7 @@ class Supervisor:
 
     async def _pause(self) -> None:
         """Waits before the next start."""
-        now, fatal = time.monotonic(), self._engine is not None and self._engine.is_fatal
+        now, fatal = time.monotonic(), self._door.engine is not None and self._door.engine.is_fatal
         delay_s, gives_up = self._backoff.after_death(now, self.request_log.blamed, fatal)
         if gives_up:
             self._give_up(delay_s)
@@ -231,7 +244,7 @@ class Supervisor:
         if self._served is None:
             raise ServiceError(f"the engine cannot start: {self.why}")
         error = keeps_failing(self.why, delay_s)
-        elsewhere = self.cluster is not None and self.cluster.places()
+        elsewhere = self._requests.elsewhere
         if not elsewhere:
             self.request_log.fail_all(error)
         if self.state != "draining":
@@ -248,49 +261,11 @@ class Supervisor:
             self._change("ready")
         self._engine_changed()
 
-    def send(self, message: ToEngine) -> bool:
-        """Hands a message to the engine; false where none takes requests."""
-        return self._engine is not None and self._engine.serving and self.tell(message)
-
-    def tell(self, message: ToEngine) -> bool:
-        """Hands a message to the engine, ready or not; false where there is none."""
-        if self._engine is None or self._engine.process.returncode is not None:
-            return False
-        try:
-            self._wire.send(self._engine.boot_id, message)
-        except (WireError, PeerOutdated) as error:
-            log.warning("a message did not reach the engine", extra={"error": str(error)})
-            return False
-        return True
-
-    @property
-    def place(self) -> str:
-        """Returns the engine's name as a place for requests; "" while it takes none."""
-        return self._engine.boot_id if self._engine is not None and self._engine.serving else ""
-
-    def submit_here(self, message: Submit) -> str:
-        """Hands a request to our own engine and names it; "" where it takes none."""
-        return self.place if self.send(message) else ""
-
-    def replay(self) -> None:
-        """Submits what no engine has that takes requests."""
-        others = () if self.cluster is None else self.cluster.places()
-        self.request_log.replay([place for place in (self.place, *others) if place])
-
     def _engine_changed(self) -> None:
-        if self.cluster is not None:
-            self.cluster.engine_changed()
-        if self.place or self.cluster is not None:
-            self.replay()
-
-    def _submit(self, message: Submit) -> str:
-        return self.submit_here(message) if self.cluster is None else self.cluster.submit(message)
-
-    def _cancel(self, place: str, message: Cancel) -> None:
-        if place == self.place:
-            self.send(message)
-        elif self.cluster is not None:
-            self.cluster.cancel(place, message)
+        if self._cluster is not None:
+            self._cluster.engine_changed()
+        if self._requests.anywhere:
+            self._requests.replay()
 
     def _change(self, state: State) -> None:
         self._state = state

@@ -85,7 +85,7 @@ def engine_pid(front: Front) -> int:
 @asynccontextmanager
 async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Front]]:
     async with running(two[0]) as a, running(two[1]) as b:
-        await until(lambda: len(cluster_of(a).places()) == len(cluster_of(b).places()) == 1, 30)
+        await until(lambda: len(cluster_of(a)._places.places()) == len(cluster_of(b)._places.places()) == 1, 30)
         yield a, b
 
 
@@ -159,7 +159,7 @@ async def test_a_forwarded_stream_outlives_the_whole_box_it_runs_on(two: tuple[S
     async with running(two[0]) as a:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as b:
             try:
-                await until(lambda: len(cluster_of(a).places()) == 1, 30)
+                await until(lambda: len(cluster_of(a)._places.places()) == 1, 30)
                 expected = await texts(a)
                 streams = asyncio.ensure_future(texts(a))
                 await until(lambda: cluster_of(a).metrics()["edgemoe_forwarded_requests_total"] >= 4)

@@ -145,7 +145,7 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
         await until(lambda: len(supervisor_of(front).request_log) == 1)
         (live,) = supervisor_of(front).request_log._live.values()
-        late = EngineEnd(supervisor_of(front)._wire.address, "earlier")
+        late = EngineEnd(supervisor_of(front)._door.wire.address, "earlier")
         last = Emission(request=live.request.id, attempt=live.attempt, index=0, finish="stop")
         late.post(Emissions(items=[last]))
         late.post(Failed(error="Late", message="from beyond"))
@@ -153,7 +153,7 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
         fresh = await client.post("/v1/completions", json={"prompt": "SAY{a}END"})  # by then they have been read
         assert fresh.status_code == 200
         assert not waiting.done()
-        engine = supervisor_of(front)._engine
+        engine = supervisor_of(front)._door.engine
         assert engine is not None
         assert not engine.is_fatal
         waiting.cancel()
