@@ -101,10 +101,11 @@ def pack_arrived(
     there, StoreError where `dest_dir` holds something else, is in use, or has too little room.
     """
     store = Path(dest_dir).expanduser()
+    arriving = _Arriving(Path(source_dir).expanduser(), store, wanted, progress)
     with told_as_store_error(store):
         store.mkdir(parents=True, exist_ok=True)
         with lock_store(store, exclusive=True):
-            return _Arriving(Path(source_dir).expanduser(), store, wanted, progress).run(delete=delete)
+            return arriving.run(delete=delete)
 
 
 def arriving_store(source_dir: str | Path, store_dir: str | Path, wanted: WantedEncodings) -> Path:
@@ -124,7 +125,7 @@ def _identity(source: Path) -> str:
 
 
 class _Arriving:
-    """One run of `pack_arrived`, under the store's lock."""
+    """One run of `pack_arrived`. Reading the configuration refuses what cannot be served, before there is a store."""
 
     def __init__(self, source: Path, store: Path, wanted: WantedEncodings, progress: Progress) -> None:
         self._source, self._store, self._wanted, self._progress = source, store, wanted, progress

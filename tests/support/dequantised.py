@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from edgemoe.encodings.codec import pack, unpack
 from edgemoe.store.layout import MATRICES
+from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.encoding import ENCODINGS
 
 
@@ -26,12 +28,17 @@ def in_float32(checkpoint: Path, directory: Path) -> Path:
     return directory
 
 
-def dequantised(checkpoint: Path, directory: Path, experts: str, dense: str = "") -> Path:
-    """Copies a checkpoint of one float32 tensor for each matrix; its weights become what the encodings make of them."""
+def dequantised(checkpoint: Path, directory: Path, experts: str, dense: str = "keep") -> Path:
+    """Copies a checkpoint of one float32 tensor for each matrix; its weights become what the encodings make of them.
+
+    Encodings are stated as for `edgemoe pack`; all layers have experts.
+    """
     shutil.copytree(checkpoint, directory)
-    tensors = load_file(directory / "model.safetensors")
+    tensors, wanted = load_file(directory / "model.safetensors"), WantedEncodings.parse(experts, dense)
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
     for name, tensor in tensors.items():
-        encoding = ENCODINGS.get(experts if ".experts." in name else dense)
+        layer = re.search(r"layers\.(\d+)\..*experts\.", name)
+        encoding = ENCODINGS.get(wanted.of_layer(int(layer[1]), layers) if layer else wanted.dense)
         if encoding is not None and name.endswith(MATRICES):
             flat = tensor.reshape(-1, tensor.shape[-1]).numpy()
             decoded = unpack(pack(flat, encoding), encoding, flat.shape[1])

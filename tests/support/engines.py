@@ -96,11 +96,19 @@ class EngineBox:
             for box in others
         )
 
-    def submit(self, prompt: Sequence[int], name: str = "r", max_tokens: int = 12, remaining_s: float = 60.0) -> None:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        name: str = "r",
+        max_tokens: int = 12,
+        remaining_s: float = 60.0,
+        emitted: Sequence[int] = (),
+    ) -> None:
+        """Asks for greedy tokens; `emitted` are those that an engine gave before it died."""
         request = Request(
             id=name, prompt=tuple(prompt), sampling=Sampling(temperature=0.0, max_tokens=max_tokens), seed=1
         )
-        self.assembly.engine.loop.submit(request, (), 1, remaining_s)
+        self.assembly.engine.loop.submit(request, tuple(emitted), 2 if emitted else 1, remaining_s)
 
     def end(self, name: str = "r", within_s: float = 30.0) -> Emission:
         wait_until(lambda: any(one.request == name and one.finish for one in self.emitted), within_s)
