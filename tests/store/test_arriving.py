@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import quantised
+from support.killed import killed
 from support.waiting import wait_until
 
 from edgemoe.cli import main
@@ -26,28 +25,7 @@ from edgemoe.store.wanted import WantedEncodings
 Make = Callable[..., Path]
 SHAPE = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 
-KILLED = """
-import os, signal, sys
-from edgemoe.store.arriving import pack_arrived
-left = int(sys.argv[3])
-def step(*_):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-def watched(event, arguments):
-    if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "fcntl.flock"):
-        step()
-def counted(call):
-    def stepped(*arguments):
-        step()
-        return call(*arguments)
-    return stepped
-os.fsync, os.pwrite = counted(os.fsync), counted(os.pwrite)
-sys.addaudithook(watched)
-pack_arrived(sys.argv[1], sys.argv[2], step, delete=True)
-print(int(sys.argv[3]) - left)
-"""
+CALL = "from edgemoe.store.arriving import pack_arrived; pack_arrived(sys.argv[1], sys.argv[2], step, delete=True)"
 
 
 class Fetching:
@@ -184,15 +162,10 @@ def test_what_has_arrived_is_not_given_up_for_other_encodings(whole: Path, tmp_p
         pack_arrived(fetching.directory, store, wanted=WantedEncodings.parse("int4", "keep"), delete=True)
 
 
-def killed(source: Path, store: Path, steps: int) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-c", KILLED, str(source), str(store), str(steps)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
-
-
 def check_killed(whole: Path, folder: Path, expected: dict[str, bytes], steps: int) -> None:
     fetching = Fetching(whole, folder)
     fetching.fetch(*fetching.shards)
-    died = killed(fetching.directory, folder / "store", steps)
+    died = killed(CALL, fetching.directory, folder / "store", steps)
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert not pack_arrived(fetching.directory, folder / "store", delete=True).missing
     assert files_of(folder / "store") == expected
@@ -202,7 +175,7 @@ def check_killed(whole: Path, folder: Path, expected: dict[str, bytes], steps: i
 def test_a_packer_killed_at_any_point_loses_nothing_of_what_it_deleted(whole: Path, tmp_path: Path) -> None:
     fetching = Fetching(whole, tmp_path / "undisturbed")
     fetching.fetch(*fetching.shards)
-    total = int(killed(fetching.directory, tmp_path / "whole", 0).stdout)
+    total = int(killed(CALL, fetching.directory, tmp_path / "whole", 0).stdout)
     expected = files_of(tmp_path / "whole")
     assert total > 100
     for number, steps in enumerate(random.Random(5).sample(range(1, total), 9)):
@@ -213,7 +186,7 @@ def test_a_packer_killed_at_any_point_loses_nothing_of_what_it_deleted(whole: Pa
 def test_a_packer_killed_at_every_single_point_loses_nothing(whole: Path, tmp_path: Path) -> None:
     fetching = Fetching(whole, tmp_path / "undisturbed")
     fetching.fetch(*fetching.shards)
-    total = int(killed(fetching.directory, tmp_path / "whole", 0).stdout)
+    total = int(killed(CALL, fetching.directory, tmp_path / "whole", 0).stdout)
     expected = files_of(tmp_path / "whole")
     for steps in range(1, total):
         check_killed(whole, tmp_path / str(steps), expected, steps)

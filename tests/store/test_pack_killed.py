@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.killed import killed, script_of
 from support.waiting import wait_until
 
 from edgemoe.errors import StoreError, StoreInUse
@@ -21,35 +22,12 @@ from edgemoe.store.packer import JOURNAL, ensure_store, pack
 
 Make = Callable[..., Path]
 
-# Counts every step that touches the disk (block copied, file opened, renamed, removed, synced) and dies at the n-th.
-KILLED = """
-import os, signal, sys
-from edgemoe.store.packer import pack
-left = int(sys.argv[3])
-def step(*_):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-def watched(event, arguments):
-    if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.listdir", "fcntl.flock"):
-        step()
-def counted(call):
-    def stepped(*arguments):
-        step()
-        return call(*arguments)
-    return stepped
-os.fsync, os.pwrite = counted(os.fsync), counted(os.pwrite)
-sys.addaudithook(watched)
-pack(sys.argv[1], sys.argv[2], step)
-print(int(sys.argv[3]) - left)
-"""
+CALL = "from edgemoe.store.packer import pack; pack(sys.argv[1], sys.argv[2], step)"
 
 
 def run(source: Path, target: Path, steps: int) -> subprocess.CompletedProcess[str]:
     """Packs in a process that kills itself at the given step; 0 lets it finish, and it prints its steps."""
-    arguments = [sys.executable, "-c", KILLED, str(source), str(target), str(steps)]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    return killed(CALL, source, target, steps)
 
 
 def files_of(store: Path) -> dict[str, bytes]:
@@ -111,7 +89,7 @@ def test_who_waits_for_a_packer_that_stands_still_is_told_which_one_and_what_to_
     store = ensure_store(source, tmp_path / "whole")
     stopped = tmp_path / "stores" / store.name
     stopped.parent.mkdir()
-    script = KILLED.replace("SIGKILL", "SIGSTOP")
+    script = script_of(CALL).replace("SIGKILL", "SIGSTOP")
     packer = subprocess.Popen([sys.executable, "-c", script, str(source), str(stopped), "40"])
     try:
         wait_until(lambda: Path(f"/proc/{packer.pid}/stat").read_text().split()[2] == "T")

@@ -202,13 +202,20 @@ def make_place(bf16: bool) -> Callable[[int, int], int]:
     return place  # type: ignore[no-any-return]
 
 
-def rows_loop(dots: Callable[[int], Dots], widest: int) -> Callable[..., None]:
-    """Makes the loop of `make_rows` from what makes the dot products of so many tokens, `widest` (4 or 2) at most."""
+def rows_code(name: str, dots: Callable[[int], Dots], widest: int) -> Code:
+    """Makes rows(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride).
+
+    It multiplies `count` rows of n weights at `w` with the packed vectors x[index[t]] of `tokens` tokens, into
+    out[t][row]; strides are in bytes. It reads rows one after the other. Tokens go in groups; from the second group on
+    a row comes from the first-level cache. Beside the last rows it prefetches from `following`, where the caller will
+    probably go on. Call it by its address with `call_rows`.
+
+    `dots` makes the dot products of so many tokens, `widest` (4 or 2) at most. `name` tells the code from others.
+    """
     by1, by2 = dots(1), dots(2)
     by4 = dots(4) if widest == 4 else by2
 
-    @jit
-    def loop(
+    def rows(
         w: int,
         stride: int,
         count: int,
@@ -240,38 +247,15 @@ def rows_loop(dots: Callable[[int], Dots], widest: int) -> Callable[..., None]:
                     token += 1
                 soon = line  # prefetched already
 
-    return loop  # type: ignore[no-any-return]
+    rows.__qualname__ = name
+    return code(*[INT] * 11)(rows)
 
 
 @cache
 def make_rows(bf16: bool) -> Code:
-    """Makes rows(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride).
-
-    It multiplies `count` rows of n weights at `w` with the packed vectors x[index[t]] of `tokens` tokens, into
-    out[t][row]; strides are in bytes. It reads rows one after the other. Tokens go in groups; from the second group on
-    a row comes from the first-level cache. Beside the last rows it prefetches from `following`, where the caller will
-    probably go on. Call it by its address with `call_rows`.
-    """
+    """Makes what `rows_code` says, for rows of bf16 or float32."""
     load = load_bf16 if bf16 else load_f32
-    loop = rows_loop(lambda tokens: make_dots(Emitter, tokens, bf16, load), WIDEST)
-
-    @code(*[INT] * 11)
-    def rows(
-        w: int,
-        stride: int,
-        count: int,
-        following: int,
-        x: int,
-        x_stride: int,
-        index: int,
-        tokens: int,
-        n: int,
-        out: int,
-        out_stride: int,
-    ) -> None:
-        loop(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride)
-
-    return rows
+    return rows_code("rows", lambda tokens: make_dots(Emitter, tokens, bf16, load), WIDEST)
 
 
 @cache

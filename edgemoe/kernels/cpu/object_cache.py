@@ -164,7 +164,7 @@ def _fingerprint(codes: Sequence[Code], variant: str) -> str:
     """Returns a hash of all that the machine code depends on."""
     digest = xxhash.xxh3_128()
     folders = {Path(__file__).parent, *(code.folder for code in codes)}
-    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
         digest.update(file.read_bytes())
     box = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), numba.__version__, llvmlite.__version__)
     digest.update(json.dumps([*box, variant, [code.name for code in codes]]).encode())

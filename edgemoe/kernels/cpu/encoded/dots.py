@@ -15,8 +15,8 @@ from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
 from edgemoe.kernels.cpu.encoded.vectors import AVX512, Instructions, Products, Vectors
-from edgemoe.kernels.cpu.gemv import multiply_add, prefetch, rows_loop
-from edgemoe.kernels.cpu.intrinsics import F32, I64, INT, cgutils, code, intrinsic, types
+from edgemoe.kernels.cpu.gemv import multiply_add, prefetch, rows_code
+from edgemoe.kernels.cpu.intrinsics import F32, I64, cgutils, intrinsic, types
 from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
@@ -159,22 +159,4 @@ def _dots(encoding: Encoding, instructions: Instructions, tokens: int, whole: bo
 def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
     """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in int8."""
     widest = 4 if instructions is AVX512 else 2
-    loop = rows_loop(lambda tokens: _dots(encoding, instructions, tokens, whole), widest)
-
-    @code(*[INT] * 11)
-    def encoded_rows(
-        w: int,
-        stride: int,
-        count: int,
-        following: int,
-        x: int,
-        x_stride: int,
-        index: int,
-        tokens: int,
-        n: int,
-        out: int,
-        out_stride: int,
-    ) -> None:
-        loop(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride)
-
-    return encoded_rows
+    return rows_code("encoded_rows", lambda tokens: _dots(encoding, instructions, tokens, whole), widest)

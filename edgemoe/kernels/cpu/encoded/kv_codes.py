@@ -14,8 +14,8 @@ import numpy as np
 from llvmlite import ir
 
 from edgemoe.kernels.cpu.gemm_tile import PAIRS, rounded
-from edgemoe.kernels.cpu.gemv import LANES, WIDEST, Emitter, make_dots, rows_loop
-from edgemoe.kernels.cpu.intrinsics import INT, bits_of, code, f32_at, i8_at, jit, u8_at, u32_at
+from edgemoe.kernels.cpu.gemv import LANES, WIDEST, Emitter, make_dots, rows_code
+from edgemoe.kernels.cpu.intrinsics import bits_of, f32_at, i8_at, jit, u8_at, u32_at
 from edgemoe.kernels.cpu.object_cache import Code
 
 MOST = np.float32(127)
@@ -42,25 +42,7 @@ class _CodeEmitter(Emitter):
 @cache
 def make_code_rows(bf16: bool) -> Code:
     """Makes what `gemv.make_rows` makes, for lines of codes without their scales."""
-    loop = rows_loop(lambda tokens: make_dots(_CodeEmitter, tokens, bf16, load_code), WIDEST)
-
-    @code(*[INT] * 11)
-    def code_rows(
-        w: int,
-        stride: int,
-        count: int,
-        following: int,
-        x: int,
-        x_stride: int,
-        index: int,
-        tokens: int,
-        n: int,
-        out: int,
-        out_stride: int,
-    ) -> None:
-        loop(w, stride, count, following, x, x_stride, index, tokens, n, out, out_stride)
-
-    return code_rows
+    return rows_code("code_rows", lambda tokens: make_dots(_CodeEmitter, tokens, bf16, load_code), WIDEST)
 
 
 @jit
