@@ -1,10 +1,11 @@
 """Migration: homes that move without a gap, and whether it pays [Prism, III-C2].
 
-    a step = what stays + last copies + as much of what is new as there is room for, hottest first
+    a step = former homes + as much of what is new as there is room for, hottest first
 
-The source moves all at once and says nothing of order. Here a copy is given up only where another one stays that is
-pinned, verified and acknowledged at the version in force. Where memory is full, steps follow each other in waves: what
-one has made safe gives up the room of the next. Eq. 4 adds calls to seconds; here both sides are seconds.
+The source moves all at once and says nothing of order. Here a former home gives an expert up once all new homes have it
+pinned, verified and acknowledged at the version in force; earlier only where its room is needed and another box keeps
+such a copy. Where memory is full, steps follow each other in waves: what one has made safe gives up the room of the
+next. Eq. 4 adds calls to seconds; here both sides are seconds.
 """
 
 from __future__ import annotations
@@ -28,23 +29,19 @@ class Migration:
     heat: FloatArray  # [L, E] how often each is chosen
 
     @property
-    def uncovered(self) -> BoolArray:
-        """Returns which experts [L, E] have no copy that is pinned, verified and acknowledged."""
-        return np.asarray(~(self.now & self.pinned).any(axis=0), np.bool_)
-
-    @property
-    def is_done(self) -> bool:
-        return bool((self.now == self.goal).all())
+    def late(self) -> BoolArray:
+        """Returns which nodes [N] have not acknowledged all that is to stay there."""
+        return np.asarray((self.now & self.goal & ~self.pinned).any(axis=(1, 2)), np.bool_)
 
     @property
     def is_acknowledged(self) -> bool:
         """Returns whether everything that is to stay has arrived, so that the next step has most to go by."""
-        return not (self.now & self.goal & ~self.pinned).any()
+        return not self.late.any()
 
     def next_homes(self) -> BoolArray:
         """Returns the homes [N, L, E] of the next version; `now` where nothing can be moved."""
-        safe = (self.goal & self.now & self.pinned).any(axis=0)
-        homes = self.now & (self.goal | ~safe)
+        arrived = self.goal.any(axis=0) & (~self.goal | self.now & self.pinned).all(axis=0)
+        homes = self.now & (self.goal | ~arrived)
         wanted = self.goal & ~homes
         first = np.argsort(-(self.heat + np.where(homes.any(axis=0), 0.0, math.inf)), axis=None, kind="stable")
         for node in range(len(homes)):
@@ -64,11 +61,14 @@ class Migration:
             homes[node].ravel()[held[np.lexsort(keys)[:over]]] = False
 
     def _make_room(self, homes: BoolArray, node: int, wanted: int) -> None:
-        """Gives up former homes, the coldest first, of which another box keeps a pinned copy, for what is wanted."""
+        """Gives up former homes, the coldest first, for what is wanted: those of which another box keeps a pinned copy.
+
+        What is to be in no memory is given up too.
+        """
         lacking = wanted - (int(self.room[node]) - int(np.count_nonzero(homes[node])))
         others = homes & self.pinned
         others[node] = False
-        spare = np.flatnonzero(homes[node] & ~self.goal[node] & others.any(axis=0))
+        spare = np.flatnonzero(homes[node] & ~self.goal[node] & (others.any(axis=0) | ~self.goal.any(axis=0)))
         coldest = spare[np.argsort(self.heat.ravel()[spare], kind="stable")]
         homes[node].ravel()[coldest[: max(0, lacking)]] = False
 

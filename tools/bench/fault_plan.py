@@ -10,7 +10,7 @@ from tools.bench.fault_state import FILLING, fill
 from tools.bench.fault_trial import NODES, Record, Trial, clock
 from tools.bench.pins import lost_pins
 from tools.testbed.bed import BedError
-from tools.testbed.daemons import Daemon
+from tools.testbed.daemons import READY_S, Daemon
 
 MOVE_BYTES_PER_S = 2e6  # so that a move outlasts a request
 HOMES_S = 90.0  # within which every expert has a home again
@@ -22,21 +22,23 @@ def plan_change(trial: Trial) -> Record:
     Judged by what the engines log of their pins, too: no plan has a box that lives drop the last pinned copy.
     """
     mover = trial.cluster[trial.rng.choice(NODES)]
-    mover.stop()
-    began_s = time.time()
-    mover.start()
-    mover.wait_ready()
-    version = _wait_move(trial, began_s)
     hit = trial.cluster[trial.rng.choice(NODES)]
     way = trial.rng.choice(("kill", "cut", "disk", "restart"))
-    at_s, moving = [0.0], [False]
+    mover.stop()
+    began_s, at_s, moving = time.time(), [0.0], [False]
+    trial.whole_s = trial.whole_s or 1.0  # nothing is asked undisturbed: the move would be over
+    mover.start()
+    _wait(lambda: _count(mover, began_s, "engine", phase="warm-up"), READY_S)
 
     def fault() -> None:
+        _wait(lambda: _steps_to(trial, mover, began_s), 30.0)
+        time.sleep(trial.rng.uniform(0.0, 0.7))
         at_s[0], moving[0] = time.time(), _moves(trial)
+        trial.mark()
         end[0] = _begin(trial, hit, way)
 
     end: list[Callable[[], None]] = [lambda: None]
-    found = trial.requests(trial.others(hit), fault)
+    found = trial.requests([each for each in trial.others(hit) if each is not mover], fault, waits=False)
     end[0]()
     trial.cluster.settle()
     homes_s = _wait_still(trial)
@@ -45,9 +47,9 @@ def plan_change(trial: Trial) -> Record:
         "hit": hit.box.name,
         "mover": mover.box.name,
         "way": way,
-        "version": version,
         "moving": moving[0],
         "homes_s": homes_s,
+        "drops": sum(_count(daemon, began_s, "pins dropped") for daemon in trial.cluster),
         "pins_lost": len(lost),
         "lost": lost[-3:],
         "requests": found,
@@ -77,16 +79,35 @@ def _begin(trial: Trial, hit: Daemon, way: str) -> Callable[[], None]:
     return timer.join
 
 
-def _wait_move(trial: Trial, since_s: float, within_s: float = 60.0) -> int:
-    """Returns the version of the first step of a migration since then. Raises BedError."""
+def _wait(condition: Callable[[], object], within_s: float) -> None:
+    """Raises BedError where it does not come about."""
     ends = time.monotonic() + within_s
-    while time.monotonic() < ends:
-        for daemon in trial.cluster:
-            for event in daemon.events():
-                if event["event"] == "new plan" and event["moving"] and clock(event) >= since_s:
-                    return int(event["version"])
-        time.sleep(0.05)
-    raise BedError("no plan moved an expert")
+    while not condition():
+        if time.monotonic() > ends:
+            raise BedError("no plan moved an expert")
+        time.sleep(0.02)
+
+
+def _count(daemon: Daemon, since_s: float, event: str, **fields: object) -> int:
+    """Counts what it has logged since then."""
+    return sum(
+        one["event"] == event and fields.items() <= one.items() and clock(one) >= since_s for one in daemon.events()
+    )
+
+
+def _steps_to(trial: Trial, mover: Daemon, since_s: float) -> bool:
+    """Whether a step of a migration has been made that names that box."""
+    steps = {
+        one["version"]
+        for daemon in trial.cluster
+        for one in daemon.events()
+        if one["event"] == "new plan" and one["moving"] and clock(one) >= since_s
+    }
+    return any(
+        one["event"] == "plan" and one["version"] in steps and mover.box.name in one["nodes"].split(",")
+        for daemon in trial.cluster
+        for one in daemon.events()
+    )
 
 
 def _moves(trial: Trial) -> bool:

@@ -41,8 +41,10 @@ class Trial:
     def others(self, than: Daemon) -> list[Daemon]:
         return [daemon for daemon in self.cluster if daemon is not than]
 
-    def requests(self, fronts: Sequence[Daemon], fault: Callable[[], None] | None) -> list[Record]:
-        """One request at each front, with `fault`, if any, after a few tokens of theirs.
+    def requests(
+        self, fronts: Sequence[Daemon], fault: Callable[[], None] | None, *, waits: bool = True
+    ) -> list[Record]:
+        """One request at each front, with `fault`, if any, after a few tokens of theirs, or where it sees fit.
 
         The same are asked undisturbed first, unless an earlier trial has found how long that takes.
         """
@@ -55,8 +57,9 @@ class Trial:
             wait_s = self.rng.uniform(0.2, 0.8) * self.whole_s
 
             def later() -> None:
-                time.sleep(wait_s)
-                self.mark()
+                if waits:
+                    time.sleep(wait_s)
+                    self.mark()
                 fault()
 
             stirred = self._ask(fronts, prompts, later)

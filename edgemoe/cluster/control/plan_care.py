@@ -146,6 +146,8 @@ class PlanCare:
             self._arrived = arrived
         if not moving.is_acknowledged and look.now_s - self._arrived[1] < STALL_S:
             return []
+        late = ", ".join(node for node, lacks in zip(plan.nodes, moving.late, strict=True) if lacks)
+        self.trouble = f"experts do not move on: {late} have not said that they pinned theirs" if late else ""
         homes = moving.next_homes()
         if (homes != moving.now).any():
             return [self._step(look, plan, homes, moving.goal, "a step of a migration")]

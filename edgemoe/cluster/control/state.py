@@ -255,4 +255,4 @@ class ControlState:
         member.acknowledged = told.serial
         if told.refused and member.refused != told.refused:
             self._say(logging.ERROR, "a box refuses us", member.peer.node, why=told.refused)
-        member.refused = told.refused or member.refused
+            self._refuse(member.peer.node, told.refused)

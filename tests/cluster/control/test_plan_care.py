@@ -294,17 +294,22 @@ def test_a_gain_that_is_no_more_than_the_margin_moves_nothing() -> None:
     assert len(world.committed) == 1
 
 
-def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive() -> None:
-    world = World("ab")
+def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive_and_is_named() -> None:
+    world = World("ab", ONCE)
     for box in world.boxes.values():
         box.room = 12
     world.passes(5.0)
+    assert world.agreed is not None
+    before = world.agreed.homes_of("b")
     world.wants({"a": ALL, "b": NOTHING})
-    world.boxes["a"].pins = world.boxes["a"].pins & False
     world.boxes["a"].pin = lambda count: None  # type: ignore[method-assign]
     world.passes(SETTINGS.migrate_s + 3 * STALL_S)
-    assert world.agreed is not None
-    assert world.agreed.homes_of("b").all()
+    assert (world.agreed.homes_of("b") == before).all()
+    assert world.care.trouble == "experts do not move on: a have not said that they pinned theirs"
+    del world.boxes["a"].pin  # type: ignore[attr-defined]
+    world.passes(5.0)
+    assert not world.agreed.homes_of("b").any()
+    assert not world.care.trouble
 
 
 def test_an_answer_for_another_plan_or_another_leader_is_dropped() -> None:

@@ -1,0 +1,162 @@
+"""What a box knows of the others, against whatever these say and do: events in, actions out, no I/O but one file."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import hypothesis
+import msgspec
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.planes import card
+
+from edgemoe.cluster.control.admission import Allow, Connect, Disconnect, Revoke
+from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.plan_store import PlanStore
+from edgemoe.cluster.control.state import (
+    Changed,
+    ControlState,
+    Event,
+    Foreign,
+    Heard,
+    Listed,
+    Looked,
+    PeerDown,
+    PeerUp,
+    Refuse,
+    Said,
+    Told,
+)
+from edgemoe.cluster.rpc.control_messages import Announce, Beat
+from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.config.settings import ClusterSettings
+
+OTHERS = st.sampled_from(["b", "c", "d"])
+BOOTS = st.sampled_from("xy")
+KEYS = {node: node * 40 for node in "abcd"}
+SETTINGS = ClusterSettings(node="a", coordination="raft", listen="127.0.0.1:1")
+VOTERS = {node: Peer(node, f"127.0.0.1:{n + 1}", KEYS[node]) for n, node in enumerate("abc")}
+GUEST = Peer("d", "127.0.0.1:9", KEYS["d"], voter=False)
+
+
+class AnyWords(RuleBasedStateMachine):
+    """Box a, which hears b, c and perhaps d."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.synced = mock.patch("os.fsync")
+        self.synced.start()
+        folder = Path(self.folder.name)
+        self.now_s, self.allowed, self.connected = 100.0, {}, {}
+        self.fence = EpochFence(folder / "epoch")
+        own = Announce("1", "box", "127.0.0.1:1", engine=card("engine-a"))
+        self.state = ControlState(SETTINGS, VOTERS, own, PlanStore(folder / "plan"), self.fence, lambda: self.now_s)
+        self.told = self.seen()
+        self.perform(self.state.begin())
+        self.told = self.seen()
+
+    def teardown(self) -> None:
+        self.synced.stop()
+        self.folder.cleanup()
+
+    def seen(self) -> object:
+        """What the front goes by."""
+        return self.state.members.keys(), self.state.members.engines()
+
+    def perform(self, actions: list) -> None:  # type: ignore[type-arg]
+        for action in actions:
+            match action:
+                case Allow(node, keys):
+                    self.allowed[node] = keys
+                case Revoke(node):
+                    self.allowed.pop(node, None)
+                case Connect(peer):
+                    self.connected[peer.node] = peer.address
+                case Disconnect(node):
+                    self.connected.pop(node, None)
+                case Changed():
+                    self.told = self.seen()
+        assert not any(isinstance(action, Refuse) for action in actions[:-1])
+
+    def do(self, event: Event) -> None:
+        highest = self.fence.highest
+        self.perform(self.state.handle(event))
+        assert self.fence.highest >= highest
+
+    def hear(self, node: str, boot: str, message: Beat | Announce) -> None:
+        if node in self.state.members:  # all others are refused before
+            self.do(Heard(node, boot, message))
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.0, 4000.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.do(Looked())
+
+    @rule(node=OTHERS, up=st.booleans())
+    def a_connection_comes_or_goes(self, node: str, up: bool) -> None:
+        self.do(PeerUp(node) if up else PeerDown(node))
+
+    @rule(node=OTHERS, boot=BOOTS, leading=st.integers(0, 6), unmet=st.booleans())
+    def a_box_beats(self, node: str, boot: str, leading: int, unmet: bool) -> None:
+        before = self.state.obedience.leader
+        highest = self.fence.highest
+        self.hear(node, boot, Beat(leading=leading, seen=leading, engine=f"engine-{node}", unmet=unmet))
+        if self.state.obedience.leader == node and before != node:
+            member = self.state.members[node]
+            assert 0 < leading >= highest
+            assert member.card is not None
+            assert member.card_boot == boot
+            assert node != "d"
+
+    @rule(
+        node=OTHERS, boot=st.sampled_from("xy"), model=st.sampled_from("mn"), vouches=st.booleans(), own=st.booleans()
+    )
+    def a_box_announces_itself(self, node: str, boot: str, model: str, vouches: bool, own: bool) -> None:
+        words = self.state.card.agreement if own else "single: b"
+        listed = (*VOTERS.values(), GUEST) if vouches else ()
+        engine = card(f"engine-{node}", model=model * 32)
+        self.hear(node, boot, Announce("1", "box", "127.0.0.1:9", engine=engine, agreement=words, listed=listed))
+
+    @rule(node=OTHERS, serial=st.integers(1, 9), refused=st.sampled_from(["", "no"]))
+    def a_box_has_been_told(self, node: str, serial: int, refused: str) -> None:
+        self.do(Told(node, serial, refused))
+
+    @rule(node=OTHERS)
+    def a_box_cannot_be_read(self, node: str) -> None:
+        self.do(Foreign(node, "another protocol"))
+
+    @rule(guest=st.booleans(), turned=st.booleans(), without=st.sampled_from(["", "c"]))
+    def another_list_is_read(self, guest: bool, turned: bool, without: str) -> None:
+        peers = {node: peer for node, peer in VOTERS.items() if node != without}
+        if turned:
+            peers["b"] = msgspec.structs.replace(peers["b"], new_key="z" * 40)
+        self.do(Listed(peers | ({"d": GUEST} if guest else {})))
+
+    @rule(room=st.integers(0, 3))
+    def this_box_is_another(self, room: int) -> None:
+        serial, engine = self.state.serial, card("engine-a", room=room)
+        changes = engine != self.state.card.engine
+        self.do(Said(msgspec.structs.replace(self.state.card, engine=engine)))
+        assert (self.state.serial > serial) == changes
+
+    @invariant()
+    def who_is_a_member_is_let_in_and_nobody_else(self) -> None:
+        assert self.allowed == {member.peer.node: member.peer.keys for member in self.state.members}
+        assert self.connected.keys() <= self.allowed.keys()
+
+    @invariant()
+    def whom_it_obeys_is_a_member(self) -> None:
+        leader = self.state.obedience.leader
+        assert leader in ("", "a") or leader in self.state.members
+
+    @invariant()
+    def the_front_knows_of_whatever_has_changed(self) -> None:
+        assert self.told == self.seen()
+
+
+def test_whatever_others_say_the_state_stays_whole() -> None:
+    many = hypothesis.settings(max_examples=150, stateful_step_count=30, deadline=None)
+    hypothesis.stateful.run_state_machine_as_test(AnyWords, settings=many)
