@@ -223,7 +223,7 @@ async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch:
         found["a"].has(card("engine-a", room=3))
         found["b"].has(card("engine-b", room=3))
         await until(lambda: "600 bytes missing" in found["a"].plane.trouble)
-        assert found["b"].plane.leader == "a"
+        await until(lambda: found["b"].plane.leader == "a")
         found["b"].has(card("engine-b", room=9))
         await planned(list(found.values()), ("a", "b"))
         assert not found["a"].plane.trouble
