@@ -76,7 +76,8 @@ class Checkpoint:
         weights, weight_map = weight_files(directory)
         for path in weights:
             if not path.is_file():
-                raise CheckpointError(f"{path}, which {INDEX} names, is missing; fetch it again")
+                remedy = "fetch it, or name the store where shards were deleted as they were packed"
+                raise CheckpointError(f"{path}, which {INDEX} names, is missing; {remedy}")
         headers = {path: read_header(path) for path in weights}
         tensors = _merge(headers)
         check_index(weight_map, tensors)
