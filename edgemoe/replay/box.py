@@ -95,7 +95,10 @@ class ReplayBox:
         cpu_experts = CpuExperts(self.residency, compute, costs)
         fetching = Fetching(prefetch=prefetch, cpu_helps=False, deadline_s=math.inf)
         self._experts = TieredExperts(geometry, self.residency, self.loader, [compute], cpu_experts, fetching)
+        self._sizes_bytes: list[int] = geometry.strides_bytes.tolist()
         self._counts, self._misses, self._missed_bytes = False, 0, 0
+        self._missed = 0  # experts so far, whoever demanded them
+        self._weights = NOTHING  # of a layer's choices, of which only the shape counts
 
     def begin(self, meta: StepMeta) -> None:
         """A step begins."""
@@ -106,12 +109,13 @@ class ReplayBox:
         """One layer, of which tokens chose `ids` [T, k]; `hint` [T, E] is what its gate says of the next one."""
         if hint is not None:
             self._experts.hint(layer + 1, hint)
-        before = self.residency.served
-        self._experts.forward(layer, NOTHING, ids, torch.zeros(ids.shape))
+        if self._weights.shape != ids.shape:
+            self._weights = torch.zeros(ids.shape)
+        self._experts.forward(layer, NOTHING, ids, self._weights)
+        before, self._missed = self._missed, sum(self.residency.served[VRAM + 1 :])
         if self._counts:
-            missed = sum(self.residency.served[VRAM + 1 :]) - sum(before[VRAM + 1 :])
-            self._misses += missed
-            self._missed_bytes += missed * self.geometry.stride_bytes(layer)
+            self._misses += self._missed - before
+            self._missed_bytes += (self._missed - before) * self._sizes_bytes[layer]
         self.world.pass_s(self._machine.compute_s)
 
     def end(self) -> StepRouting:

@@ -151,7 +151,7 @@ def _scored(
     Or with the bound instead, for which RAM holds everything.
     """
     (batch, score_from), geometry = scoring, machine.geometry(trace.layers, trace.experts, trace.top_k)
-    run, metrics = Replay(policy, geometry), [ReplayMetrics() for _ in capacities]
+    run, metrics, sizes = Replay(policy, geometry), [ReplayMetrics() for _ in capacities], geometry.strides_bytes
     if bound:
         run.bounds = [ByteBelady(geometry, each, machine.link_bytes_per_s) for each in capacities]
     judges: Sequence[ReplayBox | ByteBelady] = run.bounds
@@ -170,7 +170,7 @@ def _scored(
             needed = run.step(ReplayedStep.of(step))
             tokens += len(step.requests)
             if before:
-                needed_bytes = int(np.dot(needed, geometry.strides_bytes))
+                needed_bytes = int(np.dot(needed, sizes))
                 for each in metrics:
                     each.demands, each.demanded_bytes = each.demands + sum(needed), each.demanded_bytes + needed_bytes
                     each.steps += len(step.requests)

@@ -45,11 +45,15 @@ class World:
 
     def advance(self, until_s: float = math.inf) -> bool:
         """Lets the next thing happen. Returns False where none does by `until_s`, which it is then if it is finite."""
-        first = min(self.busy, key=lambda each: each.next_s)
-        if first.next_s > until_s or first.next_s == math.inf:
-            self.now_s = max(self.now_s, until_s) if until_s < math.inf else self.now_s
+        next_s, first = math.inf, None
+        for each in self.busy:
+            if (its_s := each.next_s) < next_s:
+                next_s, first = its_s, each
+        if first is None or next_s > until_s:
+            if until_s < math.inf:
+                self.now_s = max(self.now_s, until_s)
             return False
-        self.now_s = max(self.now_s, first.next_s)
+        self.now_s = max(self.now_s, next_s)
         first.act()
         return True
 

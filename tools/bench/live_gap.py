@@ -4,10 +4,10 @@
 
 A model decodes with its experts in RAM and a share of them in a device behind an emulated link. The contenders run in
 turns, round by round, and each one's steps are recorded, prompts and gates' hints as well. Each recording is replayed
-by the objects that served, from what was known before the run, with links, disk and computing simulated: the layers'
-computing time is the run's. Misses are those of decoding tokens. `gap closed` is the share of what lies between the
-best of LRU, LFU and LFRU and Belady's bound, both replayed on the same steps. Differences are paired by round, with
-95 % intervals.
+by the objects that served, from what was known before the run, with links, disk and computing simulated: the link is
+idle between two layers, and between two steps, for as long as it was in the run with prefetch. Misses are those of
+decoding tokens. `gap closed` is the share of what lies between the best of LRU, LFU and LFRU and Belady's bound, both
+replayed on the same steps. Differences are paired by round, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Live(NamedTuple):
     recording: Path
     slots: int
     looks: float  # share of the steps that had some
+    machine: BoxSpec  # on which it is replayed
 
 
 class Setting(NamedTuple):
@@ -111,17 +112,22 @@ def run_live(model: Model, setting: Setting, state: Path, lesson: list[StepRouti
                 runner.teach(lesson)
             rounds[name] = []
         gc.collect()
+        window, gaps_s = runners[NAMES[-1]].tiers.loader.gap, []
         for number in range(setting.rounds):
             turn = number % len(NAMES)
             for name in NAMES[turn:] + NAMES[:turn]:
                 result = runners[name].run(1000 + number, args.tokens)
                 del result["routings"]
                 rounds[name].append(result)
+            gaps_s.append(window.means_s)
             assert len({tuple(each[-1].pop("tokens")) for each in rounds.values()}) == 1, "other tokens"
         slots = {name: runner.tiers.residency.devices[0].slots for name, runner in runners.items()}
         looks = {name: _looks(runner) for name, runner in runners.items()}
     assert not any(recorder.dropped for recorder in recorders)
-    return {name: Live(rounds[name], scratch / name, slots[name], looks[name]) for name in NAMES}
+    *layers_s, last_s = np.mean(gaps_s[args.unscored :], axis=0).tolist()
+    layer_s, size = float(np.mean(layers_s)), round(args.expert_bytes)
+    machine = BoxSpec(layer_s, size, setting.link, 1e9, 1.0, True, between_s=max(0.0, last_s - layer_s))
+    return {name: Live(rounds[name], scratch / name, slots[name], looks[name], machine) for name in NAMES}
 
 
 def _looks(runner: Runner) -> float:
@@ -139,20 +145,11 @@ def recorded(folder: Path) -> Iterator[ReplayedStep]:
             yield ReplayedStep(step.meta, step.ids, None if hints is None else hints.astype(np.float32))
 
 
-def machine_of(model: Model, setting: Setting, live: Live) -> BoxSpec:
-    """The box that a contender ran on, by what its steps took."""
-    expert_bytes, scored = round(setting.args.expert_bytes), live.rounds[setting.args.unscored :]
-    compute_ms = np.median([each["step_ms"] - each["stall_ms"] for each in scored])
-    between_ms = np.median([each["ms"] - each["step_ms"] for each in scored])
-    layer_s = 1e-3 * float(compute_ms) / model.spec.geometry.layers
-    return BoxSpec(layer_s, expert_bytes, setting.link, 1e9, 1.0, True, between_s=1e-3 * float(between_ms))
-
-
 def replayed(
     model: Model, setting: Setting, name: str, live: Live, state: Path, lesson: list[StepRouting]
 ) -> dict[str, list[float]]:
     """Misses and stall, ms per token, of each round: one contender's recording, replayed."""
-    sizes, machine = model.spec.geometry, machine_of(model, setting, live)
+    sizes, machine = model.spec.geometry, live.machine
     geometry = machine.geometry(sizes.layers, sizes.experts, sizes.top_k)
     policy: Any = LRU(geometry.layers, geometry.experts)
     if name.startswith("learned"):
@@ -174,7 +171,7 @@ def replayed(
 
 def yardsticks(model: Model, setting: Setting, live: Live, lesson: list[StepRouting]) -> tuple[float, float]:
     """Misses of the scored rounds: of the best of LRU, LFU and LFRU, and Belady's bound."""
-    sizes, machine = model.spec.geometry, machine_of(model, setting, live)
+    sizes, machine = model.spec.geometry, live.machine
     geometry = machine.geometry(sizes.layers, sizes.experts, sizes.top_k)
     steps, missed = list(recorded(live.recording)), []
     capacity_bytes = live.slots * geometry.largest_bytes

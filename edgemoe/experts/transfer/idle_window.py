@@ -55,6 +55,11 @@ class IdleWindow:
         past, mean = self._clock() - since_s, self._mean_s[layer]
         return max(0.0, mean - past) if past <= AWAY * mean else math.inf
 
+    @property
+    def means_s(self) -> list[float]:
+        """Returns the mean idle time after each layer, [L]; 0 before the first."""
+        return self._mean_s.copy()
+
     def pays(self, chance: float, piece_s: float) -> bool:
         """Returns whether a prefetch pays that is demanded with probability `chance`, and has pieces of `piece_s`."""
         left_s = self.left_s()
