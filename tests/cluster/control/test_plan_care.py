@@ -283,6 +283,23 @@ def test_a_next_leader_goes_on_to_the_goal_that_lies_in_the_plan() -> None:
     assert all((world.agreed.homes_of(node) == homes).all() for node, homes in goal.items())
 
 
+def test_a_later_plan_takes_the_place_of_a_migration_that_is_stuck() -> None:
+    world = World("abc", ONCE)
+    world.passes(5.0)
+    world.boxes["a"].pin = lambda count: None  # type: ignore[method-assign]
+    world.wants(dealt("abc", 1))
+    while world.agreed is None or not world.agreed.goal:
+        world.passes(0.5)
+    stuck, goal = world.agreed, dealt("abc", 2)
+    world.wants(goal)
+    world.passes(SETTINGS.migrate_s + 2.0)
+    assert world.agreed.goal not in ((), stuck.goal)
+    assert (world.agreed.goal_homes == np.stack(list(goal.values()))).all()
+    del world.boxes["a"].pin  # type: ignore[attr-defined]
+    world.passes(10.0)
+    assert all((world.agreed.homes_of(node) == homes).all() for node, homes in goal.items())
+
+
 def test_a_gain_that_is_no_more_than_the_margin_moves_nothing() -> None:
     world = World("abc")
     world.passes(5.0)
