@@ -54,7 +54,6 @@ class ExpertGeometry:
     activation: Activation = SILU
     biases: bool = False
     encodings: tuple[str, ...] = ()  # of each layer's experts; (): `dtype` for all
-    int8_activations: bool = False  # hidden states are rounded to 8 bits where weights have no more
     layer_experts: tuple[int, ...] = ()  # of each layer; (): all have as many
     layer_bytes: tuple[int, ...] = ()  # of one expert of each layer where they are stated; (): as encodings have them
 

@@ -11,10 +11,10 @@ from support.kept import KERNELS
 from edgemoe.encodings.codec import from_bf16, pack, place, to_bf16, unpack
 from edgemoe.encodings.rows import order
 from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
-from edgemoe.kernels.cpu.encoded.packing import pack_floats, pack_whole
+from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, pack_floats
 from edgemoe.kernels.cpu.encoded.row_code import make_row_code
 from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
-from edgemoe.kernels.cpu.encoded.vectors import EVERY, Instructions
+from edgemoe.kernels.cpu.encoded.vectors import EVERY, Instructions, excess_of
 from edgemoe.kernels.cpu.object_cache import Code, link
 from edgemoe.types.encoding import BFLOAT16, FP8, INT4, INT8, MXFP4, Encoding
 
@@ -33,6 +33,10 @@ def _linked(make: object, *arguments: object) -> Code:
     names = ".".join(str(getattr(each, "name", each)) for each in arguments)
     link((code,), KEPT, f"test.{names}")
     return code
+
+
+def _pack_whole(encoding: Encoding, instructions: Instructions) -> Code:
+    return _linked(make_pack_whole, excess_of(encoding, instructions))
 
 
 def _weights(columns: int) -> np.ndarray:
@@ -69,7 +73,7 @@ def test_rows_with_float_activations_come_near(encoding: Encoding, instructions:
 @each_instructions
 @each_whole
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_rows_with_int8_activations_are_exact(encoding: Encoding, instructions: Instructions, columns: int) -> None:
+def test_rows_with_whole_activations_are_exact(encoding: Encoding, instructions: Instructions, columns: int) -> None:
     """With scales of 1 the results are whole numbers that float32 holds."""
     random = np.random.default_rng(columns)
     x = random.integers(-20, 21, (TOKENS, columns))
@@ -78,40 +82,43 @@ def test_rows_with_int8_activations_are_exact(encoding: Encoding, instructions: 
     codes[:, 1] = 1 << encoding.bits - 1  # of int8 -128, which other packers write
     weights = place(codes, np.ones((ROWS, columns // 32), np.float32), encoding)
     rows, index = _linked(make_encoded_rows, encoding, instructions, True), np.arange(TOKENS)
-    got = _multiply(rows, weights, _packed(x.astype(np.float32), pack_whole), index)
+    packed = _packed(x.astype(np.float32), _pack_whole(encoding, instructions))
+    got = _multiply(rows, weights, packed, index)
     np.testing.assert_array_equal(got, x @ unpack(weights, encoding, columns).T.astype(np.float64))
 
 
 @each_whole
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_int8_activations_are_those_of_numpy(encoding: Encoding, columns: int) -> None:
+def test_whole_activations_are_those_of_numpy(encoding: Encoding, columns: int) -> None:
     x = np.random.default_rng(3).standard_normal((TOKENS, columns)).astype(np.float32)
     x[0, :32] = 0
     groups = x.reshape(TOKENS, -1, 32)
     largest = np.abs(groups).max(2)
-    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    inverse = np.divide(np.float32(32512), largest, out=np.zeros_like(largest), where=largest > 0)
     codes = np.rint(groups * inverse[:, :, None]).astype(np.int64)
     weights = pack(_weights(columns), encoding)
     plain = unpack(weights, encoding, columns).astype(np.float64).reshape(ROWS, -1, 32)
-    scales = (largest / np.float32(127)).astype(np.float64)
+    scales = (largest / np.float32(32512)).astype(np.float64)
     expected = np.einsum("tgk,rgk,tg->tr", codes, plain, scales)
-    rows = _linked(make_encoded_rows, encoding, next(each for each in EVERY if each.here), True)
-    got = _multiply(rows, weights, _packed(x, pack_whole), np.arange(TOKENS))
+    instructions = next(each for each in EVERY if each.here)
+    rows = _linked(make_encoded_rows, encoding, instructions, True)
+    got = _multiply(rows, weights, _packed(x, _pack_whole(encoding, instructions)), np.arange(TOKENS))
     bound = np.einsum("tgk,rgk,tg->tr", np.abs(codes), np.abs(plain), scales)
     assert (np.abs(got - expected) <= 1e-6 * bound).all()
 
 
 @each_whole
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_int8_activations_give_the_same_bits_by_all_instructions_and_in_any_batch(
+def test_whole_activations_give_the_same_bits_by_all_instructions_and_in_any_batch(
     encoding: Encoding, columns: int
 ) -> None:
     x = np.random.default_rng(5).standard_normal((TOKENS, columns)).astype(np.float32)
-    weights, packed = pack(_weights(columns), encoding), _packed(x, pack_whole)
-    every = [_linked(make_encoded_rows, encoding, each, True) for each in EVERY if each.here]
-    first = _multiply(every[0], weights, packed, np.arange(TOKENS))
-    for rows in every:
-        np.testing.assert_array_equal(_multiply(rows, weights, packed, np.arange(TOKENS)), first)
+    weights, first = pack(_weights(columns), encoding), None
+    for each in (each for each in EVERY if each.here):
+        rows, packed = _linked(make_encoded_rows, encoding, each, True), _packed(x, _pack_whole(encoding, each))
+        together = _multiply(rows, weights, packed, np.arange(TOKENS))
+        first = together if first is None else first
+        np.testing.assert_array_equal(together, first)
         alone = [_multiply(rows, weights, packed, np.array([token]))[0] for token in range(TOKENS)]
         np.testing.assert_array_equal(np.array(alone), first)
 
@@ -146,10 +153,11 @@ def test_nothing_outside_of_a_row_is_read(encoding: Encoding) -> None:
 
 
 def test_a_format_is_made_once_and_has_instructions_of_this_processor() -> None:
-    form = make_row_code(INT4, True, True, KERNELS)
-    assert form is make_row_code(INT4, True, True, KERNELS)
-    assert form.whole
+    form = make_row_code(INT4, True, KERNELS)
+    assert form is make_row_code(INT4, True, KERNELS)
     assert form.unpack is not None
     assert form.rows.is_linked
-    assert not make_row_code(FP8, True, True, KERNELS).whole  # whose codes are no whole numbers
-    assert make_row_code(BFLOAT16, True, True, KERNELS).unpack is None
+    assert form.pack is not pack_floats
+    assert make_row_code(FP8, True, KERNELS).pack is pack_floats  # whose codes are no whole numbers
+    assert make_row_code(INT4, False, KERNELS).pack is pack_floats
+    assert make_row_code(BFLOAT16, True, KERNELS).unpack is None

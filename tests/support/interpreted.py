@@ -82,12 +82,12 @@ def errors_of(dtype: str) -> list[float]:
     return [error(ExpertGeometry(1, e, k, h, i, dtype), tokens) for h, i, e, k, tokens in SHAPES]
 
 
-def errors_of_kinds(encoding: str, int8: bool = False) -> list[float]:
+def errors_of_kinds(encoding: str) -> list[float]:
     """Of experts with each activation, and with biases."""
     swiglu, gelu = Activation("clamped_swiglu", 1.702, 7.0), Activation("gelu_tanh")
     made = ((64, 96, SILU, False), (608, 64, swiglu, True), (512, 32, gelu, False))
     return [
-        error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (encoding,), int8), 3)
+        error(ExpertGeometry(1, 3, 2, h, i, "float32", activation, biases, (encoding,)), 3)
         for h, i, activation, biases in made
     ]
 
@@ -130,5 +130,4 @@ if __name__ == "__main__":
     errors |= {"float32": errors["float32"] + errors_of("float32"), "rounded": errors_of("bfloat16")}
     torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment, misc]
     errors["layers"] = errors_of_layers(("int4", "float32", "bfloat16", "fp8"))
-    errors |= {"int8 activations": errors_of_kinds("int8", int8=True)}
     print(json.dumps(errors))

@@ -39,7 +39,7 @@ class ExpertSlab:
     def __init__(self, slab: torch.Tensor, layout: ExpertLayout, bf16: bool) -> None:
         """Views `slab`, uint8 [S, stride], in which each slot begins with an expert; `bf16` are the hidden states."""
         self.layout, self.bf16 = layout, bf16
-        hidden, width, encoding, _, self.activation, biases = layout
+        hidden, width, encoding, self.activation, biases = layout
         self.hidden, self.width, self.encoding = hidden, width, encoding
         self.in_place = encoding == (BFLOAT16 if bf16 else FLOAT32)
         long, short = encoding.row_bytes(hidden), encoding.row_bytes(width)

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter, round_lanes
+from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter
 from edgemoe.kernels.cpu.experts_decode import LAYOUT
 from edgemoe.kernels.cpu.gemm_tile import make_fill, make_tile
 from edgemoe.kernels.cpu.gemv import LANES
@@ -37,7 +37,6 @@ GROUP = 2 * LANES  # tokens of a group at most
 LINE = 4 * GROUP  # bytes of a panel's line
 GATE_ROWS = 64  # rows of gate and of up in one chunk
 DOWN_ROWS = 64  # rows of down in one chunk
-LANE = 32  # rows of gate that share a scale where activations are int8
 
 # The record of one call; arrays are addresses.
 # `x` [tokens, hidden] in the model's type; `out` [tokens, hidden] float32, which is added to; `slots` [count] and
@@ -45,13 +44,13 @@ LANE = 32  # rows of gate that share a scale where activations are int8
 # `slots`, first pair and number of pairs of each group, in the order of `slots`; `firsts` [count + 1] int64, the first
 # group of each slot; `panels`, `mid`, `gates` and `part` scratch memory, see `scratch_floats`. Where rows are encoded,
 # `unpack` is the address of what decodes them, `plain` [group_count, hidden] scratch memory, `decoded` that of rows for
-# each thread, `decoded_bytes` apart, and `borrowed` [threads] int64 says whose are in use; `whole` rounds activations.
+# each thread, `decoded_bytes` apart, and `borrowed` [threads] int64 says whose are in use.
 PREFILL_EXPERTS = np.dtype(
     [
         *fields(
             *("slab", "stride", "slots", "count", "index", "weights", "x", "out"),
             *("groups", "group_count", "firsts", "panels", "mid", "gates", "part"),
-            *("unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads", "whole"),
+            *("unpack", "plain", "decoded", "decoded_bytes", "borrowed", "threads"),
         ).descr,
         *LAYOUT.descr,
     ]
@@ -101,9 +100,6 @@ def _make_fill_panel(bf16: bool) -> Code:
                 continue
             plain = m.plain + number * m.hidden * 4
             widen(source, bf16, m.hidden, plain)
-            if m.whole:
-                for lane in range(0, m.hidden, LANE):
-                    round_lanes(plain + lane * 4, 4, 1)
             scatter(panel, LINE, j, plain, m.hidden)
 
     return fill
@@ -147,9 +143,6 @@ def _make_gate_up(bf16: bool, tile_code: Code) -> Code:
                 for j in range(group[2]):
                     values[j] *= scales[j]
             mid = m.mid + number * m.width * LINE
-            if m.whole:
-                for k in range(0, count, LANE):
-                    round_lanes(gates + k * LINE, LINE, columns)
             if m.unpack:
                 for k in range(count):
                     scatter(mid, LINE, row + k, m.width, gates + k * LINE, columns)

@@ -103,9 +103,9 @@ class Kernels:
             self._scratch[name] = np.zeros(size, np.uint8)
         return (self._scratch[name].ctypes.data + 63) & ~63
 
-    def row_code(self, encoding: Encoding, int8_activations: bool = False) -> RowCode:
+    def row_code(self, encoding: Encoding) -> RowCode:
         """Returns the code for rows of an encoding; compiles it, or reads it from disk, at the first use."""
-        return make_row_code(encoding, int8_activations, self.bf16, self._directory)
+        return make_row_code(encoding, self.bf16, self._directory)
 
     def experts(
         self,
@@ -138,7 +138,7 @@ class Kernels:
 
     def _size_experts(self, layout: ExpertLayout, tokens: int, pairs: int, slots: int) -> None:
         """Sets the layout, the sizes and the scratch memory of the EXPERTS record."""
-        job, rows = self._job, self.row_code(layout.encoding, layout.int8_activations)
+        job, rows = self._job, self.row_code(layout.encoding)
         layout.fill(job)
         for name, count in experts.scratch_floats(layout.hidden, layout.width, tokens, pairs, slots).items():
             job[name] = self.scratch(name, count)
@@ -173,7 +173,7 @@ class Kernels:
         job["groups"], job["group_count"], job["firsts"] = groups.ctypes.data, len(groups), firsts.ctypes.data
         if layout.encoding != self.dtype:
             each = prefill_experts.decoded_floats(layout.hidden, layout.width)
-            self._decode_rows(job, self.row_code(layout.encoding, layout.int8_activations), each)
+            self._decode_rows(job, self.row_code(layout.encoding), each)
             job["plain"] = self.scratch("plain", len(groups) * layout.hidden)
         self._prefill_experts(self.pool.control, job.ctypes.data)
 
@@ -181,7 +181,7 @@ class Kernels:
         """Gives a record of a kernel for many tokens what decodes rows, into `floats` float32 for each thread."""
         assert rows.unpack is not None
         each = -(-floats // 16) * 16
-        job["unpack"], job["whole"], job["threads"] = rows.unpack.address, rows.whole, self.pool.threads
+        job["unpack"], job["threads"] = rows.unpack.address, self.pool.threads
         job["decoded"], job["decoded_bytes"] = self.scratch("decoded", each * self.pool.threads), 4 * each
         job["borrowed"] = self._borrowed.ctypes.data
 

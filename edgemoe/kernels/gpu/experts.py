@@ -35,18 +35,6 @@ def activated(gate, up, ACTIVATION: tl.constexpr, alpha: tl.constexpr, limit: tl
 
 
 @jit
-def rounded(values, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns values [r, 32], where WHOLE rounded to int8 with a scale for each row."""
-    if not WHOLE:
-        return values
-    largest = tl.max(tl.abs(values), axis=1)[:, None]
-    scaled = values * (127.0 / tl.maximum(largest, 1e-30))
-    near = tl.floor(scaled + 0.5)
-    near = tl.where((near - scaled == 0.5) & (near - 2.0 * tl.floor(near / 2.0) == 1.0), near - 1.0, near)
-    return near * (largest / 127.0)
-
-
-@jit
 def gate_up(  # type: ignore[no-untyped-def]
     x,  # [T, H]
     slab,  # bytes: a slot every `stride`: gate [I] and up [I] in rows of `line` bytes, down [H] in rows of `down_line`
@@ -63,7 +51,6 @@ def gate_up(  # type: ignore[no-untyped-def]
     limit: tl.constexpr,
     KIND: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     INNER: tl.constexpr,
@@ -93,7 +80,7 @@ def gate_up(  # type: ignore[no-untyped-def]
         biases = (slot + bias).to(tl.pointer_type(tl.float32))
         gate += tl.load(biases + cols, mask=cols < width, other=0.0)[None, :]
         up += tl.load(biases + width + cols, mask=cols < width, other=0.0)[None, :]
-    out = rounded(activated(gate, up, ACTIVATION, alpha, limit), WHOLE).to(mid.dtype.element_ty)
+    out = activated(gate, up, ACTIVATION, alpha, limit).to(mid.dtype.element_ty)
     at = mid + rows.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(at, out, mask=live[:, None] & (cols < width)[None, :])
 
@@ -168,15 +155,7 @@ def constants(geometry: ExpertGeometry, layer: int, stride_bytes: int) -> dict[s
         "limit": activation.limit,
         "KIND": KINDS[encoding.name],
         "ACTIVATION": ACTIVATIONS[activation.kind],
-        "WHOLE": geometry.int8_activations and encoding.name in ("int8", "int4", "mxfp4"),
     }
-
-
-def round_lanes(x: Any) -> Any:
-    """Returns x [T, H] rounded to int8 with a scale for each 32 columns, in its own type."""
-    groups = x.float().unflatten(1, (-1, 32))
-    largest = groups.abs().amax(2, keepdim=True)
-    return ((groups * (127 / largest.clamp_min(1e-30))).round() * (largest / 127)).flatten(1).to(x.dtype)
 
 
 def experts(
@@ -191,7 +170,6 @@ def experts(
 
     width, hidden = sizes["width"], sizes["hidden"]
     mid = torch.empty((len(calls), width), dtype=x.dtype, device=x.device)
-    x = round_lanes(x) if sizes["WHOLE"] else x
     grid = (triton.cdiv(width, BLOCK_COLS), len(blocks))
     ours = {name: value for name, value in sizes.items() if name != "down_line"}
     gate_up[grid](x, slab, mid, blocks, calls, **ours, **shape, **OPTIONS)

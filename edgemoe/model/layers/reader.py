@@ -70,7 +70,9 @@ class WeightReader:
         stored = [self._stored(name) for name in names]
         if stored[0].dtype != torch.uint8 or self._device.type != "cpu":
             return Matrix(self(*names), self._plain, self._shapes[names[0]][1], self._kernels)
-        return self._encoded(names, stored)
+        matrix = self._encoded(names, stored)
+        matrix.rows = self._take(matrix.rows.shape, torch.uint8).copy_(matrix.rows)
+        return matrix
 
     def _encoded(self, names: Sequence[str], stored: Sequence[torch.Tensor]) -> Matrix:
         assert self._encoding is not None

@@ -2,7 +2,7 @@
 
 Weights are read where they lie, once for T tokens, and decoded in registers. The sum of a lane's columns is multiplied
 with the lane's scale. The order of additions depends neither on T nor on the instructions. Activations are float32, or
-int8 with a scale for each lane; then the sums of lanes are whole numbers.
+whole numbers of 16 bits with a scale for each lane (see `packing`); then the sums of lanes are whole numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 from edgemoe.encodings.rows import LANES, RUN
+from edgemoe.kernels.cpu.encoded.packing import BASE
 from edgemoe.kernels.cpu.encoded.vectors import AVX512, Instructions, Products, Vectors
 from edgemoe.kernels.cpu.gemv import multiply_add, prefetch, rows_code
 from edgemoe.kernels.cpu.intrinsics import F32, I64, cgutils, intrinsic, types
@@ -109,18 +110,17 @@ class _Emitter:
         assert isinstance(self.v, Products)
         b, v, sums = self.b, self.v, []
         factors, half = [], 0.5 if self.encoding.name == "mxfp4" else 1.0
-        for vector in vectors:  # the scales follow the activations, the sums follow the scales
-            at = b.add(vector, b.add(self.n, self.times(lane, 4)))
+        for vector in vectors:  # the scales follow both parts of the activations, the sums follow the scales
+            at = b.add(vector, b.add(self.times(self.n, 2), self.times(lane, 4)))
             factors.append(b.fmul(v.load(at, v.floats, mask), v.splat(v.floats, half)))
             at = b.add(at, b.udiv(self.n, self.number(LANE_COLUMNS // 4)))
-            taken = b.mul(v.load(at, v.words, mask), v.splat(v.words, -v.excess)) if v.excess else None
-            sums.append([taken, None])
+            sums.append([None, v.load(at, v.words, mask) if v.excess else None])
         words = (v.word(codes, lanes, word, mask) for word in range(LANE_COLUMNS * self.encoding.bits // 32))
         for four, quads in enumerate(chain.from_iterable(map(v.quads, words))):
-            for vector, halves in zip(vectors, sums, strict=True):
-                x = v.word(b.add(vector, place), lanes, four, mask)
-                halves[four % 2] = v.add(halves[four % 2], quads, x)
-        totals = [b.sitofp(b.add(*halves), v.floats) for halves in sums]
+            for vector, parts in zip(vectors, sums, strict=True):
+                for part, start in enumerate((vector, b.add(vector, self.n))):
+                    parts[part] = v.add(parts[part], quads, v.word(b.add(start, place), lanes, four, mask))
+        totals = [b.sitofp(b.add(b.mul(upper, v.splat(v.words, BASE)), lower), v.floats) for upper, lower in sums]
         return list(zip(totals, factors, strict=True))
 
     def total(self, parts: list[Any]) -> Any:
@@ -157,6 +157,6 @@ def _dots(encoding: Encoding, instructions: Instructions, tokens: int, whole: bo
 
 @cache
 def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
-    """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in int8."""
+    """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in whole numbers."""
     widest = 4 if instructions is AVX512 else 2
     return rows_code("encoded_rows", lambda tokens: _dots(encoding, instructions, tokens, whole), widest)

@@ -15,7 +15,6 @@ class ExpertLayout(NamedTuple):
     hidden: int
     width: int
     encoding: Encoding
-    int8_activations: bool = False
     activation: Activation = SILU
     biases: bool = False  # float32 [2 * width], then [hidden]
 
@@ -23,7 +22,7 @@ class ExpertLayout(NamedTuple):
     def of(cls, geometry: ExpertGeometry, layer: int) -> ExpertLayout:
         """Returns the layout of one layer's experts."""
         sizes, encoding = (geometry.hidden, geometry.width), geometry.encoding(layer)
-        return cls(*sizes, encoding, geometry.int8_activations, geometry.activation, geometry.biases)
+        return cls(*sizes, encoding, geometry.activation, geometry.biases)
 
     def fill(self, record: Any) -> None:
         """Writes a record's fields of `experts_decode.LAYOUT`."""

@@ -1,7 +1,4 @@
-"""Fills panels for tiles of encoded rows: elements come in the order in which `unpacking` decodes rows.
-
-Where activations are int8, what goes into a panel is rounded to whole numbers times a scale before.
-"""
+"""Fills panels for tiles of encoded rows: elements come in the order in which `unpacking` decodes rows."""
 
 from __future__ import annotations
 
@@ -16,8 +13,6 @@ from edgemoe.kernels.cpu.gemm_tile import PAIRS, rounded
 from edgemoe.kernels.cpu.intrinsics import atomic_replace, atomic_store, f32_at, jit, u16_at
 from edgemoe.types.encoding import LANE_COLUMNS
 
-_MOST, _NONE, _LEAST = np.float32(127), np.float32(0), np.float32(1e-30)
-
 
 @jit
 def place(k: int, n: int) -> int:
@@ -25,20 +20,6 @@ def place(k: int, n: int) -> int:
     lane = k // LANE_COLUMNS
     run = lane // LANES
     return run * RUN + k % LANE_COLUMNS * lanes_of(run, n) + lane % LANES  # type: ignore[no-any-return]
-
-
-@jit
-def round_lanes(values: int, step: int, count: int) -> None:
-    """Rounds 32 lines of `count` float32, `step` bytes apart, to int8 with a scale for each column of 32 numbers."""
-    for column in range(count):
-        largest = _NONE
-        for k in range(LANE_COLUMNS):
-            largest = max(largest, abs(f32_at(values + k * step)[column]))
-        inverse = _MOST / largest if largest > _LEAST else _NONE
-        scale = largest / _MOST
-        for k in range(LANE_COLUMNS):
-            line = f32_at(values + k * step)
-            line[column] = np.float32(np.rint(line[column] * inverse)) * scale
 
 
 @cache

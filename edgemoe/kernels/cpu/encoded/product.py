@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter, round_lanes
-from edgemoe.kernels.cpu.experts_prefill import GROUP, LANE, LINE
+from edgemoe.kernels.cpu.encoded.panels import borrow, give_back, make_scatter
+from edgemoe.kernels.cpu.experts_prefill import GROUP, LINE
 from edgemoe.kernels.cpu.gemm_tile import make_tile
 from edgemoe.kernels.cpu.gemv import LANES
 from edgemoe.kernels.cpu.intrinsics import INT, address_of, call_pack, call_rows, chunk, code, f32_at, fields, record
@@ -19,7 +19,7 @@ from edgemoe.kernels.cpu.vector import widen
 # memory, see `scratch_floats`; the rest as in PREFILL_EXPERTS.
 PRODUCT = fields(
     *("weight", "line", "rows", "n", "x", "x_bf16", "tokens", "out", "panels", "plain", "part"),
-    *("unpack", "decoded", "decoded_bytes", "borrowed", "threads", "whole"),
+    *("unpack", "decoded", "decoded_bytes", "borrowed", "threads"),
 )
 ROWS = 64  # in one chunk
 
@@ -40,9 +40,6 @@ def _make_fill(bf16: bool) -> Code:
         plain, panel = p.plain + number * p.n * 4, p.panels + number * p.n * LINE
         for j in range(min(GROUP, p.tokens - number * GROUP)):
             widen(p.x + (number * GROUP + j) * p.n * (2 if p.x_bf16 else 4), p.x_bf16, p.n, plain)
-            if p.whole:
-                for lane in range(0, p.n, LANE):
-                    round_lanes(plain + lane * 4, 4, 1)
             scatter(panel, LINE, j, plain, p.n)
 
     return fill_product

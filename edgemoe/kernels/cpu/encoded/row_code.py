@@ -1,7 +1,8 @@
 """Chooses the code that multiplies and decodes rows of one encoding: the fastest that this processor has.
 
-Int8 activations give the same bits whichever instructions multiply them, so these are chosen by measurement. With
-float32 activations the widest vectors are taken, because results depend on their width in the last bits.
+In bfloat16 models activations are whole numbers of 16 bits. They give the same bits whichever instructions multiply
+them, so these are chosen by measurement. In float32 models, and for fp8, activations are float32, and the widest
+vectors are taken, because results depend on their width in the last bits.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from edgemoe.kernels.cpu.encoded.dots import make_encoded_rows
-from edgemoe.kernels.cpu.encoded.packing import pack_floats, pack_whole
+from edgemoe.kernels.cpu.encoded.packing import make_pack_whole, pack_floats
 from edgemoe.kernels.cpu.encoded.unpacking import make_unpack
-from edgemoe.kernels.cpu.encoded.vectors import EVERY, PORTABLE
+from edgemoe.kernels.cpu.encoded.vectors import EVERY, PORTABLE, excess_of
 from edgemoe.kernels.cpu.gemv import make_pack_some, make_rows
 from edgemoe.kernels.cpu.object_cache import Code, link
 from edgemoe.types.encoding import Encoding
@@ -26,24 +27,23 @@ TRIAL_COLUMNS, TRIAL_BYTES = 2048, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RowCode:
-    """Gives the code for rows of one encoding with activations in float32, or in int8 where `whole`."""
+    """Gives the code for rows of one encoding."""
 
     encoding: Encoding
-    whole: bool
     rows: Code  # as `gemv.make_rows` makes it
     pack: Code  # pack(values, first, count, n, out): elements first:first + count of a vector of n, from float32
     unpack: Code | None  # as `make_unpack` makes it, into the model's type; None where tiles read the rows as they are
 
 
 @cache
-def make_row_code(encoding: Encoding, whole: bool, bf16: bool, directory: Path | None) -> RowCode:
+def make_row_code(encoding: Encoding, bf16: bool, directory: Path | None) -> RowCode:
     """Returns the format for a model whose type is bfloat16 or float32; compiles it at the first use."""
     if not encoding.group:
         is_bf16 = encoding.name == "bfloat16"
         rows, pack = make_rows(is_bf16), make_pack_some(is_bf16)
         link((rows, pack), directory, encoding.name)
-        return RowCode(encoding, False, rows, pack, None)
-    whole = whole and encoding.name != "fp8"
+        return RowCode(encoding, rows, pack, None)
+    whole = bf16 and encoding.name != "fp8"
     candidates = [each for each in EVERY if each.here]
     candidates = [each for each in candidates if each is not PORTABLE] or candidates
     if not whole:
@@ -52,9 +52,11 @@ def make_row_code(encoding: Encoding, whole: bool, bf16: bool, directory: Path |
     for each, rows in codes.items():
         link((rows,), directory, f"{encoding.name}.{each.name}.{whole}")
     chosen = min(codes, key=lambda each: _seconds(codes[each], encoding)) if len(codes) > 1 else candidates[0]
-    unpack, pack = make_unpack(encoding, candidates[0], bf16), pack_whole if whole else pack_floats
-    link((unpack, pack), directory, f"{encoding.name}.{candidates[0].name}.{bf16}")
-    return RowCode(encoding, whole, codes[chosen], pack, unpack)
+    unpack, pack = make_unpack(encoding, candidates[0], bf16), pack_floats
+    if whole:
+        pack = make_pack_whole(excess_of(encoding, chosen))
+    link((unpack, pack), directory, f"{encoding.name}.{candidates[0].name}.{chosen.name}.{bf16}")
+    return RowCode(encoding, codes[chosen], pack, unpack)
 
 
 def _seconds(rows: Code, encoding: Encoding) -> float:

@@ -24,7 +24,7 @@ DOUBLED = [int(2 * value) for value in E2M1]  # as whole numbers
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """A set of instructions. All of them compute the same whole numbers from int8 activations."""
+    """A set of instructions. All of them compute the same whole numbers from whole activations."""
 
     name: str
     lanes: int  # of a vector
@@ -180,15 +180,19 @@ def _suffix(kind: Any) -> str:
     return f"v{kind.count}{'f32' if kind.element == F32 else f'i{kind.element.width}'}"
 
 
+def excess_of(encoding: Encoding, instructions: Instructions) -> int:
+    """Returns by how much weights are too large in products, times the sums of activations to be taken off again."""
+    if instructions is PORTABLE or (instructions is AVX2 and encoding.name == "int8"):
+        return 0
+    return EXCESS[encoding.name]
+
+
 class Products(Vectors):
-    """Writes the LLVM code of products with int8 activations, in whole numbers."""
+    """Writes the LLVM code of products with activations of 8 bits, in whole numbers."""
 
     @property
     def excess(self) -> int:
-        """Returns by how much the weights are too large, times the sums of activations to be taken off again."""
-        if self.instructions is PORTABLE or (self.instructions is AVX2 and self.encoding.name == "int8"):
-            return 0
-        return EXCESS[self.encoding.name]
+        return excess_of(self.encoding, self.instructions)
 
     def quads(self, word: Any) -> list[Any]:
         """Returns words of 4 whole numbers: 4 columns of each lane, once for int8 and twice for 4 bits."""
