@@ -3,7 +3,8 @@
     python -m tools.bench.make_model --out DIR [--family qwen3_moe] [--layers 16] [--hidden 1024] ...
 
 Without options: the 3.3 GB Qwen3-MoE of the decode benchmark. Tensors are streamed, so memory stays small whatever
-the size of the model.
+the size of the model. A model that is larger than the disk is packed while it is made, with
+`edgemoe pack DIR --wait --delete-shards` beside `--most-shards 4`, which waits until shards are deleted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +25,7 @@ from edgemoe.families.spec import ModelSpec, dense_shapes
 
 PIECE = 1 << 22  # elements drawn at once
 SHARD_BYTES = 1 << 30
+WAIT_S = 0.2  # between looks whether a shard has been deleted
 EMBED_STD = 1.0  # with less, what attention adds, which is alike for neighbours, decides which experts they use
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
@@ -66,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tied", action="store_true", help="the head is the embedding")
     parser.add_argument("--std", type=float, default=0.02, help="standard deviation of the weights")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--most-shards", type=int, default=0, help="files of weights at a time; 0: all")
     parser.add_argument("--tokenizer-from", type=Path, help="directory whose tokenizer to copy")
     return parser.parse_args()
 
@@ -174,21 +178,28 @@ def main() -> None:
     spec = spec_from_config(config)
     args.out.mkdir(parents=True)
     groups = list(shards(spec, tensors(spec, args.layout)))
-    random, weight_map, total = np.random.default_rng(args.seed), {}, 0
-    for number, group in enumerate(groups, 1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_shard(args.out / name, spec, group, args.std, random)
-        weight_map |= {tensor: name for tensor, _ in group}
-        total += sum(int(np.prod(shape)) for _, shape in group) * spec.dtype_bytes
-        print(f"{name}: {number} of {len(groups)}, {total / 1e9:.2f} GB so far", flush=True)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (args.out / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    write_index(args.out, spec, dict(zip(names, groups, strict=True)))
     (args.out / "config.json").write_text(json.dumps(config, indent=2))
     for file in TOKENIZER_FILES if args.tokenizer_from else ():
         if (args.tokenizer_from / file).exists():
             shutil.copy(args.tokenizer_from / file, args.out / file)
     if args.tokenizer_from:
         fill_up(args.out / "tokenizer.json", args.vocab)
+    random = np.random.default_rng(args.seed)
+    for name, group in zip(names, groups, strict=True):
+        while args.most_shards and len(list(args.out.glob("*.safetensors"))) >= args.most_shards:
+            time.sleep(WAIT_S)
+        write_shard(args.out / name, spec, group, args.std, random)
+        print(name, flush=True)
+
+
+def write_index(directory: Path, spec: ModelSpec, groups: dict[str, Tensors]) -> None:
+    """Says which shard will have which tensor."""
+    total = sum(int(np.prod(shape)) * spec.dtype_bytes for group in groups.values() for _, shape in group)
+    weight_map = {tensor: name for name, group in groups.items() for tensor, _ in group}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""A model larger than the memory it may use: this daemon against transformers with accelerate's disk offload.
+"""Models larger than the memory that they may use: this daemon, and transformers with accelerate's disk offload.
 
-    python -m tools.bench.make_model --family qwen3_moe --layers 16 --hidden 1024 --experts 64 --expert-width 512 \
-        --top-k 8 --out /tmp/model
-    python -m tools.bench.offload --model /tmp/model --memory-mib 1200 --json
+    python -m tools.bench.make_model --out /tmp/model --tokenizer-from edgemoe/demo/model
+    edgemoe pack /tmp/model /tmp/bf16
+    edgemoe pack /tmp/model /tmp/int4 --experts int4 --dense int8
+    python -m tools.bench.offload --store /tmp/bf16 --store /tmp/int4 --checkpoint /tmp/model --json
 
-Both run at once, each in a memory cgroup of its own (version 1, needs root), and decode random tokens in turns, so
-that noise hits both alike. With random weights the routing is nearly uniform: the worst case for any cache. The bound
-is the bytes that must come from disk for a token, at the disk's rate measured in the same run. The last line is one
-JSON object.
+All run at once, each in a memory cgroup of its own (version 1, needs root), and decode random tokens in turns, so that
+noise hits all alike. With random weights the routing is nearly uniform: the worst case for any cache. The bound is the
+bytes that must come from disk for a token, at the disk's rate measured in the same run. `speed` is in times of the
+first store. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from edgemoe.telemetry.metrics import parse
+from edgemoe.store.manifest import Manifest
+from edgemoe.telemetry.metrics import BYTES_MOVED, TIER_EXPERTS, TIER_HITS, TIER_SLOTS, named, parse
 
 console = Console(stderr=True)
 CGROUPS = Path("/sys/fs/cgroup/memory")
+FILL_S = 120.0  # that a slab may take to fill
 
 
 @contextmanager
@@ -68,7 +71,7 @@ class Accelerate:
     """transformers with what fits in RAM and the rest offloaded to disk. Speaks lines of JSON with a child."""
 
     def __init__(self, model: Path, cgroup: Path, ram_mib: int, scratch: Path) -> None:
-        command = [sys.executable, "-m", "tools.bench.offload", "--child", str(ram_mib), "--model", str(model)]
+        command = [sys.executable, "-m", "tools.bench.offload", "--child", str(ram_mib), "--checkpoint", str(model)]
         self.child = spawn([*command, "--scratch", str(scratch)], cgroup, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._read()
 
@@ -116,10 +119,10 @@ class Edgemoe:
     """This daemon, as a user runs it, answering over its socket."""
 
     def __init__(self, store: Path, cgroup: Path, ram_mib: int, scratch: Path) -> None:
-        socket = str(scratch / "api.sock")
+        socket, started = str(scratch / "api.sock"), time.perf_counter()
         command = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--set", f"api.socket={socket}"]
         settings = (
-            f"memory.ram_bytes={ram_mib}MiB",
+            *([f"memory.ram_bytes={ram_mib}MiB"] if ram_mib else []),
             "memory.kv_bytes=32MiB",
             "memory.headroom_bytes=0",
             "device.0.kind=cpu",
@@ -131,8 +134,12 @@ class Edgemoe:
         self.child = spawn([*command, *sets], cgroup, stdout=self.log, stderr=self.log)
         self.client = httpx.Client(transport=httpx.HTTPTransport(uds=socket), base_url="http://edgemoe", timeout=600)
         self._wait(scratch / "daemon.log")
+        self.ready_s = time.perf_counter() - started
         self.rng = np.random.default_rng(0)
         self.model = self.client.get("/v1/models").json()["data"][0]["id"]
+        self.filled_s = self._fill(started)
+        self.name = store.name
+        self.experts = sum(len(layer.experts) for layer in Manifest.read(store).layers)
 
     def _wait(self, log: Path) -> None:
         for _ in range(1200):
@@ -145,6 +152,13 @@ class Edgemoe:
                 pass
             time.sleep(0.1)
         raise SystemExit(f"the daemon did not become ready:\n{log.read_text()[-2000:]}")
+
+    def _fill(self, started: float) -> float:
+        """Seconds from the start until the slab is full; it fills in idle time."""
+        slots, full = (named(family, tier="ram") for family in (TIER_SLOTS, TIER_EXPERTS))
+        while (found := self.metrics())[full] < found[slots] and time.perf_counter() - started < FILL_S:
+            time.sleep(0.1)
+        return time.perf_counter() - started
 
     def decode(self, tokens: int) -> float:
         """Seconds per token, first token left out. A new random prompt each time; sampling is uniform."""
@@ -197,76 +211,92 @@ def disk_bytes_per_s(path: Path, total_bytes: int = 1 << 30) -> float:
 
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    limit = args.memory_mib << 20
-    subprocess.run([sys.executable, "-m", "edgemoe", "pack", str(args.model), str(scratch / "store")], check=True)
-    for name in ("offload", "run"):
-        (scratch / name).mkdir()
-    disk = disk_bytes_per_s(scratch / "store")
+    limit, names = args.memory_mib << 20, [str(store) for store in args.store]
+    disk = disk_bytes_per_s(args.store[0])
     with ExitStack() as stack:
-        group = [stack.enter_context(memory_cgroup(name, limit)) for name in ("accelerate", "edgemoe")]
-        theirs = Accelerate(args.model, group[0], args.accelerate_ram_mib, scratch / "offload")
-        stack.callback(theirs.close)
-        ours = Edgemoe(scratch / "store", group[1], args.ram_mib, scratch / "run")
-        stack.callback(ours.close)
-        ours.decode(args.tokens)  # fills the slab
-        before = ours.metrics()
-        rounds = [
-            (theirs.decode(args.accelerate_tokens), ours.decode(args.tokens))
-            for _ in track(range(args.rounds), "rounds", console=console)
+        theirs = accelerate(args, scratch, stack) if args.checkpoint else None
+        ours: dict[str, Edgemoe] = {}
+        groups = {}
+        for number, name in enumerate(names):
+            (scratch / f"run-{number}").mkdir()
+            groups[name] = stack.enter_context(memory_cgroup(f"edgemoe-{number}", limit))
+            ours[name] = Edgemoe(Path(name), groups[name], args.ram_mib, scratch / f"run-{number}")
+            stack.callback(ours[name].close)
+            ours[name].decode(args.tokens)  # fills the slab
+        before = {name: each.metrics() for name, each in ours.items()}
+        rounds: dict[str, list[float]] = {name: [] for name in names}
+        accelerated = []
+        for _ in track(range(args.rounds), "rounds", console=console):
+            accelerated += [theirs.decode(args.accelerate_tokens)] if theirs else []
+            for name, each in ours.items():
+                rounds[name].append(each.decode(args.tokens))
+        tokens = args.rounds * (args.tokens + 1)
+        found = [
+            summarise(each, before[name], tokens, disk, rounds[name], rounds[names[0]]) for name, each in ours.items()
         ]
-        after = ours.metrics()
-        peak = int((group[1] / "memory.max_usage_in_bytes").read_text())
-    return summarise(rounds, before, after, disk, peak, args)
+        for name, each in zip(names, found, strict=True):
+            each["peak_mib"] = int((groups[name] / "memory.max_usage_in_bytes").read_text()) >> 20
+    result: dict[str, Any] = {"memory_mib": args.memory_mib, "disk_gb_per_s": round(disk / 1e9, 2), "stores": found}
+    if accelerated:
+        result["accelerate_ms_per_token"] = round(median(accelerated) * 1000, 1)
+    return result
+
+
+def accelerate(args: argparse.Namespace, scratch: Path, stack: ExitStack) -> Accelerate:
+    """Starts transformers with accelerate, in a cgroup of its own."""
+    (scratch / "offload").mkdir()
+    group = stack.enter_context(memory_cgroup("accelerate", args.memory_mib << 20))
+    theirs = Accelerate(args.checkpoint, group, args.accelerate_ram_mib, scratch / "offload")
+    stack.callback(theirs.close)
+    return theirs
 
 
 def summarise(
-    rounds: list[tuple[float, float]],
-    before: dict[str, float],
-    after: dict[str, float],
-    disk: float,
-    peak: int,
-    args: argparse.Namespace,
+    daemon: Edgemoe, before: dict[str, float], tokens: int, disk: float, taken: list[float], first: list[float]
 ) -> dict[str, Any]:
-    delta = {name: after[name] - before.get(name, 0.0) for name in after}
-    read = sum(v for k, v in delta.items() if k.startswith("edgemoe_bytes_moved_total") and 'from="nvme"' in k)
-    per_token = read / (args.rounds * (args.tokens + 1))
-    theirs, ours = (median(times) * 1000 for times in zip(*rounds, strict=True))
+    """What one store took; `first` are the times of the store to compare with."""
+    after = daemon.metrics()
+    read = sum(v - before.get(k, 0.0) for k, v in after.items() if k.startswith(BYTES_MOVED) and 'from="nvme"' in k)
+    per_token, ms = read / tokens, median(taken) * 1000
+    slots, calls = after[named(TIER_SLOTS, tier="ram")], [named(TIER_HITS, tier=tier) for tier in ("ram", "nvme")]
+    hits, misses = (after[call] - before[call] for call in calls)
     return {
-        "memory_mib": args.memory_mib,
-        "accelerate_ms_per_token": round(theirs, 1),
-        "edgemoe_ms_per_token": round(ours, 1),
-        "ratio": round(median(a / b for a, b in rounds), 2),
-        "rounds": [[round(a * 1000, 1), round(b * 1000, 1)] for a, b in rounds],
-        "disk_gb_per_s": round(disk / 1e9, 2),
+        "store": daemon.name,
+        "resident": round(slots / daemon.experts, 3),
+        "hit_ratio": round(hits / (hits + misses), 3),
+        "ms_per_token": round(ms, 1),
+        "speed": round(median(a / b for a, b in zip(first, taken, strict=True)), 2),
+        "rounds_ms": [round(each * 1000, 1) for each in taken],
         "read_mb_per_token": round(per_token / 1e6, 1),
         "bound_ms_per_token": round(per_token / disk * 1000, 1),
-        "peak_mib": peak >> 20,
+        "ready_s": round(daemon.ready_s, 1),
+        "filled_s": round(daemon.filled_s, 1),
     }
 
 
 def show(result: dict[str, Any]) -> None:
     table = Table(title=f"decode inside {result['memory_mib']} MiB")
-    for column in ("", "ms/token"):
+    for column in ("", "ms/token", "bound", "times the first"):
         table.add_column(column, justify="right")
-    table.add_row("transformers + accelerate", f"{result['accelerate_ms_per_token']:.0f}")
-    table.add_row("edgemoe", f"{result['edgemoe_ms_per_token']:.0f}")
-    table.add_row(
-        f"bound: {result['read_mb_per_token']:.0f} MB at the disk's rate", f"{result['bound_ms_per_token']:.0f}"
-    )
-    console.print(table, f"ratio {result['ratio']:.1f}x")
+    for each in result["stores"]:
+        table.add_row(each["store"], *(f"{each[key]:.1f}" for key in ("ms_per_token", "bound_ms_per_token", "speed")))
+    if "accelerate_ms_per_token" in result:
+        table.add_row("transformers + accelerate", f"{result['accelerate_ms_per_token']:.0f}")
+    console.print(table)
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory")
+    p.add_argument("--store", type=Path, action="append", help="packed store; given once for each to compare")
+    p.add_argument("--checkpoint", type=Path, help="Hugging Face checkpoint for transformers and accelerate")
     p.add_argument("--memory-mib", type=int, default=1200, help="memory limit of each side, page cache included")
-    p.add_argument("--ram-mib", type=int, default=620, help="of it, our slab of experts")
+    p.add_argument("--ram-mib", type=int, default=620, help="of it, our slab of experts; 0: what the daemon decides")
     p.add_argument("--accelerate-ram-mib", type=int, default=500, help="of it, what accelerate keeps in RAM")
     p.add_argument("--tokens", type=int, default=24, help="tokens per round, ours")
     p.add_argument("--accelerate-tokens", type=int, default=3, help="tokens per round, theirs")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--json", action="store_true", help="print only the JSON line on standard output")
-    p.add_argument("--scratch", type=Path, help="folder for the packed store and offload files")
+    p.add_argument("--scratch", type=Path, help="folder for sockets, logs and offload files")
     p.add_argument("--child", type=int, help=argparse.SUPPRESS)
     return p
 
@@ -274,8 +304,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.child:
-        accelerate_child(args.model, args.child, args.scratch)
+        accelerate_child(args.checkpoint, args.child, args.scratch)
         return 0
+    if not args.store:
+        raise SystemExit("name at least one packed store with --store")
     with tempfile.TemporaryDirectory(dir=args.scratch, prefix="offload-") as scratch:
         result = measure(args, Path(scratch))
     show(result)

@@ -1,7 +1,7 @@
 """transformers in a process of its own, with the environment that it has by itself, decoding when told to.
 
-Started by `tools.bench.decode`. The first line of standard input is a JSON object with the model's config; then each
-line asks for something, and is answered by one line on the protocol's file descriptor.
+Started by `tools.bench.decode`, as is `tools.bench.llama`. The first line of standard input is a JSON object with the
+model's config; then each line asks for something, and is answered by one line on the protocol's file descriptor.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
-def spawn(config: dict[str, Any], threads: int, environment: dict[str, str]) -> Oracle:
-    """Starts the process; its model has random weights."""
+def spawn(module: str, config: dict[str, Any], threads: int, environment: dict[str, str]) -> Oracle:
+    """Starts a module's process; its model has random weights."""
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.bench.oracle", str(writer)],
+        [sys.executable, "-m", module, str(writer)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -26,7 +27,7 @@ def spawn(config: dict[str, Any], threads: int, environment: dict[str, str]) -> 
         pass_fds=[writer],
     )
     os.close(writer)
-    oracle = Oracle(process, os.fdopen(reader))
+    oracle = Oracle(module, process, os.fdopen(reader))
     oracle.ask(config=config, threads=threads)
     return oracle
 
@@ -34,8 +35,8 @@ def spawn(config: dict[str, Any], threads: int, environment: dict[str, str]) -> 
 class Oracle:
     """The parent's end."""
 
-    def __init__(self, process: subprocess.Popen[str], answers: Any) -> None:
-        self._process, self._answers = process, answers
+    def __init__(self, name: str, process: subprocess.Popen[str], answers: Any) -> None:
+        self._name, self._process, self._answers = name, process, answers
 
     def ask(self, **request: Any) -> Any:
         assert self._process.stdin is not None
@@ -43,7 +44,7 @@ class Oracle:
         self._process.stdin.flush()
         line = self._answers.readline()
         if not line:
-            raise SystemExit(f"transformers ended with status {self._process.wait()}")
+            raise SystemExit(f"{self._name} ended with status {self._process.wait()}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -92,9 +93,10 @@ class Server:
             self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
 
 
-def main() -> None:
+def serve(make: Callable[..., object]) -> None:
+    """Makes a server from the first line, and answers the others by its methods."""
     with os.fdopen(int(sys.argv[1]), "w") as answers:
-        server = Server(**json.loads(sys.stdin.readline()))
+        server = make(**json.loads(sys.stdin.readline()))
         print("null", file=answers, flush=True)
         for line in sys.stdin:
             request = json.loads(line)
@@ -103,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Server)

@@ -60,8 +60,8 @@ from edgemoe.types.experts import ExpertGeometry, Store, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
-from tools.bench.decode import RandomStore, _random_decoder
 from tools.bench.make_model import make_config
+from tools.bench.random_model import RandomStore, random_decoder
 from tools.bench.stats import interval
 from tools.demo_model import corpus
 
@@ -138,7 +138,7 @@ def open_model(name: str, threads: int) -> Iterator[Model]:
             config = make_config(Namespace(family="qwen3_moe", dtype="float32", tied=False, **shape))
             spec = spec_from_config(config)
             kernels = Kernels(threads, False)
-            yield Model(spec, _random_decoder(spec, kernels), kernels, RandomStore(spec), text, True, None)
+            yield Model(spec, random_decoder(spec, kernels), kernels, RandomStore(spec), text, True, None)
         kernels.close()
 
 

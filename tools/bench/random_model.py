@@ -1,0 +1,182 @@
+"""Models of random weights with every expert in memory, in the encodings asked for, for benches that decode."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+
+from edgemoe.encodings.codec import pack
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.experts.compute.moe import Fetching
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.kernels.cpu.intrinsics import chunk, fields, i64_at, record
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.kernels.cpu.thread_pool import parallel
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import DTYPES, KVCache
+from edgemoe.policy.baselines import LRU
+from edgemoe.store.layout import MATRICES
+from edgemoe.types.encoding import ENCODINGS, Encoding
+from edgemoe.types.experts import LivePolicy, Tier
+from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.types.step import BLOCK_TOKENS, Batch
+
+STREAM = fields("address", "sums")
+STREAM_WORDS = 1 << 15
+STD = 0.02
+
+
+@chunk
+def _stream(job: int, number: int) -> None:
+    a = record(job, STREAM)
+    words, total = i64_at(a.address + number * STREAM_WORDS * 8), 0
+    for k in range(STREAM_WORDS):
+        total += words[k]
+    i64_at(a.sums)[number] = total
+
+
+def with_encodings(spec: ModelSpec, experts: str, dense: str) -> ModelSpec:
+    """Returns a model in other encodings, by their names; the model's own type leaves weights as they are."""
+    encodings = (experts,) * spec.geometry.layers if experts != spec.dtype else ()
+    return replace(spec, encodings=encodings, dense_encoding=dense if dense != spec.dtype else "")
+
+
+class RandomStore:
+    """Experts made on the spot."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        geometry = self._geometry = spec.geometry
+        random = np.random.default_rng(0)
+        self._made: dict[Encoding, list[npt.NDArray[np.uint8]]] = {}
+        for encoding in {geometry.encoding(layer) for layer in range(geometry.layers)}:
+            shapes = (geometry.gate_up_shape, geometry.down_shape)
+            self._made[encoding] = [
+                pack(random.standard_normal(shape, np.float32) * np.float32(STD), encoding) for shape in shapes
+            ]
+
+    def expert_bytes(self, layer: int, expert: int) -> int:
+        return self._geometry.expert_bytes(layer)
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        """The same rows for all, in an order of their own."""
+        target, at = np.frombuffer(into, np.uint8), 0
+        for rows in self._made[self._geometry.encoding(layer)]:
+            turn = (layer * 977 + expert * 131) % len(rows)
+            place = target[at : at + rows.nbytes].reshape(rows.shape)
+            place[: len(rows) - turn], place[len(rows) - turn :] = rows[turn:], rows[:turn]
+            at += rows.nbytes
+
+
+def resident_tiers(spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None = None) -> ExpertTiers:
+    """Returns tiers whose RAM holds every expert, filled."""
+    geometry = spec.geometry
+    policy = policy or LRU(geometry.layers, geometry.experts)
+    policies: Mapping[Tier, LivePolicy] = {Tier.RAM: policy, Tier.VRAM: policy}
+    memory = TierMemory(geometry.all_bytes)
+    tiers = ExpertTiers(geometry, RandomStore(spec), memory, policies, kernels, fetching=Fetching(prefetch=False))
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_until_complete, args=(tiers.run(),), daemon=True).start()
+    every = np.arange(geometry.experts)
+    while not all(tiers.residency.all_on_top(layer, every) for layer in range(geometry.layers)):
+        time.sleep(0.05)
+    return tiers
+
+
+def random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
+    """Returns a decoder of random dense weights, which are the same for all encodings."""
+    random, dtype, tensors = torch.Generator().manual_seed(0), DTYPES[spec.dtype], {}
+    for name, shape in dense_shapes(spec).items():
+        values = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * STD
+        encoding = _dense_encoding(spec, name)
+        is_plain = encoding.name == spec.dtype
+        tensors[name] = values.to(dtype) if is_plain else torch.from_numpy(pack(values.numpy(), encoding))
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "dense.safetensors"
+        save_file(tensors, path)
+        return Decoder.load(spec, path, kernels=kernels)
+
+
+def _dense_encoding(spec: ModelSpec, name: str) -> Encoding:
+    return ENCODINGS[spec.dense_encoding if spec.dense_encoding and name.endswith(MATRICES) else spec.dtype]
+
+
+def dense_bytes(spec: ModelSpec) -> int:
+    """Read once a step, whatever the batch; of an untied embedding only a row."""
+    total = 0
+    for name, (*rows, columns) in dense_shapes(spec).items():
+        if "embed_tokens" not in name or spec.block.tied:
+            total += int(np.prod(rows)) * _dense_encoding(spec, name).row_bytes(columns)
+    return total
+
+
+class Ours:
+    """A decoder over tiers whose RAM holds every expert."""
+
+    def __init__(self, spec: ModelSpec, kernels: Kernels, decoder: Decoder, tiers: ExpertTiers) -> None:
+        self.spec, self.kernels, self.decoder, self.tiers = spec, kernels, decoder, tiers
+
+    @classmethod
+    def plain(cls, config: dict[str, Any], threads: int, policy: LivePolicy | None = None) -> Ours:
+        """Makes a model without encodings."""
+        spec = spec_from_config(config)
+        kernels = Kernels(threads, spec.dtype == "bfloat16")
+        return cls(spec, kernels, random_decoder(spec, kernels), resident_tiers(spec, kernels, policy))
+
+    def begin(self, batch: int, most: int) -> None:
+        """Empty caches for so many sequences of so many tokens."""
+        blocks = -(-most // BLOCK_TOKENS)
+        self._kv = KVCache(self.spec.kv_layout, batch * blocks)
+        self._tables = [list(range(s * blocks, (s + 1) * blocks)) for s in range(batch)]
+        self._batch, self._length = batch, 0
+
+    def feed(self, tokens: torch.Tensor) -> StepRouting:
+        """One step of tokens [batch, n]; what its gates chose."""
+        n = tokens.shape[1]
+        positions = torch.arange(self._length, self._length + n).repeat(self._batch)
+        self._length += n
+        batch = Batch(
+            tokens=tokens.flatten(),
+            positions=positions,
+            query_lens=[n] * self._batch,
+            context_lens=[self._length] * self._batch,
+            block_tables=self._tables,
+            logit_rows=torch.arange(1, self._batch + 1) * n - 1,
+            decode=n == 1,
+        )
+        names = tuple(map(str, range(self._batch)))
+        decode = np.full(self._batch, n == 1)
+        meta = StepMeta(names, np.full(self._batch, n), decode, batch.tokens.numpy(), positions.numpy())
+        self.tiers.experts.begin_step(meta)
+        self.decoder.forward(batch, self._kv, self.tiers.experts).argmax(-1)
+        return self.tiers.experts.end_step()
+
+    def decode(self, steps: torch.Tensor) -> tuple[float, float]:
+        """Seconds and bytes of a step, on average; `steps` is [n, batch, 1]."""
+        start = time.perf_counter()
+        routings = [self.feed(step) for step in steps]
+        taken = (time.perf_counter() - start) / len(steps)
+        touched = sum(len(np.unique(ids)) for routing in routings for ids in routing.ids)
+        return taken, touched / len(steps) * self.spec.geometry.expert_bytes(0) + dense_bytes(self.spec)
+
+    def stream(self, size_bytes: int) -> float:
+        """Seconds to read so many bytes of experts, in one go and as fast as the box can."""
+        slab = self.tiers.ram.bytes
+        chunks = min(size_bytes, slab.nbytes) // (8 * STREAM_WORDS)
+        start_byte = np.random.randint(0, slab.nbytes - chunks * 8 * STREAM_WORDS + 1) & ~4095
+        sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)
+        job["address"], job["sums"] = slab.ctypes.data + start_byte, sums.ctypes.data
+        start = time.perf_counter()
+        parallel(self.kernels.pool.control, _stream.address, job.ctypes.data, chunks)
+        return (time.perf_counter() - start) * size_bytes / (chunks * 8 * STREAM_WORDS)
