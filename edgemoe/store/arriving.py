@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from edgemoe.durable import replace_file, sync_directory
-from edgemoe.errors import ShardCutShort, StoreError
+from edgemoe.errors import CheckpointError, ShardCutShort, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
 from edgemoe.store.checkpoint import (
@@ -138,6 +138,7 @@ class _Arriving:
 
     def run(self, *, delete: bool) -> Arrival:
         if self._is_finished():
+            self._check_again(delete=delete)
             return Arrival(self._store, ())
         self._begin()
         self._files, self._weight_map = weight_files(self._source)
@@ -164,8 +165,26 @@ class _Arriving:
             raise StoreError(
                 f"{self._store} is the store of another checkpoint, or in other encodings; remove it first"
             )
+        (self._store / JOURNAL).unlink(missing_ok=True)
         shutil.rmtree(self._kept, ignore_errors=True)
         return True
+
+    def _check_again(self, *, delete: bool) -> None:
+        """Looks at shards that lie beside a finished store. Raises StoreError unless it was packed from them."""
+        there: list[Path] = []
+        with contextlib.suppress(CheckpointError):  # all are deleted, and there is no index
+            there = [path for path in weight_files(self._source)[0] if path.is_file()]
+        if not there:
+            return
+        with contextlib.suppress(CheckpointError):
+            if Checkpoint.open(self._source).fingerprint == Manifest.load(self._store).source:
+                for path in there if delete else ():
+                    _delete(path)
+                return
+        raise StoreError(
+            f"{self._store} is finished, but {there[0]} has come again or changed since: delete the shards, or remove "
+            "the store to pack them anew"
+        )
 
     def _encoded_otherwise(self, number: int, layer: LayerEntry) -> bool:
         """Returns whether a finished layer is in another encoding than is wanted and possible."""
@@ -239,7 +258,7 @@ class _Arriving:
             if not intact(self._store, file, thorough=False):
                 check_scales([file])
                 write_file(file, self._store, lambda _: None)
-            names = {tensor.name for tensor in _sources(file)}
+            names = {tensor.name for run in file.runs for tensor in run.tensors}
             yield from names
             done += sum(checkpoint.tensors[name].bytes for name in names)
             self._progress(done, total)
@@ -263,20 +282,10 @@ class _Arriving:
             write_file(FilePlan(f"{SHARDS}/{path.name}", entries, (copies,)), self._store, lambda _: None)
             shard = replace(shard, left=self._left(path, shard.tensors))
         if path.is_file():
+            if header_of(path) != (shard.header, shard.about.bytes):
+                raise StoreError(f"{path} is another file than the one that was packed; {self._store} is of the first")
             _delete(path)
         return shard
-
-
-def _sources(file: FilePlan) -> Iterator[Tensor]:
-    """Yields the tensors that a file is made of, some of them several times."""
-    for run in file.runs:
-        for piece in run.pieces:
-            if isinstance(piece, Copy):
-                yield piece.tensor
-                continue
-            yield piece.source.codes
-            if piece.source.scales is not None:
-                yield piece.source.scales
 
 
 def _delete(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edgemoe.families.recipe import SourceRows
@@ -32,6 +33,17 @@ class Run:
     @property
     def bytes(self) -> int:
         return sum(piece.bytes for piece in self.pieces)
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors that it is made of, some of them several times."""
+        for piece in self.pieces:
+            if isinstance(piece, Copy):
+                yield piece.tensor
+                continue
+            yield piece.source.codes
+            if piece.source.scales is not None:
+                yield piece.source.scales
 
 
 def pieces_of(source: Source, take: SourceRows, encoding: Encoding) -> tuple[Piece, ...]:

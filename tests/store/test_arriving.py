@@ -19,7 +19,7 @@ from edgemoe.errors import CheckpointError, StoreError, UnsupportedModel
 from edgemoe.store.arriving import arriving_store, pack_arrived
 from edgemoe.store.checkpoint import read_header
 from edgemoe.store.manifest import MANIFEST, Manifest
-from edgemoe.store.packer import AS_IT_IS, pack
+from edgemoe.store.packer import AS_IT_IS, JOURNAL, SHARDS, pack
 from edgemoe.store.wanted import WantedEncodings
 
 Make = Callable[..., Path]
@@ -125,6 +125,35 @@ def test_a_shard_that_comes_again_is_deleted_again(whole: Path, tmp_path: Path) 
         fetching.fetch(fetching.shards[0], name)
         pack_arrived(fetching.directory, tmp_path / "store", delete=True)
         assert not fetching.there
+
+
+def test_shards_that_change_beside_their_store_are_not_deleted(whole: Path, tmp_path: Path) -> None:
+    fetching, store = Fetching(whole, tmp_path / "source"), tmp_path / "store"
+    fetching.fetch(fetching.shards[0])
+    pack_arrived(fetching.directory, store, delete=True)
+    again = fetching.directory / fetching.shards[0]
+    shutil.copy2(whole / fetching.shards[1], again)
+    with pytest.raises(StoreError, match="another file than the one that was packed"):
+        pack_arrived(fetching.directory, store, delete=True)
+    again.unlink()
+    fetching.fetch(*fetching.shards[1:])
+    assert not pack_arrived(fetching.directory, store, delete=True).missing
+    fetching.fetch(fetching.shards[0])
+    with pytest.raises(StoreError, match="has come again or changed since"):
+        pack_arrived(fetching.directory, store, delete=True)
+    assert fetching.there == fetching.shards[:1]
+
+
+def test_a_packer_killed_after_it_finished_leaves_nothing_to_do(checkpoint: Make, tmp_path: Path) -> None:
+    fetching, store = Fetching(checkpoint(**SHAPE), tmp_path / "source"), tmp_path / "store"
+    fetching.fetch(*fetching.shards)
+    pack_arrived(fetching.directory, store)
+    expected = files_of(store)
+    (store / JOURNAL).write_text("{}")  # the manifest is there, and these are not removed yet
+    (store / SHARDS).mkdir()
+    assert not pack_arrived(fetching.directory, store, delete=True).missing
+    assert files_of(store) == expected
+    assert not fetching.there
 
 
 def test_what_is_no_shard_or_not_as_the_index_says_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
