@@ -31,6 +31,7 @@
     |-- CoordError              the boxes' agreement on leader, members and plan
     |   |-- CoordUnavailable    it cannot be reached; the outcome of a change is unknown
     |   |-- StaleEpoch          the epoch that a command or change was made in is over
+    |   |-- PlanningFailed      no placement could be worked out this time
     |   |-- EpochLeap           an epoch so far above all known ones that it can only be damage
     |   `-- PlanConflict        another plan was committed in between
     `-- ServiceError            the daemon, its socket or its unit files
@@ -232,6 +233,10 @@ class StaleEpoch(CoordError):
 
 class EpochLeap(CoordError):
     """An epoch is so far above all known ones that it can only be damage; it is not taken over."""
+
+
+class PlanningFailed(CoordError):
+    """No placement could be worked out this time; the plan in force stays."""
 
 
 class PlanConflict(CoordError):

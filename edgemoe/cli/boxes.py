@@ -32,14 +32,23 @@ def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float],
 def _heading(cluster: Json) -> str:
     plan = cluster["plan"]
     leader = f"[bold]{cluster['leader']}[/] leads" if cluster["leader"] else "[yellow]nobody leads[/]"
-    placed = f"plan {plan['version']} of epoch {plan['epoch']}, {plan['digest'][:12]}" if plan else "no plan yet"
+    placed = _plan(plan)
     if to_come := sum(member["to_come"] for member in cluster["members"]):
         placed += f", {to_come} experts on the way"
     lines = [f"{leader} in epoch {cluster['epoch']}; {placed}"]
+    if plan and plan.get("on_disk_only"):
+        lines.append(f"{plan['on_disk_only']} experts have no room in any memory, and are read from disks")
     if cluster["trouble"]:
         lines.append(f"[yellow]No new plan: {escape(cluster['trouble'])}[/]")
     lines += [f"[red]{escape(member['why'])}[/]" for member in cluster["members"] if member.get("why")]
     return "\n".join(lines) + "\n"
+
+
+def _plan(plan: Json | None) -> str:
+    if not plan:
+        return "no plan yet"
+    policy = f" ({plan['policy']})" if plan.get("policy") else ""
+    return f"plan {plan['version']}{policy} of epoch {plan['epoch']}, {plan['digest'][:12]}"
 
 
 def _boxes_table(cluster: Json) -> Table:

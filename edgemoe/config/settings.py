@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.errors import ConfigError
+from edgemoe.types.placement import PlacementPolicy
 
 Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -125,7 +126,9 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     etcd_ca: Text = ""  # PEM files: whom to trust, and who we are
     etcd_cert: Text = ""
     etcd_key: Text = ""
-    replicas: Count = 2  # boxes that keep each expert in memory, as far as there is room
+    placement: PlacementPolicy = "rendezvous"  # by which the leader looks for better plans
+    replicas: Count = 2  # boxes that hold each expert, in memory or on disk, as far as there is room
+    isolation: Rate = 0.0  # what an expert counts that a box has not itself, as a share of a call to another box
     absent_s: Seconds = 30.0  # a box that has been gone for so long loses its homes to others
     migrate_s: Seconds = 300.0  # between looks for a better plan; 0: experts move only where they must
     migrate_bytes_per_s: Rate = 32e6  # at which a box fetches experts that have another home meanwhile; 0: no limit

@@ -84,6 +84,7 @@ class OwnEngine:
             layer_experts=model.layer_experts,
             encodings=model.encodings,
             plan=holds.plan,
+            layer_bytes=model.layer_bytes,
         )
 
     def report(self) -> Report | None:

@@ -10,6 +10,7 @@ from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.cluster.rpc.engine_messages import PeerSeen
+from edgemoe.types.placement import PlacementPlan
 
 State = Literal["here", "gone", "leaving", "refused"]
 STATES: tuple[State, ...] = ("here", "gone", "leaving", "refused")
@@ -34,13 +35,24 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -
         "epoch": plane.state.fence.highest,
         "stale_leaders": plane.state.obedience.stale,
         "unentitled_beats": plane.state.obedience.unentitled,
-        "plan": None if plan is None else {"version": plan.version, "epoch": plan.epoch, "digest": digest},
+        "plan": None if plan is None else _plan(plan, digest),
         "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
         "trouble": plane.trouble,
         "members": [
             _box(plane.state.node, "here", plane.announce, plane.state.plans) | {"requests": requests},
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],
+    }
+
+
+def _plan(plan: PlacementPlan, digest: str) -> dict[str, Any]:
+    on_disk = int(plan.disk_homes.any(axis=0).sum())
+    return {
+        "version": plan.version,
+        "epoch": plan.epoch,
+        "digest": digest,
+        "policy": plan.policy,
+        "on_disk_only": on_disk,
     }
 
 

@@ -27,11 +27,16 @@ class Migration:
     goal: BoolArray  # [N, L, E]
     room: IntArray  # [N] experts
     heat: FloatArray  # [L, E] how often each is chosen
+    on_disk: BoolArray | None = None  # [L, E] at home on a disk: no copy in memory has to stay
 
     @property
     def late(self) -> BoolArray:
         """Returns which nodes [N] have not acknowledged all that is to stay there."""
         return np.asarray((self.now & self.goal & ~self.pinned).any(axis=(1, 2)), np.bool_)
+
+    @property
+    def _on_disk(self) -> BoolArray:
+        return np.zeros(self.heat.shape, np.bool_) if self.on_disk is None else self.on_disk
 
     @property
     def is_acknowledged(self) -> bool:
@@ -40,10 +45,12 @@ class Migration:
 
     def next_homes(self) -> BoolArray:
         """Returns the homes [N, L, E] of the next version; `now` where nothing can be moved."""
-        arrived = self.goal.any(axis=0) & (~self.goal | self.now & self.pinned).all(axis=0)
+        arrived = (self.goal.any(axis=0) | self._on_disk) & (~self.goal | self.now & self.pinned).all(axis=0)
         homes = self.now & (self.goal | ~arrived)
         wanted = self.goal & ~homes
-        first = np.argsort(-(self.heat + np.where(homes.any(axis=0), 0.0, math.inf)), axis=None, kind="stable")
+        first = np.argsort(
+            -(self.heat + np.where(homes.any(axis=0) | self._on_disk, 0.0, math.inf)), axis=None, kind="stable"
+        )
         for node in range(len(homes)):
             self._fit(homes, node)
             self._make_room(homes, node, int(np.count_nonzero(wanted[node])))
@@ -73,10 +80,13 @@ class Migration:
         homes[node].ravel()[coldest[: max(0, lacking)]] = False
 
 
-def copy_s(now: BoolArray, goal: BoolArray, expert_bytes: int, bytes_per_s: FloatArray) -> float:
-    """Returns the seconds of copying what `goal` [N, L, E] has beyond `now`, at each node's rate [N] [Prism, Eq. 3]."""
-    moves = np.count_nonzero(goal & ~now, axis=(1, 2))
-    return float((moves * expert_bytes / bytes_per_s).sum())
+def copy_s(now: BoolArray, goal: BoolArray, layer_bytes: IntArray, bytes_per_s: FloatArray) -> float:
+    """Returns the seconds of copying what `goal` [N, L, E] has beyond `now`, at each node's rate [N] [Prism, Eq. 3].
+
+    `layer_bytes` [L] are those of an expert.
+    """
+    moves = np.count_nonzero(goal & ~now, axis=2)
+    return float(((moves * layer_bytes).sum(axis=1) / bytes_per_s).sum())
 
 
 def pays(now_s: float, then_s: float, moving_s: float, horizon_s: float, margin: float) -> bool:

@@ -48,6 +48,7 @@ Grammar = Annotated[str, Meta(max_length=32 << 20)]
 Bitmap = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts
 Words = Annotated[tuple[Word, ...], Meta(max_length=16)]
 LayerCounts = Annotated[tuple[Small, ...], Meta(max_length=1 << 12)]  # a number of each layer
+LayerBytes = Annotated[tuple[Bytes, ...], Meta(max_length=1 << 12)]  # a size of each layer
 ShareTable = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts, two bytes each
 PairTable = Annotated[bytes, Meta(max_length=192 << 10)]  # of pairs of experts, eight bytes each
 Sum64 = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from edgemoe.types.bounds import Bytes, Count, LayerCounts, LongText, Small, Text, TokenCount, Word, Words
+from edgemoe.types.bounds import Bytes, Count, LayerBytes, LayerCounts, LongText, Small, Text, TokenCount, Word, Words
 from edgemoe.types.experts import ExpertGeometry
 
 
@@ -48,3 +48,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     encodings: Words = ()  # that experts are stored in, the commonest first
     dense_encoding: Word = ""  # of the dense matrices; "": `dtype`
     kv_dtype: Word = ""  # of keys and values
+    layer_bytes: LayerBytes = ()  # of an expert of each layer, as it lies in memory

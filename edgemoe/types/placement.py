@@ -10,11 +10,14 @@ import numpy as np
 from msgspec import Meta
 
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.bounds import MAX_NODES, Bitmap, Count, Small, Text
+from edgemoe.types.bounds import MAX_NODES, Bitmap, Count, Small, Text, Word
 
 PlacementPolicy = Literal["uniform", "redundance", "smartmoe", "eplb", "published", "prism", "exact", "rendezvous"]
 ACTIVITY_HALF_LIFE_S = 600.0  # after which what a box's requests chose counts half
 ACTIVITY_UNIT = 65535  # a share of the tokens, in what is told of that
+
+
+PLAN_FORMAT = 2
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -23,7 +26,10 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 class PlacementPlan(msgspec.Struct, frozen=True):
-    """Lists every expert's homes: the boxes that keep it in memory for all. Named by epoch, version and digest."""
+    """Lists every expert's homes: the boxes that keep it, for all. Named by epoch, version and digest.
+
+    What was added since format 1 has defaults: a release that knows less goes by `homes` all the same.
+    """
 
     epoch: Count
     version: Count
@@ -31,8 +37,12 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     layers: Small
     experts: Small
     nodes: Annotated[tuple[Text, ...], Meta(max_length=MAX_NODES)]
-    homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)]  # per node, of L * E bits, see `pack_bits`
+    # bitmaps are of L * E bits for each node, see `pack_bits`; () where there are none
+    homes: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)]  # in memory
     goal: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()  # homes after those, while experts move
+    format: Small = 1
+    disk: Annotated[tuple[Bitmap, ...], Meta(max_length=MAX_NODES)] = ()  # on disk: no memory holds them
+    policy: Word = ""  # that it was made by
 
     def digest(self) -> str:
         """Returns the digest of the plan as this release encodes it. A received plan is named by the bytes received."""
@@ -48,6 +58,13 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     def goal_homes(self) -> BoolArray:
         """Returns the homes [N, L, E] that this plan is a step to: its own where it is none."""
         return np.stack([unpack_bits(bits, self.layers, self.experts) for bits in self.goal or self.homes])
+
+    @property
+    def disk_homes(self) -> BoolArray:
+        """Returns the homes [N, L, E] on disk."""
+        if not self.disk:
+            return np.zeros((len(self.nodes), self.layers, self.experts), np.bool_)
+        return np.stack([unpack_bits(bits, self.layers, self.experts) for bits in self.disk])
 
 
 def pack_bits(which: BoolArray) -> bytes:

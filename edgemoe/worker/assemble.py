@@ -186,6 +186,7 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
         encodings=commonest_first([spec.geometry.encoding(layer).name for layer in range(spec.geometry.layers)]),
         dense_encoding=spec.dense_encoding,
         kv_dtype="int8" if spec.kv_int8 else spec.dtype,
+        layer_bytes=tuple(spec.geometry.strides_bytes.tolist()),
     )
 
 

@@ -29,8 +29,10 @@ from edgemoe.cluster.control.coordination import choice as stores
 from edgemoe.cluster.control.coordination.raft import BACK_S, TICK_S, RaftStore
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.local_services import NoServices
-from edgemoe.cluster.control.placement import PlanTask, Target, make_target
+from edgemoe.cluster.control.placement import PlanTask, Target
 from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.planning.solver import PlanSolver
+from edgemoe.cluster.control.planning.targets import make_target
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.control_messages import CONTROL, Announce, EngineCard, Report
 from edgemoe.cluster.rpc.envelope import Envelope
@@ -466,7 +468,7 @@ def virtual_cluster(folder: Path, seed: int) -> Iterator[Cluster]:
         with (
             mock.patch.object(plane_module, "Channel", Channel),
             mock.patch.object(plane_module, "Transport", transport),
-            mock.patch.object(plane_module, "_solve", made.solve),
+            mock.patch.object(PlanSolver, "solve", lambda _solver, task: made.solve(task)),
             mock.patch.object(stores, "RaftStore", type("Ticking", (Ticking,), {"cluster": made})),
             mock.patch.object(leading, "random", SimpleNamespace(Random=lambda: random.Random(made.rng.random()))),
             mock.patch.object(Node, "__hash__", lambda node: zlib.crc32(node.id.encode())),

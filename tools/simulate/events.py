@@ -1,8 +1,8 @@
 """The simulator's clock [Prism, IV-C]: every prompt goes layer by layer, and waits where something is in use.
 
     dense     attention and gate, on the GPU that the prompt was given to
-    experts   those at home here, on the GPUs that hold them; the others by calls to the fewest boxes that have them, of
-              equals to the one that is free first
+    experts   those at home here, on the GPUs that hold them; the others by calls to boxes that have them, to few, and
+              to those that are free
     call      over the link of the caller and that of the called, then on the called one's GPUs, and back
     layer     is done with its last expert; a step with its last layer; a prompt with its last step
 
@@ -149,24 +149,37 @@ def _send(cluster: Cluster, links: Numbers, now: float, source: int, sink: int, 
 
 
 @_compiled
-def _assign(missing: Ints, homes: npt.NDArray[np.uint64], free: Numbers, gpus: Ints, peer: Ints) -> None:
-    """Gives each missing expert a server that has it, `peer` [E]: again and again the one that has most of the rest."""
-    servers = len(free)
-    left = len(missing)
+def _assign(cluster: Cluster, layer: int, missing: Ints, wait: Numbers, peer: Ints) -> None:
+    """Gives each missing expert a server that has it, `peer` [E].
+
+    Again and again the one that takes least time for each of the rest that it has. `wait` [N] is what a call takes
+    before it computes and after.
+    """
+    left, homes = len(missing), cluster.homes[layer]
     while left:
-        best, most, soonest = -1, 0, np.inf
-        for server in range(servers):
+        best, least = -1, np.inf
+        for server in range(len(wait)):
             count = 0
             for expert in missing:
                 if peer[expert] < 0 and homes[expert] >> np.uint64(server) & ONE:
                     count += 1
-            busy = free[server, : gpus[server]].max()
-            if count > most or (count == most and count and busy < soonest):
-                best, most, soonest = server, count, busy
+            if count and wait[server] / count < least:
+                best, least = server, wait[server] / count
         for expert in missing:
             if peer[expert] < 0 and homes[expert] >> np.uint64(best) & ONE:
                 peer[expert] = best
                 left -= 1
+
+
+@_compiled
+def _waits(cluster: Cluster, free: Numbers, links: Numbers, now: float, tokens: int) -> Numbers:
+    """What a call of so many tokens to each server takes, but for its experts."""
+    wait = np.empty(len(free))
+    for server in range(len(free)):
+        there = max(now, links[1, server]) + tokens * cluster.link_s + cluster.delay_s
+        busy = max(there, free[server, : cluster.gpus[server]].max())
+        wait[server] = busy - now + cluster.launch_s + tokens * cluster.link_s + cluster.delay_s
+    return wait
 
 
 @_compiled
@@ -194,7 +207,7 @@ def _gate(
     missing = np.flatnonzero((wanted > 0) & (own < 0))
     pending[p] = 1
     if len(missing):
-        _assign(missing, cluster.homes[at], free, cluster.gpus, peer)
+        _assign(cluster, at, missing, _waits(cluster, free, links, now, end - begin), peer)
         sent = np.zeros(len(free), np.int64)
         for token in range(begin, end):
             to = NONE

@@ -6,14 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
-from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement.problem import PlacementProblem
-from edgemoe.policy.placement.uniform import uniform
 from edgemoe.types.arrays import BoolArray, FloatArray
-from edgemoe.types.placement import PlacementPlan, pack_bits, unpack_bits
+from edgemoe.types.placement import PLAN_FORMAT, PlacementPlan, PlacementPolicy, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,10 +80,12 @@ class Target:
     """Where experts are to be at home."""
 
     nodes: tuple[str, ...]
-    homes: BoolArray  # [N, L, E]
+    homes: BoolArray  # [N, L, E] in memory
+    disk: BoolArray  # [N, L, E] on disk, as no memory holds them
     heat: FloatArray  # [L, E] how often each is chosen in all: the hottest are moved first
     now_s: float = math.nan  # that requests wait for peers, a second, under the plan in force; nan: not known
     then_s: float = math.nan  # under this one
+    policy: PlacementPolicy = "uniform"
 
 
 def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[ExpertHome], absent_s: float) -> str:
@@ -115,39 +112,20 @@ def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[Exp
     )
 
 
-def make_target(task: PlanTask) -> Target:
-    """Returns the uniform placement over the boxes that are there. Raises PlacementInfeasible."""
-    there = task.there
-    problem = problem_of(task)
-    layers, experts = problem.experts.shape
-    homes = uniform(problem, task.replicas).homes
-    return Target(tuple(box.node for box in there), homes, np.zeros((layers, experts), np.float32))
-
-
-def problem_of(task: PlanTask) -> PlacementProblem:
-    """Returns the boxes that are there with what they have; nothing is known of what is chosen.
-
-    Raises PlacementInfeasible where there is none.
-    """
-    engine, there = task.engine, task.there
-    if not there:
-        all_bytes = engine.layers * engine.experts * engine.expert_bytes
-        raise PlacementInfeasible("no box has room for experts yet", all_bytes)
-    none = np.zeros((engine.layers, engine.experts), np.bool_)
-    return PlacementProblem(
-        slots=tuple((box.room,) for box in there),
-        activations=np.zeros((len(there), engine.layers, engine.experts)),
-        expert_bytes=engine.expert_bytes,
-        on_disk=np.stack([none if box.disk is None else box.disk for box in there]),
-        in_ram=np.stack([none if box.ram is None else box.ram for box in there]),
-        exists=_exists(engine),
+def plan_of(engine: EngineCard, target: Target, epoch: int, version: int) -> PlacementPlan:
+    """Returns the plan of these homes for the engine's model."""
+    return PlacementPlan(
+        epoch,
+        version,
+        engine.model,
+        engine.layers,
+        engine.experts,
+        target.nodes,
+        tuple(map(pack_bits, target.homes)),
+        format=PLAN_FORMAT,
+        disk=tuple(map(pack_bits, target.disk)) if target.disk.any() else (),
+        policy=target.policy,
     )
-
-
-def plan_of(engine: EngineCard, nodes: Sequence[str], homes: BoolArray, epoch: int, version: int) -> PlacementPlan:
-    """Returns the plan of these homes [N, L, E] for the engine's model."""
-    bits = tuple(pack_bits(each) for each in homes)
-    return PlacementPlan(epoch, version, engine.model, engine.layers, engine.experts, tuple(nodes), bits)
 
 
 def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, BoolArray | None]:
@@ -159,10 +137,3 @@ def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, Boo
         return disk, ram
     except ValueError:
         return None, None
-
-
-def _exists(engine: EngineCard) -> BoolArray:
-    """Returns which experts the model has, [L, E]: all where the engine does not state a number for each layer."""
-    counts = engine.layer_experts if len(engine.layer_experts) == engine.layers else (engine.experts,) * engine.layers
-    exists: BoolArray = np.arange(engine.experts) < np.array(counts, np.int64)[:, None]
-    return exists

@@ -140,7 +140,7 @@ class PlanCare:
 
     def _go_on(self, look: Look, plan: PlacementPlan) -> list[Action]:
         """Commits the next step of the migration under way, if it is time."""
-        moving = _migration(look, plan, plan.nodes, plan.goal_homes, _heat(look))
+        moving = _migration(look, plan, Target(plan.nodes, plan.goal_homes, plan.disk_homes, _heat(look)))
         arrived = ((look.agreed.digest if look.agreed else "", int(np.count_nonzero(moving.pinned))), look.now_s)
         if arrived[0] != self._arrived[0]:
             self._arrived = arrived
@@ -173,12 +173,13 @@ class PlanCare:
         if task.now is not look.plan or not known.issuperset(target.nodes) or (task.urgent and not self._due[0]):
             return []  # it was found for a cluster that is another now
         self.trouble = ""
-        moving = _migration(look, look.plan, target.nodes, target.homes, target.heat)
-        plan = plan_of(look.engine, target.nodes, target.homes, self._epoch, look.version)
+        moving = _migration(look, look.plan, target)
+        plan = plan_of(look.engine, target, self._epoch, look.version)
         if task.urgent:
             self._review_s = min(self._review_s, look.now_s + SOON_S)
             return [self._step(look, plan, moving.next_homes(), target.homes, self._due[0])]
-        copying_s = copy_s(moving.now, target.homes, look.engine.expert_bytes, _rates(look, target.nodes))
+        sizes = np.array(look.engine.bytes_of_layers)
+        copying_s = copy_s(moving.now, target.homes, sizes, _rates(look, target.nodes))
         if not pays(target.now_s, target.then_s, copying_s, self._settings.migrate_s, self._settings.migrate_gain):
             return []
         homes = moving.next_homes()
@@ -204,14 +205,13 @@ def _all_there(plan: PlacementPlan, boxes: tuple[ExpertHome, ...]) -> bool:
     return there.issuperset(plan.nodes)
 
 
-def _migration(
-    look: Look, plan: PlacementPlan | None, nodes: tuple[str, ...], goal: BoolArray, heat: FloatArray
-) -> Migration:
-    """States a migration of the homes in force to `goal` [N, L, E], over `nodes`.
+def _migration(look: Look, plan: PlacementPlan | None, target: Target) -> Migration:
+    """States a migration of the homes in force to the target's.
 
     A box that the plan does not name goes on with the homes that it has.
     """
     boxes = {box.node: box for box in look.boxes}
+    nodes, goal = target.nodes, target.homes
     none = np.zeros(goal.shape[1:], np.bool_)
     now, pinned = np.zeros_like(goal), np.zeros_like(goal)
     for n, node in enumerate(nodes):
@@ -222,7 +222,7 @@ def _migration(
         if named and look.agreed is not None and box.plan == look.agreed.digest:
             pinned[n] = ram & now[n]
     room = np.array([boxes[node].room for node in nodes], np.int64)
-    return Migration(now, pinned, goal, room, heat)
+    return Migration(now, pinned, goal, room, target.heat, np.asarray(target.disk.any(axis=0)))
 
 
 def _rates(look: Look, nodes: tuple[str, ...]) -> FloatArray:

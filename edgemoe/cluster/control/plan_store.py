@@ -68,8 +68,10 @@ def read_plan(data: bytes | memoryview, digest: str = "") -> PlacementPlan:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PeerRefused(f"a plan that cannot be read: {error}") from error
     size = -(-plan.layers * plan.experts // 8)
-    numbers_fit = len(plan.nodes) == len(plan.homes) <= MAX_NODES and len(plan.goal) in (0, len(plan.nodes))
-    sizes_fit = numbers_fit and all(len(homes) == size for homes in (*plan.homes, *plan.goal))
+    parts = (*plan.homes, *plan.goal, *plan.disk)
+    numbers_fit = len(plan.nodes) == len(plan.homes) <= MAX_NODES
+    numbers_fit = numbers_fit and {len(plan.goal), len(plan.disk)} <= {0, len(plan.nodes)}
+    sizes_fit = numbers_fit and all(len(homes) == size for homes in parts)
     if not sizes_fit or len(set(plan.nodes)) != len(plan.nodes) or min(plan.layers, plan.experts, plan.version) < 1:
         raise PeerRefused("a plan whose parts do not fit together")
     if digest and digest_of(data) != digest:

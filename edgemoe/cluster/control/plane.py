@@ -26,9 +26,9 @@ from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
 from edgemoe.cluster.control.leader import Leader
 from edgemoe.cluster.control.local_services import LocalServices, NoServices
 from edgemoe.cluster.control.members import BEAT_S
-from edgemoe.cluster.control.placement import PlanTask, Target, make_target
 from edgemoe.cluster.control.plan_exchange import PlanExchange
 from edgemoe.cluster.control.plan_store import PlanStore
+from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.reporter import Reporter
 from edgemoe.cluster.control.state import (
     Action,
@@ -99,11 +99,18 @@ class ControlPlane:
         self._announcer = Announcer(self.state, self.channel, self._handle)
         self._reporter = Reporter(self.state, self.channel, self._local.report)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
+        self._solver = PlanSolver(settings)
         self._leader: Leader | None = None
         try:
             if (store := make_store(settings, peers, fence, self._link, clock)) is not None:
                 self._leader = Leader(
-                    settings, store, self.state, self.exchange, _solve, beat=self.beat, report=self._local.report
+                    settings,
+                    store,
+                    self.state,
+                    self.exchange,
+                    self._solver.solve,
+                    beat=self.beat,
+                    report=self._local.report,
                 )
         except ConfigError:
             self.channel.close()
@@ -129,6 +136,7 @@ class ControlPlane:
                     self._group.create_task(run())
                 self._group.create_task(self.exchange.run(self._news, self._leader_beat))
         finally:
+            await self._solver.close()
             if self._leader is not None:
                 await self._leader.close()
             self._transport.close()
@@ -257,7 +265,3 @@ class ControlPlane:
     def _leader_beat(self) -> tuple[str, Beat] | None:
         leader, members = self.leader, self.state.members
         return (leader, members[leader].beat) if leader in members else None
-
-
-async def _solve(task: PlanTask) -> Target:
-    return await asyncio.to_thread(make_target, task)

@@ -27,6 +27,7 @@ from edgemoe.types.bounds import (
     Bitmap,
     Bytes,
     Count,
+    LayerBytes,
     LayerCounts,
     PairTable,
     Port,
@@ -80,6 +81,17 @@ class EngineCard(msgspec.Struct, frozen=True):
     layer_experts: LayerCounts = ()  # of each layer; (): all have `experts`
     plan: Text = ""  # digest of the one by which `ram` is at home
     encodings: Words = ()  # that experts are stored in, the commonest first
+    layer_bytes: LayerBytes = ()  # of an expert of each layer; (): `expert_bytes`
+
+    @property
+    def experts_of_layers(self) -> tuple[int, ...]:
+        """Returns how many experts each layer has: `experts` where the engine does not state a number for each."""
+        return self.layer_experts if len(self.layer_experts) == self.layers else (self.experts,) * self.layers
+
+    @property
+    def bytes_of_layers(self) -> tuple[int, ...]:
+        """Returns the size of an expert of each layer, likewise."""
+        return self.layer_bytes if len(self.layer_bytes) == self.layers else (self.expert_bytes,) * self.layers
 
 
 class Announce(Message, frozen=True, tag="Announce"):

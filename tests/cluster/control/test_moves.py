@@ -78,7 +78,7 @@ def test_whoever_dies_at_whatever_step_no_last_copy_is_dropped_and_the_move_is_m
         run(cluster.until(lambda: pinned(cluster)))
         goal = next(turned(shift) for shift in range(3) if not (turned(shift) & homes(cluster)).any())
         cluster.step, cluster.role = step, role
-        cluster.better = Target(ABC, goal, np.zeros((LAYERS, EXPERTS), np.float32), 1.0, 0.5)
+        cluster.better = Target(ABC, goal, np.zeros_like(goal), np.zeros((LAYERS, EXPERTS), np.float32), 1.0, 0.5)
         run(cluster.until(lambda: bool(cluster.killed)))
         run(cluster.pass_time(away_s))
         box = cluster.boxes[cluster.killed]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.placement import ExpertHome, PlanTask, make_target
+from edgemoe.cluster.control.placement import ExpertHome, PlanTask
+from edgemoe.cluster.control.planning.targets import make_target
 from edgemoe.cluster.rpc.control_messages import EngineCard
 
 

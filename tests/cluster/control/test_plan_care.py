@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.planes import card
 
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.placement import HomesView, Target, make_target
+from edgemoe.cluster.control.placement import HomesView, Target
 from edgemoe.cluster.control.plan_care import STALL_S, Action, Commit, Look, PlanCare, Solve, Solved, TookOver
+from edgemoe.cluster.control.planning.targets import make_target
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible
@@ -143,7 +144,9 @@ class World:
 
     def wants(self, homes: dict[str, BoolArray], now_s: float = 2.0, then_s: float = 1.0) -> None:
         found = np.stack([homes[node] for node in sorted(homes)])
-        self.wanted = Target(tuple(sorted(homes)), found, np.zeros_like(found[0], np.float32), now_s, then_s)
+        self.wanted = Target(
+            tuple(sorted(homes)), found, np.zeros_like(found), np.zeros_like(found[0], np.float32), now_s, then_s
+        )
 
 
 def dealt(nodes: str, shift: int, copies: int = 1) -> dict[str, BoolArray]:
@@ -374,8 +377,16 @@ def test_the_hottest_is_moved_first_and_what_nobody_has_before_it() -> None:
 
 def test_seconds_are_compared_with_seconds() -> None:
     now, goal = np.zeros((2, 1, 4), np.bool_), np.ones((2, 1, 4), np.bool_)
-    moving_s = copy_s(now, goal, 100, np.array([10.0, 20.0], np.float32))
+    moving_s = copy_s(now, goal, np.array([100]), np.array([10.0, 20.0], np.float32))
     assert moving_s == 60.0
     assert pays(1.0, 0.7, moving_s, 300.0, 0.05)
     assert not pays(1.0, 0.9, moving_s, 300.0, 0.05)  # 30 s saved
     assert not pays(1.0, 0.96, 0.0, 300.0, 0.05)
+
+
+def test_what_is_at_home_on_a_disk_gives_up_its_memory() -> None:
+    now, goal = np.zeros((2, 1, 1, 3), np.bool_)
+    now[0, 0, 0], goal[0, 0, 1] = True, True
+    heat, on_disk = np.zeros((1, 3), np.float32), np.array([[True, False, True]])
+    assert Migration(now, now, goal, np.array([2]), heat, on_disk).next_homes().tolist() == goal.tolist()
+    assert Migration(now, now, goal, np.array([2]), heat).next_homes().tolist() == (now | goal).tolist()

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from support.boxes import Box, running, secret
 from support.etcd_process import Certificates, etcd_cluster, free_ports
-from support.planes import EXPERTS, LAYERS, Front, card, fronts, led, planned
+from support.planes import ALL, EXPERTS, LAYERS, NONE, Front, card, fronts, led, planned
 from support.waiting import until
 
 from edgemoe.cluster.control import plan_care, reporter
@@ -220,11 +220,11 @@ async def test_copies_are_made_anew_of_what_only_the_dead_boxs_disk_had(
 async def test_too_little_memory_is_said_and_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_care, "SETTLE_S", 0.1)
     async with fronts(tmp_path, ("a", "b"), coordination="single", leader="a") as found:
-        found["a"].has(card("engine-a", room=3))
-        found["b"].has(card("engine-b", room=3))
+        found["a"].has(card("engine-a", room=3, disk=NONE, ram=ALL))
+        found["b"].has(card("engine-b", room=3, disk=NONE, ram=ALL))
         await until(lambda: "600 bytes missing" in found["a"].plane.trouble)
         await until(lambda: found["b"].plane.leader == "a")
-        found["b"].has(card("engine-b", room=9))
+        found["b"].has(card("engine-b", room=9, disk=NONE, ram=ALL))
         await planned(list(found.values()), ("a", "b"))
         assert not found["a"].plane.trouble
 

@@ -1,0 +1,65 @@
+"""What boxes report, as the arrays that placement policies work on. What does not fit the model counts as not said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.cluster.rpc.control_messages import Report
+from edgemoe.types.arrays import IntArray
+from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
+
+CALL_S = 1e-3  # of a call to another box, where none has been measured
+LEAST_CALL_S = 1e-6
+PAIR = 4  # numbers
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """States what requests chose of late. Counts are in shares of the tokens of the box that had most."""
+
+    activations: Values  # [N, L, E] 0 of who reports nothing
+    pairs: tuple[IntArray, ...]  # of each node, [P, 4]: layer, both experts, how often they were chosen together
+    call_s: Values  # [N] what a call to another box takes
+    top_k: int  # experts that a token chooses of a layer; 0 where nothing is known
+    per_s: float  # that a count of one happens, times a second
+
+
+def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Observation:
+    """Returns what the boxes' reports say of a model of L layers of E experts."""
+    fitting = [each if each and len(each.chosen) == 2 * layers * experts and each.tokens else None for each in reports]
+    most = max((each.tokens for each in fitting if each), default=0.0)
+    activations = np.zeros((len(reports), layers, experts))
+    pairs, chosen = [np.zeros((0, PAIR), np.int64)] * len(reports), 0.0
+    for node, report in enumerate(fitting):
+        if report is not None:
+            shares = np.frombuffer(report.chosen, "<u2").reshape(layers, experts)
+            chosen = max(chosen, float(shares.sum(axis=1).max()) / ACTIVITY_UNIT)
+            activations[node] = shares * (report.tokens / most)
+            pairs[node] = _pairs(report, report.tokens / most, activations.shape)
+    calls = [
+        float(np.mean([link.latency_s + link.unit_s for link in each.links])) if each and each.links else CALL_S
+        for each in reports
+    ]
+    return Observation(
+        activations,
+        tuple(pairs),
+        np.maximum(calls, LEAST_CALL_S),
+        min(round(chosen), experts),
+        most / ACTIVITY_UNIT * np.log(2) / ACTIVITY_HALF_LIFE_S,
+    )
+
+
+def _pairs(report: Report, weight: float, shape: tuple[int, ...]) -> IntArray:
+    """A box's pairs by layer."""
+    _, layers, experts = shape
+    table = np.frombuffer(report.pairs, "<u2")
+    pairs = table[: len(table) // PAIR * PAIR].reshape(-1, PAIR).astype(np.int64)
+    sound = (pairs[:, :3] < (layers, experts, experts)).all(axis=1) & (pairs[:, 1] != pairs[:, 2])
+    pairs = pairs[sound]
+    pairs[:, 3] = np.rint(pairs[:, 3] * weight)
+    return np.asarray(pairs[np.argsort(pairs[:, 0], kind="stable")], np.int64)

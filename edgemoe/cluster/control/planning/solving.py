@@ -1,0 +1,64 @@
+"""From what boxes have and report to where experts are to be. Imports Numba: for the solver's process."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion
+from edgemoe.cluster.control.planning.observation import observe
+from edgemoe.cluster.control.planning.targets import problem_of
+from edgemoe.errors import PlacementInfeasible
+from edgemoe.policy.placement.pairs import Routes
+from edgemoe.policy.placement.policies import Wishes, place
+from edgemoe.policy.placement.problem import Placement, PlacementProblem
+from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous_cost, routes_for
+from edgemoe.policy.placement.score import remote_calls
+from edgemoe.types.placement import pack_bits, unpack_bits
+
+
+def solve(asked: PlacementQuestion) -> PlacementAnswer:
+    """Returns the placement by the policy that is asked for, and what it saves against the homes of now."""
+    seen = observe([box.report for box in asked.boxes], asked.layers, asked.experts)
+    problem = problem_of(asked, seen)
+    sizes = np.array(asked.layer_bytes)
+    costs = RendezvousCosts(isolation=asked.isolation, node_cost=seen.call_s / seen.call_s.mean())
+    routes: list[Routes] = []
+    if seen.top_k:
+        routes = routes_for(problem, seen.pairs, seen.top_k, np.random.default_rng(0))
+    try:
+        policy = asked.policy if routes else "uniform"  # where nothing is known of what is chosen
+        placement = place(policy, problem, Wishes(routes, costs, asked.replicas), sizes)
+    except PlacementInfeasible as error:
+        return PlacementAnswer(asked.number, infeasible=str(error), missing_bytes=error.missing_bytes)
+    second = float(seen.per_s * seen.call_s.mean())
+    return PlacementAnswer(
+        asked.number,
+        tuple(pack_bits(each) for each in placement.homes),
+        tuple(pack_bits(each) for each in placement.disk),
+        _cost(asked, problem, routes, _now(asked, problem), costs) * second,
+        _cost(asked, problem, routes, placement, costs) * second,
+        bool(routes),
+        policy,
+    )
+
+
+def _now(asked: PlacementQuestion, problem: PlacementProblem) -> Placement:
+    """The homes of now; what has none is on the disks that have it, and else where it is at all."""
+    homes = np.stack([unpack_bits(box.homes, asked.layers, asked.experts) for box in asked.boxes])
+    homeless = problem.experts & ~homes.any(axis=0)
+    on_disk = homeless & problem.disks.any(axis=0)
+    disk = problem.disks & on_disk | problem.held & homeless & ~on_disk
+    return Placement(homes, np.where(homes, 0, -1).astype(np.int8), disk)
+
+
+def _cost(
+    asked: PlacementQuestion,
+    problem: PlacementProblem,
+    routes: list[Routes],
+    placement: Placement,
+    costs: RendezvousCosts,
+) -> float:
+    """Rendezvous, where these are what the policy is for, else remote calls, of all that is counted."""
+    if asked.policy == "rendezvous" and routes:
+        return rendezvous_cost(problem, routes, placement, costs)
+    return remote_calls(placement, problem.activations)

@@ -1,0 +1,139 @@
+"""Placements solved in a process of its own, which may die, hang or talk nonsense."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from support.planes import card
+from support.reports import report
+from support.waiting import until
+
+from edgemoe.cluster.control.placement import ExpertHome, PlanTask, plan_of
+from edgemoe.cluster.control.planning.solver import COMMAND, NICE, PlanSolver
+from edgemoe.cluster.control.planning.targets import make_target
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import PlacementInfeasible, PlanningFailed
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.placement import PLAN_FORMAT
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+LAYERS, EXPERTS = 2, 6  # as in support.planes
+ALL: BoolArray = np.ones((LAYERS, EXPERTS), np.bool_)
+SETTINGS = ClusterSettings(node="a", replicas=1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def solver() -> AsyncIterator[PlanSolver]:
+    """Compiles once, for ten seconds of a core."""
+    made = PlanSolver(SETTINGS, [*COMMAND[:-1], "0"])
+    yield made
+    await made.close()
+
+
+def task(room: int = 6, disk: BoolArray = ALL, *, urgent: bool = False, reports: bool = True) -> PlanTask:
+    """Two boxes: a's requests choose the last experts only, b's the first."""
+    choices = {"a": [(3, 4), (4, 5), (5, 3)], "b": [(0, 1), (1, 2), (2, 0)]}
+    told = {
+        node: report(np.array([[each] * LAYERS for each in choices[node] * 20], np.int16), EXPERTS)
+        for node in choices
+        if reports
+    }
+    boxes = tuple(ExpertHome(node, room, disk, np.zeros_like(disk)) for node in choices)
+    plain = PlanTask(card("engine"), boxes, 1)
+    now = plan_of(plain.engine, make_target(plain), 1, 1) if room else None
+    return PlanTask(plain.engine, boxes, 1, told, now, urgent)
+
+
+async def test_experts_move_to_those_whose_requests_choose_them(solver: PlanSolver) -> None:
+    found = await solver.solve(task())
+    assert found.nodes == ("a", "b")
+    assert found.homes[:, 0].tolist() == [[False] * 3 + [True] * 3, [True] * 3 + [False] * 3]
+    assert found.then_s < 0.01 * found.now_s
+    assert (found.heat > 0).all()
+    plan = plan_of(card("engine"), found, 2, 7)
+    assert (plan.policy, plan.format, plan.disk) == ("rendezvous", PLAN_FORMAT, ())
+
+
+async def test_what_waits_is_told_in_seconds(solver: PlanSolver) -> None:
+    """With uniform homes about half of what a token needs is away, so that it calls the other box at each layer."""
+    tokens_a_second = 2 * 60 / (600 / np.log(2))
+    found = await solver.solve(task())
+    assert 0.5 * LAYERS * tokens_a_second * 1e-3 < found.now_s <= 1.1 * LAYERS * tokens_a_second * 1e-3
+
+
+async def test_without_reports_nothing_is_said_of_what_it_saves(solver: PlanSolver) -> None:
+    found = await solver.solve(task(reports=False))
+    assert np.isnan([found.now_s, found.then_s]).all()
+    assert found.homes.any(axis=0).all()
+
+
+async def test_it_is_kept_and_takes_what_others_leave(solver: PlanSolver) -> None:
+    await solver.solve(task())
+    first = solver.pid
+    await solver.solve(task())
+    assert solver.pid == first is not None
+    process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE)
+    try:
+        await until(lambda: os.getpriority(os.PRIO_PROCESS, process.pid) == os.nice(0) + NICE, 60.0)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+UNCOMPILED = (
+    "import sys; from edgemoe.cluster.control.planning.child import serve; serve(sys.stdin.buffer, sys.stdout.buffer)"
+)
+
+
+async def test_one_that_was_killed_is_started_again() -> None:
+    """By a policy that needs nothing compiled."""
+    settings = ClusterSettings(node="a", replicas=1, placement="prism")
+    mortal, silent = PlanSolver(settings, [sys.executable, "-c", UNCOMPILED]), task(reports=False)
+    try:
+        before = await mortal.solve(silent)
+        killed = mortal.pid
+        assert killed is not None
+        os.kill(killed, 9)
+        await until(lambda: mortal.pid is None)
+        after = await mortal.solve(silent)
+        assert mortal.pid not in (None, killed)
+        np.testing.assert_array_equal(before.homes, after.homes)
+        assert after.policy == "uniform", "nobody has reported anything"
+    finally:
+        await mortal.close()
+    assert mortal.pid is None
+
+
+async def test_what_is_urgent_does_without_the_process() -> None:
+    found = await PlanSolver(SETTINGS, ["/nonexistent"]).solve(task(urgent=True))
+    assert found.policy == "uniform"
+    assert found.homes.any(axis=0).all()
+
+
+@pytest.mark.parametrize(
+    "code", ["import time; time.sleep(100)", "print('x' * 99)", "raise SystemExit(3)", "import sys; sys.stdin.read()"]
+)
+async def test_one_that_hangs_dies_or_talks_nonsense_is_ended_and_said_so(code: str) -> None:
+    hopeless = PlanSolver(SETTINGS, [sys.executable, "-c", code], deadline_s=2.0)
+    with pytest.raises(PlanningFailed, match="solver's process"):
+        await hopeless.solve(task())
+    assert hopeless.pid is None
+
+
+async def test_too_little_memory_is_made_up_for_by_disks_or_named(solver: PlanSolver) -> None:
+    for urgent in (True, False):
+        found = await solver.solve(task(room=4, urgent=urgent))
+        assert (found.homes.sum(axis=(1, 2)) == 4).all()
+        assert (found.homes.any(axis=0) ^ found.disk.any(axis=0)).all()
+        nowhere = ALL.copy()
+        nowhere[1, 3] = False
+        with pytest.raises(PlacementInfeasible, match="expert 3 of layer 1"):
+            await solver.solve(task(disk=nowhere, urgent=urgent))
+        with pytest.raises(PlacementInfeasible, match="no box has room"):
+            await solver.solve(task(room=0, urgent=urgent))

@@ -1,0 +1,21 @@
+"""Reports as engines make them, of tokens whose routes are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from edgemoe.cluster.rpc.control_messages import Report
+from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
+from edgemoe.types.placement import ACTIVITY_UNIT
+
+
+def report(routes: Routes, experts: int, model: str = "m" * 32, **more: Any) -> Report:
+    """Returns the report of a box whose requests had these routes [T, L, k], all lately."""
+    tokens, layers, _ = routes.shape
+    chosen = np.stack([np.bincount(routes[:, layer].ravel(), minlength=experts) for layer in range(layers)])
+    pairs = heaviest_pairs(routes, experts, experts * experts)
+    pairs[:, 3] = np.minimum(pairs[:, 3] * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)
+    shares = np.minimum(chosen * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)
+    return Report(model, float(tokens), shares.astype("<u2").tobytes(), pairs=pairs.astype("<u2").tobytes(), **more)
