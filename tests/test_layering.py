@@ -59,7 +59,15 @@ LAYERS: dict[str, set[str]] = {
     "front": NOUNS | {"api", "cluster.rpc", "cluster.control", "policy", "telemetry"},
     "scoutgate": {"errors", "types", "config", "experts.predict", "replay", "store", "telemetry"},
 }
-COMPOSERS = {"__main__", "cli", "front.main", "front.witness", "worker", "replay"}  # put rooms together: may import any
+COMPOSERS = {  # put rooms together, or are a process: may import any
+    "__main__",
+    "cli",
+    "cluster.control.planning.child",
+    "front.main",
+    "front.witness",
+    "worker",
+    "replay",
+}
 ONLY_IN = {  # module -> the room that may import it
     "zmq": "cluster",
     "aiofiles": "store.reader",
