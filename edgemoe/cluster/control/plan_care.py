@@ -183,9 +183,10 @@ class PlanCare:
         if not pays(target.now_s, target.then_s, copying_s, self._settings.migrate_s, self._settings.migrate_gain):
             return []
         homes = moving.next_homes()
-        if (homes == moving.now).all():
-            return []
         gain = f"requests wait {target.then_s:.3g} s a second for peers instead of {target.now_s:.3g}"
+        if (homes == moving.now).all():
+            log.warning("no box has room to begin a better plan; give one more memory.ram_bytes", extra={"why": gain})
+            return []
         return [self._step(look, plan, homes, target.homes, gain)]
 
     def _step(self, look: Look, plan: PlacementPlan, homes: BoolArray, goal: BoolArray, why: str) -> Commit:

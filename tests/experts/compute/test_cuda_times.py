@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +191,7 @@ def test_what_a_device_waited_for_is_the_step_s_stall_and_its_time_the_cost_of_a
     policy = LRU(SMALL.layers, SMALL.experts)
     pools = [SlotPool(tier, SMALL.layers, SMALL.experts, 4, policy) for tier in (Tier.RAM, Tier.VRAM)]
     residency = Residency(pools[0], pools[1:])
-    loader: Any = SimpleNamespace(gap=None, links=[])
+    loader: Any = SimpleNamespace(gap=None, links=[], clock=time.monotonic)
     costs = CostModel(residency, loader, SMALL.strides_bytes)
     computes: list[Compute] = [compute]
     experts = TieredExperts(SMALL, residency, loader, computes, SimpleNamespace(costs=costs))  # type: ignore[arg-type]
