@@ -1,0 +1,71 @@
+"""The engine over a packed family in tiers smaller than the model, and what holds of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from edgemoe.experts.build import ExpertTiers, TierMemory
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.model.decoder import Decoder
+from edgemoe.model.kv import KVCache
+from edgemoe.policy.baselines import LRU
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.manifest import DENSE
+from edgemoe.store.packer import pack
+from edgemoe.store.reader import ExpertStore
+from edgemoe.types.experts import Tier, padded
+from support.engine_kit import Drive, Model, prompt
+from support.tiers_kit import running
+
+PREFIX = 90  # tokens of the prompt that is asked twice
+
+
+@contextmanager
+def family_model(
+    checkpoint: Path, directory: Path, kernels: Kernels, slots: int, *, kv_int8: bool = False
+) -> Iterator[Model]:
+    """A checkpoint packed into `directory`, with so many experts in memory."""
+    manifest = pack(checkpoint, directory)
+    spec = replace(spec_of(manifest), kv_int8=kv_int8)
+    policy = LRU(spec.geometry.layers, spec.geometry.experts)
+    memory = TierMemory(slots * padded(manifest.entry(0, 0).bytes), ())
+    with ExpertStore(directory, manifest) as store:
+        tiers = ExpertTiers(spec.geometry, store, memory, {Tier.RAM: policy, Tier.VRAM: policy}, kernels)
+        with running(tiers):
+            decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels)
+            yield Model(decoder, tiers.experts, spec, partial(KVCache, spec.kv_layout))
+
+
+def drive_all(model: Model, lengths: Sequence[int], tokens: int, **settings: Any) -> list[list[int]]:
+    """What is said to prompts of these lengths, which join one by one. Where requests are to be paused, some are."""
+    drive = Drive(model=model, **settings)
+    for length in lengths:
+        drive.submit(prompt(length, length, 96), f"r{length}", max_tokens=tokens)
+        drive.step()
+    drive.run()
+    if way := settings.get("preemption"):
+        assert drive.engine.scheduler.paused_total[way] > 0
+    return [drive.tokens(f"r{length}") for length in lengths]
+
+
+def check_prefix_is_reused(model: Model, expected: list[int]) -> None:
+    """The prompt of PREFIX tokens, asked twice, is read once and answered alike."""
+    drive = Drive(model=model)
+    for attempt in (1, 2):
+        drive.submit(prompt(PREFIX, PREFIX, 96), f"r{attempt}", max_tokens=len(expected))
+        drive.run()
+        assert drive.tokens(f"r{attempt}") == expected
+    assert drive.engine.scheduler.prefix_tokens["hit"] == 80
+
+
+def check_goes_on(model: Model, length: int, expected: list[int], emitted: int) -> None:
+    """Another engine, which gets the first `emitted` tokens, says the rest."""
+    drive = Drive(model=model)
+    drive.submit(prompt(length, length, 96), emitted=expected[:emitted], attempt=2, max_tokens=len(expected))
+    drive.run()
+    assert drive.tokens() == expected[emitted:]
