@@ -28,11 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from edgemoe.cli.parser import build_parser
+    from edgemoe.cli.parser import build_parser, complete
 
-    args, rest = build_parser().parse_known_args(words)
+    parser = build_parser()
+    if not words:
+        parser.print_help()
+        return 0
+    args, rest = parser.parse_known_args(complete(words))
     if rest and not args.passes_arguments:
-        build_parser().error(f"unknown arguments: {' '.join(rest)}; see `edgemoe {args.command} --help`")
+        parser.error(f"unknown arguments: {' '.join(rest)}; see `edgemoe {args.command} --help`")
     module, _, function = args.handler.partition(":")
     handler = getattr(importlib.import_module(module), function)
     return int(handler(rest) if args.passes_arguments else handler(args))

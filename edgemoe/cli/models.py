@@ -22,8 +22,6 @@ def run(args: argparse.Namespace) -> int:
     store_dir = Path(load(Path(args.config) if args.config else None, args.set).settings.model.store_dir)
     if args.action == "list":
         return _list(store_dir, as_json=args.json)
-    if not args.model:
-        raise ConfigError(f"name a store, as in `edgemoe models {args.action} NAME`; `edgemoe models list` has them")
     store = models.resolve(args.model, store_dir)
     return _verify(store) if args.action == "verify" else _remove(store, sure=args.yes)
 

@@ -10,19 +10,22 @@ from edgemoe.cli import systemd_units as service
 
 def run(args: argparse.Namespace) -> int:
     """Installs, uninstalls or shows the service."""
-    options = service.Options(
-        root=Path(args.root),
-        model=args.model,
-        config=Path(args.config).absolute(),
-        socket_group=args.socket_group,
-        start=not args.no_start,
-        dry_run=args.dry_run,
-    )
     if args.action == "status":
-        rows = service.status(options.root)
+        rows = service.status(Path(args.root))
         width = max(len(thing) for thing, _ in rows)
         print("\n".join(f"{thing:{width}}  {state}" for thing, state in rows))
         return 0
+    if args.action == "uninstall":
+        options = service.Options(root=Path(args.root), dry_run=args.dry_run)
+    else:
+        options = service.Options(
+            root=Path(args.root),
+            model=args.model,
+            config=Path(args.config).absolute(),
+            socket_group=args.socket_group,
+            start=not args.no_start,
+            dry_run=args.dry_run,
+        )
     done = service.install(options) if args.action == "install" else service.uninstall(options)
     print("\n".join(f"{'would ' if options.dry_run else ''}{line}" for line in done))
     if args.action == "install":

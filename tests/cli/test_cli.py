@@ -1,18 +1,29 @@
 from __future__ import annotations
 
-import argparse
 import json
 import logging
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from edgemoe.cli import main
-from edgemoe.cli.parser import build_parser
+from edgemoe.cli.parser import build_parser, complete
+from edgemoe.cli.parser.options import CommandParser
 
-COMMANDS = ("serve", "pack", "models", "generate", "chat", "status", "config", "service", "keygen", "witness")
+
+def every(parser: CommandParser, *path: str) -> Iterator[tuple[tuple[str, ...], CommandParser]]:
+    """All commands and their actions, with the words that lead to them; `replay` has a parser of its own."""
+    for name, inner in parser.inner():
+        if name != "replay":
+            yield (*path, name), inner
+            yield from every(inner, *path, name)
+
+
+COMMANDS = dict(every(build_parser()))
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +39,37 @@ def exit_code(*words: str) -> int:
         return int(ended.code or 0)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command_teaches_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(command, "--help") == 0
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_of_every_command_and_action_teaches_with_an_example(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*command, "--help") == 0
     shown = capsys.readouterr().out
-    assert f"edgemoe {command} " in shown.partition("xample")[2]
+    assert re.search(rf"edgemoe {' '.join(command)}\b", shown.partition("xample")[2])
+
+
+def test_bare_edgemoe_shows_every_command_in_a_line_and_what_to_do_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code() == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"(?m)^  {name} +\S", shown) for name, _ in build_parser().inner())
+    assert "edgemoe serve --model" in shown
+
+
+def test_a_command_without_an_action_does_the_usual_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("models", "--json") == exit_code("models", "list", "--json") == 0
+    assert capsys.readouterr().out == "[]\n[]\n"
+    assert exit_code("service") == 0
+    assert "verify" not in capsys.readouterr().out
 
 
 def test_every_example_of_the_help_is_a_command_that_parses() -> None:
     parser = build_parser()
-    subcommands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in subcommands.choices.items():
+    for path, command in COMMANDS.items():
         for line in (command.epilog or "").splitlines():
             words = line.split("  edgemoe ")[-1] if line.startswith("  edgemoe ") else ""
             words = words.split("   ")[0].split("  ")[0].partition(" | ")[0].partition(" > ")[0]
             if words and '"' not in words:
-                assert parser.parse_args(words.split()).command == name
+                assert parser.parse_args(complete(words.split())).command == path[0]
 
 
 def test_help_is_instant_because_nothing_heavy_is_imported() -> None:

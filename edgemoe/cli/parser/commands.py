@@ -1,0 +1,144 @@
+"""Defines the commands, their options and their help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgemoe.cli.parser import texts
+from edgemoe.cli.parser.options import actions, client_options, command, sampling_options, settings_options
+
+SERVICE_CONFIG = "/etc/edgemoe/edgemoe.toml"
+
+
+def serve(commands: Any) -> None:
+    """Adds `edgemoe serve`."""
+    parser = command(commands, "serve", "edgemoe.cli.serve:serve", "run the daemon in the foreground", texts.SERVE)
+    parser.add_argument("--model", metavar="DIR", help="a packed store, a Hugging Face checkpoint, or a store's name")
+    parser.add_argument("--socket", metavar="PATH", help="where the API listens")
+    parser.add_argument("--join", metavar="NODE,HOST:PORT,KEY", help="a box of a cluster to join (docs/cluster.md)")
+    settings_options(parser)
+
+
+def pack(commands: Any) -> None:
+    """Adds `edgemoe pack`."""
+    parser = command(
+        commands, "pack", "edgemoe.cli.pack:run", "turn a Hugging Face checkpoint into a store", texts.PACK
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory with config.json and *.safetensors")
+    parser.add_argument("store", metavar="STORE", nargs="?", help="directory to write (default: in model.store_dir)")
+    parser.add_argument(
+        "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, int8, bf16 or keep (default)"
+    )
+    parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")
+    parser.add_argument("--check", metavar="FILE", help="compare the store with the checkpoint on this text")
+    parser.add_argument("--wait", action="store_true", help="pack shards as they arrive, and wait for the missing ones")
+    parser.add_argument("--delete-shards", action="store_true", help="delete each shard as soon as it is packed")
+    settings_options(parser)
+
+
+def models(commands: Any) -> None:
+    """Adds `edgemoe models` and its actions."""
+    handler = "edgemoe.cli.models:run"
+    found = actions(command(commands, "models", handler, "list, verify or remove packed stores", texts.MODELS))
+    listed = command(found, "list", handler, "list the packed stores on this box", texts.MODELS_LIST)
+    listed.add_argument("--json", action="store_true", help="for programs")
+    settings_options(listed)
+    verified = command(found, "verify", handler, "read a whole store and compare every checksum", texts.MODELS_VERIFY)
+    removed = command(found, "remove", handler, "delete a store", texts.MODELS_REMOVE)
+    removed.add_argument("--yes", action="store_true", help="without asking")
+    for parser in (verified, removed):
+        parser.add_argument("model", metavar="MODEL", help="a store's name or directory")
+        settings_options(parser)
+
+
+def generate(commands: Any) -> None:
+    """Adds `edgemoe generate`."""
+    parser = command(commands, "generate", "edgemoe.cli.talk:generate", "continue a prompt", texts.GENERATE)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="read from standard input if not given")
+    sampling_options(parser, max_tokens=128)
+
+
+def chat(commands: Any) -> None:
+    """Adds `edgemoe chat`."""
+    parser = command(commands, "chat", "edgemoe.cli.talk:chat", "hold a conversation", texts.CHAT)
+    parser.add_argument("message", metavar="MESSAGE", nargs="?", help="one question instead of a conversation")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    sampling_options(parser)
+
+
+def status(commands: Any) -> None:
+    """Adds `edgemoe status`."""
+    parser = command(commands, "status", "edgemoe.cli.status:run", "show the running daemon", texts.STATUS)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--watch", action="store_true", help="keep redrawing")
+    parser.add_argument(
+        "--cluster", action="store_true", help="the boxes: who leads, who holds what, how the links are"
+    )
+    client_options(parser)
+
+
+def reload(commands: Any) -> None:
+    """Adds `edgemoe reload`."""
+    summary = "have the running daemon load its forecaster of experts again"
+    client_options(command(commands, "reload", "edgemoe.cli.reload:run", summary, texts.RELOAD))
+
+
+def config(commands: Any) -> None:
+    """Adds `edgemoe config`."""
+    parser = command(commands, "config", "edgemoe.cli.settings:run", "show the settings in force", texts.CONFIG)
+    parser.add_argument("key", metavar="KEY", nargs="?", help="print the value of this one alone")
+    parser.add_argument("--changed", action="store_true", help="only what differs from the defaults")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--example", action="store_true", help="print the commented example file instead")
+    settings_options(parser)
+
+
+def service(commands: Any) -> None:
+    """Adds `edgemoe service` and its actions."""
+    handler = "edgemoe.cli.service:run"
+    found = actions(command(commands, "service", handler, "install, uninstall or show the service", texts.SERVICE))
+    installed = command(found, "install", handler, "have systemd run the daemon", texts.SERVICE_INSTALL)
+    installed.add_argument("--model", metavar="DIR", default="", help="what to serve (default: as in the settings)")
+    installed.add_argument("--config", metavar="FILE", default=SERVICE_CONFIG, help="its settings file")
+    installed.add_argument("--socket-group", metavar="GROUP", default="edgemoe", help="who may use the socket")
+    installed.add_argument("--no-start", action="store_true", help="enable it, but do not start it now")
+    removed = command(
+        found, "uninstall", handler, "take the service away; settings and stores stay", texts.SERVICE_UNINSTALL
+    )
+    shown = command(found, "status", handler, "show what is installed and running", texts.SERVICE_STATUS)
+    for parser in (installed, removed):
+        parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    for parser in (installed, removed, shown):
+        parser.add_argument("--root", metavar="DIR", default="/", help="install under DIR and run no commands")
+
+
+def replay(commands: Any) -> None:
+    """Adds `edgemoe replay`."""
+    summary = "replay a recorded routing trace through cache policies"
+    parser = commands.add_parser("replay", help=summary, description=f"{summary.capitalize()}.", add_help=False)
+    parser.set_defaults(handler="edgemoe.replay:main", passes_arguments=True)
+
+
+def keygen(commands: Any) -> None:
+    """Adds `edgemoe keygen`."""
+    parser = command(
+        commands, "keygen", "edgemoe.cli.cluster:keygen", "make this box's key for a cluster of boxes", texts.KEYGEN
+    )
+    parser.add_argument("file", metavar="FILE", help="the secret key to write (0600); must not exist yet")
+    parser.add_argument("--node", metavar="NAME", help="the box's name among the boxes")
+    parser.add_argument("--address", metavar="HOST:PORT", help="where the others reach its control channel")
+
+
+def witness(commands: Any) -> None:
+    """Adds `edgemoe witness`."""
+    parser = command(
+        commands, "witness", "edgemoe.cli.cluster:witness", "vote among boxes, without a model", texts.WITNESS
+    )
+    settings_options(parser)
+
+
+def completion(commands: Any) -> None:
+    """Adds `edgemoe completion`."""
+    summary = "print what makes a shell complete these commands"
+    parser = command(commands, "completion", "edgemoe.cli.completion:run", summary, texts.COMPLETION)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))

@@ -1,0 +1,154 @@
+"""What the help of each command says below its options: examples, and what one has to know."""
+
+from __future__ import annotations
+
+OVERVIEW = (
+    "Serve Mixture-of-Experts language models larger than the memory of this machine, to any OpenAI client on it."
+)
+
+AFTER_OVERVIEW = """\
+First steps:
+  edgemoe serve --model ./Qwen3-30B-A3B       a Hugging Face checkpoint; packed on first use
+  edgemoe chat                                talk to it, from another terminal
+
+`edgemoe COMMAND --help` has options and examples; `edgemoe completion bash` lets the shell complete them.
+"""
+
+SERVE = """\
+Examples:
+  edgemoe serve --model ./Qwen3-30B-A3B
+  edgemoe serve --model ./Mixtral-8x7B --set memory.ram_bytes=48GiB --set device.0.kind=cuda:0
+  edgemoe serve --set device.0.kind=emulated --set device.0.expert_bytes=4MiB --set device.0.link_bytes_per_s=2GB/s
+
+Memory budgets that are not set are worked out from what is free, and printed. SIGTERM or Ctrl-C lets running
+requests finish (service.drain_s); a second one does not.
+"""
+
+PACK = """\
+A store holds each expert as one aligned run that is one read from disk. A pack that was interrupted goes on where
+it stopped; packing a finished store again verifies it and mends what is damaged.
+
+With --experts and --dense weights are stored in 8 or 4 bits, which is half and a quarter of what memory, links and
+disk have to hold and move. "keep" leaves them as the checkpoint has them. --experts takes other encodings for some
+layers of experts, by number (from 0), "first" and "last". --check says what that costs on a text: the divergence of
+what the store and the checkpoint foretell.
+
+Shards (model-00001-of-00016.safetensors ...) can be packed while others are still being fetched: --wait takes each as
+it arrives. --delete-shards deletes each one that is packed, so that the disk never has to hold both checkpoint and
+store; alone it packs what is there and says what is missing. config.json and the index have to be there first.
+
+Examples:
+  edgemoe pack ./Qwen3-30B-A3B /srv/models/qwen3-30b
+  edgemoe pack ./Qwen3-30B-A3B --experts int4 --dense int8
+  edgemoe pack ./Qwen3-30B-A3B --experts int4,first=int8,last=int8 --check ./notes.txt
+  edgemoe pack ./Qwen3-30B-A3B --experts int4 --wait --delete-shards
+"""
+
+MODELS = """\
+Without an action it lists them. Examples:
+  edgemoe models
+  edgemoe models verify Qwen3-30B-A3B
+"""
+
+MODELS_LIST = """\
+Examples:
+  edgemoe models list
+  edgemoe models list --json
+"""
+
+MODELS_VERIFY = """\
+Prints what is damaged and ends with 1 if anything is; packing the checkpoint again mends it. Example:
+  edgemoe models verify Qwen3-30B-A3B
+"""
+
+MODELS_REMOVE = """\
+Gives the disk space back. A store that is being served or packed stays. Example:
+  edgemoe models remove Qwen3-30B-A3B
+"""
+
+GENERATE = """\
+Examples:
+  edgemoe generate "def fibonacci(n):" --max-tokens 64
+  git diff | edgemoe generate --temperature 0
+The prompt is continued as it is; `edgemoe chat` uses the model's chat template. Ctrl-C cancels the request.
+"""
+
+CHAT = """\
+Examples:
+  edgemoe chat                            a conversation; an empty line or Ctrl-D ends it
+  edgemoe chat "What is a monad?"         one question, one answer
+  edgemoe chat --system "Answer in French" --temperature 0.7
+Ctrl-C stops the answer that is being given.
+"""
+
+STATUS = """\
+Examples:
+  edgemoe status
+  edgemoe status --watch                  redrawn every two seconds until Ctrl-C
+  edgemoe status --cluster                the other boxes
+  edgemoe status --json | jq .health
+"""
+
+RELOAD = """\
+The daemon reads the export in cache.scoutgate again; requests go on meanwhile. An export that is damaged or for
+another model is refused, and the one in use stays. SIGHUP does the same; its answer is in the log.
+
+Example:
+  edgemoe reload
+"""
+
+CONFIG = """\
+Examples:
+  edgemoe config                          every setting in force and where it comes from
+  edgemoe config api.socket               one of them, for scripts
+  edgemoe config --set cache.policy=lfu --changed
+  edgemoe config --example > edgemoe.toml
+Settings are read from /etc/edgemoe/edgemoe.toml, then ~/.config/edgemoe/edgemoe.toml, then --set.
+"""
+
+SERVICE = """\
+Without an action it shows the status. Examples:
+  sudo edgemoe service install --model /srv/models/qwen3-30b
+  edgemoe service status
+"""
+
+SERVICE_INSTALL = """\
+Writes systemd units, a user and a settings file, then starts it. Examples:
+  sudo edgemoe service install --model /srv/models/qwen3-30b
+  edgemoe service install --dry-run       say what would be done
+
+The socket is /run/edgemoe/edgemoe.sock. Members of its group, "edgemoe" unless --socket-group names another, may
+use the model; nobody else may: sudo usermod --append --groups edgemoe USER, who then logs in again.
+"""
+
+SERVICE_UNINSTALL = """\
+Settings and packed stores stay. Example:
+  sudo edgemoe service uninstall
+"""
+
+SERVICE_STATUS = """\
+Example:
+  edgemoe service status
+"""
+
+KEYGEN = """\
+Example:
+  edgemoe keygen /etc/edgemoe/key --node kitchen --address 192.0.2.7:7540
+What is printed goes into the list of peers of every box; the file stays on this one. docs/cluster.md has more.
+"""
+
+WITNESS = """\
+With two boxes, neither can tell whether the other has died or only the link. A witness on any third machine votes
+with them; it needs no model, no GPU and little memory. It reads the [cluster] section: node, key_file, listen,
+peers_file, coordination = "raft".
+
+Example:
+  edgemoe witness --config /etc/edgemoe/edgemoe.toml
+"""
+
+COMPLETION = """\
+Examples, for the shells that are started from then on:
+  edgemoe completion bash > ~/.local/share/bash-completion/completions/edgemoe
+  edgemoe completion zsh > "${fpath[1]}/_edgemoe"
+  edgemoe completion fish > ~/.config/fish/completions/edgemoe.fish
+"""
