@@ -71,10 +71,12 @@ class StepLoop:
 
     # --- from any thread
 
-    def submit(self, request: Request, emitted: tuple[int, ...], attempt: int, remaining_s: float) -> None:
-        """Queues `request`, to go on after the tokens `emitted`. Its tokens, or its refusal, go to `emit`."""
+    def submit(
+        self, request: Request, emitted: tuple[int, ...], attempt: int, remaining_s: float, waited_s: float = 0.0
+    ) -> None:
+        """Queues `request`, `waited_s` old, to go on after `emitted`. Its tokens, or its refusal, go to `emit`."""
         now_s = self._clock()
-        seq = Sequence(request, emitted, attempt, now_s, now_s + remaining_s)
+        seq = Sequence(request, emitted, attempt, now_s - waited_s, now_s + remaining_s)
         full = self._inbox.qsize() >= MAX_INBOX
         self._inbox.put(lambda: self._refuse(seq) if full else self._accept(seq))
 

@@ -250,11 +250,13 @@ class RequestLog:
         if not live.attempts.allowed:
             self._blame(live)
             return
+        now = self._now()
         message = Submit(
             request=live.request,
             emitted=tuple(live.emitted),
             attempt=live.attempt + 1,
-            remaining_ms=max(0.0, (live.ticket.deadline - self._now()) * 1e3),
+            remaining_ms=max(0.0, (live.ticket.deadline - now) * 1e3),
+            waited_ms=(now - live.accepted) * 1e3,
         )
         if place := self._hand(message):
             live.place = place

@@ -173,7 +173,8 @@ class Worker:
         loop = assembly.engine.loop
         match message:
             case Submit():
-                loop.submit(message.request, message.emitted, message.attempt, message.remaining_ms / 1e3)
+                left_s, waited_s = message.remaining_ms / 1e3, message.waited_ms / 1e3
+                loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
             case Cancel():
                 loop.cancel(message.request, message.attempt)
             case Drain():

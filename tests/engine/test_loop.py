@@ -248,6 +248,18 @@ def test_an_error_that_nobody_makes_ends_the_loop_and_says_so() -> None:
     assert isinstance(ended[0], IndexError)
 
 
+@pytest.mark.parametrize("waited_s", [0.0, 60.0])
+def test_a_request_that_comes_from_elsewhere_keeps_its_age(waited_s: float) -> None:
+    drive = Drive(max_sequences=1, aging_tokens_per_s=10.0)
+    drive.submit(name="running")
+    drive.step()
+    drive.submit([5, 6], "short")
+    drive.submit([7] * 30, "long", waited_s=waited_s)
+    drive.run()
+    ends = [emission.request for emission in drive.emitted if emission.finish]
+    assert ends == ["running", *(("long", "short") if waited_s else ("short", "long"))]
+
+
 def test_a_request_past_its_deadline_ends_in_an_error_wherever_it_is() -> None:
     drive = Drive(max_sequences=1)
     drive.submit(name="running", max_tokens=400, remaining_s=2.0)

@@ -259,12 +259,12 @@ async def test_a_deadline_ends_a_request_with_its_error(engine: FakeEngine) -> N
     assert engine.sent[-1] == Cancel(request="r", attempt=1)
 
 
-async def test_a_replay_carries_the_time_that_is_left(engine: FakeEngine) -> None:
+async def test_a_replay_carries_the_time_that_is_left_and_the_time_that_has_passed(engine: FakeEngine) -> None:
     with engine.request_log.open([request()], 10):
         engine.now += 4
         engine.request_log.replay()
-        left = [sent.remaining_ms for sent in engine.sent if isinstance(sent, Submit)]
-        assert left == [10_000, 6_000]
+        times = [(sent.remaining_ms, sent.waited_ms) for sent in engine.sent if isinstance(sent, Submit)]
+        assert times == [(10_000, 0), (6_000, 4_000)]
 
 
 async def test_waiting_for_an_empty_request_log_ends_with_the_last_request(engine: FakeEngine) -> None:

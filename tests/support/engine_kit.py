@@ -197,11 +197,12 @@ class Drive:
         choice: int = 0,
         user: str = "",
         remaining_s: float = 1e6,
+        waited_s: float = 0.0,
         **sampling: Any,
     ) -> None:
         chosen = Sampling(**{"temperature": 0.0, "max_tokens": 12, **sampling})
         request = Request(id=name, prompt=tuple(prompt), sampling=chosen, seed=seed, choice=choice, user=user)
-        self.engine.loop.submit(request, tuple(emitted), attempt, remaining_s)
+        self.engine.loop.submit(request, tuple(emitted), attempt, remaining_s, waited_s)
 
     def step(self) -> bool:
         worked = self.engine.loop.step()

@@ -58,13 +58,15 @@ MAX_METRICS = 1 << 14
 class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
     """Runs `request` from its prompt and the tokens `emitted` so far; the next index is `len(emitted)`.
 
-    `attempt` counts this front's submissions of the request, from 1; every Emission carries it back.
+    `attempt` counts this front's submissions of the request, from 1; every Emission carries it back. `waited_ms` is the
+    time since the front took the request in.
     """
 
     request: Request
     emitted: Tokens = ()
     attempt: Attempt = 1
     remaining_ms: Milliseconds = 600_000.0
+    waited_ms: Milliseconds = 0.0
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
