@@ -1,0 +1,51 @@
+"""What a request adds to the experts that a worker loads."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgemoe.policy.routing.expert_union import absence, chances, union_costs
+
+EXPERTS = 3
+chance_lists = st.lists(st.floats(0, 0.99), min_size=EXPERTS, max_size=EXPERTS)
+
+
+def step_s(seconds: np.ndarray, requests: list[list[float]]) -> float:
+    """What a step is expected to take, by every outcome of who chooses what."""
+    total = 0.0
+    flat = [chance for request in requests for chance in request]
+    for outcome in product((False, True), repeat=len(flat)):
+        weight = float(np.prod([p if chosen else 1 - p for p, chosen in zip(flat, outcome, strict=True)]))
+        union = np.array(outcome, np.bool_).reshape(-1, EXPERTS).any(axis=0)
+        total += weight * float(seconds[union].sum())
+    return total
+
+
+@given(st.lists(chance_lists, max_size=2), chance_lists, st.lists(st.floats(0.1, 2), min_size=3, max_size=3))
+def test_costs_are_those_of_all_outcomes(running: list[list[float]], new: list[float], seconds: list[float]) -> None:
+    price = np.array(seconds, np.float32)
+    absent = np.sum([absence(np.array(each, np.float32)) for each in running], axis=0) * np.ones((1, 1, EXPERTS))
+    now, costs = union_costs(
+        price[None, None],
+        absent.astype(np.float32),
+        np.array([len(running)]),
+        np.array([0.5]),
+        np.array([[new]], np.float32),
+    )
+    before, after = 0.5 + step_s(price, running), 0.5 + step_s(price, [*running, new])
+    assert now[0] == pytest.approx(before, abs=1e-4)
+    assert costs[0, 0] == pytest.approx(after + len(running) * (after - before), abs=1e-3)
+
+
+def test_a_prompt_outweighs_the_prior_the_longer_it_is() -> None:
+    prior = np.full((1, 2), 0.5, np.float32)
+    assert chances(np.zeros((1, 2)), 0, prior) == pytest.approx(prior)
+    short, long = (chances(np.array([[0, tokens]]), tokens, prior) for tokens in (32, 3200))
+    assert short[0] == pytest.approx([0.25, 0.75])
+    assert long[0, 0] < 0.01
+    assert long[0, 1] < 1  # what is added can be taken away again
