@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Makes `data` the file's content. Raises OSError; what was there then still is."""
+def replace_file(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, int] | None = None) -> None:
+    """Makes `data` the file's content, `owner` (uid, gid) its owner. Raises OSError; what was there then still is."""
     temporary = path.with_name(path.name + ".tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
+        if owner is not None:
+            os.fchown(fd, *owner)
         write_all(fd, data)
         os.fsync(fd)
     finally:

@@ -29,6 +29,7 @@ from edgemoe.api.generate.generation import Format, Generation, run
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
 from edgemoe.api.http.middleware import Doorway
+from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize, convert, decode
 from edgemoe.api.text.tokenizer import TextModel
@@ -41,6 +42,7 @@ from edgemoe.types.request import RequestLimits
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
+ANY = "*"  # among aliases: every name
 PREPARE_THREADS = 2  # that render and tokenize, so that the event loop is free for streams
 
 
@@ -52,7 +54,7 @@ class Api:
     backend: Backend
     text: TextModel
     metrics: Metrics = field(default_factory=Metrics)
-    keys: Sequence[bytes] = ()  # of which TCP clients must give one
+    keys: KeyRing | None = None  # of which TCP clients must give one; None where nobody comes by TCP
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
     free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
     bodies: BodyBudget = field(init=False)
@@ -127,8 +129,7 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 
     async def endpoint(request: Request) -> ASGIApp:
         api: Api = request.app.state.api
-        uid = getattr(request.state, "peer_uid", None)
-        user = f"uid:{uid}" if uid is not None else "tcp"
+        user = _peer(request)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             with api.bodies.open() as body:
@@ -148,13 +149,13 @@ def _generating(prepare: Prepare) -> Callable[[Request], Any]:
 
 def _prepare_chat(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), Chat)
-    job = chat.prepare(body, api.text, limits, _served(body.model, info), _user(user, body.user))
+    job = chat.prepare(body, api.text, limits, _served(api, body.model, info), _user(user, body.user))
     return job, chat.ChatFormat(job, body, api.text), bool(body.stream)
 
 
 def _prepare_completion(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimits, user: str) -> Prepared:
     body = convert(decode(raw), Completion)
-    job = completions.prepare(body, api.text, limits, _served(body.model, info), _user(user, body.user))
+    job = completions.prepare(body, api.text, limits, _served(api, body.model, info), _user(user, body.user))
     return job, completions.CompletionFormat(job, body, api.text), bool(body.stream)
 
 
@@ -162,7 +163,9 @@ def _prepare_response(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimi
     body = convert(decode(raw), responses.ResponsesBody)
     plain, origin = responses.as_chat(body)
     with origin.named():
-        job = chat.prepare(plain, api.text, limits, _served(body.model, info), _user(user, body.user), prefix="resp")
+        job = chat.prepare(
+            plain, api.text, limits, _served(api, body.model, info), _user(user, body.user), prefix="resp"
+        )
     return job, ResponsesFormat(job, body), bool(body.stream)
 
 
@@ -172,15 +175,23 @@ def _prepare_message(api: Api, raw: bytes, info: ModelInfo, limits: RequestLimit
         raise InvalidRequest("max_tokens: is missing", param="max_tokens", code="missing_required_parameter")
     plain, origin = anthropic.as_chat(body)
     with origin.named():
-        job = chat.prepare(plain, api.text, limits, _served(body.model, info), _user(user, plain.user), prefix="msg")
+        job = chat.prepare(
+            plain, api.text, limits, _served(api, body.model, info), _user(user, plain.user), prefix="msg"
+        )
     return job, MessageFormat(job), bool(body.stream)
 
 
-def _served(name: str | None, info: ModelInfo) -> str:
-    """Returns the served model's name. Raises ModelNotFound where `name` is another's; None is accepted."""
-    if name is not None and name != info.id:
+def _served(api: Api, name: str | None, info: ModelInfo) -> str:
+    """Returns the served model's name. Raises ModelNotFound for a name that is none of its (api.aliases)."""
+    if name not in (None, info.id, *api.settings.aliases) and ANY not in api.settings.aliases:
         raise ModelNotFound(f"the model {name!r} is not served here; {info.id!r} is", param="model")
     return info.id
+
+
+def _peer(request: Request) -> str:
+    """Returns who asks: a user of this machine, or the name of a key."""
+    uid, key = getattr(request.state, "peer_uid", None), request.state.key
+    return f"uid:{uid}" if uid is not None else f"key:{key.name}" if key is not None else "tcp"
 
 
 def _user(peer: str, named: str | None) -> str:
@@ -192,13 +203,16 @@ def _user(peer: str, named: str | None) -> str:
 
 
 async def _models(request: Request) -> Response:
-    info, limits = await request.app.state.api.backend.model()
-    return JSONResponse({"object": "list", "data": [tokens.model_card(info, limits.context_tokens)]})
+    api: Api = request.app.state.api
+    info, limits = await api.backend.model()
+    card = tokens.model_card(info, limits.context_tokens)
+    others = [card | {"id": name, "root": info.id} for name in api.settings.aliases if name not in (ANY, info.id)]
+    return JSONResponse({"object": "list", "data": [card, *others]})
 
 
 async def _model(request: Request) -> Response:
     info, limits = await request.app.state.api.backend.model()
-    _served(request.path_params["name"], info)
+    _served(request.app.state.api, request.path_params["name"], info)
     return JSONResponse(tokens.model_card(info, limits.context_tokens))
 
 
@@ -229,7 +243,7 @@ async def _quick(request: Request, kind: type[R], work: Callable[[R, TextModel, 
 
     def in_thread(raw: bytes) -> Any:
         body = convert(decode(raw), kind)
-        _served(getattr(body, "model", None), info)
+        _served(api, getattr(body, "model", None), info)
         return work(body, api.text, limits)
 
     with api.bodies.open() as body:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import socket
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -13,13 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from edgemoe.config.loading import Loaded, Value, load
+from edgemoe.api.keys import new_key
+from edgemoe.cli.key import FIRST
+from edgemoe.config.loading import Loaded, Value, default_socket, load
+from edgemoe.config.settings import Settings
 from edgemoe.store.packer import Progress
 from edgemoe.telemetry.log import configure, goes_to_journal
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
+LOCAL, PORT = "127.0.0.1", 8080  # where --port or --host is given without the other
+EVERYWHERE = ("0.0.0.0", "[::]")
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -32,8 +38,35 @@ def serve(args: argparse.Namespace) -> int:
     log.info("settings read", extra={"files": ",".join(map(str, loaded.files)), "set": " ".join(args.set)})
     for warning in loaded.warnings:
         log.warning(warning)
+    if loaded.settings.api.tcp:
+        _have_a_key(loaded)
     model = store_of(loaded.settings.model, show_progress)
-    return daemon.run(msgspec.structs.replace(loaded.settings, model=model))
+    settings = msgspec.structs.replace(loaded.settings, model=model)
+    return daemon.run(settings, on_ready=lambda: print(ready_text(settings), flush=True))
+
+
+def ready_text(settings: Settings) -> str:
+    """Returns where the model is to be had, and what to do next."""
+    api, places = settings.api, []
+    if api.tcp:
+        places.append(f"{url_of(api.tcp)}/v1 (`edgemoe key show` prints the key)")
+    chat = "edgemoe chat" + ("" if Path(api.socket) == default_socket(os.environ) else f" --socket {api.socket}")
+    places.append(api.socket)
+    return f"{settings.model.name} is ready at {' and '.join(places)}\nNext, in another terminal: {chat}"
+
+
+def url_of(address: str) -> str:
+    """Returns the URL of a TCP listener, for a browser on this machine or, where it listens to all, on others."""
+    host, _, port = address.rpartition(":")
+    return f"http://{socket.gethostname() if host in EVERYWHERE else host}:{port}"
+
+
+def _have_a_key(loaded: Loaded) -> None:
+    """Makes the first key, in the default file only: one that is named and not there is a mistake."""
+    file = Path(loaded.settings.api.api_key_file)
+    if not file.exists() and loaded.origins["api.api_key_file"] == "default":
+        new_key(file, FIRST)
+        log.info("a key is made", extra={"file": file})
 
 
 def read_settings(args: argparse.Namespace) -> Loaded:
@@ -41,10 +74,20 @@ def read_settings(args: argparse.Namespace) -> Loaded:
     given = {
         "model.path": ("--model", getattr(args, "model", None)),
         "api.socket": ("--socket", getattr(args, "socket", None)),
+        "api.tcp": ("--host, --port", _address(args)),
         "cluster.join": ("--join", getattr(args, "join", None)),
     }
     options = {key: Value(value, origin) for key, (origin, value) in given.items() if value}
     return load(Path(args.config) if args.config else None, args.set, options)
+
+
+def _address(args: argparse.Namespace) -> str | None:
+    """Returns the HOST:PORT of --host and --port, where one of them is given."""
+    host, port = getattr(args, "host", None), getattr(args, "port", None)
+    if host is None and port is None:
+        return None
+    host = f"[{host}]" if host and ":" in host and not host.startswith("[") else host or LOCAL
+    return f"{host}:{PORT if port is None else port}"
 
 
 def show_progress(what: str) -> AbstractContextManager[Progress]:

@@ -101,7 +101,8 @@ def fill_paths(settings: Settings, env: Mapping[str, str]) -> Settings:
     state = env.get("STATE_DIRECTORY", "").partition(":")[0] or _cache(env)
     stores = Path(settings.model.store_dir or Path(state) / "stores").absolute()
     runtime = Path(settings.service.runtime_dir or beside(socket)).absolute()
-    settings = _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime))
+    keys = settings.api.api_key_file or default_keys(env)
+    settings = _replaced(settings, socket=str(socket), stores=str(stores), runtime=str(runtime), keys=str(keys))
     cluster = settings.cluster
     if cluster.node and not cluster.state_dir:
         cluster = msgspec.structs.replace(cluster, state_dir=str(stores.with_name("cluster") / cluster.node))
@@ -122,16 +123,22 @@ def default_socket(env: Mapping[str, str]) -> Path:
     return Path(env.get("XDG_RUNTIME_DIR") or _cache(env)) / "edgemoe.sock"
 
 
+def default_keys(env: Mapping[str, str]) -> Path:
+    """Returns the service's file of API keys under systemd, else one beside the user's settings."""
+    service = env.get("STATE_DIRECTORY", "").partition(":")[0]
+    return (Path(service) if service else search_path(env)[-1].parent) / "api-keys"
+
+
 def _cache(env: Mapping[str, str]) -> Path:
     return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME", "/")) / ".cache") / "edgemoe"
 
 
-def _replaced(settings: Settings, *, socket: str, stores: str, runtime: str) -> Settings:
+def _replaced(settings: Settings, *, socket: str, stores: str, runtime: str, keys: str) -> Settings:
     replace = msgspec.structs.replace
     return replace(
         settings,
         model=replace(settings.model, store_dir=stores),
-        api=replace(settings.api, socket=socket),
+        api=replace(settings.api, socket=socket, api_key_file=keys),
         service=replace(settings.service, runtime_dir=runtime),
     )
 

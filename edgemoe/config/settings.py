@@ -81,9 +81,10 @@ class CacheSettings(Section, frozen=True, kw_only=True):
 class ApiSettings(Section, frozen=True, kw_only=True):
     socket: Text = ""  # "" is $XDG_RUNTIME_DIR/edgemoe.sock, or /run/edgemoe/edgemoe.sock as a service
     socket_group: Text = ""  # group that may use the socket; "" leaves the process's own
-    tcp: Text = ""  # HOST:PORT of an optional TCP listener; needs api_key_file
-    api_key_file: Text = ""
+    tcp: Text = ""  # HOST:PORT of an optional TCP listener, for clients with a key
+    api_key_file: Text = ""  # "" is beside the user's settings, or in the service's state directory
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 8 << 20
+    aliases: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()  # names that mean the served model too; "*" is any
     cors_origins: tuple[str, ...] = ()  # of pages that may call the TCP listener from a browser; "*" is any
     max_connections: Count = 1024  # at once; at most half of the files that the process may open
     request_timeout_s: Seconds = 600.0
@@ -163,10 +164,6 @@ def check(settings: Settings) -> Settings:
         host, _, port = api.tcp.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f'api.tcp is {api.tcp!r}; write HOST:PORT, as in "127.0.0.1:8080"')
-        if not api.api_key_file:
-            raise ConfigError("api.tcp needs api.api_key_file: a TCP port without a key is open to everybody on it")
-    elif api.api_key_file:
-        raise ConfigError("api.api_key_file is used for api.tcp only; set api.tcp, or drop the key file")
     if record.dir and record.file_bytes > record.max_bytes:
         raise ConfigError("record.file_bytes is larger than record.max_bytes; one file must fit the limit")
     if record.hints and not record.dir:

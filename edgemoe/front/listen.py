@@ -53,21 +53,6 @@ def tcp_socket(address: str) -> socket.socket:
         raise ServiceError(f"api.tcp: cannot listen on {address}: {error}") from error
 
 
-def api_keys(file: Path) -> tuple[bytes, ...]:
-    """Returns the keys in `file`, one a line, without # comments. Raises ServiceError where it is unfit to hold any."""
-    try:
-        mode = file.stat().st_mode
-        lines = [line.strip() for line in file.read_bytes().splitlines()]
-    except OSError as error:
-        raise ServiceError(f"api.api_key_file {file}: {error.strerror}") from error
-    keys = tuple(line for line in lines if line and not line.startswith(b"#"))
-    if mode & stat.S_IRWXO:
-        raise ServiceError(f"api.api_key_file {file}: everybody may read it; chmod it to 0600 or 0640")
-    if not keys or min(map(len, keys)) < 16:
-        raise ServiceError(f"api.api_key_file {file}: needs a key of at least 16 characters on each line")
-    return keys
-
-
 @contextlib.contextmanager
 def sole_owner(directory: Path, remedy: str) -> Iterator[None]:
     """Holds the lock of a runtime directory. Raises ServiceError, which ends on `remedy`, where another daemon does."""

@@ -17,11 +17,12 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgemoe.api.app import Api, build
+from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.rpc.ipc import FrontEnd, private_directory
@@ -30,7 +31,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import EdgemoeError, RequestError
 from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
-from edgemoe.front.listen import api_keys, sole_owner, tcp_socket, unix_socket
+from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
 from edgemoe.front.own_engine import EngineDoor
 from edgemoe.front.request_router import RequestRouter
@@ -48,15 +49,16 @@ LOADING_MARGIN_S = 60  # the service manager is told at each tick that loading m
 OPEN_FILES = 65536
 
 
-def run(settings: Settings, command: Sequence[str] = WORKER) -> int:
+def run(settings: Settings, command: Sequence[str] = WORKER, on_ready: Callable[[], None] | None = None) -> int:
     """Serves the packed store at `settings.model.path` until told to stop; the exit status.
 
-    `settings` have their paths filled in. Raises ServiceError, CheckpointError where it cannot start.
+    `settings` have their paths filled in. `on_ready` is called once requests are answered. Raises ServiceError,
+    CheckpointError where it cannot start.
     """
     refuse_pickle()
     _raise_file_limit()
     try:
-        asyncio.run(Front(settings, command).serve_with_signals())
+        asyncio.run(Front(settings, command, on_ready=on_ready).serve_with_signals())
     except BaseExceptionGroup as group:
         raise _first(group) from group
     return 0
@@ -66,7 +68,11 @@ class Front:
     """One daemon. `serve` returns after `stop`."""
 
     def __init__(
-        self, settings: Settings, command: Sequence[str] = WORKER, env: Mapping[str, str] = os.environ
+        self,
+        settings: Settings,
+        command: Sequence[str] = WORKER,
+        env: Mapping[str, str] = os.environ,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = Metrics(settings.model.name)
@@ -76,6 +82,7 @@ class Front:
         self.integrity_errors = 0
         self._command = command
         self._env = env
+        self._on_ready = on_ready
         self._notifier = Notifier(env)
         self._stops = 0
         self._stopped = [asyncio.Event(), asyncio.Event()]  # drain, at once
@@ -101,7 +108,7 @@ class Front:
         runtime = private_directory(Path(settings.service.runtime_dir))
         with contextlib.ExitStack() as held:
             held.enter_context(sole_owner(runtime, _elsewhere(settings)))
-            keys = api_keys(Path(settings.api.api_key_file)) if settings.api.tcp else ()
+            keys = KeyRing(Path(settings.api.api_key_file)) if settings.api.tcp else None
             text = await asyncio.to_thread(_text_model, Path(settings.model.path))
             _give_back_memory()
             wire = FrontEnd(runtime)
@@ -156,6 +163,8 @@ class Front:
             fields = {"WATCHDOG": "1"}
             if supervisor.state == "ready" and not notified_ready:
                 notified_ready, fields["READY"] = True, "1"
+                if self._on_ready is not None:
+                    self._on_ready()
             elif not notified_ready:
                 fields["EXTEND_TIMEOUT_USEC"] = str(LOADING_MARGIN_S * 1_000_000)
             if (status := f"{supervisor.state}, {len(supervisor.request_log)} requests") != status_line:

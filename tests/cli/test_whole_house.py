@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from support.kept import KERNELS
 from support.readme import CURL, PARSED, PYTHON, README, TALK
@@ -20,6 +21,7 @@ from support.waiting import wait_until
 
 from edgemoe.cli.client import Client
 from edgemoe.cli.parser import build_parser
+from edgemoe.front.listen import tcp_socket
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for a daemon that may compile
 ROOT = Path(__file__).parents[2]
@@ -37,7 +39,8 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
     (home / "cache/edgemoe").mkdir(parents=True)
     (home / "cache/edgemoe/kernels").symlink_to(KERNELS)
-    command = ["edgemoe", "serve", *(word for setting in SMALL for word in ("--set", setting))]
+    env["PORT"] = str(free_port())
+    command = ["edgemoe", "serve", "--port", env["PORT"], *(word for setting in SMALL for word in ("--set", setting))]
     log = home / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output)
@@ -51,6 +54,11 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     finally:
         process.kill()
         process.wait()
+
+
+def free_port() -> int:
+    with tcp_socket("127.0.0.1:0") as free:
+        return int(free.getsockname()[1])
 
 
 def run(env: dict[str, str], *words: str, text: str | None = None) -> str:
@@ -135,3 +143,21 @@ def test_the_readmes_tree_names_what_is_there() -> None:
     assert len(names) > 15
     for indent, name in names:
         assert (ROOT / ("edgemoe" if indent else "") / name).exists(), name
+
+
+def test_by_tcp_a_key_is_needed_that_was_made_at_the_first_start(env: dict[str, str]) -> None:
+    said = (Path(env["HOME"]) / "log").read_text()
+    url = f"http://127.0.0.1:{env['PORT']}"
+    ready = said[said.index(" is ready at ") :].splitlines()
+    assert f" is ready at {url}/v1 (`edgemoe key show`" in ready[0]
+    assert ready[1] == "Next, in another terminal: edgemoe chat"
+    key = run(env, "edgemoe", "key", "show").strip()
+    (file,) = Path(env["HOME"]).rglob("api-keys")
+    assert file.stat().st_mode & 0o777 == 0o600
+    made = run(env, "edgemoe", "key", "new", "laptop", "--at-once", "2").strip()
+    assert json.loads(run(env, "edgemoe", "key", "--json"))[-1] == {"name": "laptop", "at_once": 2}
+    for secret, status in ((key, 200), (made, 200), ("sk-wrong", 401)):
+        answer = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {secret}"}, timeout=30)
+        assert answer.status_code == status
+    run(env, "edgemoe", "key", "remove", "laptop")
+    assert httpx.get(f"{url}/v1/models", headers={"x-api-key": made}, timeout=30).status_code == 401

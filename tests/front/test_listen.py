@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgemoe.errors import ServiceError
-from edgemoe.front.listen import api_keys, sole_owner, tcp_socket, unix_socket
+from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
 from edgemoe.front.notify import Notifier, passed_sockets
 
 
@@ -48,22 +48,6 @@ def test_two_daemons_cannot_share_a_runtime_directory(tmp_path: Path) -> None:
         sole_owner(tmp_path, remedy),
     ):
         pass
-
-
-def test_keys_are_read_from_a_file_that_others_cannot_read(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# comment\n\n0123456789abcdef\nfedcba9876543210\n")
-    file.chmod(0o600)
-    assert api_keys(file) == (b"0123456789abcdef", b"fedcba9876543210")
-    file.chmod(0o644)
-    with pytest.raises(ServiceError, match="chmod"):
-        api_keys(file)
-    file.write_text("short\n")
-    file.chmod(0o600)
-    with pytest.raises(ServiceError, match="at least 16"):
-        api_keys(file)
-    with pytest.raises(ServiceError):
-        api_keys(tmp_path / "none")
 
 
 def test_a_tcp_address_in_use_is_an_error() -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.http import responding as http
+from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
-from edgemoe.errors import InvalidRequest, RequestError
+from edgemoe.errors import InvalidRequest, QueueFull, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ OPEN = ("/health",)  # answered without a key, with the state only, for monitors
 class Doorway:
     """Wraps the application: request ids, keys, unexpected errors, counts."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[bytes], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing | None, metrics: Metrics) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
@@ -50,7 +50,10 @@ class Doorway:
             if refusal := self._refusal(scope, headers):
                 await refusal(scope, receive, numbered)
             else:
-                await self._app(scope, receive, numbered)
+                with self._counted(scope):
+                    await self._app(scope, receive, numbered)
+        except QueueFull as error:
+            await http.error_response(error, scope["path"])(scope, receive, numbered)
         except http.ClientGone:
             log.debug("a client hung up", extra={"request": name})
         except Exception as error:
@@ -69,7 +72,8 @@ class Doorway:
             response = http.error_response(twice, scope["path"])
             response.headers["connection"] = "close"
             return response
-        scope.setdefault("state", {})["known"] = known = self._knows(scope, headers)
+        known, key = self._client(scope, headers)
+        scope["state"] |= {"known": known, "key": key}
         if known or scope["path"] in OPEN:
             return None
         error = InvalidRequest("this listener needs `Authorization: Bearer KEY`", code="invalid_api_key")
@@ -78,10 +82,17 @@ class Doorway:
         response.headers["www-authenticate"] = "Bearer"
         return response
 
-    def _knows(self, scope: Scope, headers: Headers) -> bool:
-        """Returns whether the client uses the Unix socket or has given a valid key."""
-        if scope.get("state", {}).get("peer_uid") is not None or not self._keys:
-            return True
+    def _client(self, scope: Scope, headers: Headers) -> tuple[bool, ApiKey | None]:
+        """Returns whether the client uses the Unix socket or has given a valid key, and that key."""
+        if scope.setdefault("state", {}).get("peer_uid") is not None or self._keys is None:
+            return True, None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = (key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
-        return any([hmac.compare_digest(given, known) for known in self._keys])  # noqa: C419 (every key, always)
+        found = self._keys.find(key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", ""))
+        return found is not None, found
+
+    def _counted(self, scope: Scope) -> AbstractContextManager[None]:
+        """Counts what a key's client has the daemon do. Raises QueueFull beyond the key's limit."""
+        key = scope["state"]["key"]
+        return (
+            nullcontext() if key is None or self._keys is None or scope["method"] != "POST" else self._keys.running(key)
+        )

@@ -11,14 +11,14 @@ from edgemoe.cli.parser import commands, texts
 from edgemoe.cli.parser.options import CommandParser, Plain
 
 GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
-    ("Serve a model", (commands.serve, commands.service, commands.config, commands.reload)),
+    ("Serve a model", (commands.serve, commands.service, commands.key, commands.config, commands.reload)),
     ("Talk to it", (commands.chat, commands.generate)),
     ("See what it does", (commands.status,)),
     ("Keep models", (commands.pack, commands.models)),
     ("Several boxes", (commands.keygen, commands.witness)),
     ("Tools", (commands.completion, commands.replay)),
 )
-UNSAID = {"models": "list", "service": "status"}  # the action that is meant where none is given
+UNSAID = {"models": "list", "service": "status", "key": "list"}  # the action that is meant where none is given
 
 
 def build_parser() -> CommandParser:

@@ -15,6 +15,8 @@ def serve(commands: Any) -> None:
     parser = command(commands, "serve", "edgemoe.cli.serve:serve", "run the daemon in the foreground", texts.SERVE)
     parser.add_argument("--model", metavar="DIR", help="a packed store, a Hugging Face checkpoint, or a store's name")
     parser.add_argument("--socket", metavar="PATH", help="where the API listens")
+    parser.add_argument("--host", metavar="HOST", help="listen by TCP, too, on this address (default: 127.0.0.1)")
+    parser.add_argument("--port", metavar="PORT", type=int, help="listen by TCP, too, on this port (default: 8080)")
     parser.add_argument("--join", metavar="NODE,HOST:PORT,KEY", help="a box of a cluster to join (docs/cluster.md)")
     settings_options(parser)
 
@@ -142,3 +144,22 @@ def completion(commands: Any) -> None:
     summary = "print what makes a shell complete these commands"
     parser = command(commands, "completion", "edgemoe.cli.completion:run", summary, texts.COMPLETION)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+def key(commands: Any) -> None:
+    """Adds `edgemoe key` and its actions."""
+    handler = "edgemoe.cli.key:run"
+    found = actions(command(commands, "key", handler, "keep the keys of clients that come by TCP", texts.KEY))
+    listed = command(found, "list", handler, "list the keys' names and limits", texts.KEY_LIST)
+    listed.add_argument("--json", action="store_true", help="for programs")
+    made = command(found, "new", handler, "make a key", texts.KEY_NEW)
+    made.add_argument(
+        "--at-once", type=int, metavar="N", default=0, help="requests that it may have at once (default: any number)"
+    )
+    shown = command(found, "show", handler, "print a key", texts.KEY_SHOW)
+    removed = command(found, "remove", handler, "take a key away, from now on", texts.KEY_REMOVE)
+    for parser in (made, removed):
+        parser.add_argument("name", metavar="NAME", help="what the key is called")
+    shown.add_argument("name", metavar="NAME", nargs="?", help="what the key is called (default: the first)")
+    for parser in (listed, made, shown, removed):
+        settings_options(parser)

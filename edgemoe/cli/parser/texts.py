@@ -17,6 +17,7 @@ First steps:
 SERVE = """\
 Examples:
   edgemoe serve --model ./Qwen3-30B-A3B
+  edgemoe serve --model ./Qwen3-30B-A3B --port 8080             by TCP, too; `edgemoe key show` has the key
   edgemoe serve --model ./Mixtral-8x7B --set memory.ram_bytes=48GiB --set device.0.kind=cuda:0
   edgemoe serve --set device.0.kind=emulated --set device.0.expert_bytes=4MiB --set device.0.link_bytes_per_s=2GB/s
 
@@ -151,4 +152,34 @@ Examples, for the shells that are started from then on:
   edgemoe completion bash > ~/.local/share/bash-completion/completions/edgemoe
   edgemoe completion zsh > "${fpath[1]}/_edgemoe"
   edgemoe completion fish > ~/.config/fish/completions/edgemoe.fish
+"""
+
+KEY = """\
+Clients of a TCP port give a key; those of the Unix socket need none. Keys lie in api.api_key_file (0600), which the
+daemon reads again whenever it changes. Without an action they are listed. Examples:
+  edgemoe key
+  edgemoe key new laptop
+"""
+
+KEY_LIST = """\
+Examples:
+  edgemoe key list
+  edgemoe key list --json
+"""
+
+KEY_NEW = """\
+Prints the key. With --at-once, a request beyond the limit is refused with 429 until one has ended. Examples:
+  edgemoe key new laptop
+  edgemoe key new kiosk --at-once 2
+"""
+
+KEY_SHOW = """\
+Examples:
+  edgemoe key show
+  export OPENAI_API_KEY=$(edgemoe key show laptop)
+"""
+
+KEY_REMOVE = """\
+Requests that run go on; the next one is refused. Example:
+  edgemoe key remove laptop
 """

@@ -1,0 +1,61 @@
+"""Runs `edgemoe key`: makes, shows, lists and removes the keys of clients that come by TCP."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from edgemoe.api.keys import new_key, read_keys, remove_key
+from edgemoe.cli.output import console
+from edgemoe.config.loading import Loaded, load
+from edgemoe.errors import ServiceError
+
+SERVICE_KEYS = Path("/var/lib/edgemoe/api-keys")
+FIRST = "default"  # name of the key that `edgemoe serve` makes where there is none
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does one of the four. Raises ServiceError."""
+    file = key_file(load(Path(args.config) if args.config else None, args.set))
+    if args.action == "new":
+        print(new_key(file, args.name, args.at_once).secret)
+    elif args.action == "remove":
+        remove_key(file, args.name)
+        print(f"{args.name} is removed from {file}")
+    elif args.action == "show":
+        print(_secret(file, args.name))
+    else:
+        _list(file, as_json=args.json)
+    return 0
+
+
+def key_file(loaded: Loaded) -> Path:
+    """Returns the file of keys: the settings', else the service's where only that one exists."""
+    file = Path(loaded.settings.api.api_key_file)
+    default = loaded.origins["api.api_key_file"] == "default"
+    return SERVICE_KEYS if default and not file.exists() and SERVICE_KEYS.exists() else file
+
+
+def _secret(file: Path, name: str | None) -> str:
+    keys = read_keys(file)
+    found = [key.secret for key in keys if name in (None, key.name)]
+    if not found:
+        names = ", ".join(key.name for key in keys) or "none"
+        raise ServiceError(f"{file}: there is no key of the name {name!r}; there is {names}")
+    return found[0]
+
+
+def _list(file: Path, *, as_json: bool) -> None:
+    keys = read_keys(file) if file.exists() else ()
+    if as_json:
+        print(json.dumps([{"name": key.name, "at_once": key.at_once} for key in keys]))
+    elif not keys:
+        print(f"there are no keys in {file}; `edgemoe key new NAME` makes one")
+    else:
+        table = Table("key", "requests at once", title=f"Keys in {file}")
+        for key in keys:
+            table.add_row(key.name, str(key.at_once or "any number"))
+        console().print(table)
