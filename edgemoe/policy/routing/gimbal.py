@@ -1,0 +1,73 @@
+"""Chooses an engine by KV usage, load and user affinity, at once.
+
+Source: [Gimbal, Algorithm 1], "DP Engine Selection Algorithm". The text looks at load whenever KV usage is not badly
+uneven, the pseudo-code only when some engine is over the threshold, where it equals round robin while KV is ample: the
+default is the text's order, the pseudo-code's is `published`. RunningLoad counts the prompt tokens that are not
+computed yet; the source's running and waiting tokens (`published`) count what lies in KV, too, which made the text's
+order worse than round robin.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edgemoe.policy.routing.baselines import Turns
+from edgemoe.policy.routing.offers import EngineView, Offered
+
+MAX_USERS = 4096  # remembered; of more, the longest absent is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class GimbalThresholds:
+    """States when engines count as uneven [Gimbal, V-A2], and for how long a user's engine is remembered."""
+
+    kv_usage: float = 0.9
+    kv_difference: float = 0.1
+    load_tokens: int = 3000
+    affinity_s: float = 600.0
+
+
+class GimbalChoice:
+    """Owns which engine each user's requests went to last."""
+
+    def __init__(self, thresholds: GimbalThresholds, published: bool = False) -> None:
+        self._thresholds, self._published = thresholds, published
+        self._turns = Turns()  # line 1
+        self._engines = OrderedDict[str, tuple[str, float]]()  # user -> place, and when
+
+    def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
+        chosen = self._by_need(open_) or self._by_user(offered, open_, now_s) or self._turns(offered, open_, now_s)
+        if offered.user:
+            self._engines[offered.user] = (chosen.place, now_s)  # line 21
+            self._engines.move_to_end(offered.user)
+            if len(self._engines) > MAX_USERS:
+                self._engines.popitem(last=False)
+        return chosen
+
+    def _by_need(self, open_: Sequence[EngineView]) -> EngineView | None:
+        """Lines 3 to 14: the engine that evens out KV usage, or load."""
+        least = min(open_, key=lambda view: view.kv_usage)
+        most = max(view.kv_usage for view in open_)
+        over = most >= self._thresholds.kv_usage  # line 5
+        if over and most - least.kv_usage >= self._thresholds.kv_difference:  # line 6
+            return least
+        if self._published and not over:
+            return None
+        idlest = min(open_, key=self._load)
+        if max(map(self._load, open_)) - self._load(idlest) > self._thresholds.load_tokens:  # line 10
+            return idlest
+        return None
+
+    def _by_user(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView | None:
+        """Lines 15 to 19: the user's engine, where it is remembered and KV is nowhere short."""
+        place, when_s = self._engines.get(offered.user, ("", 0.0))
+        if now_s - when_s > self._thresholds.affinity_s:
+            return None
+        if max(view.kv_usage for view in open_) >= self._thresholds.kv_usage:
+            return None
+        return next((view for view in open_ if view.place == place), None)
+
+    def _load(self, view: EngineView) -> int:
+        return view.resident_tokens if self._published else view.prefill_tokens

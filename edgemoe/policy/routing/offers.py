@@ -1,0 +1,112 @@
+"""What a routing policy goes by: requests that are offered, and what is known of the engines.
+
+A policy is called when an offer comes, and when an engine has said how it is; what it leaves is offered again. An
+offer names its prefix by keyed hashes of its blocks, each of which stands for all tokens up to its end, so that the
+keys an engine holds say how much of a prompt it need not compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.types.step import BLOCK_TOKENS
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offered:
+    """States what a policy may know of a request that waits. Times are the policy's clock."""
+
+    request: str
+    prompt_tokens: int
+    arrived_s: float
+    max_tokens: int = 1
+    expected_tokens: float = 0.0  # of output, at most `max_tokens`
+    user: str = ""  # keyed; "": nobody's
+    lead_tokens: float = 0.0  # service that the user had beyond the least served one
+    prefix: tuple[int, ...] = ()  # keyed hashes of its blocks, in order
+    key_tokens: int = BLOCK_TOKENS  # that each of these covers
+    signature: Values | None = None  # [L, E] how often its prompt chose each expert
+
+    @property
+    def blocks(self) -> int:
+        """Counts the KV blocks that its prompt and its first token take."""
+        return -(-(self.prompt_tokens + 1) // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineView:
+    """States what is known of an engine that takes requests."""
+
+    place: str
+    slots: int  # requests that run at once
+    capacity: int  # that may be there, waiting ones included
+    blocks: int  # KV blocks in all
+    free_blocks: int  # neither in use nor needed by the prompts that wait there
+    running: int = 0
+    waiting: int = 0
+    prefill_tokens: int = 0  # of running and waiting prompts, not computed yet
+    remaining_tokens: float = 0.0  # of output, that those there are expected to write yet
+    tokens_per_s: float = 1.0  # of prefill
+    prefixes: frozenset[int] = frozenset()  # keys of the prompts that its prefix cache has
+    users: frozenset[str] = frozenset()  # whose requests it had last
+    taken: frozenset[str] = frozenset()  # requests that reached it lately
+    reported_s: float = 0.0  # when it was so
+    resident: Values | None = None  # [L, E] what reaching each expert costs it, beside one in place
+    union: Values | None = None  # [L, E] log of the chance that none of those there chooses the expert
+
+    @property
+    def requests(self) -> int:
+        return self.running + self.waiting
+
+    @property
+    def kv_usage(self) -> float:
+        return (self.blocks - self.free_blocks) / max(1, self.blocks)
+
+    @property
+    def resident_tokens(self) -> int:
+        """Counts the tokens in KV blocks and those to be computed."""
+        return (self.blocks - self.free_blocks) * BLOCK_TOKENS + self.prefill_tokens
+
+
+class Assignment(NamedTuple):
+    """An offer's engine."""
+
+    request: str
+    place: str
+
+
+class RoutingPolicy(Protocol):
+    """Assigns offers to engines. Owns what it remembers between calls, and nothing else."""
+
+    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+        """Returns an engine for each offer that is to go now: each at most once, none to an engine that is full.
+
+        `offers` are in order of arrival; `views` are up to date, or corrected by `Dispatches`.
+        """
+
+
+def cached_tokens(offered: Offered, view: EngineView) -> int:
+    """Counts the tokens of the prompt that the engine's prefix cache has; never all, for the last one gives logits."""
+    known = next((n for n, key in enumerate(offered.prefix) if key not in view.prefixes), len(offered.prefix))
+    return min(known * offered.key_tokens, offered.prompt_tokens - 1)
+
+
+def with_offer(view: EngineView, offered: Offered) -> EngineView:
+    """Returns the engine as it is once the offer waits there."""
+    cached = cached_tokens(offered, view)
+    return replace(
+        view,
+        waiting=view.waiting + 1,
+        prefill_tokens=view.prefill_tokens + offered.prompt_tokens - cached,
+        free_blocks=view.free_blocks - offered.blocks + cached // BLOCK_TOKENS,
+        remaining_tokens=view.remaining_tokens + offered.expected_tokens,
+        prefixes=view.prefixes.union(offered.prefix) if offered.prefix else view.prefixes,
+        users=view.users | {offered.user} if offered.user else view.users,
+    )

@@ -1,0 +1,110 @@
+"""Leaves requests in one queue until an engine has room, which then takes the one that costs it least, aged.
+
+Ours, in place of [Gimbal, Algorithm 1]. An engine has room while a slot is free there and what it has still to prefill
+is less than a step or two; a request fits if its prompt does beside a share of the output that is expected of all
+there. Of all pairs that fit, the one goes first that has the least
+
+    key = seconds until its prompt would be computed there + other costs + lead - k * seconds waited         (1)
+
+the same rule as engines order their own queues by (`policy.sjf`, formula 1). Tokens that the prefix cache has are not
+counted, so a request goes where its prefix is unless that is busy or it has waited for long.
+
+Starvation bound. A request that costs c seconds is overtaken only by requests that come within (c + LEAD_S) / k
+seconds after it. If it fits nowhere by then, the engine with the most free blocks takes nothing else until it fits, at
+the latest when what it has there is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Values, cached_tokens, with_offer
+from edgemoe.policy.sjf import LEAD_S
+from edgemoe.types.arrays import BoolArray
+from edgemoe.types.step import BLOCK_TOKENS
+
+CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]  # seconds, [W, R]
+
+
+@dataclass(frozen=True, slots=True)
+class PullLimits:
+    """States when an engine has room, and how fast requests age."""
+
+    ahead_tokens: int = 1024  # to be prefilled there, at which an engine takes nothing
+    aging: float = 0.4  # seconds of prefill that a second of waiting makes up for: k
+    output_reserve: float = 0.25  # of the expected remaining output, kept free in KV
+
+
+class Pull:
+    """Has engines with room take what costs them least. Remembers nothing."""
+
+    def __init__(self, limits: PullLimits, *terms: CostTerm) -> None:
+        """`terms` are what else a request costs an engine, beside its prefill."""
+        self._limits, self._terms = limits, terms
+
+    def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+        """Returns what engines with room take; the rest is to be offered again."""
+        open_ = [view for view in views if self._has_room(view)]
+        answer: list[Assignment] = []
+        if not offers or not open_:
+            return answer
+        left, cached = list(offers), _cached(offers, open_)
+        while left and open_:
+            keys = self._keys(left, open_, cached, now_s)
+            fits = self._fits(left, open_, cached)
+            first = int(np.argmin(keys.min(axis=0)))
+            if keys[:, first].min() <= 0.0 and not fits[:, first].any():
+                w, r = max(range(len(open_)), key=lambda w: open_[w].free_blocks), first
+                full = True
+            elif fits.any():
+                w, r = divmod(int(np.argmin(np.where(fits, keys, np.inf))), len(left))
+                answer.append(Assignment(left[r].request, open_[w].place))
+                open_[w] = with_offer(open_[w], left[r])
+                full = not self._has_room(open_[w])
+            else:
+                break
+            left.pop(r)
+            cached = np.delete(cached, r, axis=1)
+            if full:
+                open_.pop(w)
+                cached = np.delete(cached, w, axis=0)
+            elif left:
+                cached[w] = _cached(left, [open_[w]])
+        return answer
+
+    def keys(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> Values:
+        """Returns (1) of each offer at each engine, [W, R]; the lowest goes first."""
+        return self._keys(offers, views, _cached(offers, views), now_s)
+
+    def _keys(self, offers: Sequence[Offered], views: Sequence[EngineView], cached: Values, now_s: float) -> Values:
+        tokens = np.array([offered.prompt_tokens for offered in offers])
+        lead = np.array([offered.lead_tokens for offered in offers])
+        waited_s = now_s - np.array([offered.arrived_s for offered in offers])
+        speed = np.array([view.tokens_per_s for view in views])[:, None]
+        backlog = np.array([view.prefill_tokens for view in views])[:, None]
+        cost_s = (backlog + tokens - cached) / speed + sum(term(offers, views) for term in self._terms)
+        return np.asarray(cost_s + np.minimum(lead / speed, LEAD_S) - self._limits.aging * waited_s)
+
+    def _has_room(self, view: EngineView) -> bool:
+        return view.requests < min(view.slots, view.capacity) and view.prefill_tokens < self._limits.ahead_tokens
+
+    def _fits(self, offers: Sequence[Offered], views: Sequence[EngineView], cached: Values) -> BoolArray:
+        """Returns which offer fits the KV of which engine, [W, R]. An idle engine takes any."""
+        blocks = np.array([offered.blocks for offered in offers]) - cached // BLOCK_TOKENS
+        expected = np.array([offered.expected_tokens for offered in offers])
+        remaining = np.array([view.remaining_tokens for view in views])[:, None]
+        reserve = self._limits.output_reserve * (remaining + expected) / BLOCK_TOKENS
+        free = np.array([view.free_blocks if view.requests else np.inf for view in views])[:, None]
+        return np.asarray(blocks + reserve <= free)
+
+
+def _cached(offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
+    """Returns how much of each prompt each engine has in its prefix cache, [W, R]."""
+    cached = np.zeros((len(views), len(offers)))
+    for r, offered in enumerate(offers):
+        if offered.prefix:
+            cached[:, r] = [cached_tokens(offered, view) for view in views]
+    return cached

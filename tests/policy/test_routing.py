@@ -1,0 +1,220 @@
+"""Which engine gets which waiting request: properties of every policy, Algorithm 1 case by case, the correction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgemoe.policy.routing.baselines import Anywhere, BetterOfTwo, ByLabel, Push, Turns, fewest, least_requests
+from edgemoe.policy.routing.dispatches import FORGET_S, Dispatches
+from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy, cached_tokens
+from edgemoe.policy.routing.pull import Pull, PullLimits
+
+POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
+    "turns": lambda: Push(Turns()),
+    "anywhere": lambda: Push(Anywhere(Random(1))),
+    "better of two": lambda: Push(BetterOfTwo(Random(1))),
+    "by label": lambda: Push(ByLabel({"0": frozenset(["a"])})),
+    "fewest": lambda: Push(fewest),
+    "least requests": lambda: Push(least_requests),
+    "gimbal": lambda: Push(GimbalChoice(GimbalThresholds())),
+    "published": lambda: Push(GimbalChoice(GimbalThresholds(), published=True)),
+    "pull": lambda: Pull(PullLimits()),
+}
+
+
+def offer(request: str = "r", prompt: int = 100, arrived_s: float = 0.0, user: str = "") -> Offered:
+    return Offered(request, prompt, arrived_s, max_tokens=64, expected_tokens=32.0, user=user)
+
+
+def engine(place: str, used: float = 0.0, prefill: int = 0, running: int = 0, waiting: int = 0) -> EngineView:
+    return EngineView(
+        place, 8, 16, 1000, round(1000 * (1 - used)), running, waiting, prefill_tokens=prefill, tokens_per_s=1000.0
+    )
+
+
+offers_ = st.lists(
+    st.builds(
+        Offered,
+        st.uuids().map(str),
+        st.integers(1, 40_000),
+        st.floats(0.0, 100.0),
+        st.integers(1, 4096),
+        st.floats(0.0, 4096.0),
+        st.sampled_from(["", "u", "v"]),
+        st.floats(0.0, 1e6),
+        st.lists(st.integers(0, 3), max_size=4).map(tuple),
+    ),
+    max_size=12,
+    unique_by=lambda offered: offered.request,
+)
+engines_ = st.lists(
+    st.builds(
+        EngineView,
+        st.sampled_from("abcdef"),
+        st.integers(1, 8),
+        st.integers(1, 16),
+        st.just(2000),
+        st.integers(-100, 2000),
+        st.integers(0, 8),
+        st.integers(0, 16),
+        st.integers(0, 5000),
+        st.floats(0.0, 1e5),
+        st.floats(1.0, 1e5),
+        st.frozensets(st.integers(0, 3)),
+    ),
+    max_size=6,
+    unique_by=lambda view: view.place,
+)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(offers=offers_, views=engines_)
+def test_every_offer_is_assigned_at_most_once_and_none_to_an_engine_that_is_full(
+    name: str, offers: list[Offered], views: list[EngineView]
+) -> None:
+    given_ = POLICIES[name]().assign(offers, views, 100.0)
+    assert max(Counter(request for request, _ in given_).values(), default=0) <= 1
+    assert {request for request, _ in given_} <= {offered.request for offered in offers}
+    took = Counter(place for _, place in given_)
+    assert all(view.requests + took[view.place] <= view.capacity for view in views if took[view.place])
+    assert set(took) <= {view.place for view in views}
+
+
+@given(offers=offers_, views=engines_)
+def test_pull_gives_an_engine_only_what_its_blocks_slots_and_step_have_room_for(
+    offers: list[Offered], views: list[EngineView]
+) -> None:
+    limits = PullLimits()
+    there = {view.place: view for view in views}
+    asked = {offered.request: offered for offered in offers}
+    for request, place in Pull(limits).assign(offers, views, 100.0):
+        view, offered = there[place], asked[request]
+        cached = cached_tokens(offered, view)
+        assert view.requests < view.slots
+        assert view.prefill_tokens < limits.ahead_tokens
+        reserve = limits.output_reserve * (view.remaining_tokens + offered.expected_tokens)
+        needed = offered.blocks - cached // 16 + reserve / 16
+        assert not view.requests or needed <= view.free_blocks
+        there[place] = replace(
+            view,
+            waiting=view.waiting + 1,
+            prefill_tokens=view.prefill_tokens + offered.prompt_tokens - cached,
+            free_blocks=view.free_blocks - offered.blocks + cached // 16,
+            remaining_tokens=view.remaining_tokens + offered.expected_tokens,
+            prefixes=view.prefixes | set(offered.prefix),
+        )
+
+
+@given(prompt=st.integers(500, 4000), others=st.lists(st.integers(100, 400), min_size=10, max_size=40))
+def test_a_long_prompt_is_overtaken_only_by_requests_that_come_before_its_age_outweighs_it(
+    prompt: int, others: list[int]
+) -> None:
+    """One engine of 1,000 tokens/s, which a stream of short ones would keep busy for ever."""
+    pull, limits = Pull(PullLimits()), PullLimits()
+    waiting = {"long": offer("long", prompt)}
+    bound_s, busy_s, now_s, last_s = prompt / 1000.0 / limits.aging, 0.0, 0.0, 0.0
+    stream = iter(others * 1000)
+    while "long" in waiting:
+        while last_s <= now_s:  # somewhat more than the engine can do
+            tokens = next(stream)
+            waiting[f"{last_s}"] = offer(f"{last_s}", tokens, last_s)
+            last_s += 0.9 * tokens / 1000.0
+        [(request, _), *_] = pull.assign(list(waiting.values()), [engine("a")], now_s)
+        assert waiting[request].arrived_s <= bound_s + 1e-6
+        busy_s = waiting.pop(request).prompt_tokens / 1000.0
+        now_s += busy_s
+
+
+def test_an_engine_is_kept_for_an_aged_request_that_fits_nowhere_and_the_others_go_on() -> None:
+    views = [engine("a", used=0.95, running=2), engine("b", used=0.9, running=1)]
+    offers = [offer("large", 4000, arrived_s=0.0), offer("small", 100, arrived_s=99.0), offer("next", 100, 99.5)]
+    assert Pull(PullLimits()).assign(offers, views, 1.0) == [("small", "a"), ("next", "b")]
+    assert Pull(PullLimits()).assign(offers, views, 100.0) == [("small", "a"), ("next", "a")]
+    assert Pull(PullLimits()).assign(offers, [engine("b")], 100.0)[0] == ("large", "b")
+
+
+def test_pull_takes_the_shortest_and_prefers_the_engine_that_has_the_prefix_until_that_is_busy() -> None:
+    holder = replace(engine("b"), prefixes=frozenset([7, 8]))
+    long = replace(offer("long", 900), prefix=(7, 8, 9), key_tokens=256)
+    assert Pull(PullLimits()).assign([long, offer("short", 200)], [engine("a")], 0.0)[0].request == "short"
+    assert Pull(PullLimits()).assign([long], [engine("a"), holder], 0.0) == [("long", "b")]
+    assert Pull(PullLimits()).assign([long], [engine("a"), replace(holder, prefill_tokens=600)], 0.0) == [("long", "a")]
+
+
+def test_what_else_a_request_costs_an_engine_counts_beside_its_prefill() -> None:
+    pull = Pull(PullLimits(), lambda offers, views: Pull(PullLimits()).keys(offers, views, 0.0) * -2.0)
+    assert pull.assign([offer("short", 100), offer("long", 900)], [engine("a")], 0.0)[0].request == "long"
+
+
+@pytest.mark.parametrize(
+    ("views", "text", "published"),
+    [
+        # KV over the threshold and uneven: the engine with the least of it (lines 5 to 7)
+        ([engine("a", 0.95), engine("b", 0.5, prefill=9000)], "b", "b"),
+        # over the threshold and even: load decides where it differs by more than a request (lines 9 to 13)
+        ([engine("a", 0.95, prefill=4000), engine("b", 0.91)], "b", "b"),
+        # KV ample: the text looks at load here, too, the pseudo-code only at turns
+        ([engine("a", 0.1, prefill=4000), engine("b", 0.2)], "b", "a"),
+        # at the thresholds: usage counts from them on, load only beyond
+        ([engine("a", 0.9), engine("b", 0.75)], "b", "b"),
+        ([engine("a", 0.5, prefill=3000), engine("b", 0.5)], "a", "a"),
+        # over by less than the difference, and load alike: in turn
+        ([engine("a", 0.95), engine("b", 0.9)], "a", "a"),
+    ],
+)
+def test_algorithm_1_case_by_case(views: list[EngineView], text: str, published: str) -> None:
+    for expected, literal in ((text, False), (published, True)):
+        policy = Push(GimbalChoice(GimbalThresholds(), literal))
+        assert policy.assign([offer()], views, 0.0) == [("r", expected)]
+
+
+def test_a_users_requests_stay_with_an_engine_until_it_has_expired_or_kv_is_short_anywhere() -> None:
+    views = [engine("a"), engine("b")]
+    policy = Push(GimbalChoice(GimbalThresholds(affinity_s=10.0)))
+    assert policy.assign([offer("1", user="u"), offer("2", user="v"), offer("3", user="u")], views, 0.0) == [
+        ("1", "a"),
+        ("2", "b"),
+        ("3", "a"),
+    ]
+    assert policy.assign([offer("4", user="v")], views, 10.0)[0].place == "b"
+    crowded = [engine("a", 0.93), engine("b", 0.92)]
+    assert policy.assign([offer("5", user="v")], crowded, 10.0)[0].place == "a"
+    assert policy.assign([offer("6", user="v")], views[1:], 10.0)[0].place == "b", "its engine is gone"
+    assert policy.assign([offer("7", user="v")], views, 21.0)[0].place == "a", "in turn again"
+
+
+def test_baselines_choose_as_their_names_say() -> None:
+    views = [engine("a", running=5), engine("b", running=1, waiting=3), engine("c", running=8)]
+    three = [offer(name) for name in "xyz"]
+    assert [place for _, place in Push(Turns()).assign(three, views, 0.0)] == ["a", "b", "c"]
+    assert [place for _, place in Push(fewest).assign(three, views, 0.0)] == ["b", "a", "b"]
+    assert [place for _, place in Push(least_requests).assign(three, views, 0.0)] == ["a", "c", "a"]
+    assert Push(ByLabel({"x": frozenset("c")})).assign(three, views, 0.0)[0].place == "c"
+
+
+def test_a_ledger_counts_a_dispatch_until_a_report_names_it() -> None:
+    dispatches = Dispatches()
+    dispatches.hear(engine("a"))
+    dispatches.hear(engine("b"))
+    dispatches.dispatch(offer("1", 100), "a", 0.0)
+    dispatches.dispatch(offer("2", 300), "a", 0.1)
+    a, b = dispatches.views()
+    assert (a.waiting, a.prefill_tokens, a.free_blocks) == (2, 400, 1000 - 7 - 19)
+    assert b.requests == 0
+    dispatches.hear(replace(engine("a", prefill=90, running=1), taken=frozenset("1"), reported_s=0.5))
+    assert [(view.requests, view.prefill_tokens) for view in dispatches.views()] == [(2, 390), (0, 0)]
+    dispatches.withdraw("2")
+    assert dispatches.views()[0].requests == 1
+    dispatches.dispatch(offer("3"), "b", 1.0)
+    dispatches.hear(replace(engine("b"), reported_s=1.0 + FORGET_S + 0.1))
+    assert dispatches.views()[1].requests == 0, "lost on the way"
+    dispatches.forget("a")
+    assert [view.place for view in dispatches.views()] == ["b"]
