@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
+from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.policy.blame import Attempts
 from edgemoe.types.request import Emission, Request
 
@@ -27,45 +28,6 @@ RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
 # A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
 # thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
 SHARE_OF_FREE = 4
-
-
-class LoggedSubmission:
-    """The requests of one HTTP request: an async iterator over what they emit, in batches."""
-
-    def __init__(self, request_log: RequestLog, deadline: float) -> None:
-        self.deadline = deadline
-        self.live: set[str] = set()
-        self._request_log = request_log
-        self._items: list[Emission] = []
-        self._error: RequestError | None = None
-        self._news = asyncio.Event()
-
-    async def __aiter__(self) -> AsyncIterator[list[Emission]]:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if items := self._items:
-                self._items = []
-                yield items
-            if self._error is not None:
-                raise self._error
-            if not self.live and not self._items:
-                return
-
-    def cancel(self, request: str) -> None:
-        """Ends one of the requests."""
-        self._request_log.cancel(request)
-        self._news.set()
-
-    def put(self, emission: Emission) -> None:
-        """Hands over an emission. Called by the request log."""
-        self._items.append(emission)
-        self._news.set()
-
-    def fail(self, error: RequestError) -> None:
-        """Ends the iteration with `error`, after what is already there. Called by the request log."""
-        self._error = self._error or error
-        self._news.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +54,8 @@ class RequestLog:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`submit` hands a message to an engine and names it, or "" where none takes it; `cancel` names the engine."""
-        self.capacity = capacity  # requests alive at once, waiting ones included
+        self.capacity = capacity  # requests alive at once, waiting ones included, as far as our engine has room
+        self.room_elsewhere: Callable[[], int] = lambda: 0  # what others have of them, and room for
         self.closed: RequestError | None = None  # why nothing is accepted
         self.stale = 0  # emissions of an earlier attempt, or of none
         self.gaps = 0  # emissions that skipped an index
@@ -104,6 +67,7 @@ class RequestLog:
         self._suspects: deque[LoggedRequest] = deque()  # to be tried one by one
         self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
+        self._most = capacity  # alive at once, by the room that there was when the last was taken in
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -111,9 +75,14 @@ class RequestLog:
         return len(self._live)
 
     @property
+    def room(self) -> int:
+        """Returns how many requests may be alive at once, on all boxes."""
+        return self.capacity + self.room_elsewhere()
+
+    @property
     def capacity_per_user(self) -> int:
         """Returns how many of them one user gets while nobody else has any."""
-        return SHARE_OF_FREE * (self.capacity + 1) // (SHARE_OF_FREE + 1)
+        return SHARE_OF_FREE * (self.room + 1) // (SHARE_OF_FREE + 1)
 
     # --- what the application calls ---
 
@@ -123,9 +92,9 @@ class RequestLog:
 
         Raises QueueFull, InvalidRequest (more than would ever fit), and whatever `closed` says.
         """
-        self._check_room(requests)
-        now = self._now()
-        ticket = LoggedSubmission(self, now + timeout_s)
+        self._check_room(requests, room := self.room)
+        self._most, now = max(room, len(self._live)), self._now()
+        ticket = LoggedSubmission(self.cancel, now + timeout_s)
         for request in requests:
             self._live[request.id] = live = LoggedRequest(request, ticket, now)
             ticket.live.add(request.id)
@@ -229,15 +198,15 @@ class RequestLog:
             assert live.ticket.live <= self._live.keys(), f"the ticket of {name} holds forgotten requests"
         assert not self._suspects or self._on_trial in self._live, "suspects wait, and nobody is on trial"
         assert self._idle.is_set() == (not self._live), "idle, with requests alive (or the other way round)"
-        assert len(self._live) <= self.capacity, "more requests than there is room for"
+        assert len(self._live) <= self._most, "more requests than there is room for"
 
-    def _check_room(self, requests: Sequence[Request]) -> None:
+    def _check_room(self, requests: Sequence[Request], room: int) -> None:
         wanted = len(requests)
         if self.closed is not None:
             raise self.closed
-        if wanted > self.capacity:
-            raise InvalidRequest(f"{wanted} choices at once are more than the {self.capacity} that can ever wait")
-        free = self.capacity - len(self._live)
+        if wanted > room:
+            raise InvalidRequest(f"{wanted} choices at once are more than the {room} that can ever wait")
+        free = room - len(self._live)
         held = sum(live.request.user == requests[0].user for live in self._live.values())
         if wanted > free or (held and held + wanted > SHARE_OF_FREE * free):
             wait_s = min(60.0, max(1.0, self._mean_s * wanted / 2))

@@ -17,6 +17,9 @@ class OtherEngines(Protocol):
     def places(self) -> Collection[str]:
         """Returns those that take requests."""
 
+    def room(self) -> int:
+        """Returns how many requests of this front they have, and have room for."""
+
     def submit(self, message: Submit) -> str:
         """Hands a request to the engine of choice, ours or another box's, and names it; "" where none takes it."""
 
@@ -36,6 +39,7 @@ class RequestRouter:
     def join(self, others: OtherEngines) -> None:
         """Hands requests to these engines too from now on."""
         self._others = others
+        self.log.room_elsewhere = others.room
 
     @property
     def elsewhere(self) -> Collection[str]:

@@ -72,6 +72,12 @@ class Router:
         """Returns engines of other boxes that take requests."""
         return self.elsewhere().keys()
 
+    def room(self) -> int:
+        """Returns how many of our requests other boxes' engines have, and have room for."""
+        loads = [self._load(place, node) for place, node in self.elsewhere().items()]
+        free = sum(max(0, load.capacity - load.requests) for load in loads)
+        return free + sum(self._requests.count_at(load.place) for load in loads)
+
     def submit(self, message: Submit) -> str:
         """Hands a request to the engine of choice, and names that; "" where there is none."""
         now = time.monotonic()

@@ -35,8 +35,8 @@ from edgemoe.cluster.rpc.engine_messages import (
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError
 from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
-from edgemoe.front.request_log import LoggedSubmission
 from edgemoe.front.request_router import RequestRouter
+from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
@@ -126,7 +126,7 @@ class Supervisor:
             "engine": {"pid": engine.process.pid if engine else None, "starts": self.starts, "last_end": self.why},
             "requests": {
                 "live": len(self.request_log),
-                "capacity": self.request_log.capacity,
+                "capacity": self.request_log.room,
                 "capacity_per_user": self.request_log.capacity_per_user,
             },
         }

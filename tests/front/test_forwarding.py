@@ -111,6 +111,14 @@ async def test_requests_are_spread_and_say_the_same_wherever_they_run(two: tuple
         assert not len(cluster_of(b).hosted_requests)
 
 
+async def test_one_boxs_full_queue_turns_nobody_away_while_another_has_room(two: tuple[Settings, Settings]) -> None:
+    small = msgspec.structs.replace(two[0].engine, max_sequences=1, max_queue=1)
+    async with both((msgspec.structs.replace(two[0], engine=small), two[1])) as (a, b):
+        expected = await texts(b, 12)
+        assert await texts(a, 12) == expected
+        assert cluster_of(b).hosted_requests.served >= 10
+
+
 async def test_a_forwarded_stream_outlives_the_engine_it_runs_on(two: tuple[Settings, Settings]) -> None:
     async with both(two) as (a, b):
         expected = await texts(a)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
-from edgemoe.front.request_log import LoggedSubmission, RequestLog
+from edgemoe.front.request_log import RequestLog
+from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.policy.blame import DEATHS, FRUITLESS_ATTEMPTS, FURTHER_TOKENS
 from edgemoe.types.request import Emission, Request, Sampling
 

@@ -1,0 +1,1 @@
+"""Requests of this front: who waits for them, and where they are to run."""
