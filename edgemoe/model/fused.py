@@ -1,4 +1,7 @@
-"""Runs steps of one token per sequence on the CPU: per layer one kernel call and one call to the experts."""
+"""Runs steps of one token per sequence on the CPU.
+
+Where every expert is in memory that is one kernel call for all layers; else, per layer, one and one to the experts.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import torch
 
 from edgemoe.families.records import Block, FeedForward, Heads, RopeSpec, RouterSpec
 from edgemoe.families.spec import ModelSpec
-from edgemoe.kernels.cpu.decode_layer import HEAD, LAYER, STEP
 from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP
+from edgemoe.kernels.cpu.steps.decode_step import WHOLE_STEP
 from edgemoe.model.attention import block_tables, paged
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer
@@ -21,7 +25,7 @@ from edgemoe.model.layers.matrix import Matrix
 from edgemoe.model.rope import Rope
 from edgemoe.model.scores import Scores
 from edgemoe.model.weights import Weights
-from edgemoe.types.step import Batch, Experts
+from edgemoe.types.step import Batch, ExpertPlaces, Experts
 
 Record = npt.NDArray[Any]
 IDS, WEIGHTS, DELTA = (place_of(STEP, name) for name in ("ids", "weights", "delta"))
@@ -58,6 +62,10 @@ class FusedDecoder:
         self._head = np.zeros(1, HEAD)
         self._head["step"], self._head["norm"] = self._step.ctypes.data, weights.norm.weight.data_ptr()
         self._head["head"] = self._matrix(weights.head)
+        self._whole = np.zeros(1, WHOLE_STEP)
+        self._whole["step"], self._whole["count"] = self._step.ctypes.data, spec.layers
+        self._whole["layers"] = self._layers.ctypes.data
+        self._kv: KVCache | None = None  # whose addresses the layers' records have
 
     def _sizes(self) -> Record:
         step, spec, heads, router = np.zeros(1, STEP), self._spec, self._heads, self._spec.router
@@ -101,6 +109,9 @@ class FusedDecoder:
         step["positions"], step["residual"] = batch.positions.data_ptr(), residual.data_ptr()
         step["cos"], step["sin"], step["hidden"] = cos.data_ptr(), sin.data_ptr(), hidden.data_ptr()
         self._begin(tokens, tables, contexts, kv)
+        if experts.places is not None:
+            self._run(experts, experts.places, hidden, ids, weights)
+            return self._logits(batch.logit_rows)
         for layer, (chosen, shares) in enumerate(zip(ids.unbind(0), weights.unbind(0), strict=True)):
             self._call[IDS], self._call[WEIGHTS] = chosen.data_ptr(), shares.data_ptr()
             self._kernels.layer(self._addresses[layer])
@@ -109,6 +120,26 @@ class FusedDecoder:
             mixed = experts.forward(layer, hidden, chosen, shares).float()
             self._call[DELTA] = mixed.data_ptr()
         return self._logits(batch.logit_rows)
+
+    def _run(
+        self, experts: Experts, places: ExpertPlaces, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        """Runs all layers in one call; layers at which it stops have their experts computed by `experts`."""
+        whole, scratch, (layers, tokens, k) = self._whole, self._kernels.scratch, ids.shape
+        pairs = tokens * k
+        whole["places"], whole["next"], whole["served"] = places.address(tokens, pairs), 0, 0
+        whole["ids"], whole["weights"] = ids.data_ptr(), weights.data_ptr()
+        whole["out"] = scratch("step.experts", tokens * self._spec.hidden)
+        for name in ("slots", "offsets", "index"):
+            whole[name] = scratch(f"step.{name}", pairs + 1, np.int64)
+        whole["shares"] = scratch("step.shares", pairs)
+        whole["counts"] = scratch("step.counts", self._spec.router.experts, np.int64)
+        self._kernels.whole_step(whole.ctypes.data)
+        while (layer := int(whole["next"][0])) < layers:
+            mixed = experts.forward(layer, hidden, ids[layer], weights[layer]).float()
+            self._call[DELTA], whole["next"] = mixed.data_ptr(), layer + 1
+            self._kernels.whole_step(whole.ctypes.data)
+        experts.computed(ids, weights, int(whole["served"][0]))
 
     def _begin(self, tokens: int, tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], kv: KVCache) -> None:
         """Writes the addresses of scratch memory, block tables and KV cache into the records."""
@@ -124,9 +155,11 @@ class FusedDecoder:
         attention["queries"] = scratch("step.queries", tokens * queries)
         attention["out"] = step["attended"]
         step["attention"] = attention.ctypes.data
-        for layer in range(spec.layers):
-            pages = paged(heads.count, kv, layer, self._scores)
-            self._layers[layer]["keys"], self._layers[layer]["values"] = pages.keys, pages.values
+        if kv is not self._kv:
+            self._kv = kv
+            for layer in range(spec.layers):
+                pages = paged(heads.count, kv, layer, self._scores)
+                self._layers[layer]["keys"], self._layers[layer]["values"] = pages.keys, pages.values
 
     def _hint(self, experts: Experts, layer: int, hidden: torch.Tensor) -> None:
         """Applies the gates of the next layers to this layer's expert input, and passes the result to `experts`."""

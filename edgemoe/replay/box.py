@@ -176,6 +176,9 @@ class SimulatedCompute:
     def spent(self) -> Spent:
         return Spent()
 
+    def places(self, where: IntArray) -> None:
+        return None  # nothing is computed
+
     def settle(self) -> None:
         pass
 

@@ -38,16 +38,33 @@ class Batch:
     states: Sequence[StateUse] = ()  # [S], empty where the model has no states
 
 
+class ExpertPlaces(Protocol):
+    """Says where all experts lie in the CPU's memory, for the kernel that runs whole steps."""
+
+    def address(self, tokens: int, pairs: int) -> int:
+        """Returns the address of the layers' records, for a step of so many tokens and calls of experts."""
+
+
 class Experts(Protocol):
     """Computes the experts of MoE layers for the decoder. Called on the compute thread only."""
 
     lookahead: int  # how many layers ahead to call `hint`; 0: never
+
+    @property
+    def places(self) -> ExpertPlaces | None:
+        """Returns where experts lie once all are in the CPU's memory, so that nobody need be asked; else None."""
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the chosen experts' outputs, [T, H], preferably in float32.
 
         `hidden` [T, H] in the model's dtype; `ids` [T, k] int64; `weights` [T, k] float32.
         Raises MissingExpert, CorruptExpert.
+        """
+
+    def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
+        """Takes note of a step that was computed by `places`.
+
+        `ids` and `weights` [L, T, k] are as in `forward`; `served` counts the distinct experts of its layers.
         """
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:

@@ -57,7 +57,7 @@ class PlainCache:
 class PlainExperts:
     """Every expert at hand; those in `missing` are nowhere to be had."""
 
-    lookahead = 0
+    lookahead, places = 0, None
 
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights  # [L, E, H, H]
@@ -77,6 +77,9 @@ class PlainExperts:
         self._shares.append(weights)
         out = torch.einsum("tkoh,th->tko", self.weights[layer, ids], hidden)
         return (torch.tanh(out) * weights[..., None]).sum(1)
+
+    def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
+        raise AssertionError("nobody knows where experts lie")
 
     def hint(self, layer: int, probs: torch.Tensor) -> None:
         raise AssertionError("nobody asked")

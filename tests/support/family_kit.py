@@ -16,8 +16,9 @@ from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import DENSE
-from edgemoe.store.packer import pack
+from edgemoe.store.packer import AS_IT_IS, pack
 from edgemoe.store.reader import ExpertStore
+from edgemoe.store.wanted import WantedEncodings
 from edgemoe.types.experts import Tier, padded
 from support.engine_kit import Drive, Model, prompt
 from support.tiers_kit import running
@@ -27,16 +28,23 @@ PREFIX = 90  # tokens of the prompt that is asked twice
 
 @contextmanager
 def family_model(
-    checkpoint: Path, directory: Path, kernels: Kernels, slots: int, *, kv_int8: bool = False
+    checkpoint: Path,
+    directory: Path,
+    kernels: Kernels,
+    slots: int,
+    *,
+    kv_int8: bool = False,
+    wanted: WantedEncodings = AS_IT_IS,
+    fill: bool = False,
 ) -> Iterator[Model]:
-    """A checkpoint packed into `directory`, with so many experts in memory."""
-    manifest = pack(checkpoint, directory)
+    """A checkpoint packed into `directory`, with so many experts in memory: with `fill`, before they are asked for."""
+    manifest = pack(checkpoint, directory, wanted=wanted)
     spec = replace(spec_of(manifest), kv_int8=kv_int8)
     policy = LRU(spec.geometry.layers, spec.geometry.experts)
     memory = TierMemory(slots * padded(manifest.entry(0, 0).bytes), ())
     with ExpertStore(directory, manifest) as store:
         tiers = ExpertTiers(spec.geometry, store, memory, {Tier.RAM: policy, Tier.VRAM: policy}, kernels)
-        with running(tiers):
+        with running(tiers, fill=fill):
             decoder = Decoder.load(spec, directory / DENSE, "cpu", kernels)
             yield Model(decoder, tiers.experts, spec, partial(KVCache, spec.kv_layout))
 

@@ -87,6 +87,9 @@ class CudaCompute:
             computed_s += ready.elapsed_time(ended) / 1e3
         return Spent(units, waited_s, computed_s)
 
+    def places(self, where: IntArray) -> None:
+        return None  # they are not in the CPU's memory
+
     def settle(self) -> None:
         torch.cuda.synchronize(self._device)
 

@@ -11,6 +11,7 @@ import torch
 
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.kernels.cpu.expert_math import ExpertMath, ExpertSlab
+from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
 from edgemoe.types.arrays import FloatArray, IntArray
 
 
@@ -82,6 +83,9 @@ class Compute(Protocol):
     def end(self) -> torch.Tensor:
         """Returns the sum, [T, H] float32."""
 
+    def places(self, where: IntArray) -> ExpertTable | None:
+        """Returns where experts lie, by their slots [L, E], if they can be computed without this; else None."""
+
     def spent(self) -> Spent:
         """Returns the times of work that waited for copies and ended since the last call; 0 for host computation."""
 
@@ -111,6 +115,9 @@ class HostCompute:
 
     def end(self) -> torch.Tensor:
         return self._out
+
+    def places(self, where: IntArray) -> ExpertTable | None:
+        return self._math.table(self._slabs, where)
 
     def spent(self) -> Spent:
         return Spent()

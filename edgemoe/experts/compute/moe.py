@@ -22,6 +22,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import BoolArray
 from edgemoe.experts.transfer.idle_window import IdleWindow
 from edgemoe.experts.transfer.loader import ExpertLoader
+from edgemoe.kernels.cpu.steps.expert_table import ExpertTable
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
 from edgemoe.types.peers import work_units
@@ -69,6 +70,7 @@ class TieredExperts:
         self._rebalancing = Rebalancing(residency, computes)
         self._fetching = fetching
         self._step: Observations | None = None
+        self.places: ExpertTable | None = None
         self._next_layer = 0  # whose experts are computed next
         self.remote: PeerExperts | None = None  # the boxes that help, if any
 
@@ -78,8 +80,10 @@ class TieredExperts:
         Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1. Ends looking
         ahead once nothing can be missing any more.
         """
-        if self.lookahead and not self._fetching.keep_hints and self.residency.has_all:
+        if self.places is None and not self._fetching.keep_hints and self.residency.has_all:
             self.lookahead = 0
+            if len(self._computes) == 1:
+                self.places = self._computes[0].places(self.residency.tops[0].where)
         self._step = Observations(meta, self.geometry, self.loader.clock)
         self._next_layer = 0
         return self._step.ids
@@ -91,6 +95,12 @@ class TieredExperts:
         step, self._step = self._step, None
         assert step is not None, "end_step without begin_step"
         return step.routing()
+
+    def computed(self, ids: torch.Tensor, weights: torch.Tensor, served: int) -> None:
+        """Takes note of a step that was computed by `places`: `ids` and `weights` [L, T, k], of all layers."""
+        self.residency.count_served(served)
+        if self._step is not None:
+            self._step.ids[:], self._step.weights[:] = ids.numpy(), weights.numpy()
 
     def forward(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum of the experts' outputs, [T, H] float32. Raises MissingExpert, CorruptExpert."""

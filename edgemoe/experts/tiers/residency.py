@@ -102,6 +102,10 @@ class Residency(TierPools):
         """Returns the counts of demanded experts by the tier that had them."""
         return self._served.tolist()  # type: ignore[no-any-return]
 
+    def count_served(self, experts: int) -> None:
+        """Adds to `served` experts that the fastest tier had, and that were computed without asking."""
+        self._served[self.fastest] += experts
+
     # --- the compute thread's calls -------------------------------------------------------------------------
 
     def begin(self, layer: int, demanded: IntArray) -> None:

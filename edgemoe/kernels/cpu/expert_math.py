@@ -7,7 +7,7 @@ in their slots and gather nothing. This is the only file of the package that nee
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.nn.functional import gelu, silu
 from edgemoe.encodings.codec import pack, unpack
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
 from edgemoe.kernels.cpu.runtime import FloatArray, IntArray, Kernels
+from edgemoe.kernels.cpu.steps.expert_table import ExpertTable, LayerPlaces
 from edgemoe.types.encoding import BFLOAT16, FLOAT32
 from edgemoe.types.experts import Activation
 
@@ -119,6 +120,20 @@ class ExpertMath:
                 self._kernels.many_tokens(*job, out.data_ptr())
             else:
                 self._kernels.experts(*job, slab.bf16, out.data_ptr(), len(x))
+
+    def table(self, layers: Sequence[tuple[ExpertSlab, int]], where: IntArray) -> ExpertTable | None:
+        """Returns where the experts of all layers lie, for steps of few tokens; None without kernels.
+
+        `layers` are each layer's slots and the number of the first of these; `where` [L, E] the slots of all experts.
+        """
+        if self._kernels is None:
+            return None
+        limits = [self.measured.get(slab.layout, self._usual) for slab, _ in layers]
+        places = [
+            LayerPlaces(slab.layout, slab.address, slab.stride_bytes, first, min(most))
+            for (slab, first), most in zip(layers, limits, strict=True)
+        ]
+        return ExpertTable(self._kernels, places, where)
 
     def calibrate(self, layouts: Iterable[ExpertLayout], bf16: bool) -> None:
         """Measures at which numbers of tokens the ways change for such experts. Takes tenths of a second for each."""

@@ -13,7 +13,6 @@ from edgemoe.kernels.cpu import experts_decode as experts
 from edgemoe.kernels.cpu import experts_prefill as prefill_experts
 from edgemoe.kernels.cpu import prefill_attention as prefill
 from edgemoe.kernels.cpu.decode_attention import ATTENTION, make_attention
-from edgemoe.kernels.cpu.decode_layer import make_layer
 from edgemoe.kernels.cpu.delta_step import make_delta
 from edgemoe.kernels.cpu.encoded import product as products
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
@@ -26,6 +25,7 @@ from edgemoe.kernels.cpu.intrinsics import place_of
 from edgemoe.kernels.cpu.linear import LINEAR, LINEAR_CODE, MATRIX, linear
 from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.prefill_attention import PREFILL, make_prefill_attention
+from edgemoe.kernels.cpu.steps.decode_step import make_step
 from edgemoe.kernels.cpu.thread_pool import HELP, PAUSES, ThreadPool
 from edgemoe.kernels.cpu.vector import make_pack_all, pack_for
 from edgemoe.types.encoding import BFLOAT16, FLOAT32, Encoding
@@ -66,18 +66,18 @@ class Kernels:
     def __init__(self, threads: int, bf16: bool, directory: Path | None = None) -> None:
         self.bf16, self._directory = bf16, directory
         self.dtype = BFLOAT16 if bf16 else FLOAT32
-        layer, head, layer_code = make_layer(bf16)
+        step, layer, head, step_code = make_step(bf16)
         _, attention, attention_code = make_attention(bf16)
         grouped, grouped_code = make_grouped_linear(bf16)
         pack = make_pack_all(bf16)
         prefill_experts, prefill_experts_code = make_prefill_experts(bf16)
         prefill, prefill_code = make_prefill_attention(bf16)
         delta, delta_code = make_delta(bf16)
-        every = (HELP, PAUSES, *layer_code, *EXPERTS_CODE, *LINEAR_CODE, *attention_code, pack, pack_for)
+        every = (HELP, PAUSES, *step_code, *EXPERTS_CODE, *LINEAR_CODE, *attention_code, pack, pack_for)
         product, product_code = make_product(bf16)
         every = (*every, *product_code, *prefill_experts_code, *prefill_code, *delta_code, *grouped_code)
         link(tuple(dict.fromkeys(every)), directory, "bf16" if bf16 else "f32")
-        self._layer, self._head, self._experts = layer.call, head.call, run_experts.call
+        self._step, self._layer, self._head, self._experts = step.call, layer.call, head.call, run_experts.call
         self._linear, self._attention, self._pack_queries = linear.call, attention.call, pack.call
         self._pack, self._delta, self._grouped = pack_for.call, delta.call, grouped.call
         self._prefill_experts, self._prefill, self._product = prefill_experts.call, prefill.call, product.call
@@ -281,6 +281,10 @@ class Kernels:
         for name, count in attention.scratch_floats(cache.heads, cache.value_dim, tokens, read).items():
             job[name] = self.scratch(f"attention.{name}", count)
         return job
+
+    def whole_step(self, record: int) -> None:
+        """Runs layers with their experts from the WHOLE_STEP record at this address, which says where it stopped."""
+        self._step(self.pool.control, record)
 
     def layer(self, record: int) -> None:
         """Runs the dense part of the layer whose LAYER record lies at this address."""

@@ -1,0 +1,1 @@
+"""Kernels that run whole layers, and whole steps, of single new tokens."""
