@@ -7,7 +7,7 @@ probability p_r(e) in a step, the running ones of worker w load it with probabil
 
 and it costs T(w + r) for itself, and (1) for each of the n_w that run there:
 
-    T(w + r) + n_w (T(w + r) - T(w)) - pull * similarity(r, cluster of w) * mean T                              (2)
+    T(w + r) + n_w (T(w + r) - T(w))                                                                            (2)
 
 [ELDR] keeps experts apart by clusters alone; (2) sees who really runs where, and load with it. `seconds` differ by
 where a worker has an expert: in VRAM, in RAM, at a peer, on disk.
@@ -37,13 +37,13 @@ def chances(counts: Counts, tokens: float, prior: FloatArray) -> FloatArray:
 
 def absence(chance: FloatArray) -> FloatArray:
     """Returns the log of the chance that a request chooses none of the experts; of several it is the sum."""
-    return np.log1p(-chance)
+    return np.asarray(np.log1p(-chance), np.float32)
 
 
 def union_costs(
     seconds: FloatArray, absent: FloatArray, running: IntArray, step_s: Values, chance: FloatArray
 ) -> tuple[Values, Values]:
-    """Returns T [W] and (2) without its pull [W, R], in seconds a step, of requests with these chances [R, L, E].
+    """Returns T [W] and (2) [W, R], in seconds a step, of requests with these chances [R, L, E].
 
     `seconds` [W, L, E] is what loading an expert takes at each worker, `absent` [W, L, E] the sum of what runs there,
     `running` [W] how many that are, and `step_s` [W] what a step takes beside experts.

@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.policy.routing.expert_union import absence
+from edgemoe.types.arrays import FloatArray
 from edgemoe.types.step import BLOCK_TOKENS
 
 Values = npt.NDArray[np.float64]
@@ -32,7 +34,8 @@ class Offered:
     lead_tokens: float = 0.0  # service that the user had beyond the least served one
     prefix: tuple[int, ...] = ()  # keyed hashes of its blocks, in order
     key_tokens: int = BLOCK_TOKENS  # that each of these covers
-    signature: Values | None = None  # [L, E] how often its prompt chose each expert
+    signature: FloatArray | None = None  # [L, E] how often its prompt chose each expert
+    chance: FloatArray | None = None  # [L, E] how likely each of its tokens chooses each expert
 
     @property
     def blocks(self) -> int:
@@ -58,8 +61,8 @@ class EngineView:
     users: frozenset[str] = frozenset()  # whose requests it had last
     taken: frozenset[str] = frozenset()  # requests that reached it lately
     reported_s: float = 0.0  # when it was so
-    resident: Values | None = None  # [L, E] what reaching each expert costs it, beside one in place
-    union: Values | None = None  # [L, E] log of the chance that none of those there chooses the expert
+    resident: FloatArray | None = None  # [L, E] what reaching each expert costs it, beside one in place
+    union: FloatArray | None = None  # [L, E] log of the chance that none of those there chooses the expert
 
     @property
     def requests(self) -> int:
@@ -109,4 +112,5 @@ def with_offer(view: EngineView, offered: Offered) -> EngineView:
         remaining_tokens=view.remaining_tokens + offered.expected_tokens,
         prefixes=view.prefixes.union(offered.prefix) if offered.prefix else view.prefixes,
         users=view.users | {offered.user} if offered.user else view.users,
+        union=view.union if view.union is None or offered.chance is None else view.union + absence(offered.chance),
     )

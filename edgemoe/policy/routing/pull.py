@@ -26,7 +26,7 @@ from edgemoe.policy.sjf import LEAD_S
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.step import BLOCK_TOKENS
 
-CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]  # seconds, [W, R]
+CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]  # seconds, [W, R], at full engines, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +47,30 @@ class Pull:
 
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         """Returns what engines with room take; the rest is to be offered again."""
-        open_ = [view for view in views if self._has_room(view)]
+        there, left = list(views), list(offers)
+        open_ = np.array([self._has_room(view) for view in there], np.bool_)
         answer: list[Assignment] = []
-        if not offers or not open_:
+        if not offers or not open_.any():
             return answer
-        left, cached = list(offers), _cached(offers, open_)
-        while left and open_:
-            keys = self._keys(left, open_, cached, now_s)
-            fits = self._fits(left, open_, cached)
+        cached = _cached(left, there)
+        while left and open_.any():
+            keys = np.where(open_[:, None], self._keys(left, there, cached, now_s), np.inf)
+            fits = open_[:, None] & self._fits(left, there, cached)
             first = int(np.argmin(keys.min(axis=0)))
             if keys[:, first].min() <= 0.0 and not fits[:, first].any():
-                w, r = max(range(len(open_)), key=lambda w: open_[w].free_blocks), first
-                full = True
+                w, r = max(np.flatnonzero(open_).tolist(), key=lambda w: there[w].free_blocks), first
+                open_[w] = False
             elif fits.any():
-                w, r = divmod(int(np.argmin(np.where(fits, keys, np.inf))), len(left))
-                answer.append(Assignment(left[r].request, open_[w].place))
-                open_[w] = with_offer(open_[w], left[r])
-                full = not self._has_room(open_[w])
+                w, r = _least(np.where(fits, keys, np.inf), there)
+                answer.append(Assignment(left[r].request, there[w].place))
+                there[w] = with_offer(there[w], left[r])
+                open_[w] = self._has_room(there[w])
             else:
                 break
             left.pop(r)
             cached = np.delete(cached, r, axis=1)
-            if full:
-                open_.pop(w)
-                cached = np.delete(cached, w, axis=0)
-            elif left:
-                cached[w] = _cached(left, [open_[w]])
+            if left and open_[w]:
+                cached[w] = _cached(left, [there[w]])
         return answer
 
     def keys(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> Values:
@@ -99,6 +97,12 @@ class Pull:
         reserve = self._limits.output_reserve * (remaining + expected) / BLOCK_TOKENS
         free = np.array([view.free_blocks if view.requests else np.inf for view in views])[:, None]
         return np.asarray(blocks + reserve <= free)
+
+
+def _least(keys: Values, views: Sequence[EngineView]) -> tuple[int, int]:
+    """Returns the engine and the offer with the least key, the engine with the fewest requests of equals."""
+    ties = list(zip(*(each.tolist() for each in np.nonzero(keys == keys.min())), strict=True))
+    return min(ties, key=lambda pair: (pair[1], views[pair[0]].requests / max(1, views[pair[0]].slots)))
 
 
 def _cached(offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:

@@ -1,0 +1,118 @@
+"""Requests go where their experts are in use, or in reach, already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edgemoe.policy.routing.baselines import Push
+from edgemoe.policy.routing.by_experts import (
+    BandChoice,
+    DecodeTimes,
+    PromptForecast,
+    UnionChoice,
+    UnionTerm,
+    step_costs,
+)
+from edgemoe.policy.routing.expert_clusters import ExpertClusters, Fit
+from edgemoe.policy.routing.expert_union import absence
+from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.types.arrays import FloatArray
+
+LAYERS, EXPERTS, TOP_K = 2, 8, 2
+FORECAST = PromptForecast(TOP_K)
+TIMES = DecodeTimes(step_s=0.01, expert_s=0.001)
+LOW, HIGH = (0, 1), (6, 7)
+
+
+def counts(experts: tuple[int, ...], tokens: int = 200) -> FloatArray:
+    found = np.zeros((LAYERS, EXPERTS), np.float32)
+    found[:, list(experts)] = tokens * TOP_K / len(experts)
+    return found
+
+
+def offered(experts: tuple[int, ...], name: str = "r", waited_s: float = 0.0) -> Offered:
+    signature = counts(experts)
+    return Offered(name, 200, -waited_s, expected_tokens=10.0, signature=signature, chance=FORECAST.chance(signature))
+
+
+def engine(place: str, *running: tuple[int, ...], slots: int = 4) -> EngineView:
+    union = sum((absence(FORECAST.chance(counts(each))) for each in running), np.zeros((LAYERS, EXPERTS), np.float32))
+    return EngineView(place, slots, slots, 1000, 1000, running=len(running), union=union, tokens_per_s=1000.0)
+
+
+def test_a_forecast_goes_by_the_prompt_and_without_one_by_chance() -> None:
+    assert FORECAST.chance(np.zeros((LAYERS, EXPERTS))) == pytest.approx(TOP_K / EXPERTS)
+    found = FORECAST.chance(counts(LOW))
+    assert (found[:, list(LOW)] > 0.85).all()
+    assert found.sum(axis=1) == pytest.approx(TOP_K)
+
+
+def test_a_request_joins_those_that_choose_the_same_experts_unless_they_are_many() -> None:
+    choose = UnionChoice(TIMES)
+    alike, other = engine("a", HIGH, HIGH), engine("b", LOW, LOW)
+    assert choose(offered(HIGH), [alike, other], 0.0).place == "a"
+    assert choose(offered(LOW), [alike, other], 0.0).place == "b"
+    assert choose(offered((3, 4)), [engine("a", HIGH, LOW, HIGH), other], 0.0).place == "b"
+    assert choose(replace(offered(HIGH), chance=None), [alike, engine("b", LOW)], 0.0).place == "b"
+
+
+def test_experts_that_are_far_from_an_engine_cost_what_reaching_them_does() -> None:
+    far = np.zeros((LAYERS, EXPERTS), np.float32)
+    far[:, list(HIGH)] = 0.05
+    away, near = replace(engine("a"), resident=far), engine("b", LOW)
+    assert UnionChoice(TIMES)(offered(HIGH), [away, near], 0.0).place == "b"
+    assert UnionChoice(TIMES)(offered(LOW), [away, engine("b", HIGH)], 0.0).place == "a"
+
+
+def test_offers_that_are_placed_together_see_each_other() -> None:
+    offers = [offered(each, str(n)) for n, each in enumerate((LOW, HIGH, LOW, HIGH))]
+    placed = dict(Push(UnionChoice(TIMES)).assign(offers, [engine("a"), engine("b")], 0.0))
+    assert placed["0"] == placed["2"] != placed["1"] == placed["3"]
+
+
+def test_an_engine_that_does_not_say_counts_as_full_of_different_requests() -> None:
+    silent, alike = replace(engine("a", LOW, LOW), union=None), engine("b", LOW, LOW)
+    costs = step_costs([FORECAST.chance(counts(LOW))], [silent, alike], TIMES)
+    assert costs[0, 0] > costs[1, 0]
+
+
+def test_engines_with_room_take_what_fits_their_experts_even_if_it_came_later() -> None:
+    policy = Pull(PullLimits(), UnionTerm(TIMES))
+    full, open_ = engine("a", LOW, LOW, slots=2), engine("b", HIGH, HIGH)
+    came = [offered(LOW, "low", waited_s=0.01), offered(HIGH, "high")]
+    assert policy.assign(came, [full, open_], 0.0)[0].request == "high"
+    aged = [offered(LOW, "low", waited_s=30.0), offered(HIGH, "high")]
+    assert policy.assign(aged, [full, open_], 0.0)[0].request == "low"
+
+
+def test_the_term_is_what_an_engine_costs_beyond_the_cheapest_for_all_tokens() -> None:
+    views = [engine("a", LOW), engine("b", HIGH)]
+    once, twice = offered(LOW), replace(offered(LOW), expected_tokens=20.0)
+    found = UnionTerm(TIMES)([once, twice, replace(once, chance=None)], views)
+    costs = step_costs([once.chance], views, TIMES)[:, 0] if once.chance is not None else np.zeros(2)
+    assert found[0].tolist() == [0, 0, 0]
+    assert found[1] == pytest.approx([10 * (costs[1] - costs[0]), 20 * (costs[1] - costs[0]), 0])
+
+
+def test_pulling_without_terms_fills_engines_evenly() -> None:
+    offers = [replace(offered(LOW, str(n)), prompt_tokens=1) for n in range(4)]
+    views = [replace(engine(place), prefill_tokens=0, tokens_per_s=1e9) for place in "ab"]
+    placed = [place for _, place in Pull(PullLimits()).assign(offers, views, 0.0)]
+    assert sorted(placed) == ["a", "a", "b", "b"]
+
+
+def test_the_band_knows_engines_by_name() -> None:
+    weights = np.ones((LAYERS, EXPERTS), np.float32)
+    centroids = np.stack([counts(each).ravel() / np.linalg.norm(counts(each)) for each in (LOW, HIGH)])
+    clusters = ExpertClusters(
+        weights, centroids, np.zeros((2, LAYERS, EXPERTS), np.float32), Fit(1, 0, np.ones(2, int))
+    )
+    choose = BandChoice(clusters, ["a", "b"])
+    views = [engine("new"), engine("b", LOW, LOW, LOW), engine("a", HIGH)]
+    assert choose(offered(LOW), views, 0.0).place == "a"
+    assert choose(offered(HIGH), views, 0.0).place == "b"
+    assert choose(replace(offered(LOW), signature=None), views, 0.0).place == "new"
