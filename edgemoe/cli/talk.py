@@ -6,8 +6,10 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 from edgemoe.cli.client import Client, socket_of
+from edgemoe.cli.conversation import Conversation, hold
 from edgemoe.errors import ConfigError
 from edgemoe.types.arrays import Json
 
@@ -27,32 +29,34 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Prints one answer, or holds a conversation until an empty line."""
-    messages = [{"role": "system", "content": args.system}] if args.system else []
+    """Prints one answer, or holds a conversation."""
     with Client(socket_of(args)) as client:
+        talk = Conversation(partial(_answer, client, args), args.system or "", args.stats)
         if args.message is not None:
-            _answer(client, args, [*messages, {"role": "user", "content": args.message}])
-            return 0
-        while question := _asked():
-            messages.append({"role": "user", "content": question})
-            try:
-                messages.append({"role": "assistant", "content": _answer(client, args, messages)})
-            except KeyboardInterrupt:
-                print("\n[stopped]", file=sys.stderr)
-                messages.pop()
+            talk.ask(args.message)
+        else:
+            hold(talk)
     return 0
 
 
-def _asked() -> str:
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return ""
+def _answer(client: Client, args: argparse.Namespace, messages: list[Json], stats: bool) -> str:
+    """Prints an answer as it arrives, and then how fast it came."""
+    events, last = client.stream("/v1/chat/completions", {"messages": messages} | _sampling(args)), Json()
+    text = _show(choice.get("delta", {}).get("content") or "" for choice in _choices(_keeping_last(events, last)))
+    if stats and (timings := last.get("timings")):
+        print(
+            f"[{timings['prompt_n']} tokens of prompt in {timings['prompt_ms'] / 1000:.2f} s; "
+            f"{timings['predicted_n']} tokens at {timings['predicted_per_second']:.1f} tokens/s]",
+            file=sys.stderr,
+        )
+    return text
 
 
-def _answer(client: Client, args: argparse.Namespace, messages: list[Json]) -> str:
-    events = client.stream("/v1/chat/completions", {"messages": messages} | _sampling(args))
-    return _show(choice.get("delta", {}).get("content") or "" for choice in _choices(events))
+def _keeping_last(events: Iterator[Json], last: Json) -> Iterator[Json]:
+    """Yields the events, and leaves the latest one's fields in `last`."""
+    for event in events:
+        last |= event
+        yield event
 
 
 def _choices(events: Iterator[Json]) -> Iterator[Json]:

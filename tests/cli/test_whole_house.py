@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
@@ -79,6 +80,37 @@ def test_chat_answers_one_question_and_holds_a_conversation(env: dict[str, str])
     assert run(env, "edgemoe", "chat", "Hello!", *options).strip()
     said = run(env, "edgemoe", "chat", *options, text="Hello!\nWhat is 2 + 2?\n\n")
     assert len(said.splitlines()) >= 2
+
+
+def test_a_conversation_takes_commands_and_is_saved(env: dict[str, str], tmp_path: Path) -> None:
+    saved = tmp_path / "talk.md"
+    lines = ["/help", "/system Be brief.", "Hello!", f"/save {saved}", "", "/clear", "/stats", "Bye!", "/stat", "/quit"]
+    words = ["edgemoe", "chat", "--max-tokens", "8", "--temperature", "0"]
+    text = "\n".join([*lines, "this is not said"])
+    done = subprocess.run(words, env=env, input=text, capture_output=True, text=True, timeout=60, check=True)
+    assert re.findall(r"(?m)^## (\w+)\n\n(.*)", saved.read_text())[:2] == [("system", "Be brief."), ("user", "Hello!")]
+    assert f"2 messages are in {saved}" in done.stderr
+    assert re.search(r"\[\d+ tokens of prompt in [\d.]+ s; 8 tokens at [\d.]+ tokens/s\]", done.stderr)
+    assert "There is no /stat." in done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_on_a_terminal_lines_are_edited_and_kept(env: dict[str, str]) -> None:
+    leader, follower = pty.openpty()
+    words = ["edgemoe", "chat", "--max-tokens", "4"]
+    terminal = env | {"TERM": "xterm"}
+    with subprocess.Popen(words, env=terminal, stdin=follower, stdout=follower, stderr=follower) as process:
+        for typed in (b"Helo\x1b[Dl\n", b"\x04"):
+            shown = b""
+            while not re.search(rb"\n\S*> $", shown):  # the prompt, after what makes pasting safe
+                shown += os.read(leader, 4096)
+            os.write(leader, typed)
+        assert process.wait(60) == 0
+    os.close(leader)
+    os.close(follower)
+    history = Path(env["HOME"]) / ".local/state/edgemoe/chat-history"
+    assert history.read_text() == "Hello\n"
+    assert history.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_refusal_of_the_daemon_is_one_clear_line(env: dict[str, str]) -> None:

@@ -65,6 +65,7 @@ def chat(commands: Any) -> None:
     parser = command(commands, "chat", "edgemoe.cli.talk:chat", "hold a conversation", texts.CHAT)
     parser.add_argument("message", metavar="MESSAGE", nargs="?", help="one question instead of a conversation")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--stats", action="store_true", help="show how fast each answer came")
     sampling_options(parser)
 
 

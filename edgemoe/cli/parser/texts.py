@@ -76,10 +76,11 @@ The prompt is continued as it is; `edgemoe chat` uses the model's chat template.
 
 CHAT = """\
 Examples:
-  edgemoe chat                            a conversation; an empty line or Ctrl-D ends it
+  edgemoe chat                            a conversation; /help shows its commands, Ctrl-D ends it
   edgemoe chat "What is a monad?"         one question, one answer
   edgemoe chat --system "Answer in French" --temperature 0.7
-Ctrl-C stops the answer that is being given.
+  edgemoe chat --stats "Name a river"     and how many tokens a second
+Ctrl-C stops the answer that is being given. Lines that were typed are kept in ~/.local/state/edgemoe/chat-history.
 """
 
 STATUS = """\

@@ -1,0 +1,134 @@
+"""The conversation that `edgemoe chat` holds: what was said, commands with a slash, line editing and history."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from edgemoe.errors import EdgemoeError
+from edgemoe.types.arrays import Json
+
+COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")  # "/usr/bin ..." is none, and goes to the model
+HISTORY_LINES = 1000
+HELP = """\
+/system TEXT   what the model is told first; alone it shows that
+/clear         begin anew; what the model is told first stays
+/save FILE     write the conversation to a file
+/stats         show or hide how fast answers come
+/help          this
+/quit          end; so does Ctrl-D. Ctrl-C stops an answer"""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What has been said. `answer` streams the model's answer to messages, prints it and returns it."""
+
+    answer: Callable[[list[Json], bool], str]
+    system: str = ""
+    stats: bool = False
+    said: list[Json] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Json]:
+        """Returns what the model is given."""
+        return ([{"role": "system", "content": self.system}] if self.system else []) + self.said
+
+    def ask(self, question: str) -> None:
+        """Prints the answer and remembers both; an answer that is stopped or fails leaves nothing behind."""
+        self.said.append({"role": "user", "content": question})
+        try:
+            self.said.append({"role": "assistant", "content": self.answer(self.messages, self.stats)})
+        except BaseException:
+            self.said.pop()
+            raise
+
+    def obey(self, name: str, rest: str) -> bool:
+        """Does what a command says. Returns whether the conversation goes on."""
+        if name == "system":
+            self.system = rest or self.system
+            print(self.system or "The model is told nothing first.", file=sys.stderr)
+        elif name == "clear":
+            self.said.clear()
+        elif name == "save":
+            print(self._save(rest), file=sys.stderr)
+        elif name == "stats":
+            self.stats = not self.stats
+            print(f"Figures are {'shown' if self.stats else 'hidden'}.", file=sys.stderr)
+        elif name != "quit":
+            print(HELP if name == "help" else f"There is no /{name}.\n{HELP}", file=sys.stderr)
+        return name != "quit"
+
+    def _save(self, name: str) -> str:
+        """Writes the conversation to a new file that is the user's alone, and returns what became of it."""
+        if not name:
+            return "Name a file: /save FILE"
+        parts = [f"## {message['role']}\n\n{message['content']}\n" for message in self.messages]
+        try:
+            fd = os.open(Path(name).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "w", encoding="utf-8") as opened:
+                opened.write("\n".join(parts))
+        except OSError as error:
+            return f"{name} cannot be written: {error.strerror}; name another file"
+        return f"{len(self.said)} messages are in {name}"
+
+
+def hold(talk: Conversation) -> None:
+    """Asks and answers until the user ends it. On a terminal a refusal of the daemon ends nothing."""
+    to_terminal = sys.stdin.isatty()
+    with _line_editing() if to_terminal else contextlib.nullcontext():
+        if to_terminal:
+            print("/help shows the commands, Ctrl-D ends.", file=sys.stderr)
+        for line in _lines("> " if to_terminal else ""):
+            if command := COMMAND.fullmatch(line):
+                if not talk.obey(command[1], (command[2] or "").strip()):
+                    return
+                continue
+            try:
+                talk.ask(line)
+            except KeyboardInterrupt:
+                print("\n[stopped]", file=sys.stderr)
+            except EdgemoeError as error:
+                if not to_terminal:
+                    raise
+                print(f"edgemoe: {error}", file=sys.stderr)
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """Yields what is typed, empty lines left out; Ctrl-C drops a line."""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if line:
+            yield line
+
+
+@contextlib.contextmanager
+def _line_editing() -> Iterator[None]:
+    """Gives `input` editing and the history of former conversations, where Python has readline."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    file = Path(state) / "edgemoe" / "chat-history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file.touch(mode=0o600)
+            readline.write_history_file(file)
