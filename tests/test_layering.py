@@ -63,7 +63,7 @@ LAYERS: dict[str, set[str]] = {
         "api.text",
         "api.generate",
     },
-    "api.endpoints": {"types", "errors", "api.schema", "api.backend"}
+    "api.endpoints": {"types", "errors", "api.schema", "api.backend", "api.metrics"}
     | {"api.dialects", "api.text", "api.generate", "api.http"},
     "api": NOUNS,
     "front": NOUNS | {"api", "cluster.rpc", "cluster.control", "policy", "telemetry"},

@@ -24,11 +24,14 @@ from edgemoe.api.backend import Backend
 from edgemoe.api.endpoints import anthropic, chat, completions, responses
 from edgemoe.api.endpoints import models_and_tokens as tokens
 from edgemoe.api.endpoints.anthropic_format import MessageFormat
+from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
 from edgemoe.api.endpoints.responses_format import ResponsesFormat
 from edgemoe.api.generate.generation import Format, Generation, run
 from edgemoe.api.http import responding as http
 from edgemoe.api.http.bodies import BodyBudget
 from edgemoe.api.http.middleware import Doorway
+from edgemoe.api.http.origins import OriginCheck, Origins
+from edgemoe.api.http.page import PAGE, page
 from edgemoe.api.keys import KeyRing
 from edgemoe.api.metrics import CONTENT_TYPE, Metrics
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize, convert, decode
@@ -58,8 +61,10 @@ class Api:
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "prepare"))
     free_threads: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(PREPARE_THREADS))
     bodies: BodyBudget = field(init=False)
+    events: LookEvents = field(init=False)
 
     def __post_init__(self) -> None:
+        self.events = LookEvents(self.backend, self.metrics)
         self.bodies = BodyBudget(self.settings.max_body_bytes)
 
     async def in_thread(self, work: Callable[..., R], *args: Any) -> R:
@@ -93,10 +98,16 @@ def build(api: Api) -> Starlette:
         Route("/tokenizer_info", _tokenizer_info),
         Route("/health", _health),
         Route("/metrics", _metrics),
+        Route(EVENTS, look),
+        *(Route(path, page) for path in PAGE),
     ]
     app = Starlette(
         routes=routes,
-        middleware=[*_cors(api.settings.cors_origins), Middleware(Doorway, keys=api.keys, metrics=api.metrics)],
+        middleware=[
+            *_cors(api.settings.cors_origins),
+            Middleware(Doorway, keys=api.keys, metrics=api.metrics),
+            Middleware(OriginCheck, origins=Origins(api.settings.cors_origins), guarded={*PAGE, EVENTS}),
+        ],
         exception_handlers={HTTPException: http.http_error, EdgemoeError: _edgemoe_error},
     )
     app.state.api = api

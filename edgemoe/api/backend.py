@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from edgemoe.types.glimpse import Glimpse
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
 
 State = Literal["loading", "ready", "draining", "failed", "stalled"]
+
+
+class Sight(NamedTuple):
+    """What is seen of a box's engine; `box` is its name, "" of one that is in no cluster."""
+
+    box: str
+    glimpse: Glimpse | None  # None while nothing is known
 
 
 class Submission(Protocol):
@@ -49,6 +57,9 @@ class Backend(Protocol):
 
         Raises ReloadRefused, EngineUnavailable.
         """
+
+    def look(self) -> Sequence[Sight]:
+        """Returns what engines show of themselves, this box's first, and asks them for more."""
 
     def describe(self) -> dict[str, Any]:
         """Returns state, model and metrics for /health."""

@@ -59,9 +59,19 @@ class Metrics:
         """Registers a counter that shows `value()`, which must never decrease. `name` ends in _total."""
         self._registry.register(Counted(name, help_text, self.model, value))
 
+    def figures(self) -> dict[str, float]:
+        """Returns the front's own metrics by full name, without the model_name label."""
+        samples = (sample for family in self._registry.collect() for sample in family.samples)
+        return {_full_name(sample.name, sample.labels): sample.value for sample in samples}
+
     def render(self, engine: Mapping[str, float]) -> bytes:
         """Returns the page for /metrics."""
         return generate_latest(self._registry) + render_metrics(engine, self.model).encode()
+
+
+def _full_name(name: str, labels: Mapping[str, str]) -> str:
+    inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()) if key != MODEL)
+    return f"{name}{{{inside}}}" if inside else name
 
 
 class Counted(Collector):

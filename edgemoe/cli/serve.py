@@ -52,7 +52,8 @@ def ready_text(settings: Settings) -> str:
         places.append(f"{url_of(api.tcp)}/v1 (`edgemoe key show` prints the key)")
     chat = "edgemoe chat" + ("" if Path(api.socket) == default_socket(os.environ) else f" --socket {api.socket}")
     places.append(api.socket)
-    return f"{settings.model.name} is ready at {' and '.join(places)}\nNext, in another terminal: {chat}"
+    page = f"; in a browser: {url_of(api.tcp)}/" if api.tcp else ""
+    return f"{settings.model.name} is ready at {' and '.join(places)}\nNext, in another terminal: {chat}{page}"
 
 
 def url_of(address: str) -> str:

@@ -20,6 +20,7 @@ from edgemoe.cluster.rpc.control_messages import (
     Dropped,
     Forward,
     Report,
+    Show,
     Taken,
     Tokens,
 )
@@ -42,6 +43,7 @@ from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about
 from edgemoe.front.hosted_requests import HostedRequests
+from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.own_engine import OwnEngine, all_held
 from edgemoe.front.peers_list import address_of, follow_list, listed
 from edgemoe.front.request_router import RequestRouter
@@ -58,7 +60,7 @@ LOOK_S = 1.0  # at most, between looks at what others have
 class ClusterFront:
     """Made on the front's event loop. `run` until cancelled, after `leave`."""
 
-    def __init__(self, whole: Settings, requests: RequestRouter) -> None:
+    def __init__(self, whole: Settings, requests: RequestRouter, lookout: Lookout) -> None:
         """Raises ConfigError, ServiceError."""
         self.settings = settings = whole.cluster
         self._requests, self._door = requests, requests.door
@@ -85,6 +87,8 @@ class ClusterFront:
             self.plane, settings.route, requests.log, self._own_load, requests.submit_here, self.plane.spawn
         )
         requests.join(self._places)
+        self._lookout = lookout
+        lookout.join(self.plane)
 
     def listen(self) -> None:
         """Opens the control channel. Raises PeerRefused where the address cannot be had."""
@@ -195,6 +199,8 @@ class ClusterFront:
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
+        if isinstance(question.message, Show):
+            return Answer(self._lookout.answer())
         if isinstance(question.message, Check):
             if question.message.engine != self._door.place:
                 raise PeerRefused("that engine is no more")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import (
     Activity,
     Boot,
@@ -69,7 +70,7 @@ class EngineHandle:
         process.stdin.close()
         return cls(process, boot.boot_id)
 
-    def note(self, message: FromEngine) -> Emissions | Ready | Listening | Holds | PeerSeen | Activity | None:
+    def note(self, message: FromEngine) -> Emissions | Ready | Shown | Listening | Holds | PeerSeen | Activity | None:
         """Remembers what the engine says of itself; returns what is for others to act on."""
         self.heard = time.monotonic()
         match message:
@@ -87,7 +88,7 @@ class EngineHandle:
             case Reloaded():
                 if self._reloaded is not None and not self._reloaded.done():
                     self._reloaded.set_result(message)
-            case Emissions() | Listening() | Holds() | PeerSeen() | Activity():
+            case Emissions() | Shown() | Listening() | Holds() | PeerSeen() | Activity():
                 return message
         return None
 

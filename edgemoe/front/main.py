@@ -32,6 +32,7 @@ from edgemoe.errors import EdgemoeError, RequestError
 from edgemoe.front.cluster import ClusterFront
 from edgemoe.front.connections import Server
 from edgemoe.front.listen import sole_owner, tcp_socket, unix_socket
+from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.notify import Notifier, passed_sockets
 from edgemoe.front.own_engine import EngineDoor
 from edgemoe.front.request_router import RequestRouter
@@ -114,8 +115,9 @@ class Front:
             wire = FrontEnd(runtime)
             held.callback(wire.close)
             requests = RequestRouter(settings.engine, EngineDoor(wire))
-            self.cluster = ClusterFront(settings, requests) if settings.cluster.node else None
-            self.supervisor = supervisor = Supervisor(settings, requests, self._command, self.cluster)
+            lookout = Lookout(requests.door)
+            self.cluster = ClusterFront(settings, requests, lookout) if settings.cluster.node else None
+            self.supervisor = supervisor = Supervisor(settings, requests, self._command, lookout, self.cluster)
             self.api = api = Api(settings.api, supervisor, text, self.metrics, keys)
             held.callback(api.threads.shutdown, wait=False, cancel_futures=True)
             self._show_metrics(supervisor)

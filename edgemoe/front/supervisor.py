@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from edgemoe.api.backend import State
+from edgemoe.api.backend import Sight, State
+from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import (
     Activity,
     Drain,
@@ -35,6 +36,7 @@ from edgemoe.cluster.rpc.engine_messages import (
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError
 from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
+from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
@@ -70,14 +72,19 @@ class Supervisor:
     """Runs engines one after the other. The api's Backend."""
 
     def __init__(
-        self, settings: Settings, requests: RequestRouter, command: Sequence[str], cluster: Neighbours | None = None
+        self,
+        settings: Settings,
+        requests: RequestRouter,
+        command: Sequence[str],
+        lookout: Lookout,
+        cluster: Neighbours | None = None,
     ) -> None:
         self.settings, self.request_log = settings, requests.log
         self._requests, self._door = requests, requests.door
         self._state: State = "loading"
         self.starts = 0
         self.why = ""  # what ended the last engine
-        self._command, self._cluster = command, cluster
+        self._command, self._lookout, self._cluster = command, lookout, cluster
         self._backoff = RestartBackoff(settings.service)
         self._served: tuple[ModelInfo, RequestLimits] | None = None
         self._stopping = False
@@ -113,6 +120,10 @@ class Supervisor:
     def open(self, requests: Sequence[Request], timeout_s: float) -> AbstractContextManager[LoggedSubmission]:
         """Opens requests as RequestLog.open does."""
         return self.request_log.open(requests, timeout_s)
+
+    def look(self) -> Sequence[Sight]:
+        """Returns what engines show of themselves, and asks for more."""
+        return self._lookout.look()
 
     def describe(self) -> dict[str, Any]:
         """Returns the body of /health."""
@@ -172,6 +183,8 @@ class Supervisor:
                     self._on_ready(ready)
                 case Emissions(items=items):
                     self.request_log.take(items if self._cluster is None else self._cluster.take(items))
+                case Shown() as seen:
+                    self._lookout.note(seen)
                 case Listening() | Holds() | PeerSeen() | Activity() as news:
                     if self._cluster is not None:
                         self._cluster.hear(boot_id, news)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from edgemoe.cluster.rpc.control_messages import Show
 from edgemoe.cluster.rpc.engine_messages import (
     Boot,
     Cancel,
@@ -41,6 +42,7 @@ from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
 from edgemoe.worker.cluster import ClusterSide
+from edgemoe.worker.glimpses import Glimpses
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class Worker:
         self._stop_asked = asyncio.Event()
         self._reload_asked = asyncio.Event()
         self._side: ClusterSide | None = None  # towards other boxes
+        self._glimpses: Glimpses | None = None  # from when there is something to see
 
     async def run(self) -> int:
         """Serves until stopped. Returns the exit status."""
@@ -93,6 +96,8 @@ class Worker:
                 self._side = ClusterSide(self._settings.cluster, self._boot.boot_id, assembly, self._wire.post)
                 self._side.listen()
                 helpers.append(tasks.create_task(self._side.run(), name="cluster"))
+            self._glimpses = Glimpses(assembly.engine, assembly.tiers, self._wire.post)
+            helpers.append(tasks.create_task(self._glimpses.run(), name="glimpses"))
             helpers.append(tasks.create_task(self._listen(assembly), name="listen"))
             await self._warm_up(assembly)
             refuse_pickle()
@@ -181,6 +186,9 @@ class Worker:
                 loop.drain()
             case Ping():
                 self._wire.post(self._stats(assembly))
+            case Show():
+                if self._glimpses is not None:
+                    self._glimpses.look()
             case Reload():
                 self._reload_asked.set()
             case PeerList() | Plan():

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from edgemoe.cluster.rpc.control_messages import Show, Shown
 from edgemoe.cluster.rpc.engine_messages import (
     Boot,
     Cancel,
@@ -38,6 +39,7 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.ipc import EngineEnd
 from edgemoe.config.settings import Settings
+from edgemoe.types.glimpse import IN_RAM, ON_DISK, Glimpse, ShownRequest
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, TokenLogprob
 
@@ -95,6 +97,10 @@ class Scripted:
                 self.running[message.request.id] = self.accept(message)
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
+            elif isinstance(message, Show):
+                requests = tuple(ShownRequest("decode", 0.0, 1, 1, one.index) for one in self.running.values())
+                cells = bytes((ON_DISK, IN_RAM)) * 8
+                self.end.post(Shown(Glimpse(layers=2, experts=8, cells=cells, requests=requests)))
             elif isinstance(message, Reload):
                 self.end.post(Reloaded(message="loaded again"))
         stepping.cancel()

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgemoe.api.http import responding as http
+from edgemoe.api.http.page import PAGE
 from edgemoe.api.keys import ApiKey, KeyRing
 from edgemoe.api.metrics import Metrics
 from edgemoe.errors import InvalidRequest, QueueFull, RequestError
@@ -19,7 +20,7 @@ from edgemoe.errors import InvalidRequest, QueueFull, RequestError
 log = logging.getLogger(__name__)
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN = ("/health",)  # answered without a key, with the state only, for monitors
+OPEN = ("/health", *PAGE)  # answered without a key: the state only, for monitors, and the page, which asks for a key
 
 
 class Doorway:

@@ -23,6 +23,11 @@ log = logging.getLogger(__name__)
 
 SEND_S = 60.0  # longest that a client may leave a part of its answer unread
 RETRY_AFTER_S = 2.0  # sent with every 503
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -65,8 +70,7 @@ async def reply(
         return
     async with aclosing(deltas):
         first: list[Delta] = await anext(deltas, [])  # an error before the first token is answered with its own status
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await _start(send, 200, [*headers, (b"x-accel-buffering", b"no")])
+        await _start(send, 200, EVENT_STREAM)
         try:
             await _send(send, b"".join(form.events(first)))
             async for some in deltas:
@@ -75,6 +79,14 @@ async def reply(
             await _send(send, b"".join(form.error(error)), more=False)
             return
     await _send(send, b"".join(form.end()), more=False)
+
+
+async def stream(send: Send, events: AsyncIterator[bytes]) -> None:
+    """Sends server-sent events for as long as there are any."""
+    await _start(send, 200, EVENT_STREAM)
+    async for some in events:
+        await _send(send, some)
+    await _send(send, b"", more=False)
 
 
 async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

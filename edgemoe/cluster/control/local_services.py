@@ -29,7 +29,7 @@ class LocalServices(Protocol):
         """Goes by this plan from now on."""
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
-        """Answers a Forward, Tokens or Check. Raises PeerError, WireError."""
+        """Answers a Forward, Tokens, Check or Show. Raises PeerError, WireError."""
 
 
 class NoServices:

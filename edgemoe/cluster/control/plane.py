@@ -59,6 +59,7 @@ from edgemoe.cluster.rpc.control_messages import (
     PlanIs,
     RaftPayload,
     Report,
+    Show,
     Tokens,
     Welcome,
 )
@@ -206,7 +207,7 @@ class ControlPlane:
                 return Answer(Welcome())
             case GetPlan(digest=digest):
                 return Answer(PlanIs(), [memoryview(self.state.plans.bytes_of(digest))])
-            case Forward() | Tokens() | Check():
+            case Forward() | Tokens() | Check() | Show():
                 return self._local.serve(question)
             case _:
                 raise PeerRefused("not a question")

@@ -7,6 +7,7 @@
     Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
     Tokens       what that engine emits, likewise; answered Taken, which names requests that are not wanted any more
     Check        asked once a second of boxes that run requests of ours, answered Dropped: those they do not have
+    Show         asked once a second while somebody looks here, answered Shown: what the box's engine shows of itself
     RaftPayload  sent without an answer: messages of the embedded Raft
 
 A leader's messages carry its epoch in Beat.leading.
@@ -38,6 +39,7 @@ from edgemoe.types.bounds import (
     Text,
     Words,
 )
+from edgemoe.types.glimpse import Glimpse
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
@@ -174,6 +176,19 @@ class Dropped(Message, frozen=True, tag="Dropped"):
     requests: RequestAttempts = ()
 
 
+class Show(Message, frozen=True, tag="Show"):
+    """Asks an engine to show itself for a while; from a front to its engine, too."""
+
+    since = 2
+
+
+class Shown(Message, frozen=True, tag="Shown"):
+    """Shows an engine; None where none has shown itself yet. From an engine to its front, too."""
+
+    since = 2
+    glimpse: Glimpse | None = None
+
+
 ControlMessage = (
     RaftPayload
     | Beat
@@ -187,6 +202,8 @@ ControlMessage = (
     | Taken
     | Check
     | Dropped
+    | Show
+    | Shown
     | Failure
 )
 CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))

@@ -6,8 +6,8 @@ Frames are checked: length, magic, versions, tag, every field's type and bound. 
 (WireVersionError where no version is common, UnknownMessage for a tag of another release) and nothing else. Receivers
 answer an invalid frame with Refused, or with the end of the one request that it was about.
 
-    front -> engine   Submit Cancel Drain Stop Ping Reload Refused, and among several boxes Peers Plan
-    engine -> front   Loading* Ready (Emissions | Stats | Reloaded)* ; Refused; Failed at any time, before it exits
+    front -> engine   Submit Cancel Drain Stop Ping Show Reload Refused, and among several boxes Peers Plan
+    engine -> front   Loading* Ready (Emissions | Stats | Shown | Reloaded)*; Refused; Failed before it exits
                       among several boxes Listening once before Ready, then Holds and PeerSeen
 
 Times are remaining or elapsed, never clock readings, so that a message means the same on any machine.
@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc import protocol
+from edgemoe.cluster.rpc.control_messages import Show, Shown
 from edgemoe.cluster.rpc.protocol import Language, Message, Versions
 from edgemoe.errors import WireError, WireVersionError
 from edgemoe.types.bounds import (
@@ -241,8 +242,10 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
 
 
-ToEngine = Submit | Cancel | Drain | Stop | Ping | Reload | PeerList | Plan | Refused
-FromEngine = Loading | Ready | Emissions | Stats | Reloaded | Failed | Listening | Holds | PeerSeen | Activity | Refused
+ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | Refused
+FromEngine = (
+    Loading | Ready | Emissions | Stats | Shown | Reloaded | Failed | Listening | Holds | PeerSeen | Activity | Refused
+)
 TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
 FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))
 

@@ -1,0 +1,112 @@
+"""What goes on, as server-sent events, for the page and for `edgemoe top`.
+
+    hello   once: the release
+    state   every second: the seconds since the first, figures by their metrics' names, and /health; only what has
+            changed since the last one
+    box     twice a second, for each box whose engine shows itself: a `Glimpse`, its cells in base64; only where it has
+            changed, and with no cells where these are as they were
+
+Nothing is in them of what users wrote, or were answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import edgemoe
+from edgemoe.api.backend import Backend, Sight
+from edgemoe.api.http import responding as http
+from edgemoe.api.http.sse import event
+from edgemoe.api.metrics import Metrics
+from edgemoe.errors import QueueFull
+from edgemoe.types.arrays import Json
+from edgemoe.types.glimpse import Glimpse
+
+EVENTS = "/events"
+MOST_LOOKERS = 16  # at once
+EVERY_S, STATE_EVERY = 0.5, 2  # seconds between looks, and looks between states
+
+
+class LookEvents:
+    """Yields events to each who looks. One for an application."""
+
+    def __init__(self, backend: Backend, metrics: Metrics) -> None:
+        self._backend, self._metrics = backend, metrics
+        self.lookers = 0
+
+    def admit(self) -> None:
+        """Raises QueueFull where too many look."""
+        if self.lookers >= MOST_LOOKERS:
+            raise QueueFull(f"{MOST_LOOKERS} look already; close a page or an `edgemoe top`", retry_after_s=5.0)
+
+    async def __call__(self) -> AsyncGenerator[bytes, None]:
+        """Yields what is new, every half second, until the daemon drains."""
+        self.lookers += 1
+        try:
+            memory = LookerMemory(time.monotonic())
+            yield event({"release": edgemoe.__version__}, "hello")
+            rounds = 0
+            while self._backend.state != "draining":
+                some = [event(box, "box") for box in memory.boxes(self._backend.look())]
+                if rounds % STATE_EVERY == 0:
+                    some.append(event(memory.state(self._backend.describe(), self._figures()), "state"))
+                rounds += 1
+                yield b"".join(some)
+                await asyncio.sleep(EVERY_S)
+            yield event({}, "bye")
+        finally:
+            self.lookers -= 1
+
+    def _figures(self) -> dict[str, float]:
+        return self._metrics.figures() | dict(self._backend.metrics())
+
+
+async def look(request: Request) -> ASGIApp:
+    """Answers with events for as long as somebody looks. Raises QueueFull."""
+    events: LookEvents = request.app.state.api.events
+    events.admit()
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async with http.while_connected(receive), aclosing(events()) as some:
+            await http.stream(send, some)
+
+    return answer
+
+
+class LookerMemory:
+    """Remembers what one looker has been told, and tells what has changed."""
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._figures: dict[str, float] = {}
+        self._health: Json = {}
+        self._glimpses: dict[str, Glimpse] = {}
+
+    def state(self, health: Json, figures: dict[str, float]) -> Json:
+        """Returns the body of a state."""
+        changed = {name: value for name, value in figures.items() if self._figures.get(name) != value}
+        body: dict[str, Any] = {"t": round(time.monotonic() - self._began_s, 3), "figures": changed}
+        if health != self._health:
+            body["health"] = self._health = health
+        self._figures = figures
+        return body
+
+    def boxes(self, sights: Iterable[Sight]) -> Iterator[Json]:
+        """Yields the bodies of boxes."""
+        for box, glimpse in sights:
+            told = self._glimpses.get(box)
+            if glimpse is None or glimpse == told:
+                continue
+            self._glimpses[box] = glimpse
+            body: Json = msgspec.to_builtins(glimpse, builtin_types=(bytes,))
+            if told is not None and told.cells == glimpse.cells:
+                del body["cells"]
+            yield {"box": box, **body}

@@ -1,0 +1,93 @@
+"""Decides which web pages may call: against other sites' pages, and names that others point at this machine.
+
+What a browser sends names the page it comes from (Origin) and the machine it believes it talks to (Host). A request
+with a valid key is beyond doubt: no other site's page has one, and a browser asks first before it sends one for it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Collection, Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from edgemoe.api.http import responding as http
+from edgemoe.errors import InvalidRequest
+
+
+class Origins:
+    """Knows this machine's names, and the pages that `api.cors_origins` lists."""
+
+    def __init__(self, listed: Sequence[str] = ()) -> None:
+        self._listed = frozenset(listed)
+        self._hosts = frozenset(filter(None, (urlsplit(origin).hostname for origin in listed)))
+        self._machine = socket.gethostname().lower()
+
+    def are_ours(self, host: str) -> bool:
+        """Returns whether a Host header names this machine: by an address, as localhost, or by its own name."""
+        name = _hostname(f"//{host}")
+        if name is None:
+            return False
+        machine = self._machine.partition(".")[0]
+        if name in self._hosts or name in ("localhost", machine) or name.endswith(".localhost"):
+            return True
+        if machine and name.startswith(f"{machine}."):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def may_call(self, origin: str, host: str) -> bool:
+        """Returns whether a page may call that is of this origin: one of the host itself, or one that is listed."""
+        if origin in self._listed or "*" in self._listed:
+            return True
+        scheme, _, place = origin.lower().partition("://")
+        return scheme in ("http", "https") and bool(place) and place == host.lower()
+
+
+def _hostname(address: str) -> str | None:
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None
+
+
+class OriginCheck:
+    """Refuses other sites' pages, and the daemon's own page under a name that is not this machine's.
+
+    Stands behind the Doorway, which knows whether a key was given.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Origins, guarded: Collection[str]) -> None:
+        """`guarded` are the paths that need a Host of ours by TCP."""
+        self._app, self._origins, self._guarded = app, origins, guarded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        state, headers = scope.get("state", {}), Headers(scope=scope)
+        by_tcp = state.get("peer_uid") is None
+        if by_tcp and state.get("known"):
+            return None
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if origin is not None and not self._origins.may_call(origin, host):
+            why = "this request comes from a page of another site; api.cors_origins lists those that may call"
+            return _refused(scope, 403, why, "cross_site")
+        if by_tcp and scope["path"] in self._guarded and not self._origins.are_ours(host):
+            why = "this machine is not known by that name; use its address, or list the page in api.cors_origins"
+            return _refused(scope, 421, why, "misdirected")
+        return None
+
+
+def _refused(scope: Scope, status: int, why: str, code: str) -> Response:
+    error = InvalidRequest(why, code=code)
+    error.status = status
+    return http.error_response(error, scope["path"])

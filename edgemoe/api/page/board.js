@@ -1,0 +1,294 @@
+// The dashboard: tiles, grids of experts, tiers, requests, boxes. Draws what main.js has been told.
+
+import { Grid, palette } from "./grid.js";
+import { bytes, percent, short, time } from "./figures.js";
+
+const $ = (id) => document.getElementById(id);
+const TIERS = { vram: "VRAM", ram: "RAM", nvme: "Disk" };
+const NEXT = { vram: "ram", ram: "nvme" }; // where a tier's experts come from
+const PHASES = { prefill: "reads the prompt", decode: "answers", waiting: "waits", paused: "paused" };
+const TTFT = "edgemoe_time_to_first_token_seconds";
+const TPOT = "edgemoe_request_time_per_output_token_seconds";
+const POINTS = 60;
+
+let colours = palette();
+const grids = new Map(); // by box
+const tiles = new Map(); // by name
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  colours = palette();
+  redraw();
+});
+new ResizeObserver(() => redraw()).observe($("grids"));
+
+// --- tiles
+
+/** Draws what figures say: tiles, tiers. */
+export function showFigures(figures) {
+  const tokens = figures.rate('edgemoe_step_tokens_total{phase="decode"}', 3);
+  tile("Tokens a second", short(tokens), "", prompts(figures), tokens);
+  const first = figures.quantile(TTFT, 0.5);
+  tile("First token", ...time(first), within(figures, TTFT), first);
+  const next = figures.quantile(TPOT, 0.5);
+  tile("Each next token", ...time(next), within(figures, TPOT), next);
+  const running = figures.get("edgemoe_num_requests_running"), waiting = figures.get("edgemoe_num_requests_waiting");
+  tile("Requests", short(running), "", waiting ? `${waiting} waiting` : "none waiting", running + waiting);
+  const hit = hitRate(figures);
+  const fastest = figures.has('edgemoe_tier_hits_total{tier="vram"}') ? "VRAM" : "RAM";
+  tile(`Found in ${fastest}`, percent(hit), "", "of expert calls, 10 s", hit);
+  const blocks = figures.get("edgemoe_kv_blocks"), used = figures.get("edgemoe_kv_blocks_referenced");
+  tile("KV cache", blocks ? percent(used / blocks) : "–", "", blocks ? `of ${short(blocks * 16)} tokens` : "", used);
+  $("tiers").replaceChildren(tierTable(figures), element("p", "below", "Calls by the tier that had the expert, bytes that come into it, and the share of time that steps wait for it."));
+}
+
+function prompts(figures) {
+  const prompt = figures.rate('edgemoe_step_tokens_total{phase="prefill"}', 3);
+  return prompt >= 0.5 ? `and ${short(prompt)} of prompts` : "answered";
+}
+
+function within(figures, family) {
+  const slow = figures.quantile(family, 0.95);
+  return slow === null ? "none in the last minute" : `95 % in ${time(slow).join(" ")}`;
+}
+
+function hitRate(figures) {
+  const of = (tier) => figures.rate(`edgemoe_tier_hits_total{tier="${tier}"}`, 10);
+  const all = of("vram") + of("ram") + of("nvme");
+  if (!all) return null;
+  return (figures.has('edgemoe_tier_hits_total{tier="vram"}') ? of("vram") : of("ram")) / all;
+}
+
+function tile(name, value, unit, note, point) {
+  let one = tiles.get(name);
+  if (!one) {
+    const node = element("div", "tile");
+    const number = element("div", "value"), small = element("span", "unit"), below = element("div", "note");
+    const line = svg("path", "spark"), under = svg("path", "under");
+    const plot = svg("svg");
+    plot.setAttribute("viewBox", `0 0 ${POINTS - 1} 10`);
+    plot.setAttribute("preserveAspectRatio", "none");
+    plot.append(under, line);
+    node.append(element("div", "name", name), number, below, plot);
+    one = { number, small, below, line, under, points: [] };
+    tiles.set(name, one);
+    $("tiles").append(node);
+  }
+  one.number.replaceChildren(value, one.small);
+  one.small.textContent = unit;
+  one.below.textContent = note;
+  one.points = [...one.points, point ?? 0].slice(-POINTS);
+  draw(one);
+}
+
+function draw({ points, line, under }) {
+  const most = Math.max(...points, 1e-9), first = POINTS - points.length;
+  const path = points.map((value, at) => `${first + at} ${(9.2 - 7.6 * (value / most)).toFixed(2)}`).join(" L");
+  line.setAttribute("d", points.length > 1 ? `M${path}` : "");
+  under.setAttribute("d", points.length > 1 ? `M${first} 10 L${path} L${POINTS - 1} 10 Z` : "");
+}
+
+// --- tiers
+
+function tierTable(figures) {
+  const all = ["vram", "ram", "nvme"].reduce((sum, tier) => sum + figures.rate(`edgemoe_tier_hits_total{tier="${tier}"}`, 10), 0);
+  const rows = Object.keys(TIERS).filter((tier) => tier === "nvme" || figures.has(`edgemoe_tier_slots{tier="${tier}"}`));
+  return table(
+    ["Tier", "Experts", "Calls, 10 s", "Comes in", "Stalls"],
+    rows.map((tier) => {
+      const slots = figures.get(`edgemoe_tier_slots{tier="${tier}"}`);
+      const share = all ? figures.rate(`edgemoe_tier_hits_total{tier="${tier}"}`, 10) / all : null;
+      const from = NEXT[tier];
+      return [
+        [swatch(tier), TIERS[tier]],
+        slots ? `${short(figures.get(`edgemoe_tier_experts{tier="${tier}"}`))} of ${short(slots)}` : "the rest",
+        [bar(share ?? 0, tier), element("span", "share", percent(share))],
+        from ? `${bytes(figures.rate(`edgemoe_bytes_moved_total{from="${from}",to="${tier}"}`, 5))}/s` : "",
+        percent(figures.rate(`edgemoe_stall_seconds_total{tier="${tier}"}`, 10)),
+      ];
+    }),
+  );
+}
+
+// --- grids
+
+/** Takes what a box shows: its grid of experts and its requests. */
+export function showBox({ box, layers, experts, cells }) {
+  if (!cells) return;
+  if (!grids.has(box)) grids.set(box, new BoxGrid(box));
+  $("grids").classList.toggle("several", grids.size > 1);
+  grids.get(box).take(layers, experts, Uint8Array.from(atob(cells), (letter) => letter.charCodeAt(0)));
+}
+
+/** Forgets boxes that are not there any more. */
+export function keepBoxes(boxes) {
+  for (const [box, grid] of grids) {
+    if (boxes.includes(box)) continue;
+    grid.node.remove();
+    grids.delete(box);
+  }
+}
+
+export function redraw() {
+  for (const grid of grids.values()) grid.draw();
+}
+
+/** Returns how long each grid took to draw the last time, in milliseconds. */
+export function drawTimes() {
+  return [...grids.values()].map(({ grid }) => grid.drawMs);
+}
+
+class BoxGrid {
+  constructor(box) {
+    this.node = element("article", "grid");
+    const canvas = element("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `Experts of ${box || "this box"} by layer`);
+    this.grid = new Grid(canvas);
+    this.legend = element("span", "legend");
+    this.axis = element("div", "axis");
+    const top = element("div", "top");
+    top.append(element("span", "title", box ? `Experts on ${box}` : "Experts"), this.legend);
+    this.node.append(top, canvas, this.axis);
+    $("grids").append(this.node);
+    canvas.addEventListener("pointermove", (event) => this.tell(event));
+    canvas.addEventListener("pointerdown", (event) => this.tell(event));
+    canvas.addEventListener("pointerleave", () => ($("tip").hidden = true));
+  }
+
+  take(layers, experts, cells) {
+    this.grid.take(layers, experts, cells);
+    const { vram, ram, disk, away, coming } = this.grid.counts();
+    const parts = { vram: ["VRAM", vram], ram: ["RAM", ram], disk: ["disk", disk], away: ["elsewhere", away], coming: ["coming up", coming] };
+    const shown = Object.entries(parts).filter(([name, [, count]]) => count || name === "ram");
+    this.legend.replaceChildren(...shown.map(([name, [label, count]]) => span(swatch(name), `${short(count)} ${label}`)));
+    this.axis.replaceChildren(
+      element("span", "", `${layers} layers down, ${experts} experts across; brighter is used more`),
+    );
+    this.draw();
+  }
+
+  draw() {
+    if (!this.node.clientWidth) return; // the other view is shown
+    const style = getComputedStyle(this.node);
+    this.grid.fit(this.node.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+    const glows = this.grid.draw(colours);
+    clearTimeout(this.later);
+    if (glows) this.later = setTimeout(() => this.draw(), 300);
+  }
+
+  tell(event) {
+    const said = this.grid.at(event.offsetX, event.offsetY);
+    const tip = $("tip");
+    tip.hidden = !said;
+    tip.textContent = said;
+    tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${Math.max(8, event.clientY - tip.offsetHeight - 10)}px`;
+  }
+}
+
+// --- requests and boxes
+
+/** Draws the requests of all boxes' engines: `byBox` has a list for each box. */
+export function showRequests(byBox) {
+  const several = byBox.size > 1;
+  const rows = [...byBox].flatMap(([box, requests]) => requests.map((one) => row(one, box, several)));
+  const heads = ["Request", ...(several ? ["On"] : []), "Prompt", "Answer", "Since"];
+  $("requests").replaceChildren(rows.length ? table(heads, rows) : element("p", "none", "Nobody asks anything just now."));
+}
+
+function row({ phase, age_s, prompt_tokens, computed, emitted }, box, several) {
+  const known = phase === "decode" ? 1 : Math.min(1, computed / Math.max(1, prompt_tokens + emitted));
+  return [
+    [bar(known, "plain"), PHASES[phase]],
+    ...(several ? [box] : []),
+    `${short(prompt_tokens)}`,
+    `${short(emitted)}`,
+    time(age_s).join(" "),
+  ];
+}
+
+const STATES = { here: "good", leaving: "warn", gone: "bad", refused: "bad" };
+
+/** Draws the boxes of a cluster, who leads, the plan and what is on the way. */
+export function showCluster(cluster) {
+  $("boxes-panel").hidden = !cluster;
+  if (!cluster) return;
+  const rows = cluster.members.map((member) => [
+    [member.node, ...tags(member, cluster)],
+    member.engine ? `${short(member.homes)} of ${short(member.room)}` : "–",
+    [member.to_come && `+${member.to_come}`, member.to_go && `−${member.to_go}`].filter(Boolean).join(" ") || "–",
+    short(member.requests ?? 0),
+    member.latency_s == null ? "–" : time(member.latency_s).join(" "),
+    member.bytes_per_s ? `${bytes(member.bytes_per_s)}/s` : "–",
+  ]);
+  const plan = cluster.plan;
+  const moving = cluster.members.reduce((sum, { to_come }) => sum + to_come, 0);
+  const said = [
+    cluster.leader ? `${cluster.leader} leads in epoch ${cluster.epoch}` : "Nobody leads: all go on with the last plan",
+    plan ? `plan ${plan.version}${plan.policy ? ` (${plan.policy})` : ""}` : "no plan yet",
+    moving ? `${short(moving)} experts on the way` : "nothing on the way",
+    plan?.on_disk_only ? `${short(plan.on_disk_only)} experts only on disks` : "",
+    cluster.trouble ? `no new plan: ${cluster.trouble}` : "",
+  ];
+  const scroll = element("div", "scroll");
+  scroll.append(table(["Box", "At home", "Moving", "Requests", "Round trip", "Link"], rows));
+  $("boxes").replaceChildren(scroll, element("p", "below", `${said.filter(Boolean).join("; ")}.`));
+}
+
+function tags(member, cluster) {
+  const found = [[member.state, STATES[member.state] ?? ""]];
+  if (member.node === cluster.node) found[0] = ["this box", ""];
+  if (member.node === cluster.leader) found.push(["leads", "good"]);
+  if (member.role === "witness") found.push(["witness", ""]);
+  return found.map(([text, kind]) => element("span", `tag ${kind}`, text));
+}
+
+// --- nodes
+
+function table(heads, rows) {
+  const node = element("table"), head = element("tr"), body = element("tbody");
+  head.append(...heads.map((text) => element("th", "", text)));
+  const top = element("thead");
+  top.append(head);
+  for (const cells of rows) {
+    const line = element("tr");
+    for (const cell of cells) {
+      const place = element("td");
+      place.append(...[cell].flat());
+      line.append(place);
+    }
+    body.append(line);
+  }
+  node.append(top, body);
+  return node;
+}
+
+function bar(share, kind) {
+  const node = element("span", `bar ${kind}`), inside = element("i");
+  inside.style.width = `${100 * share}%`;
+  node.append(inside);
+  return node;
+}
+
+function swatch(kind) {
+  return element("span", `swatch ${kind}`);
+}
+
+function span(...parts) {
+  const node = element("span");
+  node.append(...parts);
+  return node;
+}
+
+function svg(tag, name = "") {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  if (name) node.setAttribute("class", name);
+  return node;
+}
+
+function element(tag, name = "", text = "") {
+  const node = document.createElement(tag);
+  if (name) node.className = name;
+  if (text !== "") node.textContent = text;
+  return node;
+}

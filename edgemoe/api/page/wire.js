@@ -1,0 +1,67 @@
+// Speaks with the daemon: the key, which is kept in memory alone, and server-sent events read with fetch.
+
+let key = "";
+
+/** Takes the key from the address's fragment, which no server sees, and takes it out of there. */
+export function keyFromAddress() {
+  if (location.hash.length > 1) {
+    key = decodeURIComponent(location.hash.slice(1));
+    history.replaceState(null, "", location.pathname);
+  }
+}
+
+export function setKey(given) {
+  key = given;
+}
+
+/** Fetches with the key, if there is one. */
+export function ask(path, options = {}) {
+  const headers = { ...options.headers };
+  if (key) headers.authorization = `Bearer ${key}`;
+  return fetch(path, { ...options, headers, cache: "no-store", credentials: "omit", redirect: "error" });
+}
+
+/** Returns whether the daemon wants a key that we have not given. */
+export async function wantsKey() {
+  const answer = await ask("/version");
+  return answer.status === 401;
+}
+
+/** Returns what an answer says went wrong. */
+export async function refusal(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return `the daemon answered ${answer.status}`;
+  }
+}
+
+/** Yields {name, data} of an answer's server-sent events, data parsed. */
+export async function* eventsOf(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const event = read(part);
+        if (event) yield event;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function read(part) {
+  let name = "message";
+  let data = "";
+  for (const line of part.split("\n")) {
+    if (line.startsWith("event: ")) name = line.slice(7);
+    else if (line.startsWith("data: ")) data += line.slice(6);
+  }
+  return data && data !== "[DONE]" ? { name, data: JSON.parse(data) } : null;
+}

@@ -1,0 +1,1 @@
+"""What is shown of this box and others to those who look."""

@@ -1,0 +1,117 @@
+"""What engines show of themselves, ours and other boxes', while somebody looks.
+
+Looking asks our engine and the other boxes' fronts for more, at most once a second; nothing is asked for while nobody
+looks. Of a box that shows nothing, what it has announced is shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from edgemoe.api.backend import Sight
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.control_messages import EngineCard, Show, Shown
+from edgemoe.errors import EdgemoeError
+from edgemoe.front.own_engine import EngineDoor
+from edgemoe.types.glimpse import ELSEWHERE, IN_RAM, MAX_CELLS, NO_EXPERT, ON_DISK, Glimpse
+from edgemoe.types.placement import unpack_bits
+
+log = logging.getLogger(__name__)
+ASK_EVERY_S, ASK_S = 1.0, 2.0
+OLD_S = 5.0  # after which what was seen is not shown any more
+
+
+class Lookout:
+    """One owner, one event loop. Ours is the box with the empty name where there is no cluster."""
+
+    def __init__(self, door: EngineDoor, now: Callable[[], float] = time.monotonic) -> None:
+        self._door, self._now = door, now
+        self._plane: ControlPlane | None = None
+        self._asked_s = self._asked_others_s = float("-inf")
+        self._seen: dict[str, tuple[float, Glimpse]] = {}  # by node: when, what
+
+    def join(self, plane: ControlPlane) -> None:
+        """Looks at the other boxes, too, from now on."""
+        self._plane = plane
+
+    def note(self, seen: Shown) -> None:
+        """Takes what our engine shows."""
+        self._keep(self._node, seen)
+
+    def look(self) -> list[Sight]:
+        """Returns what is known of each box, ours first, and asks for more."""
+        self._ask()
+        self._ask_others()
+        sights = [Sight(self._node, self._fresh(self._node))]
+        for member in self._plane.state.members if self._plane is not None else ():
+            node, card = member.peer.node, member.card
+            engine = card.engine if card is not None else None
+            if engine is not None and self._is_alive(node):
+                sights.append(Sight(node, self._fresh(node) or announced(engine)))
+        return sights
+
+    def answer(self) -> Shown:
+        """Returns what another front is shown of our engine, which is asked for more."""
+        self._ask()
+        return Shown(self._fresh(self._node))
+
+    @property
+    def _node(self) -> str:
+        return self._plane.state.node if self._plane is not None else ""
+
+    def _is_alive(self, node: str) -> bool:
+        return self._plane is not None and self._plane.state.members.is_alive(node)
+
+    def _fresh(self, node: str) -> Glimpse | None:
+        seen_s, glimpse = self._seen.get(node, (float("-inf"), None))
+        return glimpse if self._now() - seen_s < OLD_S else None
+
+    def _keep(self, node: str, seen: Shown) -> None:
+        glimpse = seen.glimpse
+        if glimpse is not None and len(glimpse.cells) in (0, glimpse.layers * glimpse.experts):
+            self._seen[node] = (self._now(), glimpse)
+
+    def _ask(self) -> None:
+        if self._now() - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = self._now()
+            self._door.send(Show())
+
+    def _ask_others(self) -> None:
+        if self._plane is None or self._now() - self._asked_others_s < ASK_EVERY_S:
+            return
+        self._asked_others_s = self._now()
+        members = self._plane.state.members
+        self._seen = {node: seen for node, seen in self._seen.items() if node == self._node or node in members}
+        for member in members:
+            if member.beat.engine and self._is_alive(member.peer.node):
+                self._plane.spawn(self._ask_other(self._plane, member.peer.node))
+
+    async def _ask_other(self, plane: ControlPlane, node: str) -> None:
+        try:
+            answer = await plane.channel.ask(node, Show(), timeout_s=ASK_S)
+        except EdgemoeError as error:
+            log.debug("a box shows nothing", extra={"peer": node, "why": str(error)})
+        else:
+            if isinstance(answer.message, Shown) and node in plane.state.members:
+                self._keep(node, answer.message)
+
+
+def announced(engine: EngineCard) -> Glimpse:
+    """Returns what a box has announced of its engine: what is on its disk, and what is at home in its RAM."""
+    layers, experts = engine.layers, engine.experts
+    nothing = Glimpse(layers=layers, experts=experts, cells=b"")
+    if layers * experts > MAX_CELLS:
+        return nothing
+    try:
+        on_disk, in_ram = (unpack_bits(bitmap, layers, experts) for bitmap in (engine.disk, engine.ram))
+    except ValueError:  # it contradicts itself
+        return nothing
+    exists = np.arange(experts) < np.array(engine.experts_of_layers)[:, None]
+    cells = np.where(exists, ELSEWHERE, NO_EXPERT).astype(np.uint8)
+    cells[on_disk & exists] = ON_DISK
+    cells[in_ram & exists] = IN_RAM
+    return Glimpse(layers=layers, experts=experts, cells=cells.tobytes())
