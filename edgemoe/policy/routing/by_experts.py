@@ -53,8 +53,8 @@ class UnionChoice:
     def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
         if offered.chance is None:
             return fewest(offered, open_, now_s)
-        costs = step_costs([offered.chance], open_, self._times)[:, 0]
-        return open_[int(np.argmin(costs))]
+        _, costs = step_costs([offered.chance], open_, self._times)
+        return open_[int(np.argmin(costs[:, 0]))]
 
 
 class UnionTerm:
@@ -68,7 +68,7 @@ class UnionTerm:
         answer = np.zeros((len(views), len(offers)))
         known = [r for r, offered in enumerate(offers) if offered.chance is not None]
         if known and views:
-            costs = step_costs([each.chance for each in offers if each.chance is not None], views, self._times)
+            _, costs = step_costs([each.chance for each in offers if each.chance is not None], views, self._times)
             tokens = np.array([offers[r].expected_tokens for r in known])
             answer[:, known] = (costs - costs.min(axis=0)) * tokens
         return answer
@@ -91,8 +91,8 @@ class BandChoice:
         return open_[in_band(near, load, np.ones(len(open_), np.bool_), self._band)]
 
 
-def step_costs(chance: Sequence[FloatArray], views: Sequence[EngineView], times: DecodeTimes) -> Values:
-    """Returns what each request costs all that decode in a step, at each engine, [W, R]."""
+def step_costs(chance: Sequence[FloatArray], views: Sequence[EngineView], times: DecodeTimes) -> tuple[Values, Values]:
+    """Returns what a step takes at each engine [W], and what each request costs all that decode there in one [W, R]."""
     new = np.stack(chance)
     seconds = np.full((len(views), *new.shape[1:]), times.expert_s, np.float32)
     absent = np.empty_like(seconds)
@@ -103,4 +103,4 @@ def step_costs(chance: Sequence[FloatArray], views: Sequence[EngineView], times:
         # of an engine that does not say, as if its requests had nothing in common
         absent[w] = view.union if view.union is not None else view.requests * np.log1p(-some)
     running = np.array([view.requests for view in views], np.int64)
-    return union_costs(seconds, absent, running, np.full(len(views), times.step_s), new)[1]
+    return union_costs(seconds, absent, running, np.full(len(views), times.step_s), new)

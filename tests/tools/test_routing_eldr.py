@@ -1,0 +1,73 @@
+"""Decode workers take what their distinct experts do, and the study shows what routing by experts is worth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tools.bench.routing_eldr import pool_study
+from tools.simulate.decode_pool import DecodeCosts, DecodePool, DecodeRequests
+from tools.simulate.decode_study import fitted, outcome
+from tools.simulate.decode_traffic import Source, Traffic, counted, scene_of
+
+LAYERS, EXPERTS, TOP_K = 2, 16, 2
+COSTS = DecodeCosts(step_s=1.0, token_s=0.1, expert_s=0.01, experts=EXPERTS)
+
+
+def routes(*tokens: list[list[int]]) -> np.ndarray:
+    return np.array(tokens, np.int16)
+
+
+def sources(count: int, seed: int = 0) -> list[Source]:
+    """Half of them choose among the lower experts, half among the upper ones."""
+    rng = np.random.default_rng(seed)
+    answer = []
+    for n in range(count):
+        low = n % 2 * EXPERTS // 2
+        ids = np.array(
+            [[rng.permutation(EXPERTS // 2)[:TOP_K] + low for _ in range(LAYERS)] for _ in range(60)], np.int16
+        )
+        prompt, rest = ids[:30], ids[30:]
+        parts = [counted(part, EXPERTS) for part in (prompt, rest, prompt[-4:])]
+        answer.append(Source("upper" if low else "lower", parts[0], 30, rest, parts[1], parts[2]))
+    return answer
+
+
+def test_a_step_takes_what_its_distinct_experts_do_and_newcomers_wait_for_the_next() -> None:
+    one = routes([[0, 1], [0, 1]], [[0, 1], [0, 1]])
+    two = routes([[0, 2], [4, 5]])
+    requests = DecodeRequests(np.array([0.0, 0.5]), np.array([0, 1]), [one, two])
+    met = DecodePool(requests, 1, 4, COSTS).run(lambda request, room, running, now_s: 0)
+    first, both = 1 + 0.1 + 0.04, 1 + 0.2 + 0.01 * (3 + 4)
+    assert met.tpot_s == pytest.approx([(first + both) / 2, both])
+    assert met.wait_s == pytest.approx([0.0, first - 0.5])
+    assert met.active == pytest.approx([(2 + 3.5) / 2, 3.5])
+    assert met.batch == pytest.approx([1.5, 2.0])
+
+
+def test_two_requests_of_one_source_never_meet() -> None:
+    scene = scene_of(sources(30), COSTS, Traffic(workers=2, batch=6, slots=8, requests=200))
+    running: list[set[int]] = [set(), set()]
+
+    def choose(request: int, room: np.ndarray, number: np.ndarray, now_s: float) -> int:
+        worker = int(np.flatnonzero(room)[0])
+        assert scene.requests.source[request] not in {scene.requests.source[n] for n in running[worker]}
+        running[worker].add(request)
+        assert len(running[worker]) <= scene.traffic.slots
+        return worker
+
+    pool = DecodePool(scene.requests, 2, scene.traffic.slots, COSTS)
+    met = pool.run(choose, lambda request, worker: running[worker].remove(request))
+    assert running == [set(), set()]
+    assert (met.tpot_s > 0).all()
+    assert {id(each) for each in scene.recorded}.isdisjoint({id(each) for each in scene.sources})
+    assert outcome("JSQ", fitted(scene)).spread < 1.2
+
+
+def test_routing_by_experts_loads_fewer_and_by_others_signatures_no_fewer() -> None:
+    traffic = Traffic(workers=4, batch=5, slots=8, requests=300)
+    rows = {row["policy"]: row for row in pool_study(sources(60), COSTS, traffic, seeds=1)}
+    for name in ("domain", "ELDR", "union, no clusters", "union"):
+        assert rows[name]["experts/jsq"] < -10
+    for name in ("ELDR", "union"):
+        assert abs(rows[f"{name}, placebo"]["experts/jsq"]) < 4

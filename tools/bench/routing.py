@@ -1,0 +1,57 @@
+"""Which engine runs which request: studies of the routing policies that the daemon has.
+
+    python -m tools.bench.routing --study eldr DATA      # decode workers, by the experts that requests choose [ELDR]
+
+DATA holds the routing tables and LLMServingSim's measured profile. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench import routing_eldr
+
+STUDIES: dict[str, Callable[[Path, int], dict[str, Any]]] = {"eldr": routing_eldr.study}
+console = Console(stderr=True, width=200)
+
+
+def show(name: str, found: Any) -> None:
+    """Prints rows as a table, and what holds tables one by one."""
+    if isinstance(found, dict) and any(isinstance(value, dict | list) for value in found.values()):
+        for key, value in found.items():
+            show(f"{name}: {key}" if name else key, value)
+    elif isinstance(found, list) and found and isinstance(found[0], dict):
+        table = Table(title=name)
+        for column in found[0]:
+            table.add_column(column, justify="right")
+        for row in found:
+            table.add_row(*(str(value) for value in row.values()))
+        console.print(table)
+    else:
+        console.print(f"{name}: {found}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--study", choices=sorted(STUDIES), required=True)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="only the JSON line, no tables")
+    args = parser.parse_args(argv)
+    found = STUDIES[args.study](args.data, args.seeds)
+    if not args.json:
+        show("", found)
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Decode workers, each with a batch of its own, and requests that a router sends to them. Only decoding takes time.
+
+A step takes what its layers' distinct experts do, by real routes token by token. A request begins with the next step of
+its worker. None goes to a worker where another request cut from the same source runs, for the two choose alike as no
+two requests of different users do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.replay.trace import Ids
+
+Numbers = npt.NDArray[np.float64]
+Choose = Callable[[int, npt.NDArray[np.bool_], npt.NDArray[np.int64], float], int]
+"""Request, which workers [W] may take it, how many run there [W], and the time, to a worker."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRequests:
+    """What is asked for, in order of arrival."""
+
+    at_s: Numbers  # [N]
+    source: npt.NDArray[np.int64]  # [N] what it was cut from
+    routes: Sequence[Ids]  # [N] each [T, L, k], of the tokens to decode
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCosts:
+    """States what a step takes. Seconds."""
+
+    step_s: float
+    token_s: float  # of each request that runs
+    expert_s: float  # of each distinct expert of each layer
+    experts: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeOutcome:
+    """What the requests met."""
+
+    tpot_s: Numbers  # [N]
+    wait_s: Numbers  # [N] until a worker took it
+    worker: npt.NDArray[np.int64]  # [N]
+    active: Numbers  # [N] distinct experts a layer of the steps that it was in, on average
+    batch: Numbers  # [N] requests of the steps that it was in, on average
+    spread: float  # what runs at the worker that has most to do, of the mean
+
+
+def distinct_experts(ids: Ids, experts: int) -> int:
+    """Returns how many experts a step loads, in all layers, by what its tokens choose [S, L, k]."""
+    layers = ids.shape[1]
+    places = ids + (np.arange(layers) * experts)[:, None]
+    return int(np.count_nonzero(np.bincount(places.ravel(), minlength=layers * experts)))
+
+
+class DecodePool:
+    """Owns who runs where, and what time it is."""
+
+    def __init__(self, requests: DecodeRequests, workers: int, slots: int, costs: DecodeCosts) -> None:
+        self._requests, self._slots, self._costs = requests, slots, costs
+        self.running: list[dict[int, int]] = [{} for _ in range(workers)]  # request -> tokens decoded
+        self._sources = [Counter[int]() for _ in range(workers)]
+        self._stepping: list[list[int]] = [[] for _ in range(workers)]  # requests of the step that is under way
+        self._waiting: deque[int] = deque()
+        self._events: list[tuple[float, int]] = []  # when a worker's step ends
+        count = len(requests.at_s)
+        self._begin, self._end = np.zeros(count), np.zeros(count)
+        self._worker = np.full(count, -1)
+        self._active, self._batch = np.zeros(count), np.zeros(count)
+        self._served = np.zeros(workers)
+
+    def run(self, choose: Choose, ended: Callable[[int, int], None] = lambda request, worker: None) -> DecodeOutcome:
+        """Returns what the requests meet where `choose` sends them; `ended` hears of each that is done, and where."""
+        at_s = self._requests.at_s
+        following = 0
+        while following < len(at_s) or self._events:
+            if following < len(at_s) and (not self._events or at_s[following] <= self._events[0][0]):
+                self._waiting.append(following)
+                now, following = float(at_s[following]), following + 1
+            else:
+                now, worker = heapq.heappop(self._events)
+                self._finish(worker, now, ended)
+            self._place(choose, now)
+        lengths = np.array([len(each) for each in self._requests.routes])
+        wait = self._begin - at_s
+        return DecodeOutcome(
+            (self._end - self._begin) / lengths,
+            wait,
+            self._worker,
+            self._active / lengths,
+            self._batch / lengths,
+            float(self._served.max() / self._served.mean()),
+        )
+
+    def _place(self, choose: Choose, now: float) -> None:
+        """Sends what waits, in order, and starts workers that stand still."""
+        for _ in range(len(self._waiting)):
+            request = self._waiting[0]
+            source = int(self._requests.source[request])
+            running = np.array([len(each) for each in self.running])
+            room = np.array([n < self._slots for n in running.tolist()])
+            room &= np.array([not each[source] for each in self._sources])
+            if not room.any():
+                break
+            worker = choose(request, room, running, now)
+            assert room[worker], "the router chose a worker that is full"
+            self._waiting.popleft()
+            self.running[worker][request] = 0
+            self._sources[worker][source] += 1
+            self._worker[request] = worker
+            if not self._stepping[worker]:
+                self._start(worker, now)
+
+    def _start(self, worker: int, now: float) -> None:
+        running = self.running[worker]
+        if not running:
+            return
+        ids = np.stack([self._requests.routes[request][at] for request, at in running.items()])  # [S, L, k]
+        costs = self._costs
+        distinct = distinct_experts(ids, costs.experts)
+        took = costs.step_s + costs.token_s * len(running) + costs.expert_s * distinct
+        heapq.heappush(self._events, (now + took, worker))
+        who = self._stepping[worker] = list(running)
+        self._begin[[request for request, at in running.items() if at == 0]] = now
+        self._active[who] += distinct / ids.shape[1]
+        self._batch[who] += len(who)
+        self._served[worker] += took * len(who)
+
+    def _finish(self, worker: int, now: float, ended: Callable[[int, int], None]) -> None:
+        running = self.running[worker]
+        for request in self._stepping[worker]:
+            running[request] += 1
+            if running[request] == len(self._requests.routes[request]):
+                del running[request]
+                self._sources[worker][int(self._requests.source[request])] -= 1
+                self._end[request] = now
+                ended(request, worker)
+        self._stepping[worker] = []
+        self._start(worker, now)
