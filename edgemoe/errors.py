@@ -219,6 +219,14 @@ class PeerOutdated(PeerRefused):
     """The box runs a release that does not know what is asked."""
 
 
+class HandOverFailed(PeerError):
+    """Keys and values did not come from another box; `reason` says why in a word."""
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
+
+
 class CoordError(EdgemoeError):
     """The boxes' agreement on leader, members and plan."""
 

@@ -101,7 +101,9 @@ def _state(member: Json) -> str:
         return state
     if member["role"] == "witness":
         return f"{state}, witness"
-    return state if member["engine"] else f"{state}, no engine"
+    if not member["engine"]:
+        return f"{state}, no engine"
+    return state if member["serves"] == "both" else f"{state}, {member['serves']}"
 
 
 def _moving(member: Json) -> str:
@@ -120,7 +122,8 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
         f"{select(after, names.SERVED_SHED):,.0f} sent away since the start",
         "Computed here": f"{select(after, names.LOCAL_RATIO):.1%} of this box's own experts, since the start",
         "Requests": f"{select(after, names.FORWARDED):,.0f} handed on, "
-        f"{select(after, names.HOSTED_REQUESTS_TOTAL):,.0f} taken in",
+        f"{select(after, names.HOSTED_REQUESTS_TOTAL):,.0f} taken in, "
+        f"{select(after, names.HANDED_OVER):,.0f} handed over after prefill",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.errors import ConfigError
+from edgemoe.types.phases import Phases
 from edgemoe.types.placement import PlacementPolicy
 
 Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
@@ -135,6 +136,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     migrate_bytes_per_s: Rate = 32e6  # at which a box fetches experts that have another home meanwhile; 0: no limit
     migrate_gain: Share = 0.05  # of what requests wait for peers, by which a plan must be better
     share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
+    role: Phases = "both"  # prefill: requests go on at a box that decodes; decode: prompts go to one that does not
     route: Literal["local", "spread"] = "local"  # requests: to this box while it has room, or to the least loaded
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for expert calls; 0: any free one
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for experts themselves
@@ -169,6 +171,8 @@ def check(settings: Settings) -> Settings:
     if record.hints and not record.dir:
         raise ConfigError("record.hints is set, but record.dir is not: name the folder to record to, or drop it")
     _check_cluster(settings.cluster)
+    if settings.cluster.role != "both" and not settings.engine.prefix_cache:
+        raise ConfigError(f'cluster.role is "{settings.cluster.role}": hand-overs need engine.prefix_cache')
     return settings
 
 
@@ -188,6 +192,8 @@ def _check_cluster(cluster: ClusterSettings) -> None:
         raise ConfigError("cluster.join stands in for cluster.peers_file: the other boxes tell the list; drop one")
     if cluster.coordination == "etcd" and not cluster.etcd:
         raise ConfigError('cluster.coordination is "etcd"; name its addresses in cluster.etcd')
+    if cluster.role != "both" and not cluster.share_experts:
+        raise ConfigError(f'cluster.role is "{cluster.role}": engines hand requests over, set cluster.share_experts')
     if cluster.leader and cluster.coordination != "single":
         raise ConfigError(f'cluster.leader is for coordination = "single"; {cluster.coordination} elects one')
 

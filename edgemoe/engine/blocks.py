@@ -17,7 +17,8 @@ import hashlib
 import struct
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Row
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ class BlockManager:
         self.signatures: npt.NDArray[np.uint8] = np.zeros((blocks, layers, experts), np.uint8)  # [B, L, E]
         self._prefix_cache = prefix_cache
         self._refs = [0] * blocks
+        self._generations = [0] * blocks  # how often each was taken
         self._key: list[bytes | None] = [None] * blocks
         self._known: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # the next one to be reused first
@@ -82,11 +84,19 @@ class BlockManager:
         """Returns the keys of the first `count` blocks, which must be full; empty without a prefix cache."""
         if not self._prefix_cache:
             return []
-        for i in range(len(seq.keys), count):
-            parent = seq.keys[-1] if seq.keys else b""
-            tokens = _pack(*seq.tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
-            seq.keys.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+        extend_keys(seq.keys, seq.tokens, count)
         return seq.keys[:count]
+
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """Returns the block known by `key`, and its generation; None where there is none. From any thread.
+
+        What was read of it is what the key says if afterwards `find` still returns the same.
+        """
+        block = self._known.get(key)
+        if block is None:
+            return None
+        generation = self._generations[block]
+        return (block, generation) if self._known.get(key) == block else None
 
     def signature(self, seq: Sequence) -> IntArray:
         """Returns how often the computed tokens of `seq` chose each expert, [L, E]; cached tokens count too."""
@@ -141,6 +151,28 @@ class BlockManager:
             self._release(block)
         seq.blocks, seq.computed = [], 0
 
+    def adopt(self, keys: Row[bytes], write: Callable[[int], None]) -> bool:
+        """Has `write` fill a free block with what another engine computed, known by the last of `keys` from then on.
+
+        Returns False, and changes nothing, unless all blocks before it are known here and another one is free.
+        """
+        if keys[-1] in self._known:
+            return True
+        if not self._prefix_cache or not all(key in self._known for key in keys[-2:-1]):
+            return False
+        before = [block for key in keys[:-1] if (block := self._known[key]) in self._free]
+        if len(self._free) == len(before):
+            return False
+        self._touch(before)
+        block = self._take()
+        try:
+            write(block)
+            self._key[block], self._known[keys[-1]] = keys[-1], block
+        finally:
+            self._release(block)
+        self._touch(before)
+        return True
+
     def observe(self, blocks: IntArray, ids: npt.NDArray[np.int16]) -> None:
         """Adds the gates' choices `ids` [L, T, k] to the signatures of the blocks [T] in which the tokens lie."""
         layers = np.arange(ids.shape[0])[:, None, None]
@@ -153,7 +185,13 @@ class BlockManager:
             self._key[block] = None
         self.signatures[block] = 0
         self._refs[block] = 1
+        self._generations[block] += 1
         return block
+
+    def _touch(self, chain: Row[int]) -> None:
+        """Makes these free blocks, each followed by its child, those that are reused last, the first one at the end."""
+        for block in reversed(chain):
+            self._free.move_to_end(block)
 
     def _hold(self, block: int) -> None:
         if self._refs[block] == 0:
@@ -191,3 +229,11 @@ class BlockManager:
         assert self.signatures.max(initial=0) <= BLOCK_TOKENS
         if self._states is not None:
             self._states.check_integrity(live)
+
+
+def extend_keys(keys: list[bytes], tokens: Row[int], count: int) -> None:
+    """Appends to the keys of the first blocks of `tokens` those of the next, up to `count` in all."""
+    for i in range(len(keys), count):
+        parent = keys[-1] if keys else b""
+        block = _pack(*tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS])
+        keys.append(hashlib.blake2b(parent + block, digest_size=16).digest())

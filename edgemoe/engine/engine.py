@@ -16,6 +16,7 @@ from edgemoe.engine.chunk_budget import ChunkBudget
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.loop import Emit, StepLoop
 from edgemoe.engine.metrics import engine_metrics
+from edgemoe.engine.prefix_transfer import PrefixTransfer
 from edgemoe.engine.runner import LoadedModel, Runner, Watchers
 from edgemoe.engine.scheduler import Scheduler
 from edgemoe.engine.state_slots import StateSlots
@@ -60,6 +61,7 @@ class Engine:
         self.blocks = BlockManager(
             budget.kv_blocks, spec.geometry.layers, spec.geometry.experts, settings.prefix_cache, states
         )
+        self.prefixes = PrefixTransfer(self.blocks, states, model.kv, spec.kv_layout)
         self.limits = RequestLimits(min(budget.context_tokens, budget.kv_blocks * BLOCK_TOKENS), spec.vocab)
         chunk_budget = ChunkBudget(settings.step_tokens, settings.mixed_step_s)
         kv_swap = None

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ RETRY_S = 0.05  # between attempts at a step while every request waits for an ex
 
 
 class StepLoop:
-    """Owns the engine's requests. `submit`, `cancel`, `drain` and `stop` may be called from any thread."""
+    """Owns the engine's requests. `submit`, `cancel`, `call`, `drain` and `stop` may be called from any thread."""
 
     def __init__(
         self,
@@ -84,6 +84,10 @@ class StepLoop:
         """Drops the request before the next step, if it still runs as `attempt`."""
         self._inbox.put(lambda: self._cancel(request, attempt))
 
+    def call(self, deed: Callable[[], None]) -> None:
+        """Has the compute thread do something between steps, which must not raise."""
+        self._inbox.put(deed)
+
     def drain(self) -> None:
         """Refuses new requests from now on; accepted ones are finished."""
         self._inbox.put(lambda: setattr(self, "_draining", True))
@@ -118,11 +122,8 @@ class StepLoop:
         ends = [now_s + RETRY_S if seq.missing_expert else seq.deadline_s for seq in requests]
         timeout_s = min(LONGEST_WAIT_S, max(0.0, min(ends) - now_s)) if ends else None
         if not self._stopped:
-            try:
-                message = self._inbox.get(timeout=timeout_s)
-            except Empty:
-                return
-            message()
+            with suppress(Empty):
+                self._inbox.get(timeout=timeout_s)()
 
     def _take(self) -> None:
         for _ in range(self._inbox.qsize()):

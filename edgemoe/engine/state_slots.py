@@ -11,7 +11,7 @@ not to be kept is forgotten when the sequence comes to the end of another block.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Row
 
 from edgemoe.engine.sequence import Sequence
@@ -34,6 +34,7 @@ class StateSlots:
         self._spare = slots - 1 - 2 * sequences  # slots that may be taken for states on the way
         self._on_the_way = 0  # taken for such in steps that are prepared
         self._refs = [1] + [0] * (slots - 1)
+        self._generations = [0] * slots  # how often each was taken
         self._key: list[bytes | None] = [None] * slots
         self._known: dict[bytes, int] = {}
         self._depths = Counter[int]()  # of the known states: blocks before them
@@ -47,7 +48,29 @@ class StateSlots:
         depths = (depth for depth in self._depths if depth <= len(keys) and keys[depth - 1] in self._known)
         return max(depths, default=0)
 
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """Returns the slot of the state after the block with this key, and its generation; see BlockManager.find."""
+        slot = self._known.get(key)
+        if slot is None:
+            return None
+        generation = self._generations[slot]
+        return (slot, generation) if self._known.get(key) == slot else None
+
     # --- changes
+
+    def adopt(self, keys: Row[bytes], write: Callable[[int], None]) -> bool:
+        """Has `write` fill a free slot with the state after these blocks. Returns False where none is free."""
+        if keys[-1] in self._known:
+            return True
+        if not self._free:
+            return False
+        slot = self._take()
+        try:
+            write(slot)
+            self._index(slot, keys)
+        finally:
+            self._release(slot)
+        return True
 
     def resume(self, seq: Sequence, keys: Row[bytes]) -> None:
         """Gives `seq` the state after the blocks with these keys, which is known; without blocks the first one."""
@@ -92,6 +115,7 @@ class StateSlots:
         slot, _ = self._free.popitem(last=False)
         self._forget(slot)
         self._refs[slot] = 1
+        self._generations[slot] += 1
         return slot
 
     def _hold(self, slot: int) -> None:
@@ -109,14 +133,17 @@ class StateSlots:
     def _remember(self, seq: Sequence, slot: int, depth: int, keys: Row[bytes]) -> None:
         if keys[depth - 1] in self._known:
             return
-        self._key[slot], self._depth[slot] = keys[depth - 1], depth
-        self._known[keys[depth - 1]] = slot
-        self._depths[depth] += 1
+        self._index(slot, keys[:depth])
         former = None if is_kept(seq, seq.snapshot) else self._known.get(keys[seq.snapshot - 1])
         if former is not None and self._refs[former] == 0:
             self._forget(former)
             self._free.move_to_end(former, last=False)
         seq.snapshot = depth
+
+    def _index(self, slot: int, keys: Row[bytes]) -> None:
+        self._key[slot], self._depth[slot] = keys[-1], len(keys)
+        self._known[keys[-1]] = slot
+        self._depths[len(keys)] += 1
 
     def _forget(self, slot: int) -> None:
         if (key := self._key[slot]) is None:

@@ -34,10 +34,13 @@ from edgemoe.cluster.rpc.engine_messages import (
     PeerSeen,
     Plan,
     Submit,
+    ToCluster,
     decode_from_engine,
     decode_to_engine,
+    encode,
 )
 from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
@@ -79,12 +82,19 @@ class ClusterFront:
                 address=address_of(settings),
                 devices=tuple(device.kind for device in whole.device),
                 ram_bytes=look().ram_total_bytes,
+                serves=settings.role,
             ),
             local=self,
         )
         self.hosted_requests = HostedRequests(self.plane.channel, self._door.send, self.plane.spawn)
         self._places = Router(
-            self.plane, settings.route, requests.log, self._own_load, requests.submit_here, self.plane.spawn
+            self.plane,
+            settings.route,
+            requests.log,
+            self._own_load,
+            requests.submit_here,
+            self._door.send,
+            self.plane.spawn,
         )
         requests.join(self._places)
         self._lookout = lookout
@@ -122,7 +132,7 @@ class ClusterFront:
 
     # --- our engine -------------------------------------------------------------------------------------------
 
-    def hear(self, boot: str, message: Listening | Holds | PeerSeen | Activity) -> None:
+    def hear(self, boot: str, message: ToCluster) -> None:
         """Takes what our engine says of itself and its links."""
         match message:
             case Listening():
@@ -138,6 +148,8 @@ class ClusterFront:
                 self._engine.seen[message.node] = message
             case Activity():
                 self._engine.activity = message
+            case LastChunk() | PrefixPulled():
+                self._hear_hand_over(message)
 
     def engine_changed(self) -> None:
         """It takes requests now, or no longer; what one that has ended held is held no more."""
@@ -174,6 +186,14 @@ class ClusterFront:
             return Beat()
         return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity)
 
+    def _hear_hand_over(self, message: LastChunk | PrefixPulled) -> None:
+        """Acts on what our engine says of a hand-over, or passes it on to the front whose request it is."""
+        if (told := self.hosted_requests.told_to(message)) is None:
+            self._places.hand_overs.hear(message)
+        else:
+            node, message = told
+            self.plane.channel.tell(node, Tokens(), [encode(message)])
+
     # --- how it is --------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
@@ -188,6 +208,7 @@ class ClusterFront:
             names.CLUSTER_STALE: state.obedience.stale,
             names.FORWARDED: self._places.forwarded,
             names.FORGOTTEN: self._places.dropped,
+            names.HANDED_OVER: self._places.hand_overs.done,
             names.HOSTED_REQUESTS: len(self.hosted_requests),
             names.HOSTED_REQUESTS_TOTAL: self.hosted_requests.served,
         } | {names.named(names.CLUSTER_BOXES, state=each): states.count(each) for each in about.STATES}
@@ -215,18 +236,29 @@ class ClusterFront:
             match decode_from_engine(question.tensors[0]):
                 case Emissions(items=items):
                     return Answer(self._places.take(question.peer, items))
+                case LastChunk() | PrefixPulled() as news:
+                    self._places.hand_overs.hear(news)
+                    return Answer(Taken())
         else:
             match decode_to_engine(question.tensors[0]):
                 case Submit() as submit:
-                    load = self._own_load()
-                    if load is None or load.requests >= load.capacity or self._requests.draining:
-                        raise PeerBusy("there is no room for another request here")
+                    self._check_room()
                     self.hosted_requests.submit(question.peer, question.boot, submit)
+                    return Answer(Taken())
+                case PullPrefix() as pull:
+                    self._check_room()
+                    self.hosted_requests.pull(question.peer, pull)
                     return Answer(Taken())
                 case Cancel() as cancel:
                     self.hosted_requests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
                     return Answer(Taken())
         raise PeerRefused("a frame of another kind")
+
+    def _check_room(self) -> None:
+        """Raises PeerBusy where our engine takes no request of another front."""
+        load = self._own_load()
+        if load is None or load.requests >= load.capacity or self._requests.draining:
+            raise PeerBusy("there is no room for another request here")
 
     # --- the others -------------------------------------------------------------------------------------------
 

@@ -28,7 +28,9 @@ from edgemoe.cluster.rpc.engine_messages import (
     Refused,
     Reloaded,
     Stats,
+    ToCluster,
 )
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import Settings
 
@@ -70,7 +72,7 @@ class EngineHandle:
         process.stdin.close()
         return cls(process, boot.boot_id)
 
-    def note(self, message: FromEngine) -> Emissions | Ready | Shown | Listening | Holds | PeerSeen | Activity | None:
+    def note(self, message: FromEngine) -> Emissions | Ready | Shown | ToCluster | None:
         """Remembers what the engine says of itself; returns what is for others to act on."""
         self.heard = time.monotonic()
         match message:
@@ -88,7 +90,7 @@ class EngineHandle:
             case Reloaded():
                 if self._reloaded is not None and not self._reloaded.done():
                     self._reloaded.set_result(message)
-            case Emissions() | Shown() | Listening() | Holds() | PeerSeen() | Activity():
+            case Emissions() | Shown() | Listening() | Holds() | PeerSeen() | Activity() | LastChunk() | PrefixPulled():
                 return message
         return None
 

@@ -20,6 +20,7 @@ import msgspec
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.errors import PeerBusy, PeerError, WireError
 from edgemoe.types.request import Emission
 
@@ -115,6 +116,20 @@ class HostedRequests:
                 if hosted is not None and hosted.attempt == one.attempt:
                     self._pass_on(hosted, msgspec.structs.replace(one, request=hosted.request))
         return ours
+
+    def pull(self, node: str, message: PullPrefix) -> None:
+        """Has our engine fetch the blocks of a request that this front means to hand over. Raises PeerBusy."""
+        if not self._send(msgspec.structs.replace(message, request=f"{node}/{message.request}")):
+            raise PeerBusy("no engine takes requests here now")
+
+    def told_to(self, message: LastChunk | PrefixPulled) -> tuple[str, LastChunk | PrefixPulled] | None:
+        """Returns the front whose request this is about, and what it is told; None for a request of our own."""
+        node, _, request = message.request.partition("/")
+        if not request:
+            return None
+        if isinstance(message, LastChunk) and (hosted := self._hosted_requests.get(message.request)) is not None:
+            request = hosted.request
+        return node, msgspec.structs.replace(message, request=request)
 
     def forget(self, node: str) -> None:
         """Ends the requests of a front that has gone, or of whose incarnations another has come."""

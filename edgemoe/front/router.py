@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, Taken
-from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, encode
+from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, encode
+from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.errors import EdgemoeError
+from edgemoe.front.routing.hand_over import HandOvers
 from edgemoe.policy.route import EngineLoad, Rule, route
+from edgemoe.types.phases import Phases
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
@@ -52,16 +55,18 @@ class Router:
         requests: RoutedRequests,
         own: Callable[[], EngineLoad | None],
         submit_here: Callable[[Submit], str],
+        tell_here: Callable[[ToEngine], bool],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
         """`own` is our engine while it takes requests; `submit_here` gives it one and names it."""
         self.forwarded = 0
         self._plane, self._rule, self._requests = plane, rule, requests
-        self._own, self._submit_here, self._spawn = own, submit_here, spawn
+        self._own, self._submit_here, self._tell_here, self._spawn = own, submit_here, tell_here, spawn
         self._ours: dict[str, int] = {}  # of our requests, how many a node had when it last said how it is
         self._avoid: dict[str, float] = {}  # places that turned requests away, until when
         self._arrived: dict[str, tuple[str, int]] = {}  # request -> place and attempt that was taken there
         self.dropped = 0  # requests that another box had forgotten
+        self.hand_overs = HandOvers(requests, self)
 
     def elsewhere(self) -> dict[str, str]:
         """Engines of other boxes that take requests: place -> node."""
@@ -82,15 +87,39 @@ class Router:
         """Hands a request to the engine of choice, and names that; "" where there is none."""
         now = time.monotonic()
         self._avoid = {place: until for place, until in self._avoid.items() if until > now}
-        own = self._own()
         others = self.elsewhere()
-        loads = [self._load(place, node) for place, node in others.items() if place not in self._avoid]
-        place = route(loads if own is None else [own, *loads], self._rule)
+        loads = self._loads(others)
+        place = self.hand_overs.target_of(message, [load.place for load in loads])
+        if not place:
+            reading = [load for load in loads if self._role(load.place) != "decode"]
+            place = route(reading or loads, self._rule)
+            if place and self._role(place) == "prefill":
+                node = others.get(place, self._plane.state.node)
+                message = self.hand_overs.expect(message, place, node)
         if place in others:
             self.forwarded += 1
             self._spawn(self._forward(place, others[place], message))
             return place
         return self._submit_here(message)
+
+    def decoder(self, other_than: str) -> str:
+        """Returns the engine that is to go on with a request that is prefilled; "" where there is none."""
+        writing = [load for load in self._loads(self.elsewhere()) if self._role(load.place) != "prefill"]
+        return route([load for load in writing if load.place != other_than], "spread")
+
+    def send_pull(self, place: str, message: PullPrefix) -> None:
+        """Asks the engine there to fetch a prompt's blocks."""
+        if (node := self.elsewhere().get(place)) is not None:
+            self._spawn(self._pull(place, node, message))
+        elif not self._tell_here(message):
+            self.hand_overs.failed(message.request, message.attempt)
+
+    def recall(self, place: str, message: Cancel) -> None:
+        """Has the engine there forget a request that has moved."""
+        if ":" in place:
+            self.cancel(place, message)
+        else:
+            self._tell_here(message)
 
     def cancel(self, place: str, message: Cancel) -> None:
         """Has another box's engine forget a request. Should this not arrive, its next tokens are answered with it."""
@@ -115,6 +144,7 @@ class Router:
             await asyncio.sleep(CHECK_S)
             place_of = self._requests.place_of
             self._arrived = {name: there for name, there in self._arrived.items() if place_of(name) == there}
+            self.hand_overs.purge()
             nodes = self.elsewhere()
             asked: dict[str, list[tuple[str, int]]] = {}
             for name, (place, attempt) in self._arrived.items():
@@ -125,6 +155,18 @@ class Router:
     def hear(self, node: str, beat: Beat) -> None:
         """Takes note of how a box says that it is."""
         self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
+
+    def _loads(self, others: Mapping[str, str]) -> list[EngineLoad]:
+        """Returns the engines that a request may go to, ours first."""
+        own = self._own()
+        loads = [self._load(place, node) for place, node in others.items() if place not in self._avoid]
+        return loads if own is None else [own, *loads]
+
+    def _role(self, place: str) -> Phases:
+        """Returns what the box does of requests."""
+        node = place.rpartition(":")[0]
+        card = self._plane.state.members[node].card if node else self._plane.announce
+        return card.serves if card is not None else "both"
 
     def _load(self, place: str, node: str) -> EngineLoad:
         beat = self._plane.state.members[node].beat
@@ -159,6 +201,14 @@ class Router:
             self._avoid[place] = time.monotonic() + AVOID_S
         for name, attempt in lost:
             self._requests.turned_away(name, attempt)
+
+    async def _pull(self, place: str, node: str, message: PullPrefix) -> None:
+        try:
+            await self._plane.channel.ask(node, Forward(self._plane.state.model), [encode(message)], timeout_s=ASK_S)
+        except EdgemoeError as error:
+            log.info("a hand-over was turned away", extra={"peer": node, "why": str(error)})
+            self._avoid[place] = time.monotonic() + AVOID_S
+            self.hand_overs.failed(message.request, message.attempt)
 
     async def _recall(self, node: str, message: Cancel) -> None:
         try:

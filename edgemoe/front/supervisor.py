@@ -23,15 +23,12 @@ import msgspec
 from edgemoe.api.backend import Sight, State
 from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import (
-    Activity,
     Drain,
     Emissions,
-    Holds,
-    Listening,
-    PeerSeen,
     Ready,
     Reload,
     Stop,
+    ToCluster,
 )
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError
@@ -52,7 +49,7 @@ SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="draining"
 class Neighbours(Protocol):
     """The other boxes, as far as our engine is concerned."""
 
-    def hear(self, boot: str, message: Listening | Holds | PeerSeen | Activity) -> None:
+    def hear(self, boot: str, message: ToCluster) -> None:
         """Takes what our engine says of itself and its links."""
 
     def engine_changed(self) -> None:
@@ -185,7 +182,9 @@ class Supervisor:
                     self.request_log.take(items if self._cluster is None else self._cluster.take(items))
                 case Shown() as seen:
                     self._lookout.note(seen)
-                case Listening() | Holds() | PeerSeen() | Activity() as news:
+                case None:
+                    pass
+                case news:
                     if self._cluster is not None:
                         self._cluster.hear(boot_id, news)
 

@@ -51,6 +51,7 @@ from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, controller_for, scoutgate_for
+from edgemoe.worker.hand_over import LastChunks
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,13 @@ class Say(Protocol):
 
 
 class Sharing(NamedTuple):
-    """What a box in a cluster has besides: its experts as bytes, a store that also reads from peers, what is chosen."""
+    """What a box in a cluster has besides: experts as bytes, a store that reads from peers too, what is told."""
 
     model: ServedModel
     shelf: ExpertShelf
     store: PeerStore
     activity: ActivityCounter
+    last_chunks: LastChunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,7 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
 def _sharing(manifest: Manifest, served: ServedModel, store: ExpertStore) -> Sharing:
     shelf = ExpertShelf(manifest, store, served.geometry)
     peers = PeerStore(store, shelf, checksum, served.geometry)
-    return Sharing(served, shelf, peers, ActivityCounter(served.geometry))
+    return Sharing(served, shelf, peers, ActivityCounter(served.geometry), LastChunks())
 
 
 def _tiers(
@@ -243,7 +245,8 @@ def _watchers(
         observers.append(scoutgate.learn)
     if sharing is not None:
         observers.append(sharing.activity.add)
-    return Watchers(_to_all(observers), _to_all([each.look for each in (scoutgate, controller) if each is not None]))
+    expecting = (scoutgate, controller, sharing.last_chunks if sharing is not None else None)
+    return Watchers(_to_all(observers), _to_all([each.look for each in expecting if each is not None]))
 
 
 def _to_all(listeners: Sequence[Callable[P, None]]) -> Callable[P, None] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.engine_messages import Activity, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
 from edgemoe.experts.compute.peer_compute import PeerCompute
@@ -23,6 +24,7 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Move, Tier
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.assemble import Assembly
+from edgemoe.worker.hand_over import EnginePrefixes, Pulls
 from edgemoe.worker.home_moves import HomeMoves
 
 log = logging.getLogger(__name__)
@@ -54,9 +56,18 @@ class ClusterSide:
             settings.node,
             boot,
             load_secret(Path(settings.key_file)),
-            OwnExperts(sharing.model, self._holdings, self._host, sharing.shelf, sharing.store),
+            OwnExperts(
+                sharing.model,
+                self._holdings,
+                self._host,
+                sharing.shelf,
+                sharing.store,
+                EnginePrefixes(assembly.engine, info.digest),
+            ),
             timeout_s=settings.call_timeout_s,
         )
+        self._pulls = Pulls(assembly.engine, self.plane.kv_fetcher, post)
+        sharing.last_chunks.attach(post)
         tiers.join(self.plane.calls)
 
     def listen(self) -> None:
@@ -69,6 +80,7 @@ class ClusterSide:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
+            group.create_task(self._pulls.run())
             group.create_task(self._report())
             group.create_task(self._report_activity())
 
@@ -78,12 +90,15 @@ class ClusterSide:
         if self._kernels is not None:
             self._kernels.close()
 
-    def obey(self, message: PeerList | Plan) -> None:
+    def obey(self, message: PeerList | Plan | PullPrefix) -> None:
         """Carries out a message of the front."""
-        if isinstance(message, PeerList):
-            self.plane.set_peers(message.keys, message.engines)
-        else:
-            self._adopt(message)
+        match message:
+            case PeerList():
+                self.plane.set_peers(message.keys, message.engines)
+            case Plan():
+                self._adopt(message)
+            case PullPrefix():
+                self._pulls.obey(message)
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""
@@ -106,6 +121,7 @@ class ClusterSide:
             names.HOME_EXPERTS: self._homes,
             names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
+        values |= self._pulls.metrics() | {names.KV_SERVED_BYTES: self.plane.kv.sent_bytes}
         for peer in self.plane.calls.peers.values():
             values[named(names.REMOTE_CALLS, peer=peer.node)] = peer.calls
             values[named(names.REMOTE_FAILURES, peer=peer.node)] = peer.failures

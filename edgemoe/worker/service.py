@@ -35,6 +35,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     ToEngine,
 )
 from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError
 from edgemoe.guard import refuse_pickle
@@ -179,6 +180,8 @@ class Worker:
         match message:
             case Submit():
                 left_s, waited_s = message.remaining_ms / 1e3, message.waited_ms / 1e3
+                if assembly.sharing is not None:
+                    assembly.sharing.last_chunks.want(message)
                 loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
             case Cancel():
                 loop.cancel(message.request, message.attempt)
@@ -191,7 +194,7 @@ class Worker:
                     self._glimpses.look()
             case Reload():
                 self._reload_asked.set()
-            case PeerList() | Plan():
+            case PeerList() | Plan() | PullPrefix():
                 if self._side is not None:
                     self._side.obey(message)
             case Stop():

@@ -322,7 +322,7 @@ def test_what_a_box_says_is_unwanted_is_bounded() -> None:
         def take(self, emissions: list[Emission]) -> None:
             assert not emissions
 
-    places = Router(None, "local", Nothing(), lambda: None, lambda _: "", None)  # type: ignore[arg-type]
+    places = Router(None, "local", Nothing(), lambda: None, lambda _: "", lambda _: False, None)  # type: ignore[arg-type]
     items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
     taken = places.take("b", items)
     assert len(taken.unwanted) == MAX_UNWANTED

@@ -163,7 +163,7 @@ class PeerStore:
                 for start in range(0, len(into), CHUNK_BYTES):
                     group.create_task(chunk(start))
         except* PeerError as errors:
-            failure = _first(errors)
+            failure = first_of(errors)
         except* TimeoutError:
             failure = PeerUnavailable(f"{node} did not bring the expert within {within_s:.3g} s")
         if failure is not None:
@@ -180,6 +180,7 @@ class PeerStore:
         self._shelf.learn(layer, expert, wanted)
 
 
-def _first(errors: BaseExceptionGroup[PeerError]) -> PeerError:
+def first_of(errors: BaseExceptionGroup[PeerError]) -> PeerError:
+    """Returns the first error in a group, whose groups may be nested."""
     first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -3,6 +3,7 @@
     calls   Hello -> Hello     the model and experts of each; regular and small, so that it measures the round trip
             Call -> Result     one layer's experts on some rows: tensors (hidden, index) -> (sums,)
     bulk    Fetch -> Chunk     a part of one expert's bytes, at most CHUNK_BYTES: tensors () -> (bytes,)
+            FetchKV -> KVPart  a part of one entry of the prefix cache, at most PART_BYTES: tensors () -> (bytes,)
 
 A Call's index is int32: experts [n], calls of each [n], row of each call [m], routing weight of each [m] as bits of
 float32. Everything received is checked here before it is used; an invalid message raises PeerRefused.
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import Annotated, Self, get_args
 
 import numpy as np
+import xxhash
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.envelope import Buffer
@@ -21,14 +23,16 @@ from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.errors import PeerRefused
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.bounds import Bitmap, Bytes, Seconds, Small, Word
+from edgemoe.types.bounds import Bitmap, Bytes, Count, Seconds, Small, Word
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork
 from edgemoe.types.placement import pack_bits, unpack_bits
 
 CHUNK_BYTES = 1 << 20  # of an expert in one message
+PART_BYTES = 4 << 20  # of an entry of the prefix cache in one message
 MAX_ROWS = 1 << 16  # of one call
+BlockKey = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Hello(Message, frozen=True, tag="Hello"):
@@ -121,8 +125,41 @@ class Chunk(Message, frozen=True, tag="Chunk"):
     checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
+class FetchKV(Message, frozen=True, tag="FetchKV"):
+    """Asks for `bytes` bytes of the block known by `key`, or of the state after it, from `offset`.
+
+    `encoding` is a digest of the model and of how its keys, values and states lie in bytes.
+    """
+
+    since = 2
+    encoding: Word
+    key: BlockKey
+    state: bool
+    offset: Bytes
+    bytes: Annotated[int, Meta(ge=1, le=PART_BYTES)]
+
+
+class KVPart(Message, frozen=True, tag="KVPart"):
+    """Carries the bytes asked for. All parts of one entry have one generation.
+
+    The checksum is of the key, the generation and the offset too, so that no part is taken for another.
+    """
+
+    since = 2
+    generation: Count
+    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+
+    @classmethod
+    def of(cls, asked: FetchKV, generation: int, part: Buffer) -> Self:
+        return cls(generation, _checksum(asked, generation, part))
+
+    def is_intact(self, asked: FetchKV, part: Buffer) -> bool:
+        """Returns whether these bytes are what was asked for."""
+        return self.checksum == _checksum(asked, self.generation, part)
+
+
 CallMessage = Hello | Call | Result | Failure
-BulkMessage = Fetch | Chunk | Failure
+BulkMessage = Fetch | Chunk | FetchKV | KVPart | Failure
 CALLS: Language[CallMessage] = Language(*get_args(CallMessage))
 BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 
@@ -131,3 +168,10 @@ def _sizes(geometry: ExpertGeometry) -> tuple[int, int, int, int]:
     """Returns what a hello says of them: all that must be equal on two engines that compute for each other."""
     largest_bytes = max(geometry.expert_bytes(layer) for layer in range(geometry.layers))
     return geometry.layers, geometry.experts, geometry.row_bytes, largest_bytes
+
+
+def _checksum(asked: FetchKV, generation: int, part: Buffer) -> str:
+    digest = xxhash.xxh3_128(asked.key)
+    digest.update(f"{asked.state} {generation} {asked.offset} ".encode())
+    digest.update(part)
+    return digest.hexdigest()

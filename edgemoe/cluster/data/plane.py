@@ -12,7 +12,8 @@ import msgspec
 from edgemoe.cluster.data.expert_client import ExpertClient, Holdings
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, ExpertSource, PeerStore
 from edgemoe.cluster.data.expert_server import ExpertOwner, ExpertServer
-from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, Hello
+from edgemoe.cluster.data.kv_fetch import KVFetcher, KVFetchServer, PrefixSource
+from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, FetchKV, Hello
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
@@ -36,6 +37,7 @@ class OwnExperts:
     host: ExpertOwner  # computes for peers
     shelf: ExpertSource  # hands out experts
     store: PeerStore  # fetches over the bulk channel
+    prefixes: PrefixSource  # blocks of keys and values, in both directions
 
 
 class DataPlane:
@@ -60,9 +62,11 @@ class DataPlane:
             self.transport,
             "bulk",
             BULK,
-            self.bulk.serve,
+            self._serve_bulk,
             ChannelSettings(credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s),
         )
+        self.kv = KVFetchServer(own.prefixes)
+        self.kv_fetcher = KVFetcher(self._bulk_channel, own.prefixes, timeout_s)
         self.calls = ExpertClient(self._calls_channel, own.model, own.holdings, timeout_s)
         own.store.join(self._bulk_channel, lambda: self.calls.peers, timeout_s)
         self._say = SparingLog(log)
@@ -119,3 +123,8 @@ class DataPlane:
                 return Answer(self.calls.learn(question.peer, hello))
             case _:
                 raise PeerRefused("not a question")
+
+    async def _serve_bulk(self, question: Question[BulkMessage]) -> Answer[BulkMessage]:
+        if isinstance(question.message, FetchKV):
+            return await self.kv.serve(question, question.message)
+        return await self.bulk.serve(question)

@@ -40,6 +40,7 @@ from edgemoe.types.bounds import (
     Words,
 )
 from edgemoe.types.glimpse import Glimpse
+from edgemoe.types.phases import Phases
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
@@ -108,6 +109,7 @@ class Announce(Message, frozen=True, tag="Announce"):
     leaving: bool = False
     agreement: Annotated[str, Meta(max_length=400)] = ""  # how it elects a leader; "" of a box that joins
     listed: Annotated[tuple[Peer, ...], Meta(max_length=MAX_NODES)] = ()  # peers that it allows
+    serves: Phases = "both"  # what its engine does of requests
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):

@@ -1,0 +1,187 @@
+"""Transfers entries of the prefix cache between boxes: blocks of keys and values with their signatures, and states.
+
+Blocks are asked for by their keys, in the order of the prompt, while the prompt's end may still be computed there: a
+question waits a moment for a block that is not there yet. Each part is verified before it is used; what is missing,
+stale, corrupt or of another encoding ends the transfer, and what has come by then is kept like any other prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.cluster.data.expert_fetch import first_of
+from edgemoe.cluster.data.messages import PART_BYTES, BulkMessage, Fetch, FetchKV, KVPart
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.errors import HandOverFailed, PeerBusy, PeerError, PeerRefused, PeerUnavailable
+
+WINDOW = 4  # entries under way
+READS = 4  # entries that are copied at once for peers
+LOOK_S, WAIT_S = 0.01, 0.5  # a question for what is not there yet waits so long, and looks so often
+STALLED_S = 15.0  # without a new block, after which a transfer fails
+REASONS = ("missing", "stale", "corrupt", "refused", "lost", "full", "late")
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Entry(NamedTuple):
+    """A copy of one entry, and the generation of the place where it lay."""
+
+    generation: int
+    data: ByteArray
+
+
+class PrefixSource(Protocol):
+    """The prefix cache of this engine, for peers. Its sizes never change."""
+
+    @property
+    def encoding(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+    def has(self, key: bytes, state: bool) -> bool: ...
+    def read(self, key: bytes, state: bool) -> Entry | None:
+        """Returns a copy of an entry; None where it is not here. Called on any thread."""
+
+    async def take_in(self, keys: Sequence[bytes], data: ByteArray, state: bool) -> bool:
+        """Keeps an entry for the last of these keys. Returns False where it has no place."""
+
+
+class KVFetchServer:
+    """Answers FetchKV messages."""
+
+    def __init__(self, source: PrefixSource) -> None:
+        self.sent_bytes = 0
+        self._source = source
+        self._turns = asyncio.Semaphore(READS)
+
+    async def serve(self, question: Question[BulkMessage], asked: FetchKV) -> Answer[BulkMessage]:
+        """Raises PeerRefused, or PeerBusy for an entry that is not here, or not yet."""
+        source = self._source
+        if asked.encoding != source.encoding:
+            raise PeerRefused("keys and values of another model or encoding; serve the same store in the same way")
+        if asked.offset + asked.bytes > (source.state_bytes if asked.state else source.block_bytes):
+            raise PeerRefused("there is no such part of an entry")
+        await self._wait(asked, question.deadline)
+        async with self._turns:
+            entry = await asyncio.to_thread(source.read, asked.key, asked.state)
+        if entry is None:
+            raise PeerBusy("that is not here")
+        part = entry.data.data[asked.offset : asked.offset + asked.bytes]
+        self.sent_bytes += part.nbytes
+        return Answer(KVPart.of(asked, entry.generation, part), [part])
+
+    async def _wait(self, asked: FetchKV, deadline: float) -> None:
+        clock = asyncio.get_running_loop().time
+        ends = min(clock() + WAIT_S, deadline)
+        while not self._source.has(asked.key, asked.state):
+            if clock() >= ends:
+                return
+            await asyncio.sleep(LOOK_S)
+
+
+class KVFetcher:
+    """Fetches prefixes from peers into this engine's prefix cache."""
+
+    def __init__(self, channel: Channel[BulkMessage], source: PrefixSource, timeout_s: float) -> None:
+        self.blocks = self.bytes = 0  # that came
+        self.seconds = 0.0
+        self.failures = Counter[str]()  # by reason
+        self._channel, self._source, self._timeout_s = channel, source, timeout_s
+
+    async def fetch(self, node: str, keys: Sequence[bytes], within_s: float) -> None:
+        """Returns when every block with these keys is here, and the state after them. Raises HandOverFailed."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._fetch(node, keys)
+        except TimeoutError:
+            self._fail("late", f"{node} did not bring the prefix within {within_s:.3g} s")
+        except HandOverFailed as failure:
+            self.failures[failure.reason] += 1
+            raise
+        except PeerUnavailable as error:
+            self._fail("lost", str(error))
+        except PeerError as error:
+            self._fail("refused", str(error))
+        finally:
+            self.seconds += clock() - began_s
+
+    def _fail(self, reason: str, why: str) -> None:
+        self.failures[reason] += 1
+        raise HandOverFailed(reason, why)
+
+    async def _fetch(self, node: str, keys: Sequence[bytes]) -> None:
+        await self._greet(node)
+        here = next((n for n, key in enumerate(keys) if not self._source.has(key, False)), len(keys))
+        for first in range(here, len(keys), WINDOW):
+            group = range(first, min(first + WINDOW, len(keys)))
+            for n, data in zip(group, await self._entries(node, [keys[n] for n in group]), strict=True):
+                await self._keep(keys[: n + 1], data, state=False)
+                self.blocks += 1
+        if keys and self._source.state_bytes and not self._source.has(keys[-1], True):
+            await self._keep(keys, await self._entry(node, keys[-1], state=True), state=True)
+
+    async def _greet(self, node: str) -> None:
+        """Has the peer say which versions it speaks, where it has not: any answer tells."""
+        if self._channel.version(node) < FetchKV.since:
+            try:
+                await self._channel.ask(node, Fetch(0, 0, 0, 1), timeout_s=self._timeout_s)
+            except PeerRefused:
+                return
+
+    async def _keep(self, keys: Sequence[bytes], data: ByteArray, *, state: bool) -> None:
+        if not await self._source.take_in(keys, data, state):
+            raise HandOverFailed("full", "there is no room for another block here")
+        self.bytes += data.nbytes
+
+    async def _entries(self, node: str, keys: Sequence[bytes]) -> list[ByteArray]:
+        failure: PeerError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._entry(node, key, state=False)) for key in keys]
+        except* PeerError as errors:
+            failure = first_of(errors)
+        if failure is not None:
+            raise failure
+        return [task.result() for task in tasks]
+
+    async def _entry(self, node: str, key: bytes, *, state: bool) -> ByteArray:
+        size = self._source.state_bytes if state else self._source.block_bytes
+        whole = np.empty(size, np.uint8)
+        generations = set[int]()
+        for offset in range(0, size, PART_BYTES):
+            asked = FetchKV(self._source.encoding, key, state, offset, min(PART_BYTES, size - offset))
+            into = whole[offset : offset + asked.bytes]
+            generations.add(await self._part(node, asked, into))
+        if len(generations) > 1:
+            raise HandOverFailed("stale", f"{node} reused the memory of a block while it was read")
+        return whole
+
+    async def _part(self, node: str, asked: FetchKV, into: ByteArray) -> int:
+        """Copies the part into `into`; returns its generation."""
+        clock = asyncio.get_running_loop().time
+        ends = clock() + STALLED_S
+        while True:
+            try:
+                answer = await self._channel.ask(node, asked, timeout_s=self._timeout_s)
+                break
+            except PeerBusy as error:
+                if clock() > ends:
+                    raise HandOverFailed("missing", str(error)) from error
+                await asyncio.sleep(LOOK_S)
+        part = answer.message
+        if not isinstance(part, KVPart) or [tensor.nbytes for tensor in answer.tensors] != [asked.bytes]:
+            raise PeerRefused(f"{node} answered with something else")
+        into[:] = np.frombuffer(answer.tensors[0], np.uint8)
+        if not part.is_intact(asked, into.data):
+            raise HandOverFailed("corrupt", f"a block from {node} has another checksum than it should")
+        return part.generation

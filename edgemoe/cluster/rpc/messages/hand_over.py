@@ -1,0 +1,45 @@
+"""Messages between front and engine by which a request that one box has prefilled goes on at another.
+
+    LastChunk     engine -> front   the engine is about to compute the end of a prompt, and its front asked to be told
+    PullPrefix    front -> engine   fetch what another engine has for this prompt into the prefix cache
+    PrefixPulled  engine -> front   what came of it
+
+Between boxes they travel as Submit and Emissions do.
+"""
+
+from __future__ import annotations
+
+from edgemoe.cluster.rpc.protocol import Message
+from edgemoe.types.bounds import Attempt, Milliseconds, Name, Small, Text, Tokens
+
+
+class LastChunk(Message, frozen=True, kw_only=True, tag="LastChunk"):
+    """Says of a request submitted with `hand_over` that the next step computes the last of its tokens so far."""
+
+    since = 2
+    request: Name
+    attempt: Attempt
+
+
+class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):
+    """Asks the engine to fetch the blocks of this prompt from a peer's, those that are still computed there too.
+
+    Answered with PrefixPulled, after `remaining_ms` at the latest. Only the prefix cache keeps what comes of it.
+    """
+
+    since = 2
+    request: Name
+    attempt: Attempt
+    node: Name  # whose engine has them
+    prompt: Tokens
+    remaining_ms: Milliseconds = 60_000.0
+
+
+class PrefixPulled(Message, frozen=True, kw_only=True, tag="PrefixPulled"):
+    """Says how many of a prompt's blocks are here. `why` is "" where all are, else the reason in a word."""
+
+    since = 2
+    request: Name
+    attempt: Attempt
+    blocks: Small = 0
+    why: Text = ""

@@ -1,0 +1,110 @@
+"""Reads blocks and states of the prefix cache for other engines, and takes in what they computed.
+
+What is read is not held: the compute thread may reuse a block while another thread copies it. The block's generation
+tells, so such a copy is thrown away. What is taken in is at once an ordinary entry of the prefix cache, which nobody
+holds. So no end of a transfer, however it comes about, leaves anything behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as Row
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from edgemoe.engine.blocks import BlockManager, extend_keys
+from edgemoe.engine.state_slots import StateSlots
+from edgemoe.families.kv_layout import KVLayout
+from edgemoe.types.step import BLOCK_TOKENS
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class PrefixEntry(NamedTuple):
+    """A copy of what the prefix cache has for one key."""
+
+    generation: int  # of the place where it lies
+    data: ByteArray  # keys and values of a block, then its signature; or a state
+
+
+class PrefixTransfer:
+    """The prefix cache as other engines see it. `kv` has as many blocks as the manager, and a slot for each state."""
+
+    def __init__(self, blocks: BlockManager, states: StateSlots | None, kv: Any, layout: KVLayout) -> None:
+        self._blocks, self._states, self._kv, self._layout = blocks, states, kv, layout
+
+    def encoding(self, model: str) -> str:
+        """Returns a digest of the model and of how its keys, values and states lie in bytes; `model` is its digest."""
+        told = repr((model, self._layout, self.state_bytes, self._blocks.signatures.shape[1:]))
+        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+    def keys(self, tokens: Row[int]) -> list[bytes]:
+        """Returns the keys of the blocks that a request beginning with these tokens can reuse."""
+        keys: list[bytes] = []
+        extend_keys(keys, tokens, (len(tokens) - 1) // BLOCK_TOKENS)
+        return keys
+
+    @property
+    def block_bytes(self) -> int:
+        """Returns the size of a block's entry."""
+        return _row_bytes(self._kv.data) + self._blocks.signatures[:1].nbytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Returns the size of a state; 0 where the model has none."""
+        return 0 if self._states is None else _row_bytes(self._kv.states.data)
+
+    def known(self, keys: Row[bytes]) -> int:
+        """Counts the leading blocks of these keys that are here. From any thread."""
+        return next((n for n, key in enumerate(keys) if self._blocks.find(key) is None), len(keys))
+
+    def has(self, key: bytes, state: bool) -> bool:
+        """Returns whether the block known by `key` is here, or the state after it. From any thread."""
+        owner = self._states if state else self._blocks
+        return owner is not None and owner.find(key) is not None
+
+    def read(self, key: bytes, state: bool) -> PrefixEntry | None:
+        """Returns the block known by `key`, or the state after it; None where it is not here. From any thread."""
+        owner = self._states if state else self._blocks
+        if owner is None or (found := owner.find(key)) is None:
+            return None
+        place, generation = found
+        if state:
+            data = _bytes_of(self._kv.states.gather([place]))
+        else:
+            data = np.concatenate([_bytes_of(self._kv.gather([place])), self._blocks.signatures[place].reshape(-1)])
+        return PrefixEntry(generation, data) if owner.find(key) == found else None
+
+    def take_in(self, keys: Row[bytes], data: ByteArray, state: bool) -> bool:
+        """Keeps what another engine has for the last of `keys`. Returns False where it has no place here.
+
+        On the compute thread, between steps.
+        """
+        signatures, split = self._blocks.signatures, _row_bytes(self._kv.data)
+
+        def write_block(block: int) -> None:
+            self._kv.scatter([block], _rows_like(self._kv.data, data[:split]))
+            signatures[block] = data[split:].reshape(signatures.shape[1:])
+
+        def write_state(slot: int) -> None:
+            self._kv.states.scatter([slot], _rows_like(self._kv.states.data, data))
+
+        if state:
+            return self._states is not None and self._states.adopt(keys, write_state)
+        return self._blocks.adopt(keys, write_block)
+
+
+def _rows_like(rows: torch.Tensor, data: ByteArray) -> torch.Tensor:
+    return torch.from_numpy(data).view(rows.dtype).reshape(1, *rows.shape[1:])
+
+
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows[:1].numel() * rows.element_size()
+
+
+def _bytes_of(row: torch.Tensor) -> ByteArray:
+    data: ByteArray = row.contiguous().view(-1).view(torch.uint8).numpy()
+    return data

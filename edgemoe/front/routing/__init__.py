@@ -1,0 +1,1 @@
+"""Where requests run: the choice of an engine, and moves from one to another."""

@@ -1,0 +1,149 @@
+"""Prefill and decode apart, as an engine sees it: tells when prompts end, and fetches what other engines computed.
+
+here     LastChunks hears of each step before it runs, and posts LastChunk for requests whose front wants it
+there    Pulls fetches whole blocks while that step computes the rest, then the rest, and posts PrefixPulled
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.cluster.data.kv_fetch import REASONS, Entry, KVFetcher
+from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
+from edgemoe.engine.engine import Engine
+from edgemoe.errors import HandOverFailed
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
+from edgemoe.types.routing import StepMeta
+
+log = logging.getLogger(__name__)
+AT_ONCE, WAITING = 4, 256  # pulls
+MOST_AWAITED = 1 << 14  # prompts whose end a front wants to know of
+Post = Callable[[FromEngine], None]
+
+
+class LastChunks:
+    """Owns which prompts' ends are to be told. `want` is called on the event loop, `look` on the compute thread."""
+
+    def __init__(self) -> None:
+        self._post: Post = lambda _message: None
+        self._wanted: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> attempt, last token's position
+
+    def attach(self, post: Post) -> None:
+        """Posts by `post` from now on."""
+        self._post = post
+
+    def want(self, message: Submit) -> None:
+        """Has the end of this request's tokens so far told, if its front asks for it."""
+        if message.hand_over:
+            last = len(message.request.prompt) + len(message.emitted) - 1
+            self._wanted[message.request.id] = message.attempt, last
+            if len(self._wanted) > MOST_AWAITED:
+                self._wanted.popitem(last=False)
+
+    def look(self, meta: StepMeta, _ids: npt.NDArray[np.int16]) -> None:
+        """Posts LastChunk for the requests whose last token this step computes."""
+        if not self._wanted:
+            return
+        for request, position in zip(meta.requests, meta.positions[np.cumsum(meta.query_lens) - 1], strict=True):
+            wanted = self._wanted.get(request)
+            if wanted is not None and position >= wanted[1]:
+                del self._wanted[request]
+                self._post(LastChunk(request=request, attempt=wanted[0]))
+
+
+class EnginePrefixes:
+    """Implements PrefixSource: the engine's prefix cache, for the event loop."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        """`model` is the store's digest."""
+        self._engine, self._prefixes = engine, engine.prefixes
+        self.encoding = self._prefixes.encoding(model)
+        self.block_bytes, self.state_bytes = self._prefixes.block_bytes, self._prefixes.state_bytes
+
+    def has(self, key: bytes, state: bool) -> bool:
+        return self._prefixes.has(key, state)
+
+    def read(self, key: bytes, state: bool) -> Entry | None:
+        found = self._prefixes.read(key, state)
+        return None if found is None else Entry(*found)
+
+    async def take_in(self, keys: Sequence[bytes], data: npt.NDArray[np.uint8], state: bool) -> bool:
+        loop = asyncio.get_running_loop()
+        taken: asyncio.Future[bool] = loop.create_future()
+
+        def settle(result: bool | Exception) -> None:
+            if taken.done():
+                return
+            if isinstance(result, Exception):
+                taken.set_exception(result)
+            else:
+                taken.set_result(result)
+
+        def deed() -> None:
+            result: bool | Exception
+            try:
+                result = self._prefixes.take_in(keys, data, state)
+            except Exception as error:  # affects this transfer alone
+                result = error
+            loop.call_soon_threadsafe(settle, result)
+
+        self._engine.loop.call(deed)
+        return await taken
+
+
+class Pulls:
+    """Carries out PullPrefix messages, a few at a time."""
+
+    def __init__(self, engine: Engine, fetcher: KVFetcher, post: Post) -> None:
+        self._engine, self._fetcher, self._post = engine, fetcher, post
+        self._clock = asyncio.get_running_loop().time
+        self._waiting: asyncio.Queue[tuple[PullPrefix, float]] = asyncio.Queue(
+            WAITING
+        )  # with the time by which to answer
+
+    def obey(self, message: PullPrefix) -> None:
+        """Queues a pull, or refuses it where too many wait."""
+        if self._waiting.full():
+            self._answer(message, 0, "busy")
+        else:
+            self._waiting.put_nowait((message, self._clock() + message.remaining_ms / 1e3))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(self._work())
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers for /metrics by their final names."""
+        fetcher = self._fetcher
+        return {
+            names.KV_PULLED: fetcher.blocks,
+            names.KV_PULLED_BYTES: fetcher.bytes,
+            names.KV_PULL_SECONDS: fetcher.seconds,
+        } | {named(names.KV_PULL_FAILURES, reason=reason): fetcher.failures[reason] for reason in REASONS}
+
+    async def _work(self) -> None:
+        while True:
+            message, ends = await self._waiting.get()
+            keys, why = self._engine.prefixes.keys(message.prompt), ""
+            try:
+                await self._fetcher.fetch(message.node, keys, max(0.0, ends - self._clock()))
+            except HandOverFailed as failure:
+                why = failure.reason
+                log.info("a prefix did not come", extra={"peer": message.node, "reason": why, "why": str(failure)})
+            except Exception:  # one transfer that is wrong costs that transfer
+                why = "failed"
+                log.warning("a prefix did not come", extra={"peer": message.node}, exc_info=True)
+            self._answer(message, self._engine.prefixes.known(keys), why)
+
+    def _answer(self, message: PullPrefix, blocks: int, why: str) -> None:
+        self._post(PrefixPulled(request=message.request, attempt=message.attempt, blocks=blocks, why=why))

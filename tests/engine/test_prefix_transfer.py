@@ -1,0 +1,154 @@
+"""Blocks and states of one engine's prefix cache in another: the same tokens at any edge, nothing held afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.checkpoints import tiny_checkpoint
+from support.engine_kit import Drive, Model, plain_model, prompt
+from support.family_kit import family_model
+from support.kept import KERNELS
+from support.states_kit import stateful_model
+
+from edgemoe.kernels.cpu.runtime import Kernels
+
+LENGTH, TOKENS = 70, 24  # four whole blocks
+
+
+@pytest.fixture(scope="module")
+def int8_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Model]]:
+    kernels = Kernels(1, bf16=False, directory=KERNELS)
+    folder: Path = tmp_path_factory.mktemp("int8")
+    checkpoint = tiny_checkpoint("deepseek_v3", folder / "hf", stacked=True)
+    with family_model(checkpoint, folder / "store", kernels, 18, kv_int8=True) as model:
+        yield lambda: model
+    kernels.close()
+
+
+@pytest.fixture(params=["float32", "states", "int8"])
+def make(request: pytest.FixtureRequest, int8_model: Callable[[], Model]) -> Callable[[], Model]:
+    made: dict[str, Callable[[], Model]] = {"float32": plain_model, "states": stateful_model, "int8": int8_model}
+    return made[request.param]
+
+
+def asked(model: Model, name: str = "r", emitted: list[int] | None = None, drive: Drive | None = None) -> Drive:
+    """An engine that has answered, or goes on with the answer after the tokens `emitted`."""
+    drive = drive or Drive(model=model)
+    drive.submit(prompt(LENGTH, 1, 96), name, emitted=emitted or (), max_tokens=TOKENS)
+    drive.run()
+    return drive
+
+
+def hand_over(source: Drive, target: Drive, blocks: int = 4) -> int:
+    """Copies so many leading blocks, and the state where the model has any; how many have arrived."""
+    giving, taking = source.engine.prefixes, target.engine.prefixes
+    keys = taking.keys(prompt(LENGTH, 1, 96))[:blocks]
+    for n in range(len(keys)):
+        entry = giving.read(keys[n], state=False)
+        if entry is None or not taking.take_in(keys[: n + 1], entry.data, state=False):
+            break
+    if keys and (state := giving.read(keys[-1], state=True)) is not None:
+        assert taking.take_in(keys, state.data, state=True)
+    target.engine.check_integrity()
+    return taking.known(keys)
+
+
+def test_the_tokens_are_the_same_after_a_hand_over_at_any_block_and_any_token(make: Callable[[], Model]) -> None:
+    source = asked(make())
+    whole = source.tokens()
+    has_states = source.engine.prefixes.state_bytes > 0
+    for blocks in range(5):
+        for emitted in (0, 1, 17):
+            target = Drive(model=make())
+            assert hand_over(source, target, blocks) == blocks
+            asked(target.model, "on", whole[:emitted], target)
+            assert target.tokens("on") == whole[emitted:]
+            reused = blocks * 16 if not has_states or blocks in (0, 4) else 0
+            assert target.engine.scheduler.prefix_tokens["hit"] == reused
+            assert target.engine.blocks.free == target.engine.blocks.count
+    assert source.engine.blocks.free == source.engine.blocks.count
+
+
+def test_signatures_come_with_the_blocks() -> None:
+    source, target = asked(plain_model()), Drive()
+    hand_over(source, target)
+    for key in source.engine.prefixes.keys(prompt(LENGTH, 1, 96)):
+        there, here = source.engine.blocks.find(key), target.engine.blocks.find(key)
+        assert there is not None
+        assert here is not None
+        mine = target.engine.blocks.signatures[here[0]]
+        np.testing.assert_array_equal(mine, source.engine.blocks.signatures[there[0]])
+        assert mine.sum() == 16 * mine.shape[0] * 2
+
+
+def test_a_block_whose_parent_is_not_here_is_not_taken_in() -> None:
+    source, target = asked(plain_model()), Drive()
+    keys = target.engine.prefixes.keys(prompt(LENGTH, 1, 96))
+    entry = source.engine.prefixes.read(keys[1], state=False)
+    assert entry is not None
+    assert not target.engine.prefixes.take_in(keys[:2], entry.data, state=False)
+    assert target.engine.prefixes.known(keys) == 0
+    assert target.engine.prefixes.read(keys[1], state=False) is None
+
+
+def test_no_room_means_fewer_blocks_and_the_same_tokens(make: Callable[[], Model]) -> None:
+    source = asked(make())
+    target = Drive(model=make(), blocks=9)
+    target.submit(prompt(100, 5, 96), "other", max_tokens=4)
+    target.step()
+    target.step()
+    assert hand_over(source, target) < 4
+    asked(target.model, "on", source.tokens()[:3], target)
+    assert target.tokens("on") == source.tokens()[3:]
+    assert target.engine.blocks.free == target.engine.blocks.count
+
+
+def test_what_is_taken_in_is_reused_in_an_order_that_leaves_ancestors_known() -> None:
+    """A chain loses its end first, whoever takes its memory."""
+    source, target = asked(plain_model()), Drive(blocks=8)
+    hand_over(source, target, 2)
+    target.submit(prompt(60, 9), "other", max_tokens=1)
+    target.run()
+    hand_over(source, target, 4)
+    keys = target.engine.prefixes.keys(prompt(LENGTH, 1, 96))
+    before = target.engine.prefixes.known(keys)
+    for n in range(6):
+        target.submit(prompt(17 + 5 * n, 20 + n), f"r{n}", max_tokens=1)
+        target.run()
+        here = [target.engine.blocks.find(key) is not None for key in keys]
+        assert here == sorted(here, reverse=True)
+    assert target.engine.prefixes.known(keys) < before
+
+
+def test_a_copy_of_a_block_that_is_taken_meanwhile_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = asked(plain_model(), drive=Drive(blocks=8))
+    (key, *_) = source.engine.prefixes.keys(prompt(LENGTH, 1, 96))
+    before = source.engine.prefixes.read(key, state=False)
+    assert before is not None
+    cache = source.engine.runner._model.kv
+    gather = cache.gather
+
+    def meanwhile(blocks: list[int]) -> object:
+        copied = gather(blocks)
+        source.submit(prompt(120, 9), "other", max_tokens=1)
+        source.run()
+        return copied
+
+    monkeypatch.setattr(cache, "gather", meanwhile)
+    assert source.engine.prefixes.read(key, state=False) is None
+    monkeypatch.undo()
+    asked(source.model, "again", drive=source)
+    after = source.engine.prefixes.read(key, state=False)
+    assert after is not None
+    assert after.generation > before.generation
+
+
+def test_another_model_or_encoding_has_another_digest(int8_model: Callable[[], Model]) -> None:
+    plain, coded = Drive().engine.prefixes, Drive(model=int8_model()).engine.prefixes
+    stateful = Drive(model=stateful_model()).engine.prefixes
+    digests = [plain.encoding("a"), plain.encoding("b"), coded.encoding("a"), stateful.encoding("a")]
+    assert len(set(digests)) == 4
+    assert plain.encoding("a") == Drive().engine.prefixes.encoding("a")
