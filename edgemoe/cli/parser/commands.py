@@ -80,6 +80,17 @@ def status(commands: Any) -> None:
     client_options(parser)
 
 
+def dashboard(commands: Any) -> None:
+    """Adds `edgemoe dashboard`."""
+    summary = "show the running daemon's page in a browser"
+    parser = command(commands, "dashboard", "edgemoe.cli.look.dashboard:run", summary, texts.DASHBOARD)
+    parser.add_argument(
+        "--port", metavar="PORT", type=int, default=0, help="on this loopback port (default: a free one)"
+    )
+    parser.add_argument("--no-open", action="store_true", help="print the address, and open nothing")
+    client_options(parser)
+
+
 def reload(commands: Any) -> None:
     """Adds `edgemoe reload`."""
     summary = "have the running daemon load its forecaster of experts again"

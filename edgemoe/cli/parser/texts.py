@@ -91,6 +91,13 @@ Examples:
   edgemoe status --json | jq .health
 """
 
+DASHBOARD = """\
+Examples:
+  edgemoe dashboard                       a port and a token for this once; both are gone after Ctrl-C
+  edgemoe dashboard --no-open --port 8088
+A daemon that listens by TCP (`edgemoe serve --port`) shows the same page there, for its key.
+"""
+
 RELOAD = """\
 The daemon reads the export in cache.scoutgate again; requests go on meanwhile. An export that is damaged or for
 another model is refused, and the one in use stays. SIGHUP does the same; its answer is in the log.
