@@ -1,8 +1,10 @@
 """Which engine runs which request: studies of the routing policies that the daemon has.
 
     python -m tools.bench.routing --study eldr DATA      # decode workers, by the experts that requests choose [ELDR]
+    python -m tools.bench.routing --study gimbal DATA    # whole engines: TTFT, TPOT and prefix hits [Gimbal]
 
-DATA holds the routing tables and LLMServingSim's measured profile. The last line is one JSON object.
+DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated: other work
+on the machine changes no figure. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench import routing_eldr
+from tools.bench import routing_eldr, routing_gimbal
 
-STUDIES: dict[str, Callable[[Path, int], dict[str, Any]]] = {"eldr": routing_eldr.study}
+STUDIES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    "eldr": routing_eldr.study,
+    "gimbal": routing_gimbal.study,
+}
 console = Console(stderr=True, width=200)
 
 

@@ -4,7 +4,7 @@ Ours, in place of [Gimbal, Algorithm 1]. An engine has room while a slot is free
 is less than a step or two; a request fits if its prompt does beside a share of the output that is expected of all
 there. Of all pairs that fit, the one goes first that has the least
 
-    key = seconds until its prompt would be computed there + other costs + lead - k * seconds waited         (1)
+    key = seconds until its prompt would be computed there + crowding + other costs + lead - k * seconds waited   (1)
 
 the same rule as engines order their own queues by (`policy.sjf`, formula 1). Tokens that the prefix cache has are not
 counted, so a request goes where its prefix is unless that is busy or it has waited for long.
@@ -34,8 +34,10 @@ class PullLimits:
     """States when an engine has room, and how fast requests age."""
 
     ahead_tokens: int = 1024  # to be prefilled there, at which an engine takes nothing
-    aging: float = 0.4  # seconds of prefill that a second of waiting makes up for: k
+    ahead_requests: int = 0  # that an engine takes beyond its slots, to have work while its next report is on the way
+    aging: float = 0.2  # seconds of prefill that a second of waiting makes up for: k
     output_reserve: float = 0.25  # of the expected remaining output, kept free in KV
+    crowding_s: float = 0.5  # that a request costs more where all slots are in use than where none is
 
 
 class Pull:
@@ -83,11 +85,14 @@ class Pull:
         waited_s = now_s - np.array([offered.arrived_s for offered in offers])
         speed = np.array([view.tokens_per_s for view in views])[:, None]
         backlog = np.array([view.prefill_tokens for view in views])[:, None]
-        cost_s = (backlog + tokens - cached) / speed + sum(term(offers, views) for term in self._terms)
+        crowded = np.array([view.requests / max(1, view.slots) for view in views])[:, None]
+        cost_s = (backlog + tokens - cached) / speed + self._limits.crowding_s * crowded
+        cost_s = cost_s + sum(term(offers, views) for term in self._terms)
         return np.asarray(cost_s + np.minimum(lead / speed, LEAD_S) - self._limits.aging * waited_s)
 
     def _has_room(self, view: EngineView) -> bool:
-        return view.requests < min(view.slots, view.capacity) and view.prefill_tokens < self._limits.ahead_tokens
+        most = min(view.slots + self._limits.ahead_requests, view.capacity)
+        return view.requests < most and view.prefill_tokens < self._limits.ahead_tokens
 
     def _fits(self, offers: Sequence[Offered], views: Sequence[EngineView], cached: Values) -> BoolArray:
         """Returns which offer fits the KV of which engine, [W, R]. An idle engine takes any."""
