@@ -3,8 +3,8 @@
     python -m tools.bench.routing --study eldr DATA      # decode workers, by the experts that requests choose [ELDR]
     python -m tools.bench.routing --study gimbal DATA    # whole engines: TTFT, TPOT and prefix hits [Gimbal]
 
-DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated: other work
-on the machine changes no figure. The last line is one JSON object.
+DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated, so other
+work on the machine changes no figure. The last line is one JSON object.
 """
 
 from __future__ import annotations

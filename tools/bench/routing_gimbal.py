@@ -24,7 +24,7 @@ from tools.bench.stats import interval
 from tools.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
 from tools.simulate.serving.engine import EngineShape
 from tools.simulate.serving.fitting import errors, fit, read, times_of
-from tools.simulate.serving.steps import BLOCK, StepCosts
+from tools.simulate.serving.steps import BLOCK
 from tools.simulate.serving.workload import DISTRIBUTIONS, MOONCAKE_TOKENS, Load, Trace, at_rate, azure, drawn, mooncake
 
 BASE = "round robin"
@@ -176,7 +176,10 @@ def prefixes(data: Path, shape: EngineShape, seeds: int) -> Iterator[tuple[str, 
 
             setting = Setting(ENGINES, sized, load, MOONCAKE_TOKENS, MOONCAKE_REQUESTS)
             full = saturation(setting, MOONCAKE_REQUESTS)
-            yield f"prefix {name}, KV of {kv_tokens} tokens, 90 %", compared(setting, FEW, 0.9 * full, max(2, seeds // 2))
+            yield (
+                f"prefix {name}, KV of {kv_tokens} tokens, 90 %",
+                compared(setting, FEW, 0.9 * full, max(2, seeds // 2)),
+            )
 
 
 def study(data: Path, seeds: int) -> dict[str, Any]:
