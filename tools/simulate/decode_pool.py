@@ -11,6 +11,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -53,11 +54,21 @@ class DecodeOutcome:
     spread: float  # what runs at the worker that has most to do, of the mean
 
 
+def places_of(ids: Ids, experts: int) -> npt.NDArray[np.int32]:
+    """Returns what each token chooses as numbers of (layer, expert), [T, L * k], of routes [T, L, k]."""
+    layers = ids.shape[1]
+    return (ids + (np.arange(layers, dtype=np.int32) * experts)[:, None]).reshape(len(ids), -1)
+
+
 def distinct_experts(ids: Ids, experts: int) -> int:
     """Returns how many experts a step loads, in all layers, by what its tokens choose [S, L, k]."""
-    layers = ids.shape[1]
-    places = ids + (np.arange(layers) * experts)[:, None]
-    return int(np.count_nonzero(np.bincount(places.ravel(), minlength=layers * experts)))
+    return len(np.unique(places_of(ids, experts)))
+
+
+@lru_cache(maxsize=1)
+def _rows(requests: DecodeRequests, experts: int) -> npt.NDArray[np.int32]:
+    """Returns what all tokens of all requests choose, one after the other, [rows, L * k]."""
+    return np.concatenate([places_of(each, experts) for each in requests.routes])
 
 
 class DecodePool:
@@ -65,12 +76,17 @@ class DecodePool:
 
     def __init__(self, requests: DecodeRequests, workers: int, slots: int, costs: DecodeCosts) -> None:
         self._requests, self._slots, self._costs = requests, slots, costs
-        self.running: list[dict[int, int]] = [{} for _ in range(workers)]  # request -> tokens decoded
+        self._running: list[list[int]] = [[] for _ in range(workers)]
         self._sources = [Counter[int]() for _ in range(workers)]
         self._stepping: list[list[int]] = [[] for _ in range(workers)]  # requests of the step that is under way
         self._waiting: deque[int] = deque()
         self._events: list[tuple[float, int]] = []  # when a worker's step ends
         count = len(requests.at_s)
+        lengths = np.array([len(each) for each in requests.routes])
+        self._lengths, self._at = lengths, np.cumsum(lengths) - lengths  # [N] the row of the next token to decode
+        self._last = np.cumsum(lengths) - 1
+        self._places = _rows(requests, costs.experts)
+        self._layers = requests.routes[0].shape[1]
         self._begin, self._end = np.zeros(count), np.zeros(count)
         self._worker = np.full(count, -1)
         self._active, self._batch = np.zeros(count), np.zeros(count)
@@ -88,8 +104,7 @@ class DecodePool:
                 now, worker = heapq.heappop(self._events)
                 self._finish(worker, now, ended)
             self._place(choose, now)
-        lengths = np.array([len(each) for each in self._requests.routes])
-        wait = self._begin - at_s
+        lengths, wait = self._lengths, self._begin - at_s
         return DecodeOutcome(
             (self._end - self._begin) / lengths,
             wait,
@@ -104,43 +119,40 @@ class DecodePool:
         for _ in range(len(self._waiting)):
             request = self._waiting[0]
             source = int(self._requests.source[request])
-            running = np.array([len(each) for each in self.running])
-            room = np.array([n < self._slots for n in running.tolist()])
-            room &= np.array([not each[source] for each in self._sources])
+            running = np.array([len(each) for each in self._running])
+            room = (running < self._slots) & np.array([not each[source] for each in self._sources])
             if not room.any():
                 break
             worker = choose(request, room, running, now)
             assert room[worker], "the router chose a worker that is full"
             self._waiting.popleft()
-            self.running[worker][request] = 0
+            self._running[worker].append(request)
             self._sources[worker][source] += 1
             self._worker[request] = worker
             if not self._stepping[worker]:
                 self._start(worker, now)
 
     def _start(self, worker: int, now: float) -> None:
-        running = self.running[worker]
-        if not running:
+        if not self._running[worker]:
             return
-        ids = np.stack([self._requests.routes[request][at] for request, at in running.items()])  # [S, L, k]
-        costs = self._costs
-        distinct = distinct_experts(ids, costs.experts)
-        took = costs.step_s + costs.token_s * len(running) + costs.expert_s * distinct
+        self._stepping[worker] = list(self._running[worker])
+        who = np.array(self._stepping[worker])
+        costs, rows = self._costs, self._at[who]
+        distinct = np.count_nonzero(np.bincount(self._places[rows].ravel(), minlength=self._layers * costs.experts))
+        took = costs.step_s + costs.token_s * len(who) + costs.expert_s * distinct
         heapq.heappush(self._events, (now + took, worker))
-        who = self._stepping[worker] = list(running)
-        self._begin[[request for request, at in running.items() if at == 0]] = now
-        self._active[who] += distinct / ids.shape[1]
+        self._begin[who[rows + self._lengths[who] == self._last[who] + 1]] = now
+        self._active[who] += distinct / self._layers
         self._batch[who] += len(who)
         self._served[worker] += took * len(who)
 
     def _finish(self, worker: int, now: float, ended: Callable[[int, int], None]) -> None:
-        running = self.running[worker]
-        for request in self._stepping[worker]:
-            running[request] += 1
-            if running[request] == len(self._requests.routes[request]):
-                del running[request]
-                self._sources[worker][int(self._requests.source[request])] -= 1
-                self._end[request] = now
-                ended(request, worker)
+        who = np.array(self._stepping[worker])
+        self._at[who] += 1
+        for request in who[self._at[who] > self._last[who]].tolist():
+            self._running[worker].remove(request)
+            self._sources[worker][int(self._requests.source[request])] -= 1
+            self._end[request] = now
+            ended(request, worker)
         self._stepping[worker] = []
         self._start(worker, now)

@@ -18,7 +18,7 @@ from edgemoe.policy.routing.cluster_fit import RecordedTraffic
 from edgemoe.replay.trace import Ids, load
 from edgemoe.types.arrays import FloatArray, IntArray
 from tools.simulate.costs import measured
-from tools.simulate.decode_pool import DecodeCosts, DecodeRequests, distinct_experts
+from tools.simulate.decode_pool import DecodeCosts, DecodeRequests, distinct_experts, places_of
 
 FIT_SHARE = 1 / 3
 LEAST_TOKENS = 32  # of a source
@@ -93,8 +93,8 @@ class Scene:
 def counted(ids: Ids, experts: int) -> FloatArray:
     """Returns how often each expert was chosen [L, E], of routes [T, L, k]."""
     layers = ids.shape[1]
-    places = ids + (np.arange(layers) * experts)[:, None]
-    return np.bincount(places.ravel(), minlength=layers * experts).reshape(layers, experts).astype(np.float32)
+    found = np.bincount(places_of(ids, experts).ravel(), minlength=layers * experts)
+    return found.reshape(layers, experts).astype(np.float32)
 
 
 def sources_of(data: Path, name: str, cut: float = 0.5) -> list[Source]:
