@@ -5,6 +5,7 @@ Where every expert is in memory that is one kernel call for all layers; else, pe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from edgemoe.families.records import Block, FeedForward, Heads, RopeSpec, RouterSpec
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.intrinsics import place_of
-from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.kernels.cpu.runtime import EVERYTHING, Kernels
 from edgemoe.kernels.cpu.steps.decode_layer import HEAD, LAYER, STEP
 from edgemoe.kernels.cpu.steps.decode_step import WHOLE_STEP
 from edgemoe.model.attention import block_tables, paged
@@ -35,14 +36,21 @@ def is_plain(spec: ModelSpec) -> bool:
     """Returns whether the kernels have everything that the model's records ask for."""
     first, router, block = spec.attention[0], spec.router, spec.block
     heads, rope, feed_forward = first.heads, first.rope, spec.feed_forward
+    known = Heads(
+        heads.count, heads.kv_count, heads.dim, heads.qk_norm, False, heads.qkv_bias, heads.o_bias, sinks=heads.sinks
+    )
+    logit_bias, activation, expert_biases = router.logit_bias, feed_forward.activation, feed_forward.expert_biases
     return (
-        all(attention == first for attention in spec.attention)
-        and heads == Heads(heads.count, heads.kv_count, heads.dim, qk_norm=heads.qk_norm)
+        all(
+            attention.rope == rope and attention.heads == replace(known, window=attention.heads.window)
+            for attention in spec.attention
+        )
         and heads.qk_norm != "full"
         and isinstance(rope, RopeSpec)
         and rope.dims == heads.dim
-        and router == RouterSpec(router.experts, router.top_k, renormalise=router.renormalise)
-        and feed_forward == FeedForward(feed_forward.width, dense_width=feed_forward.dense_width)
+        and router == RouterSpec(router.experts, router.top_k, logit_bias=logit_bias, renormalise=router.renormalise)
+        and feed_forward
+        == FeedForward(feed_forward.width, activation, expert_biases, dense_width=feed_forward.dense_width)
         and block == Block(block.eps, block.tied)
     )
 
@@ -52,8 +60,11 @@ class FusedDecoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, rope: Rope) -> None:
         self._spec, self._weights, self._kernels, self._rope = spec, weights, kernels, rope
-        self._heads, self._gates = spec.attention[0].heads, [gate.weight for gate in weights.gates]
-        self._scores = Scores(self._heads.dim**-0.5)
+        self._heads, self._gates = spec.attention[0].heads, weights.gates
+        self._scores = Scores(
+            self._heads.dim**-0.5, max(attention.heads.window or EVERYTHING for attention in spec.attention)
+        )
+        self._vectors: list[torch.Tensor] = []  # float32, of which records have addresses
         self._matrices: list[Record] = []
         self._step = self._sizes()
         self._layers = np.concatenate([self._layer_record(layer) for layer in weights.layers])
@@ -84,6 +95,16 @@ class FusedDecoder:
         record["norm"], record["post_norm"] = layer.norm.weight.data_ptr(), layer.post_norm.weight.data_ptr()
         record["qkv"], record["o"] = self._matrix(attention.qkv), self._matrix(attention.o)
         record["gate"] = self._matrix(Matrix(gate.weight, self._kernels.dtype, self._spec.hidden))
+        for name, bias in (
+            ("qkv_bias", attention.qkv_bias),
+            ("o_bias", attention.o_bias),
+            ("gate_bias", gate.logit_bias),
+            ("sinks", attention.scores.sinks),
+        ):
+            if bias is not None:
+                self._vectors.append(bias.float())
+                record[name] = self._vectors[-1].data_ptr()
+        record["window"] = attention.scores.window
         if attention.q_norm is not None and attention.k_norm is not None:
             record["q_norm"], record["k_norm"] = (
                 norm.weight.data_ptr() for norm in (attention.q_norm, attention.k_norm)
@@ -166,9 +187,11 @@ class FusedDecoder:
         spec, count, tokens = self._spec, self._spec.router.experts, len(hidden)
         for ahead in range(layer + 1, min(layer + 1 + experts.lookahead, spec.layers)):
             logits = torch.empty((tokens, count), dtype=torch.float32)
-            gate = self._gates[ahead].data_ptr()
-            is_bf16 = self._kernels.bf16
-            self._kernels.linear(gate, count, spec.hidden, hidden.data_ptr(), is_bf16, tokens, logits.data_ptr())
+            gate, is_bf16 = self._gates[ahead], self._kernels.bf16
+            place, to = gate.weight.data_ptr(), logits.data_ptr()
+            self._kernels.linear(place, count, spec.hidden, hidden.data_ptr(), is_bf16, tokens, to)
+            if gate.logit_bias is not None:
+                logits += gate.logit_bias
             experts.hint(ahead, logits.softmax(-1))
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:

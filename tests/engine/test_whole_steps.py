@@ -23,6 +23,7 @@ from edgemoe.types.routing import StepRouting
 
 EXPERTS, LAYERS, TOKENS = 18, 3, 24
 SEQUENCES = 5
+WAYS = [("qwen3_moe", 8.0, ""), ("qwen3_moe", 8.0, "int8"), ("qwen3_moe", 2.0, ""), ("gpt_oss", 8.0, "")]
 
 
 @dataclass
@@ -46,11 +47,11 @@ class Counting:
         return mixed
 
 
-@pytest.fixture(scope="module", params=[(8.0, ""), (8.0, "int8"), (2.0, "")], ids=["plain", "int8", "some stop"])
+@pytest.fixture(scope="module", params=WAYS, ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, float]]:
     """All experts in memory, and from how many tokens each another kernel is to compute them."""
-    most, encoding = request.param
-    checkpoint = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("checkpoint") / "hf")
+    family, most, encoding = request.param
+    checkpoint = tiny_checkpoint(family, tmp_path_factory.mktemp("checkpoint") / "hf")
     wanted = WantedEncodings.parse(encoding, encoding) if encoding else AS_IT_IS
     kernels = Kernels(2, bf16=False, directory=KERNELS)
     with pytest.MonkeyPatch.context() as patch:

@@ -74,7 +74,7 @@ def _error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return (ours - reference).abs().max().item()
 
 
-@pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), *VARIANTS[:2]])
+@pytest.mark.parametrize(("family", "changes"), [("qwen3_moe", {}), ("mixtral", {}), ("gpt_oss", {}), *VARIANTS[:2]])
 def test_the_kernels_run_what_they_have_everything_for(
     make_tiny: MakeTiny, family: str, changes: dict[str, Any]
 ) -> None:
@@ -83,7 +83,7 @@ def test_the_kernels_run_what_they_have_everything_for(
     assert is_plain(spec)
     assert not is_plain(replace(spec, block=replace(spec.block, residual=0.5)))
     assert not is_plain(replace(spec, router=replace(spec.router, score="sigmoid")))
-    for other in (Attention(first.heads, None), replace(first, heads=replace(first.heads, window=16))):
+    for other in (Attention(first.heads, None), replace(first, heads=replace(first.heads, clip=1.0))):
         assert not is_plain(replace(spec, attention=(other, *spec.attention[1:])))
         assert not is_plain(replace(spec, attention=(other,) * spec.layers))
 

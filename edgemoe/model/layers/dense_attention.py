@@ -25,8 +25,8 @@ class DenseAttention:
             *(f"{name}.weight" for name in qkv)
         )  # queries, keys, values if any, output gates if any
         self.o = place.matrix("self_attn.o_proj.weight")  # [H, count dim]
-        self._qkv_bias = place.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
-        self._o_bias = place.read("self_attn.o_proj.bias") if heads.o_bias else None
+        self.qkv_bias = place.read(*(f"{name}.bias" for name in qkv)) if heads.qkv_bias else None
+        self.o_bias = place.read("self_attn.o_proj.bias") if heads.o_bias else None
         self.q_norm = self.k_norm = None
         if heads.qk_norm != "none":
             self.q_norm, self.k_norm = (place.norm(f"self_attn.{part}_norm.weight") for part in "qk")
@@ -37,13 +37,13 @@ class DenseAttention:
         if self._rope is not None and self._rope.interleaved:
             self._order_pairs(self._rope.dims)
         sinks = place.read("self_attn.sinks", dtype=torch.float32) if heads.sinks else None
-        self._scores = Scores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING, sinks)
+        self.scores = Scores(heads.scale or heads.dim**-0.5, heads.window or EVERYTHING, sinks)
 
     def _order_pairs(self, dims: int) -> None:
         """Reorders the rows of queries and keys so that pairs lie in the two halves."""
         heads = self._heads
         turned = (heads.count + heads.kv_count) * heads.dim
-        for tensor, size in ((self.qkv.rows, turned), (self._qkv_bias, turned)):
+        for tensor, size in ((self.qkv.rows, turned), (self.qkv_bias, turned)):
             if tensor is not None:
                 tensor[:size] = half_split(tensor[:size], heads.dim, dims)
         for norm in (self.q_norm, self.k_norm):
@@ -56,14 +56,14 @@ class DenseAttention:
         rows = torch.arange(2 * heads.count * heads.dim).view(heads.count, 2, heads.dim)
         others = torch.arange(rows.numel(), (heads.count + self._ends[-1]) * heads.dim)
         order = torch.cat([rows[:, 0].flatten(), others, rows[:, 1].flatten()])
-        for tensor in (self.qkv.rows, self._qkv_bias):
+        for tensor in (self.qkv.rows, self.qkv_bias):
             if tensor is not None:
                 tensor.copy_(tensor[order])
 
     def __call__(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Returns the output [T, H] for normalised `x` [T, H], both in the model's dtype; fills the cache."""
         heads = self._heads
-        parts = self.qkv(x, self._qkv_bias).view(len(x), -1, heads.dim)
+        parts = self.qkv(x, self.qkv_bias).view(len(x), -1, heads.dim)
         q, k, v, gates = torch.tensor_split(parts, self._ends, dim=1)
         if heads.v_is_k:
             v = k
@@ -73,10 +73,10 @@ class DenseAttention:
             v = v.clamp(-heads.clip, heads.clip)
         if heads.v_norm:
             v = rms_norm(v.float(), v.shape[-1:], None, self._eps).to(x.dtype)
-        attended = step.attention(self._number, q.to(x.dtype), k.to(x.dtype), v, self._scores)
+        attended = step.attention(self._number, q.to(x.dtype), k.to(x.dtype), v, self.scores)
         if heads.output_gate:
             attended = attended * gates.flatten(1).sigmoid()
-        return self.o(attended, self._o_bias)
+        return self.o(attended, self.o_bias)
 
     def _place(self, part: torch.Tensor, norm: Norm | None, angles: Angles | None) -> torch.Tensor:
         """Returns queries or keys [T, heads, dim] after norm, bound and rotary embedding, in float32."""

@@ -14,9 +14,10 @@ class Gate:
     def __init__(self, place: LayerPlace) -> None:
         self._router = router = place.spec.router
         self.weight = place.read("mlp.gate.weight", dtype=torch.float32 if router.float32 else None)  # [E, H]
-        self._logit_bias = self._selection_bias = None
+        self.logit_bias: torch.Tensor | None = None  # [E] float32
+        self._selection_bias = None
         if router.logit_bias:
-            self._logit_bias = place.read("mlp.gate.bias", dtype=torch.float32)
+            self.logit_bias = place.read("mlp.gate.bias", dtype=torch.float32)
         self._input_scale = self._expert_scale = None
         if router.input_norm:
             self._eps, root = place.spec.block.eps, place.spec.hidden**-0.5
@@ -54,8 +55,8 @@ class Gate:
         if self._input_scale is not None:
             hidden = rms_norm(hidden.float(), hidden.shape[-1:], self._input_scale, self._eps)
         logits = linear(hidden.to(self.weight.dtype), self.weight).float()
-        if self._logit_bias is not None:
-            logits = logits + self._logit_bias
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias
         return logits.softmax(-1) if self._router.score == "softmax" else logits.sigmoid()
 
     def _choice(self, scores: torch.Tensor) -> torch.Tensor:

@@ -51,9 +51,13 @@ STEP = np.dtype(
 )
 # The records of a layer and of the head. Both begin with the STEP record, a norm's weight [width] float32 and the next
 # matrix, so that one chunk reads either. `q_norm` and `k_norm` [head_dim] are float32, or 0 where the model
-# has none; `post_norm` [width] is float32. `qkv`, `o`, `gate` and `head` are MATRIX records. `keys` and `values` as in
+# has none; `post_norm` [width] is float32. `qkv`, `o`, `gate` and `head` are MATRIX records; `qkv_bias`, `o_bias` and
+# `gate_bias` are float32, as long as their matrices have rows, or 0. `keys`, `values`, `window` and `sinks` as in
 # ATTENTION; `rows` [count] int64 are the tokens that get `logits` [count, vocab] float32.
-LAYER = fields("step", "norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate", "keys", "values")
+LAYER = fields(
+    *("step", "norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate", "keys", "values"),
+    *("qkv_bias", "o_bias", "gate_bias", "window", "sinks"),
+)
 HEAD = fields("step", "norm", "head", "rows", "count", "logits")
 
 
@@ -63,6 +67,13 @@ def _add(residual: int, delta: int, n: int) -> None:
     r, d = f32_at(residual), f32_at(delta)
     for k in range(n):
         r[k] += d[k]
+
+
+@jit
+def _add_bias(values: int, bias: int, n: int) -> None:
+    """Computes values [n] += bias [n], float32; does nothing where `bias` is 0."""
+    if bias:
+        _add(values, bias, n)
 
 
 @jit
@@ -112,7 +123,9 @@ def _make_rotate(bf16: bool) -> Code:
         a = record(s.attention, ATTENTION)
         n, position = s.head_dim, i64_at(s.positions)[token]
         cos, sin = s.cos + token * n // 2 * 4, s.sin + token * n // 2 * 4
-        at = s.qkv + token * (s.heads + 2 * s.kv_heads) * n * 4
+        width = (s.heads + 2 * s.kv_heads) * n
+        at = s.qkv + token * width * 4
+        _add_bias(at, l.qkv_bias, width)
         scale = np.float32(1.0 / np.sqrt(n))
         for head in range(s.heads):
             _normalise(at, l.q_norm, n, s.eps)
@@ -161,6 +174,7 @@ def _make_prepare(bf16: bool) -> Code:
         s = record(l.step, STEP)
         plain = s.mixed + token * s.width * 4
         residual, norm = s.residual + token * s.width * 4, f32_at(l.post_norm)
+        _add_bias(plain, l.o_bias, s.width)
         _add(residual, plain, s.width)
         r, hidden = f32_at(residual), s.hidden + token * s.width * size
         scale = norm_scale(residual, s.width, s.eps)
@@ -175,8 +189,10 @@ def _make_prepare(bf16: bool) -> Code:
 @chunk
 def choose(job: int, token: int) -> None:
     """Chooses one token's experts."""
-    s = record(record(job, LAYER).step, STEP)
+    l = record(job, LAYER)  # noqa: E741
+    s = record(l.step, STEP)
     at = s.probs + token * s.experts * 4
+    _add_bias(at, l.gate_bias, s.experts)
     _, mass = softmax(at, s.experts)
     probs = f32_at(at)
     for expert in range(s.experts):
@@ -209,6 +225,7 @@ def make_layer(bf16: bool) -> tuple[Code, Code, tuple[Code, ...]]:
         s = record(l.step, STEP)
         a = record(s.attention, ATTENTION)
         a.keys, a.values, a.plain = l.keys, l.values, 1 - record(l.o, MATRIX).plain
+        a.window, a.sinks = l.window, l.sinks
         parallel(control, entering(), job, s.tokens)
         multiply(control, l.step, l.qkv, s.packed, s.qkv)
         parallel(control, rotating(), job, s.tokens)
