@@ -21,7 +21,7 @@ def test_unspoilt_messages_are_within_all_bounds_and_some_spoilt_ones_are_not(ch
     refused = 0
     for kind in list(language.messages.values()) * 30:
         info = msgspec.inspect.type_info(kind)
-        if kind.__name__ != "Chunk":  # whose checksum is a pattern
+        if kind.__name__ not in ("Chunk", "KVPart"):  # whose checksum is a pattern
             assert type(language.read(msgspec.msgpack.encode(values.of(info, 0.0)))) is kind
         try:
             language.read(msgspec.msgpack.encode(values.of(info, 0.4)))

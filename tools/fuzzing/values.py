@@ -69,7 +69,9 @@ class Values:
             case inspect.StrType():
                 return self._text(type_.min_length or 0, type_.max_length or 64)
             case inspect.BytesType():
-                return rng.randbytes(min(type_.max_length or 64, rng.choice((0, 1, 24, 64, 4096))))
+                return rng.randbytes(
+                    max(type_.min_length or 0, min(type_.max_length or 64, rng.choice((0, 1, 24, 64, 4096))))
+                )
             case inspect.BoolType():
                 return rng.random() < 0.5
         return None
