@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 
 from edgemoe.api.text.tokenizer import TextModel
 from edgemoe.cluster.data.expert_fetch import PeerStore
-from edgemoe.config.budgets import Budgets, ModelNeeds, resolve_budgets
+from edgemoe.config.budgets import Budgets, resolve_budgets
 from edgemoe.config.settings import Settings
 from edgemoe.engine.engine import Engine, EngineBudget
 from edgemoe.engine.grammar import Grammars
@@ -35,7 +35,6 @@ from edgemoe.kernels.cpu.object_cache import link
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
-from edgemoe.model.layers.reader import decoded_bytes
 from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import checksum
@@ -52,6 +51,7 @@ from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, controller_for, scoutgate_for
 from edgemoe.worker.hand_over import LastChunks
+from edgemoe.worker.needs import needs_of
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     manifest = Manifest.load(directory)
     spec = replace(spec_of(manifest), kv_int8=settings.engine.kv_cache_dtype == "int8")
     served, geometry = ServedModel(manifest.digest, spec.geometry), spec.geometry
-    budgets = resolve_budgets(settings, _machine(), _needs(manifest, spec))
+    budgets = resolve_budgets(settings, _machine(), needs_of(spec, manifest.dense.bytes))
     for line in budgets.lines():
         log.info(line)
     torch.set_num_threads(budgets.threads)
@@ -158,18 +158,6 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
 
 def _machine() -> Machine:
     return probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def _needs(manifest: Manifest, spec: ModelSpec) -> ModelNeeds:
-    experts = spec.geometry
-    return ModelNeeds(
-        dense_bytes=manifest.dense.bytes,
-        kv_bytes_per_token=spec.kv_bytes_per_token + -(-experts.layers * experts.experts // BLOCK_TOKENS),
-        experts=experts,
-        context_tokens=spec.context_tokens,
-        state_bytes=spec.state_bytes,
-        decoded_bytes=decoded_bytes(spec),
-    )
 
 
 def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:

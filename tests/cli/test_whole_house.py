@@ -152,6 +152,15 @@ def test_a_second_daemon_on_the_same_socket_is_refused(env: dict[str, str]) -> N
     assert "another daemon" in done.stderr
 
 
+def test_bench_measures_the_daemon_at_each_number_of_streams(env: dict[str, str]) -> None:
+    told = json.loads(run(env, "edgemoe", "bench", "--prompt", "8", "--tokens", "4", "--json"))
+    assert [row["streams"] for row in told["streams"]] == [1, 4, 16]
+    for row in told["streams"]:
+        assert 0 < row["tokens_per_s"] <= row["streams"] * 4 / row["first_token_s"] * 2
+        assert row["per_output_token_s"] > 0
+    assert sum(told["served_by"].values()) == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
 def test_the_readmes_examples_work_as_they_stand_there(env: dict[str, str]) -> None:
     """One shell runs them from top to bottom, as a reader would."""

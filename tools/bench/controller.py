@@ -167,8 +167,8 @@ def full_memory(path: Path) -> None:
 
 def step(args: Namespace) -> None:
     """Everything is resident, so that the steps differ by the controller alone."""
+    from edgemoe.cli.plan.miniature import Ours
     from tools.bench.make_model import make_config
-    from tools.bench.random_model import Ours
 
     shape = {"layers": 48, "hidden": args.hidden, "heads": 8, "kv_heads": 2, "head_dim": 64, "experts": 128}
     shape |= {"expert_width": args.hidden // 2, "top_k": 8, "vocab": 8192, "context": 4096}

@@ -31,13 +31,13 @@ os.environ.update(WORKER_ENV)  # before anything loads torch
 
 import torch  # noqa: E402
 
+from edgemoe.cli.plan.miniature import Ours, random_decoder, resident_tiers, with_encodings  # noqa: E402
 from edgemoe.families.config import spec_from_config  # noqa: E402
 from edgemoe.families.spec import ModelSpec  # noqa: E402
 from edgemoe.kernels.cpu.runtime import Kernels  # noqa: E402
 from edgemoe.store.wanted import CHOICES, KEEP  # noqa: E402
 from tools.bench.make_model import make_config  # noqa: E402
 from tools.bench.oracle import Oracle, spawn  # noqa: E402
-from tools.bench.random_model import Ours, random_decoder, resident_tiers, with_encodings  # noqa: E402
 
 CONTEXT = 64  # tokens in the cache before timing starts
 PAUSE_S = 0.03  # between contenders: threads of the one before stop spinning

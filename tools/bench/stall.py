@@ -39,6 +39,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from edgemoe import demo
+from edgemoe.cli.plan.miniature import RandomStore, random_decoder
 from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
@@ -61,7 +62,6 @@ from edgemoe.types.model_info import ServedModel
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
 from tools.bench.make_model import make_config
-from tools.bench.random_model import RandomStore, random_decoder
 from tools.bench.stats import interval
 from tools.demo_model import corpus
 

@@ -55,14 +55,14 @@ def models(commands: Any) -> None:
 
 def generate(commands: Any) -> None:
     """Adds `edgemoe generate`."""
-    parser = command(commands, "generate", "edgemoe.cli.talk:generate", "continue a prompt", texts.GENERATE)
+    parser = command(commands, "generate", "edgemoe.cli.chat.talk:generate", "continue a prompt", texts.GENERATE)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="read from standard input if not given")
     sampling_options(parser, max_tokens=128)
 
 
 def chat(commands: Any) -> None:
     """Adds `edgemoe chat`."""
-    parser = command(commands, "chat", "edgemoe.cli.talk:chat", "hold a conversation", texts.CHAT)
+    parser = command(commands, "chat", "edgemoe.cli.chat.talk:chat", "hold a conversation", texts.CHAT)
     parser.add_argument("message", metavar="MESSAGE", nargs="?", help="one question instead of a conversation")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     parser.add_argument("--stats", action="store_true", help="show how fast each answer came")
@@ -133,6 +133,32 @@ def replay(commands: Any) -> None:
     parser.set_defaults(handler="edgemoe.replay:main", passes_arguments=True)
 
 
+def plan(commands: Any) -> None:
+    """Adds `edgemoe plan`."""
+    summary = "tell whether a model fits here, and how fast it will be"
+    parser = command(commands, "plan", "edgemoe.cli.plan.command:run", summary, texts.PLAN)
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a packed store, or only a config.json")
+    parser.add_argument("--context", type=int, metavar="N", default=0, help="tokens of a sequence (default: 4096)")
+    parser.add_argument("--sequences", type=int, metavar="N", default=4, help="sequences at once (default: 4)")
+    parser.add_argument("--prompt", type=int, metavar="N", default=512, help="tokens of a prompt (default: 512)")
+    parser.add_argument("--boxes", type=int, metavar="N", default=1, help="boxes like this one (default: 1)")
+    parser.add_argument(
+        "--routing", choices=("usual", "even"), default="usual", help="how unevenly experts are chosen (default: usual)"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    settings_options(parser)
+
+
+def bench(commands: Any) -> None:
+    """Adds `edgemoe bench`."""
+    summary = "measure the running daemon at 1, 4 and 16 streams"
+    parser = command(commands, "bench", "edgemoe.cli.bench:run", summary, texts.BENCH)
+    parser.add_argument("--prompt", type=int, metavar="N", default=128, help="tokens of a prompt (default: 128)")
+    parser.add_argument("--tokens", type=int, metavar="N", default=32, help="tokens of an answer (default: 32)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    client_options(parser)
+
+
 def keygen(commands: Any) -> None:
     """Adds `edgemoe keygen`."""
     parser = command(
@@ -154,7 +180,7 @@ def witness(commands: Any) -> None:
 def completion(commands: Any) -> None:
     """Adds `edgemoe completion`."""
     summary = "print what makes a shell complete these commands"
-    parser = command(commands, "completion", "edgemoe.cli.completion:run", summary, texts.COMPLETION)
+    parser = command(commands, "completion", "edgemoe.cli.parser.completion:run", summary, texts.COMPLETION)
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
 
 

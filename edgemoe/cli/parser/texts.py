@@ -191,3 +191,25 @@ KEY_REMOVE = """\
 Requests that run go on; the next one is refused. Example:
   edgemoe key remove laptop
 """
+
+PLAN = """\
+Needs no weights: a config.json is enough. Memory is divided as `edgemoe serve` would divide it now; times are measured
+on layers of the model's own shapes with random weights (a minute), and how many experts are missing is read from a
+curve that other models' routing gave. With --boxes each layer waits a millisecond for the other boxes. A GPU's speed is
+not foretold.
+
+Examples:
+  edgemoe plan ./Qwen3-30B-A3B
+  edgemoe plan ./config.json --context 32768 --sequences 8
+  edgemoe plan ./Qwen3-30B-A3B --boxes 3 --set memory.ram_bytes=12GiB
+"""
+
+BENCH = """\
+Prompts are random tokens, and answers are sampled, so that no cache knows them. The figures to quote in a bug report;
+`edgemoe plan` says what this machine allows.
+
+Examples:
+  edgemoe bench
+  edgemoe bench --prompt 2000 --tokens 100
+  edgemoe bench --json > bench.json
+"""

@@ -1,4 +1,4 @@
-"""Models of random weights with every expert in memory, in the encodings asked for, for benches that decode."""
+"""Models of random weights with every expert in memory, in the encodings asked for, which decode and prefill."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
+from edgemoe.cli.plan.subject import dense_encoding
 from edgemoe.encodings.codec import pack
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
@@ -27,8 +28,7 @@ from edgemoe.kernels.cpu.thread_pool import parallel
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.policy.baselines import LRU
-from edgemoe.store.layout import MATRICES
-from edgemoe.types.encoding import ENCODINGS, Encoding
+from edgemoe.types.encoding import Encoding
 from edgemoe.types.experts import LivePolicy, Tier
 from edgemoe.types.routing import StepMeta, StepRouting
 from edgemoe.types.step import BLOCK_TOKENS, Batch
@@ -99,7 +99,7 @@ def random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
     random, dtype, tensors = torch.Generator().manual_seed(0), DTYPES[spec.dtype], {}
     for name, shape in dense_shapes(spec).items():
         values = torch.ones(shape) if "norm" in name else torch.randn(shape, generator=random) * STD
-        encoding = _dense_encoding(spec, name)
+        encoding = dense_encoding(spec, name, shape[-1])
         is_plain = encoding.name == spec.dtype
         tensors[name] = values.to(dtype) if is_plain else torch.from_numpy(pack(values.numpy(), encoding))
     with tempfile.TemporaryDirectory() as directory:
@@ -108,16 +108,12 @@ def random_decoder(spec: ModelSpec, kernels: Kernels) -> Decoder:
         return Decoder.load(spec, path, kernels=kernels)
 
 
-def _dense_encoding(spec: ModelSpec, name: str) -> Encoding:
-    return ENCODINGS[spec.dense_encoding if spec.dense_encoding and name.endswith(MATRICES) else spec.dtype]
-
-
 def dense_bytes(spec: ModelSpec) -> int:
     """Read once a step, whatever the batch; of an untied embedding only a row."""
     total = 0
     for name, (*rows, columns) in dense_shapes(spec).items():
         if "embed_tokens" not in name or spec.block.tied:
-            total += int(np.prod(rows)) * _dense_encoding(spec, name).row_bytes(columns)
+            total += int(np.prod(rows)) * dense_encoding(spec, name, columns).row_bytes(columns)
     return total
 
 
@@ -173,10 +169,21 @@ class Ours:
     def stream(self, size_bytes: int) -> float:
         """Seconds to read so many bytes of experts, in one go and as fast as the box can."""
         slab = self.tiers.ram.bytes
-        chunks = min(size_bytes, slab.nbytes) // (8 * STREAM_WORDS)
-        start_byte = np.random.randint(0, slab.nbytes - chunks * 8 * STREAM_WORDS + 1) & ~4095
-        sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)
-        job["address"], job["sums"] = slab.ctypes.data + start_byte, sums.ctypes.data
-        start = time.perf_counter()
-        parallel(self.kernels.pool.control, _stream.address, job.ctypes.data, chunks)
-        return (time.perf_counter() - start) * size_bytes / (chunks * 8 * STREAM_WORDS)
+        taken = min(size_bytes, slab.nbytes)
+        first = np.random.randint(0, slab.nbytes - taken + 1) & ~4095
+        return size_bytes / _streamed(self.kernels, slab.ctypes.data + first, taken)
+
+
+def stream_bytes_per_s(kernels: Kernels, size_bytes: int) -> float:
+    """Returns the rate of reading so many bytes of memory once, by all threads."""
+    memory = np.ones(size_bytes, np.uint8)
+    return _streamed(kernels, memory.ctypes.data, size_bytes)
+
+
+def _streamed(kernels: Kernels, address: int, size_bytes: int) -> float:
+    chunks = size_bytes // (8 * STREAM_WORDS)
+    sums, job = np.zeros(chunks, np.int64), np.zeros(1, STREAM)
+    job["address"], job["sums"] = address, sums.ctypes.data
+    start = time.perf_counter()
+    parallel(kernels.pool.control, _stream.address, job.ctypes.data, chunks)
+    return chunks * 8 * STREAM_WORDS / (time.perf_counter() - start)

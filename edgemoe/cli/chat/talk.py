@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 
+from edgemoe.cli.chat.conversation import Conversation, hold
 from edgemoe.cli.client import Client, socket_of
-from edgemoe.cli.conversation import Conversation, hold
 from edgemoe.errors import ConfigError
 from edgemoe.types.arrays import Json
 

@@ -1,0 +1,1 @@
+"""Streams text from the daemon: `edgemoe chat` and `edgemoe generate`."""

@@ -1,0 +1,231 @@
+"""Runs `edgemoe plan`: what lies where, how fast it will be, what limits it, and what would help most."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from edgemoe.cli.output import console
+from edgemoe.cli.plan import speed
+from edgemoe.cli.plan.rates import LayerTimes, Rates, disk_rate, measure_layers, memory_rate
+from edgemoe.cli.plan.subject import Subject, Variant, dense_size, find
+from edgemoe.config.budgets import Budgets, resolve_budgets
+from edgemoe.config.loading import load
+from edgemoe.config.settings import Settings
+from edgemoe.config.sizes import format_rate, format_size
+from edgemoe.errors import CapacityError, ConfigError
+from edgemoe.families.spec import dense_shapes
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.telemetry import probes
+from edgemoe.types.machine import Machine
+from edgemoe.types.size_classes import SlabLayout
+from edgemoe.worker.needs import needs_of
+
+MORE_BYTES = 16 << 30  # of RAM, in what would help
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the forecast is for."""
+
+    context_tokens: int
+    sequences: int
+    prompt_tokens: int
+    boxes: int
+    curve: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One encoding on this machine. Bytes, shares of all experts, seconds; `why` says why it does not fit."""
+
+    encoding: str
+    packing: str
+    dense_bytes: int
+    kv_bytes: int  # of the sequences at the context asked for
+    expert_bytes: int  # of all of them
+    why: str = ""
+    in_vram: float = 0.0
+    in_ram: float = 0.0
+    on_disk: float = 0.0  # that are in no memory of any box
+    context_tokens: int = 0  # the longest sequence that fits
+    tokens_per_s: float = 0.0  # of one sequence
+    batch_tokens_per_s: float = 0.0  # of all sequences together
+    first_token_s: float = 0.0
+    limit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Holds what all forecasts share: the question, the settings, the machine and its rates."""
+
+    question: Wish
+    settings: Settings
+    machine: Machine
+    rates: Rates
+
+    def forecast(self, variant: Variant, times: LayerTimes, more_bytes: int = 0, boxes: int = 0) -> Forecast:
+        """Returns what to expect, with more RAM than there is, or on so many boxes."""
+        question, needs = self.question, needs_of(variant.spec, variant.dense_bytes)
+        kv_bytes = question.sequences * (question.context_tokens * needs.kv_bytes_per_token + needs.state_bytes)
+        found = Forecast(variant.label, variant.packing, needs.dense_bytes, kv_bytes, needs.experts.all_bytes)
+        free_bytes = self.machine.ram_available_bytes + more_bytes
+        try:
+            budgets = resolve_budgets(self.settings, replace(self.machine, ram_available_bytes=free_bytes), needs)
+        except CapacityError as error:
+            return replace(found, why=str(error))
+        if budgets.context_tokens < min(question.context_tokens, needs.context_tokens):
+            found = replace(found, why=f"a context of {budgets.context_tokens} tokens fits; raise memory.kv_bytes")
+        places = self._places(budgets, boxes or question.boxes)
+        below = min(1.0, places.ram * places.boxes)
+        found = replace(
+            found,
+            in_vram=places.top if places.link_bytes_per_s else 0.0,
+            in_ram=places.ram,
+            on_disk=1.0 - below,
+            context_tokens=budgets.context_tokens,
+        )
+        return self._timed(found, variant, times, places)
+
+    def _timed(self, found: Forecast, variant: Variant, times: LayerTimes, places: speed.Places) -> Forecast:
+        if any(device.kind.startswith("cuda:") for device in self.settings.device) or self.machine.gpus:
+            return replace(found, limit="not foretold for a GPU")
+        question, geometry, spec = self.question, variant.spec.geometry, variant.spec
+        model = speed.Model(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes)
+        rest_bytes = _rest_bytes(variant) / self.rates.memory_bytes_per_s
+        context_bytes = question.context_tokens / 2 * spec.kv_bytes_per_token
+
+        def step(tokens: int, layer_s: float, context: float) -> speed.Times:
+            return speed.step(model, speed.StepWork(tokens, layer_s, rest_bytes, context), places, question.curve)
+
+        one = step(1, times.decode_s, context_bytes)
+        several = step(times.sequences, times.batch_s, context_bytes * times.sequences)
+        first = step(times.prompt_tokens, times.prompt_s, 0.0)
+        return replace(
+            found,
+            tokens_per_s=1 / one.total_s,
+            batch_tokens_per_s=times.sequences / several.total_s,
+            first_token_s=first.total_s * question.prompt_tokens / times.prompt_tokens,
+            limit=one.limit,
+        )
+
+    def _places(self, budgets: Budgets, boxes: int) -> speed.Places:
+        device = next((device for device in budgets.devices if device.kind != "cpu"), None)
+        ram = _share(budgets, budgets.ram_bytes)
+        top = ram if device is None else _share(budgets, device.expert_bytes)
+        link = device.link_bytes_per_s if device is not None else 0.0
+        rates = self.rates
+        return speed.Places(top, ram, link, rates.disk_bytes_per_s, rates.memory_bytes_per_s, boxes)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan. Returns 0 if an encoding fits. Raises ConfigError, CheckpointError, StoreError."""
+    settings = load(Path(args.config) if args.config else None, args.set).settings
+    subject = find(args.model, Path(settings.model.store_dir))
+    context = args.context or min(subject.spec.context_tokens, 4096)
+    question = Wish(context, args.sequences, args.prompt, args.boxes, args.routing)
+    if min(context, args.sequences, args.prompt, args.boxes) < 1:
+        raise ConfigError("--context, --sequences, --prompt and --boxes are 1 at least")
+    machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    threads = settings.engine.threads or machine.cpus
+    torch.set_num_threads(threads)
+    kernels = Kernels(threads, subject.spec.dtype == "bfloat16", Path(settings.model.store_dir).with_name("kernels"))
+    rates = Rates(memory_rate(kernels), disk_rate(Path(settings.model.store_dir)), settings.device[0].link_bytes_per_s)
+    planner = Planner(question, settings, machine, rates)
+    chunk = min(question.prompt_tokens, settings.engine.step_tokens)
+    measured = [
+        (variant, measure_layers(variant.spec, kernels, question.sequences, chunk)) for variant in subject.variants()
+    ]
+    forecasts = [planner.forecast(*each) for each in measured]
+    advice = list(advise(planner, measured, forecasts))
+    if args.json:
+        print(json.dumps(_as_json(subject, planner, forecasts, advice), indent=2))
+    else:
+        console().print(_picture(subject, planner, forecasts, advice))
+    return 0 if any(not each.why for each in forecasts) else 1
+
+
+def advise(
+    planner: Planner, measured: Sequence[tuple[Variant, LayerTimes]], forecasts: Sequence[Forecast]
+) -> Iterator[tuple[str, float]]:
+    """Yields what could be changed and how many times as fast the model would be then, the greatest gain first."""
+    now = forecasts[0]
+    tried = [(f"edgemoe pack {each.packing}", each) for each in forecasts[1:]]
+    tried.append((f"{format_size(MORE_BYTES)} more RAM", planner.forecast(*measured[0], more_bytes=MORE_BYTES)))
+    another = planner.question.boxes + 1
+    tried.append((f"{another} boxes like this one", planner.forecast(*measured[0], boxes=another)))
+    gains = [(what, each.tokens_per_s / now.tokens_per_s if now.tokens_per_s else 0.0) for what, each in tried]
+    yield from sorted(((what, gain) for what, gain in gains if gain > 1.05), key=lambda each: -each[1])
+
+
+def _share(budgets: Budgets, size_bytes: int) -> float:
+    layout = SlabLayout.within(size_bytes, budgets.experts)
+    if layout is None:
+        return 0.0
+    slots = sum(per * given for per, given in zip(layout.per_extent, layout.divided(), strict=True))
+    return min(1.0, slots / budgets.experts.count)
+
+
+def _rest_bytes(variant: Variant) -> float:
+    """Returns the bytes that a step reads outside the layers that were measured: the head, and dense layers."""
+    spec = variant.spec
+    inside = {f"model.layers.{layer}." for layer in spec.expert_layers}
+    total = 0
+    for name, shape in dense_shapes(spec).items():
+        layer = ".".join(name.split(".")[:3]) + "."
+        if layer not in inside and ("embed_tokens" not in name or spec.block.tied):
+            total += dense_size(spec, name, shape)
+    return total
+
+
+def _as_json(
+    subject: Subject, planner: Planner, forecasts: Sequence[Forecast], advice: Sequence[tuple[str, float]]
+) -> dict[str, object]:
+    return {
+        "model": subject.name,
+        "family": subject.spec.family,
+        "question": asdict(planner.question),
+        "machine": asdict(planner.machine),
+        "rates": asdict(planner.rates),
+        "encodings": [asdict(each) for each in forecasts],
+        "would_help": [{"what": what, "times_as_fast": round(gain, 2)} for what, gain in advice],
+    }
+
+
+def _picture(
+    subject: Subject, planner: Planner, forecasts: Sequence[Forecast], advice: Sequence[tuple[str, float]]
+) -> Group:
+    question, rates, geometry = planner.question, planner.rates, subject.spec.geometry
+    table = Table(title=f"{subject.name} ({subject.spec.family}) on {_boxes(question.boxes)}")
+    for column in ("encoding", "dense", f"KV, {question.sequences} x {question.context_tokens}", "experts"):
+        table.add_column(column, justify="left" if column == "encoding" else "right")
+    for column in ("in VRAM", "in RAM", "disk only", "tokens/s", f"with {question.sequences}", "first token", "limit"):
+        table.add_column(column, justify="left" if column == "limit" else "right")
+    for each in forecasts:
+        sizes = (format_size(size) for size in (each.dense_bytes, each.kv_bytes, each.expert_bytes))
+        shares = (f"{share:.0%}" for share in (each.in_vram, each.in_ram, each.on_disk))
+        known = [f"{each.tokens_per_s:.1f}", f"{each.batch_tokens_per_s:.1f}", f"{each.first_token_s:.2f} s"]
+        speeds = known if each.tokens_per_s else [""] * 3
+        table.add_row(
+            each.encoding, *sizes, *(shares if each.context_tokens else [""] * 3), *speeds, each.why or each.limit
+        )
+    lines = [
+        f"{geometry.layers} layers of {geometry.experts} experts, {geometry.top_k} a token. This machine reads memory "
+        f"at {format_rate(rates.memory_bytes_per_s)}, the disk of the stores at {format_rate(rates.disk_bytes_per_s)}, "
+        f"and has {format_size(planner.machine.ram_available_bytes)} of RAM free.",
+        f"First token: of a prompt of {question.prompt_tokens} tokens. Routing: {question.curve}.",
+        *(f"Would help: {what} ({gain:.1f} times as fast)" for what, gain in advice),
+    ]
+    return Group(table, "\n".join(lines))
+
+
+def _boxes(boxes: int) -> str:
+    return "this machine" if boxes == 1 else f"{boxes} boxes like this one"

@@ -1,0 +1,150 @@
+"""What this machine does in a second: reads memory and disk, and steps through layers of the model's own shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from edgemoe.cli.plan.miniature import Ours, random_decoder, resident_tiers, stream_bytes_per_s
+from edgemoe.families.spec import ModelSpec
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
+
+MINIATURE_BYTES = 128 << 20  # of experts: more than a processor caches
+LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
+MEASURE_S, ROUNDS, MOST_STEPS = 1.0, 5, 200
+DISK_BYTES, DISK_THREADS = 256 << 20, 8  # as many as the store reads with
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """What one layer takes with every expert in memory, in seconds, and how many of its experts a step touched."""
+
+    decode_s: float  # one token of one sequence
+    batch_s: float  # one token of each of `sequences`
+    sequences: int
+    prompt_s: float  # `prompt_tokens` of one prompt
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the machine. A link is the one to the first device; 0 where there is none, or nothing to measure it on."""
+
+    memory_bytes_per_s: float
+    disk_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+def measure_layers(spec: ModelSpec, kernels: Kernels, sequences: int, prompt_tokens: int) -> LayerTimes:
+    """Returns the times of a layer of average kind, on random weights of the same shapes. Takes seconds."""
+    small = miniature(spec)
+    model = Ours(small, kernels, random_decoder(small, kernels), resident_tiers(small, kernels))
+    return LayerTimes(
+        decode_s=_decode_s(model, 1) / small.layers,
+        batch_s=_decode_s(model, sequences) / small.layers,
+        sequences=sequences,
+        prompt_s=_prompt_s(model, prompt_tokens) / small.layers,
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def miniature(spec: ModelSpec) -> ModelSpec:
+    """Returns the last layers of a model, as many as repeat, with as many experts as a hundred MB hold."""
+    layers = _period(spec)
+    expert_bytes = spec.geometry.largest_bytes
+    experts = min(spec.router.experts, max(2 * spec.router.top_k, MINIATURE_BYTES // (layers * expert_bytes)))
+    groups = spec.router.groups
+    return replace(
+        spec,
+        attention=spec.attention[-layers:],
+        vocab=min(spec.vocab, VOCAB),
+        router=replace(spec.router, experts=-(-experts // groups) * groups),
+        feed_forward=replace(spec.feed_forward, dense_layers=frozenset()),
+        encodings=spec.encodings[-layers:],
+    )
+
+
+def disk_rate(directory: Path) -> float:
+    """Returns the bytes a second that experts are read with from the disk of `directory`; 0 where there is no room."""
+    directory.mkdir(parents=True, exist_ok=True)
+    status = os.statvfs(directory)
+    if status.f_bavail * status.f_frsize < 4 * DISK_BYTES:
+        return 0.0
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
+        piece = os.urandom(BLOCK_BYTES)
+        for _ in range(DISK_BYTES // BLOCK_BYTES):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return max(_reads(Path(file.name)))
+
+
+def _reads(path: Path) -> Iterator[float]:
+    """Yields the rate of each of a few readings."""
+    rooms = [page_memory(BLOCK_BYTES) for _ in range(DISK_THREADS)]
+    with PageFile(path) as file, ThreadPoolExecutor(DISK_THREADS) as threads:
+
+        def read(thread: int) -> None:
+            for block in range(thread, DISK_BYTES // BLOCK_BYTES, DISK_THREADS):
+                file.fill(rooms[thread], BLOCK_BYTES, block * BLOCK_BYTES)
+
+        for _ in range(ROUNDS):
+            began_s = time.perf_counter()
+            list(threads.map(read, range(DISK_THREADS)))
+            yield DISK_BYTES / (time.perf_counter() - began_s)
+
+
+def memory_rate(kernels: Kernels) -> float:
+    """Returns the bytes a second that all threads together read from memory."""
+    return max(stream_bytes_per_s(kernels, MINIATURE_BYTES) for _ in range(ROUNDS))
+
+
+def _period(spec: ModelSpec) -> int:
+    """Returns after how many layers their kinds repeat, within bounds, dense ones left out."""
+    kinds, most = spec.attention, min(MOST_LAYERS, len(spec.expert_layers))
+    for layers in range(LEAST_LAYERS, most):
+        if all(kinds[n] == kinds[n - layers] for n in range(layers, len(kinds))):
+            return layers
+    return most
+
+
+def _decode_s(model: Ours, sequences: int) -> float:
+    """Returns the least time of a step, which is the one that nothing else on the machine has delayed."""
+    model.begin(sequences, MOST_STEPS + 8)
+    _feed(model, sequences, 8)
+    return _least_s(lambda: _feed(model, sequences, 1))
+
+
+def _prompt_s(model: Ours, tokens: int) -> float:
+    def prefill() -> float:
+        model.begin(1, tokens)
+        return _feed(model, 1, tokens)
+
+    return _least_s(prefill)
+
+
+def _least_s(timed: Callable[[], float]) -> float:
+    """Returns the least of what is measured in a second, and at least ROUNDS times."""
+    taken, began_s = list[float](), time.perf_counter()
+    while len(taken) < ROUNDS or (time.perf_counter() - began_s < MEASURE_S and len(taken) < MOST_STEPS):
+        taken.append(timed())
+    return min(taken)
+
+
+def _feed(model: Ours, sequences: int, tokens: int) -> float:
+    """Returns the seconds of a step of random tokens."""
+    given = torch.randint(0, model.spec.vocab, (sequences, tokens))
+    began_s = time.perf_counter()
+    model.feed(given)
+    return time.perf_counter() - began_s

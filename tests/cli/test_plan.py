@@ -1,0 +1,89 @@
+"""What a plan says before a download: sizes as a store has them, and seconds that follow from rates."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.kept import KERNELS
+
+from edgemoe.cli import main
+from edgemoe.cli.plan import speed
+from edgemoe.cli.plan.subject import find
+from edgemoe.demo import model_path
+from edgemoe.errors import EdgemoeError
+from edgemoe.store.manifest import Manifest
+from edgemoe.store.packer import pack
+from edgemoe.store.wanted import WantedEncodings
+
+MODEL = model_path()
+MODEL_SIZES = speed.Model(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)
+WORK = speed.StepWork(tokens=1, layer_s=1e-3, head_s=1e-3, read_bytes=0.0)
+ALL = speed.Places(top=1.0, ram=1.0, link_bytes_per_s=0.0, disk_bytes_per_s=1e9, memory_bytes_per_s=1e10)
+
+
+@pytest.mark.parametrize("wanted", [("keep", "keep"), ("int8", "keep"), ("int4", "int8")])
+def test_a_configuration_alone_tells_the_sizes_that_the_store_will_have(
+    wanted: tuple[str, str], tmp_path: Path
+) -> None:
+    experts, dense = wanted
+    pack(MODEL, tmp_path / "store", wanted=WantedEncodings.parse(experts, dense))
+    manifest = Manifest.load(tmp_path / "store")
+    options = "" if experts == "keep" else f"--experts {experts}" + (f" --dense {dense}" if dense != "keep" else "")
+    (planned,) = (each for each in find(str(MODEL / "config.json"), tmp_path).variants() if each.packing == options)
+    (packed,) = find(str(tmp_path / "store"), tmp_path).variants()
+    assert planned.spec == packed.spec
+    assert planned.spec.geometry.expert_bytes(0) == manifest.layers[0].experts[0].bytes
+    assert planned.dense_bytes == pytest.approx(manifest.dense.bytes, rel=0.02, abs=8192)
+
+
+def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
+    for text, why in (("[1]", "no model's configuration"), ("{", "cannot be read"), ("{}", "architecture")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(EdgemoeError, match=why):
+            find(str(tmp_path), tmp_path)
+
+
+def test_a_step_takes_its_layers_and_what_is_missing_on_its_way() -> None:
+    resident = speed.step(MODEL_SIZES, WORK, ALL, "even")
+    assert resident.total_s == pytest.approx(10 * 1e-3 + 1e-3 + speed.STEP_S)
+    half = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5), "even")
+    assert half.disk_s == pytest.approx(10 * 4 * 0.5 * (1 << 20) / 1e9)
+    assert half.limit == "disk"
+    skewed = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5), "usual")
+    assert skewed.disk_s == pytest.approx(half.disk_s * 0.13 / 0.5)
+    linked = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.25, link_bytes_per_s=1e8), "even")
+    assert (linked.disk_s, linked.limit) == (0.0, "link")
+    together = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5, boxes=2), "even")
+    assert (together.disk_s, together.boxes_s) == (0.0, 10 * speed.REMOTE_S)
+
+
+def test_a_prompt_touches_nearly_every_expert_and_a_token_its_own() -> None:
+    assert speed.distinct(MODEL_SIZES, 1) == pytest.approx(4)
+    assert 63 < speed.distinct(MODEL_SIZES, 128) <= 64
+
+
+@pytest.mark.slow
+def test_the_command_says_what_fits_and_how_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    (tmp_path / "edgemoe").mkdir()
+    KERNELS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (tmp_path / "edgemoe/kernels").symlink_to(KERNELS)
+    words = ["plan", str(MODEL / "config.json"), "--prompt", "32", "--json"]
+    assert main(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"bfloat16", "int8", "int4"} <= {each["encoding"] for each in told["encodings"]} | {"bfloat16"}
+    assert all(each["tokens_per_s"] > 1 and each["in_ram"] == 1 for each in told["encodings"])
+    small = [*words, "--set", "memory.ram_bytes=2MiB", "--set", "engine.threads=1"]
+    assert main(small) == 0
+    fewer = json.loads(capsys.readouterr().out)["encodings"][0]
+    assert fewer["on_disk"] > 0
+    assert main([*words, "--set", "memory.ram_bytes=1KiB"]) == 1
+    assert "memory.ram_bytes" in json.loads(capsys.readouterr().out)["encodings"][0]["why"]
+    assert not list(Path(os.environ["HOME"]).rglob(".probe-*"))
