@@ -59,7 +59,7 @@ class Client:
         except httpx.HTTPError as error:
             raise self._broken_off(error) from error
         if response.is_error and not (accept_unavailable and response.status_code == 503):
-            raise _refusal(response)
+            raise refusal(response)
         return response.text
 
     def is_ready(self) -> bool:
@@ -78,7 +78,7 @@ class Client:
         except httpx.HTTPError as error:
             raise self._broken_off(error) from error
         if response.is_error:
-            raise _refusal(response)
+            raise refusal(response)
         answer: Json = response.json()
         return answer
 
@@ -89,7 +89,7 @@ class Client:
             with self._http.stream("POST", path, json=body | {"stream": True}) as response:
                 if response.is_error:
                     response.read()
-                    raise _refusal(response)
+                    raise refusal(response)
                 for line in response.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield _event(line.removeprefix("data: "))
@@ -121,7 +121,8 @@ def _event(text: str) -> Json:
     return event
 
 
-def _refusal(response: httpx.Response) -> EdgemoeError:
+def refusal(response: httpx.Response) -> EdgemoeError:
+    """Returns what an answer that is an error says."""
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):

@@ -80,6 +80,12 @@ def status(commands: Any) -> None:
     client_options(parser)
 
 
+def top(commands: Any) -> None:
+    """Adds `edgemoe top`."""
+    summary = "watch the running daemon in the terminal"
+    client_options(command(commands, "top", "edgemoe.cli.look.top:run", summary, texts.TOP))
+
+
 def dashboard(commands: Any) -> None:
     """Adds `edgemoe dashboard`."""
     summary = "show the running daemon's page in a browser"

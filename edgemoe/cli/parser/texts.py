@@ -91,6 +91,13 @@ Examples:
   edgemoe status --json | jq .health
 """
 
+TOP = """\
+Speeds, tiers, requests with their phase and, in a cluster, the boxes; redrawn each second. `q` ends it.
+
+Example:
+  edgemoe top
+"""
+
 DASHBOARD = """\
 Examples:
   edgemoe dashboard                       a port and a token for this once; both are gone after Ctrl-C
