@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,11 +125,23 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
         "Requests": f"{select(after, names.FORWARDED):,.0f} handed on, "
         f"{select(after, names.HOSTED_REQUESTS_TOTAL):,.0f} taken in, "
         f"{select(after, names.HANDED_OVER):,.0f} handed over after prefill",
+        "Went": _routes(after),
+        "Offers": f"{select(after, names.OFFERS_OPEN):,.0f} wait for the leader's word, "
+        f"{select(after, names.GRANTED):,.0f} of {select(after, names.OFFERED):,.0f} got it; "
+        f"{select(after, names.OFFER_QUEUE):,.0f} of all boxes wait here, "
+        f"{select(after, names.OFFER_QUEUE_GRANTED):,.0f} were given out",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():
         table.add_row(f"[bold]{name}[/]", text)
     return table
+
+
+def _routes(after: Mapping[str, float]) -> str:
+    """Returns where this box's requests went and why, the commonest first."""
+    routes = sorted(((count, name) for name, count in after.items() if name.startswith(names.ROUTED)), reverse=True)
+    labels = [(count, dict(re.findall(r'(\w+)="([^"]*)"', name))) for count, name in routes]
+    return ", ".join(f"{count:,.0f} {label['to']} ({label['why']})" for count, label in labels) or "none yet"
 
 
 def _milliseconds(seconds: float | None) -> str:

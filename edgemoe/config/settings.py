@@ -110,6 +110,9 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     restart_window_s: Seconds = 300.0
 
 
+Route = Literal["pull", "gimbal", "published", "local", "spread"]  # docs/cluster.md says what they are
+
+
 class ClusterSettings(Section, frozen=True, kw_only=True):
     node: NodeName = ""  # this box's name among the boxes; "" is a box on its own
     key_file: Text = ""  # its secret key
@@ -137,7 +140,11 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     migrate_gain: Share = 0.05  # of what requests wait for peers, by which a plan must be better
     share_experts: bool = True  # false: boxes pass whole requests on, and compute nothing for each other
     role: Phases = "both"  # prefill: requests go on at a box that decodes; decode: prompts go to one that does not
-    route: Literal["local", "spread"] = "local"  # requests: to this box while it has room, or to the least loaded
+    route: Route = "pull"  # which engine a request goes to
+    route_kv_usage: Share = 0.9  # gimbal: of KV blocks, from which engines may count as uneven
+    route_kv_difference: Share = 0.1  # gimbal: in that usage, by which they are
+    route_load_tokens: Count = 3000  # gimbal: waiting prompt tokens by which engines differ that are unevenly loaded
+    route_affinity_s: Seconds = 600.0  # gimbal: for which a user's engine is remembered
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for expert calls; 0: any free one
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for experts themselves
     call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed

@@ -20,6 +20,7 @@ from edgemoe.cluster.rpc.control_messages import (
     Dropped,
     Forward,
     Report,
+    RequestGrant,
     Show,
     Taken,
     Tokens,
@@ -47,12 +48,14 @@ from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.looking.lookout import Lookout
-from edgemoe.front.own_engine import OwnEngine, all_held
+from edgemoe.front.own_engine import OwnEngine, is_handed_over
 from edgemoe.front.peers_list import address_of, follow_list, listed
 from edgemoe.front.request_router import RequestRouter
+from edgemoe.front.requests.engine_use import EngineMeter
+from edgemoe.front.requests.offered_requests import OfferedRequests
+from edgemoe.front.requests.own_work import OwnWork
+from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.router import Router
-from edgemoe.policy.route import EngineLoad
-from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.probes import look
 from edgemoe.types.placement import PlacementPlan
 from edgemoe.types.request import Emission
@@ -87,12 +90,18 @@ class ClusterFront:
             local=self,
         )
         self.hosted_requests = HostedRequests(self.plane.channel, self._door.send, self.plane.spawn)
+        self._keys = PrefixKeys()
+        self._work = OwnWork(requests, self.hosted_requests, lambda: self.plane.announce.leaving)
+        self._meter = EngineMeter(self._keys, self._work.facts, self._work.held)
+        self._offers = OfferedRequests(
+            self.plane, settings.route, requests.log, self._meter, self._keys, self.plane.spawn
+        )
         self._places = Router(
             self.plane,
-            settings.route,
+            self._offers,
             requests.log,
-            self._own_load,
-            requests.submit_here,
+            self._work.load,
+            self._submit_here,
             self._door.send,
             self.plane.spawn,
         )
@@ -110,25 +119,17 @@ class ClusterFront:
             group.create_task(self.plane.run())
             group.create_task(follow_list(self.settings, self.plane))
             group.create_task(self._places.check())
+            group.create_task(self._offers.run())
 
     async def hand_over(self) -> None:
         """Tells the others that this box is about to go, and waits until they have every expert that it has."""
         await self.plane.leave(still=True)
-        while not self._is_handed_over():
+        while not is_handed_over(self.plane):
             await wait_event(self._news, LOOK_S)
 
     async def leave(self) -> None:
         """Tells the others that this box goes."""
         await self.plane.leave()
-
-    def _is_handed_over(self) -> bool:
-        members, ours = self.plane.state.members, self.plane.announce.engine
-        others = [
-            member.card.engine
-            for member in members
-            if member.card is not None and not member.card.leaving and members.is_alive(member.peer.node)
-        ]
-        return all_held(ours, others)
 
     # --- our engine -------------------------------------------------------------------------------------------
 
@@ -155,6 +156,7 @@ class ClusterFront:
         """It takes requests now, or no longer; what one that has ended held is held no more."""
         if self._door.place != self._engine.boot:
             self._engine.ended()
+            self._meter.forget()
             self.hosted_requests.engine_ended()
             self._announce()
         self.plane.beat()
@@ -163,28 +165,38 @@ class ClusterFront:
 
     def take(self, items: list[Emission]) -> list[Emission]:
         """Passes on what our engine emits for other boxes; returns the rest."""
+        if any(one.finish for one in items):
+            self._offers.news.set()
         return self.hosted_requests.take(items)
 
-    def _own_load(self) -> EngineLoad | None:
-        place, request_log = self._door.place, self._requests.log
-        if not place:
-            return None
-        return EngineLoad(
-            place,
-            True,
-            request_log.count_at(place) + len(self.hosted_requests),
-            self._requests.slots,
-            request_log.capacity,
-        )
+    def granted(self, grant: RequestGrant) -> None:
+        """Takes the leader's word about a request that was offered."""
+        asyncio.get_running_loop().call_soon(self._offers.hear, grant)  # not within another request's offer
+
+    def _submit_here(self, message: Submit, offer: int) -> str:
+        if place := self._requests.submit_here(message):
+            self._meter.note(message, (self.plane.state.node, offer) if offer else None)
+            self._offers.news.set()
+        return place
+
+    def _host(self, question: Question[ControlMessage], submit: Submit, offer: int) -> Answer[ControlMessage]:
+        load = self._work.load()
+        if load is None or load.requests >= load.capacity or self._requests.draining:
+            raise PeerBusy("there is no room for another request here")
+        self.hosted_requests.submit(question.peer, question.boot, submit)
+        self._meter.note(submit, (question.peer, offer) if offer else None)
+        self._offers.news.set()
+        return Answer(Taken())
 
     def load(self) -> Beat:
         """Returns what our beats say of how busy this box is."""
         if self._requests.log.count_at(""):
             self._requests.replay()  # what was turned away everywhere
-        load = self._own_load()
-        if load is None or self._requests.draining or self.plane.announce.leaving:
-            return Beat()
-        return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity)
+        load = self._work.load()
+        secret = self._keys.secret if self.plane.leading else b""
+        if load is None or self._work.is_going:
+            return Beat(secret=secret)
+        return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity, secret=secret)
 
     def _hear_hand_over(self, message: LastChunk | PrefixPulled) -> None:
         """Acts on what our engine says of a hand-over, or passes it on to the front whose request it is."""
@@ -198,24 +210,11 @@ class ClusterFront:
 
     def metrics(self) -> dict[str, float]:
         """Numbers for /metrics by their final names."""
-        plane, state = self.plane, self.plane.state
-        plan = state.plans.plan
-        states = [about.state_of(state.members, member) for member in state.members]
-        return {
-            names.CLUSTER_EPOCH: state.fence.highest,
-            names.CLUSTER_LEADING: float(plane.leading > 0),
-            names.CLUSTER_PLAN: plan.version if plan is not None else 0,
-            names.CLUSTER_STALE: state.obedience.stale,
-            names.FORWARDED: self._places.forwarded,
-            names.FORGOTTEN: self._places.dropped,
-            names.HANDED_OVER: self._places.hand_overs.done,
-            names.HOSTED_REQUESTS: len(self.hosted_requests),
-            names.HOSTED_REQUESTS_TOTAL: self.hosted_requests.served,
-        } | {names.named(names.CLUSTER_BOXES, state=each): states.count(each) for each in about.STATES}
+        return about.metrics(self.plane, self._places, self.hosted_requests, self._offers)
 
     def describe(self) -> dict[str, Any]:
         """Members, leader, epoch and plan, for /health."""
-        load = self._own_load()
+        load = self._work.load()
         return about.describe(self.plane, self._engine.seen, load.requests if load is not None else 0)
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
@@ -242,9 +241,8 @@ class ClusterFront:
         else:
             match decode_to_engine(question.tensors[0]):
                 case Submit() as submit:
-                    self._check_room()
-                    self.hosted_requests.submit(question.peer, question.boot, submit)
-                    return Answer(Taken())
+                    assert isinstance(question.message, Forward)
+                    return self._host(question, submit, question.message.offer)
                 case PullPrefix() as pull:
                     self._check_room()
                     self.hosted_requests.pull(question.peer, pull)
@@ -256,7 +254,7 @@ class ClusterFront:
 
     def _check_room(self) -> None:
         """Raises PeerBusy where our engine takes no request of another front."""
-        load = self._own_load()
+        load = self._work.load()
         if load is None or load.requests >= load.capacity or self._requests.draining:
             raise PeerBusy("there is no room for another request here")
 
@@ -285,6 +283,9 @@ class ClusterFront:
     def hear_beat(self, node: str, beat: Beat) -> None:
         """Takes note of how another box says that it is."""
         self._places.hear(node, beat)
+        if beat.secret and node == self.plane.leader and beat.secret != self._keys.secret:
+            self._keys.secret = beat.secret
+            self._meter.forget()
 
     def report(self) -> Report | None:
         """Returns what the leader is told; None until our engine has said what its requests choose."""

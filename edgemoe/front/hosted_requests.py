@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +22,7 @@ from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.errors import PeerBusy, PeerError, WireError
+from edgemoe.front.requests.engine_use import HeldRequest
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ ASK_S, RETRY_S = 2.0, 0.1
 BATCH = 2000  # emissions in one message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HostedRequest:
     """One attempt at a request of another front."""
 
@@ -38,6 +39,9 @@ class HostedRequest:
     request: str  # the request's own name
     attempt: int
     name: str  # at our engine
+    prompt_tokens: int
+    max_tokens: int
+    emitted: int
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +74,11 @@ class HostedRequests:
     def __len__(self) -> int:
         return len(self._hosted_requests)
 
+    def held(self) -> Iterator[HeldRequest]:
+        """Returns those that run, and those that wait."""
+        for hosted in self._hosted_requests.values():
+            yield HeldRequest(hosted.prompt_tokens, hosted.emitted, hosted.max_tokens)
+
     def submit(self, node: str, boot: str, message: Submit) -> None:
         """Runs a request of that front, unless a later attempt of it is here. Raises PeerBusy where none can be run."""
         front = self._fronts.get(node)
@@ -80,7 +89,15 @@ class HostedRequests:
         before = front.hosted_requests.get(request.id)
         if before is not None and before.attempt > message.attempt:
             return
-        hosted = HostedRequest(front, request.id, message.attempt, f"{node}/{next(self._numbers)}")
+        hosted = HostedRequest(
+            front,
+            request.id,
+            message.attempt,
+            f"{node}/{next(self._numbers)}",
+            len(request.prompt),
+            request.sampling.max_tokens,
+            len(message.emitted),
+        )
         renamed = msgspec.structs.replace(
             request, id=hosted.name, user=f"{node}/{request.user}" if request.user else ""
         )
@@ -161,7 +178,7 @@ class HostedRequests:
             del hosted.front.hosted_requests[hosted.request]
 
     def _pass_on(self, hosted: HostedRequest, emission: Emission) -> None:
-        front = hosted.front
+        front, hosted.emitted = hosted.front, emission.index + 1
         front.outbox.append(emission)
         if emission.finish:
             self._remove(hosted)

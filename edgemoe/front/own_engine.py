@@ -7,6 +7,7 @@ import logging
 import operator
 from collections.abc import Iterable
 
+from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
 from edgemoe.cluster.rpc.engine_messages import Activity, Holds, Listening, PeerSeen, ToEngine
 from edgemoe.cluster.rpc.ipc import FrontEnd
@@ -100,6 +101,13 @@ class OwnEngine:
             resident=activity.resident,
             links=tuple(links[:MAX_NODES]),
         )
+
+
+def is_handed_over(plane: ControlPlane) -> bool:
+    """Returns whether the boxes that stay hold every expert that ours holds, or there is none."""
+    members = plane.state.members
+    staying = [m.card for m in members if m.card is not None and not m.card.leaving and members.is_alive(m.peer.node)]
+    return all_held(plane.announce.engine, [card.engine for card in staying])
 
 
 def all_held(ours: EngineCard | None, others: Iterable[EngineCard | None]) -> bool:

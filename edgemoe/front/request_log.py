@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
 from edgemoe.errors import DeadlineExceeded, EngineCrashed, InvalidRequest, QueueFull, RequestError
+from edgemoe.front.requests.engine_use import HeldRequest
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.policy.blame import Attempts
 from edgemoe.types.request import Emission, Request
 
-RATE_ALPHA = 0.1  # weight of the latest request in the mean duration
+RATE_ALPHA = 0.1  # weight of the latest request in the mean duration and length
+FIRST_GUESS_TOKENS = 256.0  # expected output before anything has finished
 # A user may hold so many times the room that is left, so that there always is some for the next user (dynamic
 # thresholds, Choudhury and Hahne 1998): 4/5 of all for one user, 4/9 for each of two.
 SHARE_OF_FREE = 4
@@ -67,6 +69,7 @@ class RequestLog:
         self._suspects: deque[LoggedRequest] = deque()  # to be tried one by one
         self._on_trial = ""
         self._mean_s = 1.0  # a request's duration, lately
+        self.expected_tokens = FIRST_GUESS_TOKENS  # of an answer, by those before
         self._most = capacity  # alive at once, by the room that there was when the last was taken in
         self._idle = asyncio.Event()
         self._idle.set()
@@ -139,6 +142,23 @@ class RequestLog:
     def count_at(self, place: str) -> int:
         """Counts the live requests that this engine has."""
         return sum(live.place == place for live in self._live.values())
+
+    def held_at(self, place: str) -> Iterator[HeldRequest]:
+        """Returns the live requests that this engine has."""
+        for live in self._live.values():
+            if live.place == place:
+                request = live.request
+                yield HeldRequest(len(request.prompt), len(live.emitted), request.sampling.max_tokens)
+
+    def is_live(self, request: str) -> bool:
+        """Returns whether the request is still to be answered."""
+        return request in self._live
+
+    def submit_waiting(self, request: str) -> None:
+        """Submits a request, if it is still to be answered and no engine has it."""
+        live = self._live.get(request)
+        if live is not None and not live.place and live not in self._suspects:
+            self._submit(live)
 
     def replay(self, places: Collection[str] = ()) -> None:
         """Submits every live request that none of these engines has to one that takes it, in order of acceptance."""
@@ -240,6 +260,7 @@ class RequestLog:
                 self._try_next()
         if emission.finish:
             self._mean_s += RATE_ALPHA * (self._now() - live.accepted - self._mean_s)
+            self.expected_tokens += RATE_ALPHA * (len(live.emitted) - self.expected_tokens)
             self._forget(live)
         live.ticket.put(emission)
 

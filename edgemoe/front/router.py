@@ -1,8 +1,9 @@
 """The engines that this front's requests may go to: our own, and other boxes' by way of their fronts.
 
-Another box's engine is the place "NODE:BOOT". Which place a request goes to is a pure choice (`policy.route`). What it
-last said of how busy it is, is corrected by what of ours has begun and ended there since. Once in CHECK_S a box that
-has requests of ours is asked whether it still has them all; what it has not got runs again.
+Another box's engine is the place "NODE:BOOT". Which place a request goes to, the leader says (`OfferedRequests`), or
+where it does not, a pure choice (`policy.route`). For that, what a box last said of how busy it is, is corrected by
+what of ours has begun and ended there since. Once in CHECK_S a box that has requests of ours is asked whether it still
+has them all; what it has not got runs again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
@@ -18,8 +20,9 @@ from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Drop
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, encode
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.errors import EdgemoeError
+from edgemoe.front.requests.offered_requests import OfferedRequests, RouteChoice
 from edgemoe.front.routing.hand_over import HandOvers
-from edgemoe.policy.route import EngineLoad, Rule, route
+from edgemoe.policy.route import EngineLoad, route
 from edgemoe.types.phases import Phases
 from edgemoe.types.request import Emission
 
@@ -51,22 +54,27 @@ class Router:
     def __init__(
         self,
         plane: ControlPlane,
-        rule: Rule,
+        offers: OfferedRequests,
         requests: RoutedRequests,
         own: Callable[[], EngineLoad | None],
-        submit_here: Callable[[Submit], str],
+        submit_here: Callable[[Submit, int], str],
         tell_here: Callable[[ToEngine], bool],
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
-        """`own` is our engine while it takes requests; `submit_here` gives it one and names it."""
-        self.forwarded = 0
-        self._plane, self._rule, self._requests = plane, rule, requests
+        """`own` is our engine while it takes requests; `submit_here` gives it one, by an offer of that number."""
+        self.routed = Counter[tuple[str, str]]()  # requests, by where to (here | elsewhere) and why
+        self._plane, self._offers, self._requests = plane, offers, requests
         self._own, self._submit_here, self._tell_here, self._spawn = own, submit_here, tell_here, spawn
         self._ours: dict[str, int] = {}  # of our requests, how many a node had when it last said how it is
         self._avoid: dict[str, float] = {}  # places that turned requests away, until when
         self._arrived: dict[str, tuple[str, int]] = {}  # request -> place and attempt that was taken there
         self.dropped = 0  # requests that another box had forgotten
         self.hand_overs = HandOvers(requests, self)
+
+    @property
+    def forwarded(self) -> int:
+        """Counts requests that were handed to other boxes' engines."""
+        return sum(count for (to, _), count in self.routed.items() if to == "elsewhere")
 
     def elsewhere(self) -> dict[str, str]:
         """Engines of other boxes that take requests: place -> node."""
@@ -89,18 +97,33 @@ class Router:
         self._avoid = {place: until for place, until in self._avoid.items() if until > now}
         others = self.elsewhere()
         loads = self._loads(others)
-        place = self.hand_overs.target_of(message, [load.place for load in loads])
+        place, why, offer = self.hand_overs.target_of(message, [load.place for load in loads]), "handed over", 0
         if not place:
-            reading = [load for load in loads if self._role(load.place) != "decode"]
-            place = route(reading or loads, self._rule)
+            reading = [load for load in loads if self._role(load.place) != "decode"] or loads
+            choice = self._ask(message, reading) if others else RouteChoice("", "alone")
+            if choice.waits:
+                return ""
+            place, why = choice.place, choice.why
+            if place:
+                offer = self._offers.use(message.request.id)
+            elif not (place := route(reading, self._offers.rule)) and others:
+                return ""
             if place and self._role(place) == "prefill":
                 node = others.get(place, self._plane.state.node)
                 message = self.hand_overs.expect(message, place, node)
+        self.routed["elsewhere" if place in others else "here", why] += 1
         if place in others:
-            self.forwarded += 1
-            self._spawn(self._forward(place, others[place], message))
+            self._spawn(self._forward(place, others[place], message, offer))
             return place
-        return self._submit_here(message)
+        return self._submit_here(message, offer)
+
+    def _ask(self, message: Submit, reading: Collection[EngineLoad]) -> RouteChoice:
+        """Returns what the leader says of a request that these engines may take, or why it says nothing."""
+        ours = f"{self._plane.state.node}:"
+        choice = self._offers.choose(message, next((ours + load.place for load in reading if load.here), ""))
+        place = choice.place.removeprefix(ours)
+        known = place in self.elsewhere() or any(load.here and load.place == place for load in reading)
+        return choice._replace(place=place if known else "")
 
     def decoder(self, other_than: str) -> str:
         """Returns the engine that is to go on with a request that is prefilled; "" where there is none."""
@@ -173,13 +196,14 @@ class Router:
         requests = beat.requests + self._requests.count_at(place) - self._ours.get(node, 0)
         return EngineLoad(place, False, max(0, requests), beat.slots, beat.capacity)
 
-    async def _forward(self, place: str, node: str, message: Submit) -> None:
+    async def _forward(self, place: str, node: str, message: Submit, offer: int) -> None:
         try:
-            asked = Forward(self._plane.state.model)
+            asked = Forward(self._plane.state.model, offer)
             await self._plane.channel.ask(node, asked, [encode(message)], timeout_s=ASK_S)
         except EdgemoeError as error:
             log.info("a request was turned away", extra={"peer": node, "why": str(error)})
             self._avoid[place] = time.monotonic() + AVOID_S
+            self._offers.failed(message.request.id)
             self._requests.turned_away(message.request.id, message.attempt)
         else:
             self._arrived[message.request.id] = (place, message.attempt)

@@ -10,6 +10,10 @@ from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
 from edgemoe.cluster.rpc.engine_messages import PeerSeen
+from edgemoe.front.hosted_requests import HostedRequests
+from edgemoe.front.requests.offered_requests import OfferedRequests
+from edgemoe.front.router import Router
+from edgemoe.telemetry import metrics as names
 from edgemoe.types.placement import PlacementPlan
 
 State = Literal["here", "gone", "leaving", "refused"]
@@ -42,6 +46,33 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -
             _box(plane.state.node, "here", plane.announce, plane.state.plans) | {"requests": requests},
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],
+    }
+
+
+def metrics(
+    plane: ControlPlane, places: Router, hosted_requests: HostedRequests, offers: OfferedRequests
+) -> dict[str, float]:
+    """Returns numbers for /metrics by their final names."""
+    state, queue = plane.state, plane.desk.queue
+    plan = state.plans.plan
+    states = [state_of(state.members, member) for member in state.members]
+    return {
+        names.CLUSTER_EPOCH: state.fence.highest,
+        names.CLUSTER_LEADING: float(plane.leading > 0),
+        names.CLUSTER_PLAN: plan.version if plan is not None else 0,
+        names.CLUSTER_STALE: state.obedience.stale,
+        names.FORWARDED: places.forwarded,
+        names.FORGOTTEN: places.dropped,
+        names.HANDED_OVER: places.hand_overs.done,
+        names.HOSTED_REQUESTS: len(hosted_requests),
+        names.HOSTED_REQUESTS_TOTAL: hosted_requests.served,
+        names.OFFERED: offers.offered,
+        names.GRANTED: offers.granted,
+        names.OFFERS_OPEN: offers.waiting,
+        names.OFFER_QUEUE: len(queue),
+        names.OFFER_QUEUE_GRANTED: queue.granted,
+        **{names.named(names.ROUTED, to=to, why=why): count for (to, why), count in places.routed.items()},
+        **{names.named(names.CLUSTER_BOXES, state=each): states.count(each) for each in STATES},
     }
 
 

@@ -82,6 +82,12 @@ FORWARDED = "edgemoe_forwarded_requests_total"  # requests handed to other boxes
 FORGOTTEN = "edgemoe_forgotten_requests_total"  # forwarded requests that ran again because the other box had lost them
 HOSTED_REQUESTS = "edgemoe_guest_requests"  # hosted requests: of other boxes, running on this box's engine
 HOSTED_REQUESTS_TOTAL = "edgemoe_guest_requests_total"
+ROUTED = "edgemoe_routed_requests_total"  # {to,why}: this box's requests by where (here | elsewhere) and why there
+OFFERED = "edgemoe_offered_requests_total"  # this box's requests, to the leader
+GRANTED = "edgemoe_granted_requests_total"  # of these, with an engine named by it
+OFFERS_OPEN = "edgemoe_offered_requests"  # this box's, that wait for the leader's word
+OFFER_QUEUE = "edgemoe_leader_queue_requests"  # all boxes', that wait with this box, while it leads
+OFFER_QUEUE_GRANTED = "edgemoe_leader_queue_granted_total"  # requests that this box has named an engine for
 
 _MODEL = re.compile(r',?model_name="(?:[^"\\]|\\.)*"')  # the same label on the whole page
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")

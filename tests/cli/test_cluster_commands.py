@@ -80,7 +80,7 @@ def test_a_witness_needs_an_agreement_to_vote_in(tmp_path: Path, capsys: pytest.
 
 def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
     member = {"homes": 6, "in_ram": 9, "on_disk": 18, "requests": 2, "engine": "boot", "role": "box"}
-    member |= {"to_come": 0, "to_go": 0}
+    member |= {"to_come": 0, "to_go": 0, "serves": "both"}
     health = {
         "cluster": {
             "node": "a",
@@ -100,7 +100,8 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
     calls, seconds = named(names.REMOTE_CALLS, peer="b"), named(names.REMOTE_SECONDS, peer="b")
     page = io.StringIO()
     console = Console(width=80, file=page)
-    console.print(boxes(health, {calls: 10.0, seconds: 1.0}, {calls: 110.0, seconds: 1.5}, 2.0))
+    routed = {named(names.ROUTED, to="here", why="at once"): 7.0, names.OFFERS_OPEN: 3.0, names.OFFER_QUEUE: 5.0}
+    console.print(boxes(health, {calls: 10.0, seconds: 1.0}, {calls: 110.0, seconds: 1.5, **routed}, 2.0))
     text = page.getvalue()
     assert "…" not in text
     heads = ["Box", "State", "Homes", "Moving", "In", "RAM", "On", "disk", "Requests"]
@@ -115,6 +116,9 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
         "12.3 ms",
         "50.0",
         "5.0",
+        "7 here (at once)",
+        "3 wait for the leader's word",
+        "5 of all boxes",
     ):
         assert part in text
 

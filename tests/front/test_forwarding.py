@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import msgspec
@@ -24,7 +24,7 @@ from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_UNWANTED, EngineCa
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decode_from_engine, encode
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.cluster.rpc.transport import Answer
-from edgemoe.config.settings import ClusterSettings, Settings
+from edgemoe.config.settings import ClusterSettings, Route, Settings
 from edgemoe.errors import PeerUnavailable, WireError
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front import restart_backoff
@@ -111,12 +111,47 @@ async def test_requests_are_spread_and_say_the_same_wherever_they_run(two: tuple
         assert not len(cluster_of(b).hosted_requests)
 
 
-async def test_one_boxs_full_queue_turns_nobody_away_while_another_has_room(two: tuple[Settings, Settings]) -> None:
-    small = msgspec.structs.replace(two[0].engine, max_sequences=1, max_queue=1)
-    async with both((msgspec.structs.replace(two[0], engine=small), two[1])) as (a, b):
-        expected = await texts(b, 12)
-        assert await texts(a, 12) == expected
-        assert cluster_of(b).hosted_requests.served >= 10
+def routed(one: Settings, route: str, **engine: int) -> Settings:
+    """The same box with another rule, and an engine of this size."""
+    return msgspec.structs.replace(
+        one,
+        cluster=msgspec.structs.replace(one.cluster, route=route),
+        engine=msgspec.structs.replace(one.engine, **engine),
+    )
+
+
+@pytest.mark.parametrize(
+    "route", [pytest.param(one, marks=() if one == "pull" else pytest.mark.slow) for one in get_args(Route)]
+)
+async def test_one_boxs_full_queue_turns_nobody_away_and_answers_are_the_same_by_every_rule(
+    two: tuple[Settings, Settings], route: str
+) -> None:
+    small = {"max_sequences": 1, "max_queue": 1}
+    async with both((routed(two[0], route, **small), routed(two[1], route))) as (a, b):
+        expected = await texts(b, 10)
+        assert await texts(a, 10) == expected
+        assert cluster_of(b).hosted_requests.served >= 8
+        why = {why for _, why in cluster_of(a)._places.routed}
+        assert why == {"rule"} if route in ("local", "spread") else "granted" in why
+
+
+async def test_who_waits_for_a_leader_that_dies_is_answered_all_the_same(two: tuple[Settings, Settings]) -> None:
+    """The leader is the other box. Its slots and ours are taken when it is killed, so that requests wait with it."""
+    a, b = (routed(one, "pull", max_sequences=2) for one in two)
+    command = [sys.executable, str(DAEMON), msgspec.json.encode(a).decode()]
+    async with running(b) as front:
+        expected = await texts(front, 8)
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as leader:
+            try:
+                offers, metrics = cluster_of(front)._offers, cluster_of(front).metrics
+                await until(lambda: cluster_of(front).plane.leader == "a", 30)
+                await until(lambda: len(cluster_of(front)._places.places()) == 1, 30)
+                streams = asyncio.ensure_future(texts(front, 8))
+                await until(lambda: offers.waiting >= 2 and metrics()["edgemoe_forwarded_requests_total"], 30)
+                leader.kill()
+                assert await asyncio.wait_for(streams, 60) == expected
+            finally:
+                leader.kill()
 
 
 async def test_a_forwarded_stream_outlives_the_engine_it_runs_on(two: tuple[Settings, Settings]) -> None:
@@ -322,7 +357,7 @@ def test_what_a_box_says_is_unwanted_is_bounded() -> None:
         def take(self, emissions: list[Emission]) -> None:
             assert not emissions
 
-    places = Router(None, "local", Nothing(), lambda: None, lambda _: "", lambda _: False, None)  # type: ignore[arg-type]
+    places = Router(None, None, Nothing(), lambda: None, lambda *_: "", lambda _: False, None)  # type: ignore[arg-type]
     items = [Emission(request=f"r{n}", attempt=1, index=0, token=1) for n in range(MAX_UNWANTED + 1)]
     taken = places.take("b", items)
     assert len(taken.unwanted) == MAX_UNWANTED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage, Report
+from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage, Report, RequestGrant
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerRefused
 from edgemoe.types.placement import PlacementPlan
@@ -28,6 +28,9 @@ class LocalServices(Protocol):
     def follow(self, plan: PlacementPlan) -> None:
         """Goes by this plan from now on."""
 
+    def granted(self, grant: RequestGrant) -> None:
+        """Hears from the leader which engine takes a request that was offered. May be called while offering one."""
+
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers a Forward, Tokens, Check or Show. Raises PeerError, WireError."""
 
@@ -48,6 +51,9 @@ class NoServices:
         return None
 
     def follow(self, plan: PlacementPlan) -> None:
+        return None
+
+    def granted(self, grant: RequestGrant) -> None:
         return None
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:

@@ -30,6 +30,9 @@ from edgemoe.cluster.control.plan_exchange import PlanExchange
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.reporter import Reporter
+from edgemoe.cluster.control.requests.desk import RequestDesk
+from edgemoe.cluster.control.requests.offer_queue import OfferQueue
+from edgemoe.cluster.control.requests.policies import make_policy
 from edgemoe.cluster.control.state import (
     Action,
     BeatHeard,
@@ -54,14 +57,18 @@ from edgemoe.cluster.rpc.control_messages import (
     Beat,
     Check,
     ControlMessage,
+    EngineUse,
     Forward,
     GetPlan,
     PlanIs,
     RaftPayload,
     Report,
+    RequestGrant,
+    RequestOffer,
     Show,
     Tokens,
     Welcome,
+    Withdrawal,
 )
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
@@ -100,6 +107,8 @@ class ControlPlane:
         self._announcer = Announcer(self.state, self.channel, self._handle)
         self._reporter = Reporter(self.state, self.channel, self._local.report)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
+        queue = OfferQueue(lambda: make_policy(settings), clock)
+        self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.granted)
         self._solver = PlanSolver(settings)
         self._leader: Leader | None = None
         try:
@@ -203,6 +212,16 @@ class ControlPlane:
                 self._link.deliver(question.peer, message)
             case Beat() | Report():
                 return None
+            case RequestOffer():
+                return Answer(self.desk.ask(question.peer, message))
+            case EngineUse():
+                self.desk.hear(question.peer, message)
+            case Withdrawal():
+                self.desk.withdraw(question.peer, message)
+            case RequestGrant() if question.peer == self.leader:
+                self._local.granted(message)
+            case RequestGrant():
+                return None
             case Announce():
                 return Answer(Welcome())
             case GetPlan(digest=digest):
@@ -246,6 +265,7 @@ class ControlPlane:
                 case Changed():
                     self._news.set()
                     self._local.look_around()
+                    self.desk.look()
                 case Refuse(why):
                     raise PeerRefused(why)
 
@@ -254,6 +274,7 @@ class ControlPlane:
     async def _beat_on(self) -> None:
         while True:
             self._handle(Looked())
+            self.desk.look()
             self.beat()
             await asyncio.sleep(BEAT_S)
 

@@ -3,6 +3,10 @@
     Beat         sent several times a second: the box lives; whether it leads, which plan it follows, how busy it is
     Announce     asked on change, or where a Beat wants it; answered Welcome (or refused): what the box is and has
     Report       sent to the leader every ten seconds, without an answer: what requests choose, how the links are
+    EngineUse    sent to the leader when it has changed, without an answer: what a box's engine has to do
+    RequestOffer asked of the leader for a request that waits, answered RequestGrant: where it is to run. With an empty
+                 place it waits on, and another RequestGrant is sent, without an answer, once an engine has room
+    Withdrawal   sent to the leader, without an answer: offers that do not stand, or whose engine would not take them
     GetPlan      answered PlanIs, with the plan as a tensor
     Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
     Tokens       what that engine emits, likewise; answered Taken, which names requests that are not wanted any more
@@ -15,7 +19,7 @@ A leader's messages carry its epoch in Beat.leading.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -30,13 +34,16 @@ from edgemoe.types.bounds import (
     Count,
     LayerBytes,
     LayerCounts,
+    Milliseconds,
     PairTable,
     Port,
     Rate,
     Seconds,
     ShareTable,
     Small,
+    Sum64,
     Text,
+    TokenCount,
     Words,
 )
 from edgemoe.types.glimpse import Glimpse
@@ -44,6 +51,13 @@ from edgemoe.types.phases import Phases
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
+MAX_TAKEN = 256  # offers that an engine names as taken, or a front as withdrawn, in one message
+MAX_USERS = 256  # in one message
+MAX_PREFIX_KEYS = 512  # of one prompt, or in one message; eight bytes each
+PREFIX_TOKENS = 64  # of a prompt that each key of its prefix adds to those before
+SECRET_BYTES = 16
+PrefixKeys = Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_KEYS)]
+OfferNames = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_TAKEN)]  # (node, number)
 RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
 
 
@@ -65,6 +79,9 @@ class Beat(Message, frozen=True, tag="Beat"):
     slots: Count = 0  # that run at once
     capacity: Count = 0  # that may be there, waiting ones included
     unmet: bool = False  # this box has no announcement of the receiver yet and wants one
+    secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = (
+        b""  # the leader's: by which users and prefixes are hashed
+    )
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -139,6 +156,66 @@ class Report(Message, frozen=True, tag="Report"):
     links: Annotated[tuple[LinkReport, ...], Meta(max_length=MAX_NODES)] = ()
 
 
+class EngineUse(Message, frozen=True, tag="EngineUse"):
+    """Tells the leader, and nobody else, what a box's engine has to do; with an empty `engine`, that it takes nothing.
+
+    `users` and `prefixes` are new since the last one: keyed hashes of whose requests and which prompts it has had.
+    """
+
+    since: ClassVar[int] = 2
+
+    engine: Text = ""  # boot
+    slots: Small = 0  # requests that run at once
+    capacity: Small = 0  # that may be there, waiting ones included
+    running: Small = 0  # that have a token
+    waiting: Small = 0  # that have none
+    prefill_tokens: Count = 0  # of the prompts of those that wait
+    remaining_tokens: Count = 0  # of output, that those there are expected to write yet
+    blocks: Count = 0  # for keys and values
+    free_blocks: Count = 0
+    tokens_per_s: Rate = 0.0  # of prefill; 0 until measured
+    taken: OfferNames = ()  # offers that have reached it lately
+    users: Annotated[tuple[Sum64, ...], Meta(max_length=MAX_USERS)] = ()
+    prefixes: PrefixKeys = b""
+
+
+class RequestOffer(Message, frozen=True, tag="RequestOffer"):
+    """Offers the leader a request that waits at its front, under a number of that front. No tokens are told.
+
+    `user` and `prefix` are hashes keyed with the cluster's secret; each of the prefix covers a piece of the prompt with
+    all before it.
+    """
+
+    since: ClassVar[int] = 2
+
+    number: Count
+    model: Text  # digest
+    prompt_tokens: Small
+    max_tokens: TokenCount
+    expected_tokens: TokenCount = 0  # of output
+    user: Sum64 = 0  # 0: nobody's
+    prefix: PrefixKeys = b""
+    waited_ms: Milliseconds = 0.0
+    remaining_ms: Milliseconds = 0.0  # that the offer stands
+
+
+class RequestGrant(Message, frozen=True, tag="RequestGrant"):
+    """Says which engine takes the request of that offer: NODE:BOOT, or "" while none has room."""
+
+    since: ClassVar[int] = 2
+
+    number: Count
+    place: Text = ""
+
+
+class Withdrawal(Message, frozen=True, tag="Withdrawal"):
+    """Takes offers back, whether they wait or were granted and have come to nothing."""
+
+    since: ClassVar[int] = 2
+
+    numbers: Annotated[tuple[Count, ...], Meta(max_length=MAX_TAKEN)]
+
+
 class GetPlan(Message, frozen=True, tag="GetPlan"):
     """Asks for the plan of this digest."""
 
@@ -153,6 +230,7 @@ class Forward(Message, frozen=True, tag="Forward"):
     """Carries as its tensor a frame for an engine that serves this model: a Submit or a Cancel."""
 
     model: Text  # digest
+    offer: Count = 0  # number of the offer by which it comes; 0: by none
 
 
 class Tokens(Message, frozen=True, tag="Tokens"):
@@ -197,6 +275,10 @@ ControlMessage = (
     | Announce
     | Welcome
     | Report
+    | EngineUse
+    | RequestOffer
+    | RequestGrant
+    | Withdrawal
     | GetPlan
     | PlanIs
     | Forward

@@ -1,0 +1,1 @@
+"""What the leader decides for requests: which engine takes one that waits."""

@@ -1,0 +1,101 @@
+"""The leader's desk for requests: takes offers and reports, and tells fronts which engine takes what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgemoe.cluster.control.requests.offer_queue import (
+    Action,
+    Grants,
+    Led,
+    OfferQueue,
+    Offers,
+    Serving,
+    TurnsDown,
+    Uses,
+    Waited,
+    Withdraws,
+)
+from edgemoe.cluster.control.state import ControlState
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.control_messages import ControlMessage, EngineUse, RequestGrant, RequestOffer, Withdrawal
+from edgemoe.errors import PeerBusy, PeerRefused
+
+
+class RequestDesk:
+    """One owner, one event loop. Does nothing while this box does not lead."""
+
+    def __init__(
+        self,
+        state: ControlState,
+        channel: Channel[ControlMessage],
+        queue: OfferQueue,
+        epoch: Callable[[], int],
+        granted: Callable[[RequestGrant], None],
+    ) -> None:
+        """`epoch` is the one in which this box leads, or 0; `granted` tells our own front."""
+        self.queue = queue
+        self._state, self._channel = state, channel
+        self._epoch, self._granted = epoch, granted
+        self._led = 0
+        self._served: Serving | None = None
+
+    def look(self) -> None:
+        """Takes note of time, of who leads, and of who is here."""
+        if self._leads():
+            self._perform(self.queue.handle(Waited()))
+
+    def ask(self, node: str, offer: RequestOffer) -> RequestGrant:
+        """Takes an offer in; returns where the request is to run, if that is clear. Raises PeerRefused, PeerBusy."""
+        if not self._leads():
+            raise PeerRefused("this box does not lead")
+        if offer.model != self._state.model:
+            raise PeerRefused(f"another model is served here: {self._state.model[:12]}")
+        answer, others = RequestGrant(offer.number), list[Action]()
+        for action in self.queue.handle(Offers(node, offer)):
+            if isinstance(action, TurnsDown):
+                raise PeerBusy("too many requests of that box wait here")
+            if (action.node, action.number) == (node, offer.number):
+                answer = RequestGrant(action.number, action.place)
+            else:
+                others.append(action)
+        self._perform(others)
+        return answer
+
+    def withdraw(self, node: str, message: Withdrawal) -> None:
+        """Takes note of offers that do not stand."""
+        if self._leads():
+            self._perform(self.queue.handle(Withdraws(node, message.numbers)))
+
+    def hear(self, node: str, use: EngineUse) -> None:
+        """Takes note of what an engine has to do."""
+        if self._leads():
+            self._perform(self.queue.handle(Uses(node, use)))
+
+    def _leads(self) -> bool:
+        epoch = self._epoch()
+        if epoch != self._led:
+            self._led = epoch
+            self._perform(self.queue.handle(Led(epoch)))
+            self._served = None
+        if epoch and (serving := self._serving()) != self._served:
+            self._served = serving
+            self._perform(self.queue.handle(serving))
+        return epoch > 0
+
+    def _serving(self) -> Serving:
+        state, members = self._state, self._state.members
+        nodes = {m.peer.node for m in members if members.is_alive(m.peer.node) and not m.refused}
+        engines = {f"{node}:{boot}": members[node].card for boot, node in members.serving(state.model).items()}
+        if state.card.engine is not None:
+            engines[f"{state.node}:{state.card.engine.boot}"] = state.card
+        reading = [place for place, card in engines.items() if card is not None and card.serves != "decode"]
+        return Serving(frozenset({state.node, *nodes}), frozenset(reading or engines))
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Grants(node, number, place) if node == self._state.node:
+                    self._granted(RequestGrant(number, place))
+                case Grants(node, number, place):
+                    self._channel.tell(node, RequestGrant(number, place))

@@ -1,0 +1,241 @@
+"""The leader's queue of requests that wait at their fronts. Pure: events in, actions out; `desk` performs them.
+
+    Led          this box leads in another epoch now: what was offered is another leader's
+    Offers       a front offers a request
+    Withdraws    a front takes offers back
+    Uses         an engine has said what it has to do
+    Serving      these boxes are here, and these engines take requests
+    Waited       time has passed
+    ->
+    Grants       an engine takes the request of an offer
+    TurnsDown    an offer is not taken in: its front has too many here
+
+Which engine takes what, a `RoutingPolicy` decides. It sees of each user the next request only, as old as that has been
+the next, so that users take turns as in an engine's own queue (`policy.sjf`). What was granted since an engine's last
+word counts as there until it says so. Offers end by themselves; the requests stay with their fronts, so that nothing is
+lost with this queue.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from edgemoe.cluster.control.requests.engine_memory import EngineMemory
+from edgemoe.cluster.rpc.control_messages import PREFIX_TOKENS, EngineUse, RequestOffer
+from edgemoe.policy.routing.dispatches import Dispatches
+from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
+
+MAX_OFFERS = 512  # of one front
+MAX_TURNS = 4096  # users whose last turn is remembered
+AGING_SHARE = 0.4  # of the speed of prefill, as in the engines
+TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it
+
+
+class Led(NamedTuple):
+    epoch: int
+
+
+class Offers(NamedTuple):
+    node: str
+    offer: RequestOffer
+
+
+class Withdraws(NamedTuple):
+    node: str
+    numbers: tuple[int, ...]
+
+
+class Uses(NamedTuple):
+    node: str
+    use: EngineUse
+
+
+class Serving(NamedTuple):
+    nodes: frozenset[str]
+    places: frozenset[str]
+
+
+class Waited(NamedTuple):
+    pass
+
+
+class Grants(NamedTuple):
+    node: str
+    number: int
+    place: str
+
+
+class TurnsDown(NamedTuple):
+    node: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """An offer that stands."""
+
+    node: str
+    number: int
+    offered: Offered
+    until_s: float
+
+
+Event = Led | Offers | Withdraws | Uses | Serving | Waited
+Action = Grants | TurnsDown
+
+
+class OfferQueue:
+    """One owner, one event loop."""
+
+    def __init__(self, policy: Callable[[], RoutingPolicy], clock: Callable[[], float]) -> None:
+        """`policy` makes one that remembers nothing yet."""
+        self.granted = 0
+        self._make, self._clock = policy, clock
+        self._serving = Serving(frozenset(), frozenset())
+        self._forget()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def handle(self, event: Event) -> list[Action]:
+        """Takes note of what has happened. Returns what is to be done."""
+        now_s = self._clock()
+        match event:
+            case Led():
+                self._forget()
+            case Offers(node, offer):
+                if not self._take_in(node, offer, now_s):
+                    return [TurnsDown(node, offer.number)]
+            case Withdraws(node, numbers):
+                for number in numbers:
+                    self._waiting.pop(_name(node, number), None)
+                    self._dispatches.withdraw(_name(node, number))
+            case Uses(node, use):
+                self._hear(node, use, now_s)
+            case Serving():
+                self._look_at(event)
+        return self._assign(now_s)
+
+    def _forget(self) -> None:
+        self._policy = self._make()
+        self._waiting: dict[str, Waiting] = {}  # by name, in order of arrival here
+        self._dispatches = Dispatches()
+        self._memories: dict[str, EngineMemory] = {}  # by place
+        self._turns: OrderedDict[str, float] = OrderedDict()  # user -> when a request of his was granted last
+
+    # --- what is known ----------------------------------------------------------------------------------------
+
+    def _take_in(self, node: str, offer: RequestOffer, now_s: float) -> bool:
+        if node not in self._serving.nodes or sum(one.node == node for one in self._waiting.values()) >= MAX_OFFERS:
+            return False
+        name = _name(node, offer.number)
+        offered = Offered(
+            name,
+            offer.prompt_tokens,
+            now_s - offer.waited_ms / 1e3,
+            max_tokens=offer.max_tokens,
+            expected_tokens=float(min(offer.expected_tokens, offer.max_tokens)),
+            user=str(offer.user) if offer.user else "",
+            prefix=tuple(_keys(offer.prefix)),
+            key_tokens=PREFIX_TOKENS,
+        )
+        self._waiting[name] = Waiting(node, offer.number, offered, now_s + offer.remaining_ms / 1e3)
+        return True
+
+    def _hear(self, node: str, use: EngineUse, now_s: float) -> None:
+        place = f"{node}:{use.engine}"
+        for other in [known for known in self._memories if known.startswith(f"{node}:") and known != place]:
+            self._drop(other)
+        if not use.engine or place not in self._serving.places:
+            return
+        memory = self._memories.setdefault(place, EngineMemory())
+        memory.note(map(str, use.users), _keys(use.prefixes))
+        self._dispatches.hear(
+            EngineView(
+                place,
+                use.slots,
+                use.capacity,
+                use.blocks,
+                use.free_blocks,
+                running=use.running,
+                waiting=use.waiting,
+                prefill_tokens=use.prefill_tokens,
+                remaining_tokens=float(use.remaining_tokens),
+                tokens_per_s=use.tokens_per_s or TOKENS_PER_S,
+                prefixes=memory.prefixes,
+                users=memory.users,
+                taken=frozenset(_name(*taken) for taken in use.taken),
+                reported_s=now_s,
+            )
+        )
+
+    def _look_at(self, serving: Serving) -> None:
+        for place in self._memories.keys() - serving.places:
+            self._drop(place)
+        self._waiting = {name: one for name, one in self._waiting.items() if one.node in serving.nodes}
+        self._serving = serving
+
+    def _drop(self, place: str) -> None:
+        del self._memories[place]
+        self._dispatches.forget(place)
+
+    # --- who goes where ---------------------------------------------------------------------------------------
+
+    def _assign(self, now_s: float) -> list[Action]:
+        self._waiting = {name: one for name, one in self._waiting.items() if one.until_s > now_s}
+        actions: list[Action] = []
+        while self._waiting and (views := self._dispatches.views()):
+            assigned = self._policy.assign(self._heads(views, now_s), views, now_s)
+            for name, place in assigned:
+                actions.append(self._grant(self._waiting.pop(name), place, now_s))
+            if not assigned:
+                break
+        return actions
+
+    def _grant(self, one: Waiting, place: str, now_s: float) -> Grants:
+        self.granted += 1
+        offered = one.offered
+        self._dispatches.dispatch(offered, place, now_s)
+        self._memories[place].note([offered.user] if offered.user else [], offered.prefix)
+        self._turns[offered.user] = now_s
+        self._turns.move_to_end(offered.user)
+        if len(self._turns) > MAX_TURNS:
+            self._turns.popitem(last=False)
+        return Grants(one.node, one.number, place)
+
+    def _heads(self, views: list[EngineView], now_s: float) -> list[Offered]:
+        """Returns the next request of each user, the oldest first; none is older than his last turn."""
+        speed = AGING_SHARE * float(np.mean([view.tokens_per_s for view in views]))
+        heads: dict[str, tuple[float, Offered]] = {}
+        for one in self._waiting.values():
+            offered = one.offered
+            key = offered.prompt_tokens - speed * (now_s - offered.arrived_s)
+            if offered.user not in heads or key < heads[offered.user][0]:
+                heads[offered.user] = key, offered
+        turns = self._turns
+        aged = [
+            replace(one, arrived_s=max(one.arrived_s, turns.get(one.user, one.arrived_s))) for _, one in heads.values()
+        ]
+        return sorted(aged, key=lambda offered: offered.arrived_s)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the queue contradicts itself."""
+        assert all(name == _name(one.node, one.number) for name, one in self._waiting.items())
+        assert {one.node for one in self._waiting.values()} <= self._serving.nodes, "offers of boxes that are gone"
+        assert self._memories.keys() <= self._serving.places, "engines are remembered that are gone"
+        assert len(self._waiting) <= MAX_OFFERS * len(self._serving.nodes), "more offers than there is room for"
+
+
+def _name(node: str, number: int) -> str:
+    return f"{node}:{number}"
+
+
+def _keys(prefix: bytes) -> list[int]:
+    """Returns the hashes; a piece of one at the end is none."""
+    keys: list[int] = np.frombuffer(prefix[: len(prefix) // 8 * 8], "<u8").tolist()
+    return keys

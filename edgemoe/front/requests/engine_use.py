@@ -1,0 +1,129 @@
+"""What our engine has to do, as the leader is told: from what the front has handed to it and has heard of it.
+
+The front sees every request begin and end, so that nothing need be asked of the engine. How many blocks are free is the
+larger of two estimates: what its requests take at most, and what it said itself half a second ago.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
+
+from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, EngineUse
+from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
+from edgemoe.telemetry import metrics as names
+from edgemoe.types.request import Request
+from edgemoe.types.step import BLOCK_TOKENS
+
+K = TypeVar("K", int, bytes)
+TAKEN_S = 3.0  # for which an offer is named that has reached the engine
+OUTPUT_RESERVE = 0.25  # of expected output, kept free in KV by engines
+MAX_UNSAID = 8 * MAX_PREFIX_KEYS  # keys that the leader has not been told of; of more, the oldest are not told
+
+
+class HeldRequest(NamedTuple):
+    """A request at our engine."""
+
+    prompt_tokens: int
+    emitted: int
+    max_tokens: int
+
+
+class EngineFacts(NamedTuple):
+    """An engine that takes requests."""
+
+    boot: str
+    slots: int
+    capacity: int
+    kv_tokens: int
+    stats: Mapping[str, float]
+    expected_tokens: float  # of an answer
+
+
+class EngineMeter:
+    """Measures our engine's work. One owner, one event loop."""
+
+    def __init__(
+        self, keys: PrefixKeys, facts: Callable[[], EngineFacts | None], held: Callable[[], Iterable[HeldRequest]]
+    ) -> None:
+        """`facts` returns None while no engine takes requests; `held` what it has."""
+        self._keys, self._facts, self._held = keys, facts, held
+        self._taken: deque[tuple[float, tuple[str, int]]] = deque(maxlen=MAX_TAKEN)
+        self._users: OrderedDict[int, None] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, None] = OrderedDict()
+
+    def note(self, message: Submit, offer: tuple[str, int] | None = None) -> None:
+        """Takes note of a request that goes to our engine, by that offer of a front."""
+        if offer is not None:
+            self._taken.append((time.monotonic(), offer))
+        if user := self._keys.user(message.request.user):
+            _note(self._users, user, MAX_USERS)
+        prefix = self._keys.prefix(message.request.prompt)
+        for at in range(0, len(prefix), KEY_BYTES):
+            _note(self._prefixes, prefix[at : at + KEY_BYTES], MAX_UNSAID)
+
+    def use(self) -> EngineUse:
+        """Returns what the engine has to do. Users and prefixes are added by `news`."""
+        facts = self._facts()
+        if facts is None:
+            return EngineUse()
+        held = list(self._held())
+        waiting = [one for one in held if not one.emitted]
+        blocks = facts.kv_tokens // BLOCK_TOKENS
+        most = sum(_blocks(one) for one in held)
+        said = facts.stats.get(names.KV_BLOCKS_REFERENCED, float(most)) + sum(map(_blocks, waiting))
+        rest = sum(max(0.0, min(facts.expected_tokens, one.max_tokens) - one.emitted) for one in held)
+        since_s = time.monotonic() - TAKEN_S
+        return EngineUse(
+            engine=facts.boot,
+            slots=facts.slots,
+            capacity=facts.capacity,
+            running=len(held) - len(waiting),
+            waiting=len(waiting),
+            prefill_tokens=sum(one.prompt_tokens for one in waiting),
+            remaining_tokens=int(rest),
+            blocks=blocks,
+            free_blocks=max(0, blocks - int(min(most, said))),
+            tokens_per_s=_prefill_speed(facts.stats),
+            taken=tuple(offer for when_s, offer in self._taken if when_s > since_s),
+        )
+
+    def starts_at_once(self, request: Request) -> bool:
+        """Returns whether our engine would begin with this request in its next step."""
+        use = self.use()
+        if not use.engine or use.waiting or use.running >= use.slots:
+            return False
+        facts = self._facts()
+        expected = min(facts.expected_tokens, request.sampling.max_tokens) if facts is not None else 0.0
+        reserve = OUTPUT_RESERVE * (use.remaining_tokens + expected) / BLOCK_TOKENS
+        return not use.running or len(request.prompt) // BLOCK_TOKENS + 1 + reserve <= use.free_blocks
+
+    def news(self) -> tuple[tuple[int, ...], bytes]:
+        """Returns users and prefixes that have not been told yet, as many as fit, and counts them as told."""
+        prefixes = [self._prefixes.popitem(last=False)[0] for _ in range(min(len(self._prefixes), MAX_PREFIX_KEYS))]
+        users, self._users = tuple(self._users), OrderedDict()
+        return users, b"".join(prefixes)
+
+    def forget(self) -> None:
+        """Forgets users and prefixes: they were hashed with another secret, or an engine had them that is gone."""
+        self._users.clear()
+        self._prefixes.clear()
+
+
+def _note(known: OrderedDict[K, None], key: K, most: int) -> None:
+    known[key] = None
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
+
+
+def _blocks(one: HeldRequest) -> int:
+    return (one.prompt_tokens + one.emitted) // BLOCK_TOKENS + 1
+
+
+def _prefill_speed(stats: Mapping[str, float]) -> float:
+    seconds = stats.get(names.named(names.STEP_SECONDS, phase="prefill"), 0.0)
+    return stats.get(names.named(names.STEP_TOKENS, phase="prefill"), 0.0) / seconds if seconds > 0 else 0.0

@@ -1,0 +1,238 @@
+"""Requests of this front that wait for the leader to say which engine takes them.
+
+They stay in the request log meanwhile. Where nobody leads, the leader is another one than was asked, or has not decided
+within WAIT_S, a request is served without it, by `policy.route`. Each is offered once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.control_messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
+from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.config.settings import Route
+from edgemoe.errors import PeerError
+from edgemoe.front.requests.engine_use import EngineMeter
+from edgemoe.front.requests.prefix_keys import PrefixKeys
+from edgemoe.policy.route import Rule
+
+log = logging.getLogger(__name__)
+ASK_S = 1.0  # that the leader has to take note of an offer
+WAIT_S = 20.0  # that it has to decide
+LOOK_S = 0.05  # at most, between looks at what our engine has to do
+GAP_S = 0.01  # at least, between words about it
+REPEAT_S = 0.5  # after which what has hardly changed is said again
+
+
+class OfferingLog(Protocol):
+    """The request log, as far as requests are offered."""
+
+    expected_tokens: float
+
+    def is_live(self, request: str) -> bool:
+        """Returns whether it is still to be answered."""
+
+    def submit_waiting(self, request: str) -> None:
+        """Submits a request that no engine has."""
+
+
+class RouteChoice(NamedTuple):
+    """Where a request is to go: NODE:BOOT, or "" where others must say; and why there. Or it `waits`."""
+
+    place: str
+    why: str
+    waits: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OpenOffer:
+    """What has become of an offer."""
+
+    request: str
+    number: int
+    leader: str
+    until_s: float
+    place: str = ""  # that was granted
+    over: str = ""  # why it does not stand any more
+    used: bool = False  # the request went where it was granted
+
+
+class OfferedRequests:
+    """One owner, one event loop."""
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        route: Route,
+        requests: OfferingLog,
+        meter: EngineMeter,
+        keys: PrefixKeys,
+        spawn: Callable[..., asyncio.Task[None]],
+    ) -> None:
+        self.offered = self.granted = 0
+        self._plane, self._route, self._requests = plane, route, requests
+        self._meter, self._keys, self._spawn = meter, keys, spawn
+        self._numbers = itertools.count(secrets.randbits(48) + 1)
+        self._offers: dict[str, OpenOffer] = {}  # by request
+        self._by_number: dict[int, OpenOffer] = {}
+        self.news = asyncio.Event()  # our engine has something more or less to do
+        self._told: tuple[tuple[object, ...], float] = ((), 0.0)  # to whom and what, and when
+
+    @property
+    def rule(self) -> Rule:
+        """Returns how an engine is chosen without the leader."""
+        return "spread" if self._route == "spread" else "local"
+
+    @property
+    def waiting(self) -> int:
+        """Counts the requests that wait for the leader's word."""
+        return sum(not one.place and not one.over for one in self._offers.values())
+
+    def choose(self, message: Submit, own_place: str) -> RouteChoice:
+        """Returns where a request is to go; `own_place` is our engine while it takes requests."""
+        request = message.request.id
+        if self._route in ("local", "spread"):
+            return RouteChoice("", "rule")
+        if request not in self._offers:
+            if message.attempt > 1:
+                return RouteChoice("", "again")
+            if own_place and self._route == "pull" and self._meter.starts_at_once(message.request):
+                return RouteChoice(own_place, "at once")
+            if not self._plane.leader:
+                return RouteChoice("", "no leader")
+            self._offer(message)
+        return self._look_up(self._offers[request])
+
+    def use(self, request: str) -> int:
+        """Takes note that the request goes where it was granted; returns the number of its offer, 0 for none."""
+        one = self._offers.get(request)
+        if one is None or not one.place or one.used:
+            return 0
+        one.used = True
+        return one.number
+
+    def hear(self, grant: RequestGrant) -> None:
+        """Takes the leader's word about an offer."""
+        one = self._by_number.get(grant.number)
+        if one is None or one.over:
+            self._withdraw([grant.number])
+        elif grant.place and not one.place:
+            one.place = grant.place
+            self.granted += 1
+            self._requests.submit_waiting(one.request)
+
+    def failed(self, request: str) -> None:
+        """Tells the leader that an engine did not take the request that was granted."""
+        if (one := self._offers.get(request)) is not None:
+            one.over = "again"
+            self._withdraw([one.number])
+
+    async def run(self) -> None:
+        """Tells the leader what our engine has to do, and ends offers. Until cancelled."""
+        while True:
+            await self._wait()
+            self._tell()
+            self._prune()
+            await asyncio.sleep(GAP_S)
+
+    # --- offering ---------------------------------------------------------------------------------------------
+
+    def _offer(self, message: Submit) -> None:
+        request, plane = message.request, self._plane
+        one = OpenOffer(request.id, next(self._numbers), plane.leader, time.monotonic() + WAIT_S)
+        self._offers[request.id] = self._by_number[one.number] = one
+        self.offered += 1
+        offer = RequestOffer(
+            one.number,
+            plane.state.model,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.sampling.max_tokens,
+            expected_tokens=int(min(self._requests.expected_tokens, request.sampling.max_tokens)),
+            user=self._keys.user(request.user),
+            prefix=self._keys.prefix(request.prompt),
+            waited_ms=message.waited_ms,
+            remaining_ms=WAIT_S * 1e3,
+        )
+        if one.leader != plane.state.node:
+            self._spawn(self._ask(one, offer))
+            return
+        try:
+            one.place = plane.desk.ask(one.leader, offer).place
+            self.granted += bool(one.place)
+        except PeerError:
+            one.over = "unanswered"
+
+    async def _ask(self, one: OpenOffer, offer: RequestOffer) -> None:
+        try:
+            answer = await self._plane.channel.ask(one.leader, offer, timeout_s=ASK_S)
+        except PeerError as error:
+            log.debug("an offer was not answered", extra={"peer": one.leader, "why": str(error)})
+            one.over = "unanswered"
+            self._requests.submit_waiting(one.request)
+            return
+        if isinstance(answer.message, RequestGrant):
+            self.hear(answer.message)
+
+    def _look_up(self, one: OpenOffer) -> RouteChoice:
+        if one.used:
+            return RouteChoice("", "again")
+        if one.place and not one.over:
+            return RouteChoice(one.place, "granted")
+        if not one.over and one.leader != self._plane.leader:
+            one.over = "no leader"
+        if not one.over and time.monotonic() > one.until_s:
+            one.over = "too long"
+            self._withdraw([one.number])
+        return RouteChoice("", one.over or "waits", waits=not one.over)
+
+    def _withdraw(self, numbers: list[int]) -> None:
+        message, leader = Withdrawal(tuple(numbers[:MAX_TAKEN])), self._plane.leader
+        if leader == self._plane.state.node:
+            self._plane.desk.withdraw(leader, message)
+        elif leader:
+            self._plane.channel.tell(leader, message)
+
+    def _prune(self) -> None:
+        """Forgets the offers of requests that have ended, and takes back those that have come to nothing."""
+        ended = [one for one in self._offers.values() if not self._requests.is_live(one.request)]
+        for one in ended:
+            del self._offers[one.request], self._by_number[one.number]
+        if idle := [one.number for one in ended if not one.used and not one.over]:
+            self._withdraw(idle)
+
+    # --- telling ----------------------------------------------------------------------------------------------
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self.news.wait()
+        except TimeoutError:
+            return
+        self.news.clear()
+
+    def _tell(self) -> None:
+        """Tells the leader, where it has changed or is a while ago."""
+        leader, now = self._plane.leader, time.monotonic()
+        if not leader or not any(self._plane.state.members):
+            return
+        use = self._meter.use()
+        marks = leader, use.engine, use.running, use.waiting, use.prefill_tokens
+        if marks == self._told[0] and now - self._told[1] < REPEAT_S:
+            return
+        self._told = marks, now
+        users, prefixes = self._meter.news()
+        news = replace(use, users=users, prefixes=prefixes)
+        if leader == self._plane.state.node:
+            self._plane.desk.hear(leader, news)
+        else:
+            self._plane.channel.tell(leader, news)

@@ -1,0 +1,37 @@
+"""Hashes of users and of the beginnings of prompts, keyed with a secret of the cluster.
+
+They say to the leader which requests are alike, and nothing else: without the secret nobody can try out texts or names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Sequence
+
+from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, PREFIX_TOKENS, SECRET_BYTES
+
+_pack = struct.Struct(f"<{PREFIX_TOKENS}i").pack
+KEY_BYTES = 8
+
+
+class PrefixKeys:
+    """Hashes with the secret of whoever leads; until it is known, with one of this box's own."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+
+    def user(self, label: str) -> int:
+        """Returns a user's hash; 0 for nobody's."""
+        return int.from_bytes(self._hash(label.encode()), "little") if label else 0
+
+    def prefix(self, prompt: Sequence[int]) -> bytes:
+        """Returns the hashes of the prompt up to the ends of its whole pieces, as far as a message has room."""
+        keys = [b""]
+        for begin in range(0, min(len(prompt), MAX_PREFIX_KEYS * PREFIX_TOKENS) - PREFIX_TOKENS + 1, PREFIX_TOKENS):
+            keys.append(self._hash(keys[-1] + _pack(*prompt[begin : begin + PREFIX_TOKENS])))
+        return b"".join(keys)
+
+    def _hash(self, data: bytes) -> bytes:
+        return hashlib.blake2b(data, key=self.secret, digest_size=KEY_BYTES).digest()

@@ -1,0 +1,213 @@
+"""The leader's queue: whatever comes, in whatever order, no engine gets more than it runs, and users take turns."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import settings as chosen
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from edgemoe.cluster.control.requests.offer_queue import (
+    MAX_OFFERS,
+    Action,
+    Grants,
+    Led,
+    OfferQueue,
+    Offers,
+    Serving,
+    TurnsDown,
+    Uses,
+    Waited,
+    Withdraws,
+)
+from edgemoe.cluster.control.requests.policies import make_policy
+from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.policy.routing.dispatches import FORGET_S
+
+NODES = ("a", "b", "c")
+SLOTS = 2
+nodes = st.sampled_from(NODES)
+
+
+def offer(number: int, tokens: int = 10, user: int = 0, stands_s: float = 10.0, waited_s: float = 0.0) -> RequestOffer:
+    return RequestOffer(
+        number,
+        "m",
+        prompt_tokens=tokens,
+        max_tokens=100,
+        expected_tokens=50,
+        user=user,
+        prefix=bytes(8) + number.to_bytes(8, "little") + b"x",
+        waited_ms=waited_s * 1e3,
+        remaining_ms=stands_s * 1e3,
+    )
+
+
+def idle(node: str, **has: object) -> EngineUse:
+    fixed = {"engine": f"{node}1", "slots": SLOTS, "capacity": 10, "blocks": 1000, "free_blocks": 1000}
+    return msgspec.convert({"type": "EngineUse", **fixed, **has}, EngineUse)
+
+
+def everybody(*gone: str) -> Serving:
+    here = [node for node in NODES if node not in gone]
+    return Serving(frozenset(here), frozenset(f"{node}:{node}1" for node in here))
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def queue_of(route: str = "pull", *gone: str) -> tuple[OfferQueue, Clock]:
+    clock = Clock()
+    queue = OfferQueue(lambda: make_policy(ClusterSettings(route=route)), clock)  # type: ignore[arg-type]
+    queue.handle(Led(1))
+    queue.handle(everybody(*gone))
+    return queue, clock
+
+
+class Cluster(RuleBasedStateMachine):
+    """Fronts that offer, engines that take what they are granted, boxes that come and go. The model is the engines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue, self.clock = queue_of()
+        self.numbers = 0
+        self.open: dict[tuple[str, int], float] = {}  # offers that stand, and until when
+        self.at: dict[str, list[tuple[str, int]]] = {node: [] for node in NODES}  # granted, by engine
+        self.new: dict[str, dict[tuple[str, int], float]] = {node: {} for node in NODES}  # on their way, since when
+        self.gone: set[str] = set()
+        self.known: set[str] = set()  # engines that have said how they are
+
+    def act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, TurnsDown):
+                del self.open[action.node, action.number]
+                continue
+            assert self.open.pop((action.node, action.number)) >= self.clock.now_s, "it stood no more, or was granted"
+            node = action.place.split(":")[0]
+            assert node in self.known, "nobody knows whether that engine takes anything"
+            self.at[node].append((action.node, action.number))
+            self.new[node][action.node, action.number] = self.clock.now_s
+
+    @rule(node=nodes, tokens=st.integers(1, 2000), user=st.integers(0, 3), stands_s=st.floats(0, 30))
+    def offers(self, node: str, tokens: int, user: int, stands_s: float) -> None:
+        self.numbers += 1
+        self.open[node, self.numbers] = self.clock.now_s + stands_s
+        self.act(self.queue.handle(Offers(node, offer(self.numbers, tokens, user, stands_s))))
+
+    @rule(data=st.data())
+    def withdraws(self, data: st.DataObject) -> None:
+        if self.open:
+            node, number = data.draw(st.sampled_from(sorted(self.open)))
+            del self.open[node, number]
+            self.act(self.queue.handle(Withdraws(node, (number,))))
+
+    @rule(node=nodes, ends=st.integers(0, SLOTS), names_all=st.booleans())
+    def says_how_it_is(self, node: str, ends: int, names_all: bool) -> None:
+        """Some of what it has ends; what has reached it is named. What has been on its way for too long is lost."""
+        if node in self.gone:
+            return
+        new = {one: sent_s for one, sent_s in self.new[node].items() if self.clock.now_s - sent_s <= FORGET_S}
+        reached = list(new)[: None if names_all else 1]
+        running = [one for one in self.at[node] if one not in self.new[node] or one in reached][ends:]
+        self.new[node] = {one: sent_s for one, sent_s in new.items() if one not in reached}
+        self.at[node] = [*running, *self.new[node]]
+        self.known.add(node)
+        use = idle(node, running=len(running), taken=reached, free_blocks=1000 - 10 * len(running))
+        self.act(self.queue.handle(Uses(node, use)))
+
+    @rule(seconds=st.floats(0, 4))
+    def waits(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.act(self.queue.handle(Waited()))
+        self.open = {name: until for name, until in self.open.items() if until > self.clock.now_s}
+
+    @rule(node=nodes)
+    def comes_or_goes(self, node: str) -> None:
+        self.gone ^= {node}
+        self.known.discard(node)
+        self.at[node], self.new[node] = [], {}
+        self.open = {name: until for name, until in self.open.items() if name[0] not in self.gone}
+        self.act(self.queue.handle(everybody(*self.gone)))
+
+    @rule()
+    def another_leads(self) -> None:
+        self.open.clear()
+        self.known.clear()
+        self.new = {node: {} for node in NODES}
+        self.act(self.queue.handle(Led(2)))
+
+    @invariant()
+    def what_stands_is_what_was_offered_and_is_still_wanted(self) -> None:
+        self.queue.check_integrity()
+        assert len(self.queue) == sum(until > self.clock.now_s for until in self.open.values())
+
+    @invariant()
+    def no_engine_has_more_than_runs_at_once(self) -> None:
+        assert all(len(there) <= SLOTS for there in self.at.values())
+
+
+Cluster.TestCase.settings = chosen(max_examples=20, stateful_step_count=30, deadline=None)
+TestQueue = Cluster.TestCase
+
+
+def granted(actions: list[Action]) -> list[tuple[int, str]]:
+    return [(action.number, action.place) for action in actions if isinstance(action, Grants)]
+
+
+def test_users_take_turns_however_many_requests_one_of_them_has() -> None:
+    queue, clock = queue_of("pull", "b", "c")
+    for number in range(1, 6):
+        queue.handle(Offers("a", offer(number, user=1)))
+    clock.now_s += 1
+    queue.handle(Offers("a", offer(9, user=2)))
+    order: list[int] = []
+    while len(queue):
+        clock.now_s += 1
+        use = idle("a", slots=1, taken=[("a", number) for number in order])
+        order += [number for number, _ in granted(queue.handle(Uses("a", use)))]
+    assert order == [1, 9, 2, 3, 4, 5]
+
+
+def test_what_one_box_offers_is_bounded_and_leaves_room_for_the_others() -> None:
+    queue, _ = queue_of()
+    for number in range(MAX_OFFERS):
+        assert queue.handle(Offers("a", offer(number))) == []
+    assert queue.handle(Offers("a", offer(9999))) == [TurnsDown("a", 9999)]
+    assert queue.handle(Offers("b", offer(1))) == []
+    assert queue.handle(Offers("stranger", offer(1))) == [TurnsDown("stranger", 1)]
+
+
+def test_an_engine_that_has_gone_gets_nothing_even_if_it_comes_back_until_it_says_how_it_is() -> None:
+    queue, _ = queue_of("pull", "b", "c")
+    queue.handle(Uses("a", idle("a")))
+    queue.handle(Uses("a", EngineUse()))
+    assert granted(queue.handle(Offers("a", offer(1)))) == []
+    assert granted(queue.handle(Uses("a", idle("a")))) == [(1, "a:a1")]
+
+
+@pytest.mark.parametrize("route", ["gimbal", "published"])
+def test_a_user_goes_where_he_went_before_by_whatever_front_until_that_is_long_ago(route: str) -> None:
+    queue, clock = queue_of(route)
+    for node in NODES:
+        queue.handle(Uses(node, idle(node)))
+    (first,) = granted(queue.handle(Offers("a", offer(1, user=7))))
+    granted(queue.handle(Offers("a", offer(2, user=8))))
+    (again,) = granted(queue.handle(Offers("b", offer(3, user=7))))
+    assert again[1] == first[1]
+    clock.now_s += ClusterSettings().route_affinity_s + 1
+    places = {granted(queue.handle(Offers("c", offer(4 + n, user=7 + 10 * n))))[0][1] for n in range(3)}
+    assert len(places) == 3
+
+
+def test_a_prompt_whose_beginning_an_engine_has_goes_there() -> None:
+    queue, _ = queue_of()
+    long = msgspec.structs.replace(offer(1, 600), prefix=b"".join(n.to_bytes(8, "little") for n in range(1, 10)))
+    for node in NODES:
+        queue.handle(Uses(node, idle(node, prefixes=long.prefix if node == "c" else b"")))
+    assert granted(queue.handle(Offers("a", long))) == [(1, "c:c1")]
