@@ -136,7 +136,7 @@ def test_a_long_prompt_is_overtaken_only_by_requests_that_come_before_its_age_ou
 def test_an_engine_is_kept_for_an_aged_request_that_fits_nowhere_and_the_others_go_on() -> None:
     views = [engine("a", used=0.95, running=2), engine("b", used=0.9, running=1)]
     offers = [offer("large", 4000, arrived_s=0.0), offer("small", 100, arrived_s=99.0), offer("next", 100, 99.5)]
-    assert Pull(PullLimits()).assign(offers, views, 1.0) == [("small", "a"), ("next", "b")]
+    assert Pull(PullLimits()).assign(offers, views, 1.0) == [("small", "b"), ("next", "a")]
     assert Pull(PullLimits()).assign(offers, views, 100.0) == [("small", "a"), ("next", "a")]
     assert Pull(PullLimits()).assign(offers, [engine("b")], 100.0)[0] == ("large", "b")
 

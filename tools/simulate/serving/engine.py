@@ -10,7 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from edgemoe.policy import sjf
+from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.types.arrays import FloatArray
 from tools.simulate.serving.prefixes import PrefixCache
 from tools.simulate.serving.steps import BLOCK, DONE, FIRST, FREE_SLOT, OUT, StepCosts, batch_of, nothing_more, run
 
@@ -48,6 +50,11 @@ class Job:
     first_s: float = math.nan
     end_s: float = math.nan
     place: str = ""
+    absent: FloatArray | None = None  # [L, E] log of the chance that it chooses none of the experts
+
+    def __post_init__(self) -> None:
+        if self.offered.chance is not None:
+            self.absent = absence(self.offered.chance)
 
     @property
     def tokens(self) -> int:
@@ -139,11 +146,21 @@ class Engine:
             self.cache.keys() if self.cache else frozenset(),
             taken=frozenset(self.taken),
             reported_s=reported_s,
+            union=self._union(),
         )
 
     def reported(self) -> None:
         """Begins anew to note what comes in."""
         self.taken.clear()
+
+    def requests(self) -> set[str]:
+        """Returns the names of what waits and runs here."""
+        return {job.offered.request for job in (*self.waiting, *self._jobs.values())}
+
+    def _union(self) -> FloatArray | None:
+        """Returns the log of the chance that none of those here chooses an expert; None where nobody says."""
+        absent = [job.absent for job in (*self.waiting, *self._jobs.values()) if job.absent is not None]
+        return np.sum(absent, axis=0) if absent else None
 
     def _sort(self) -> None:
         shape, self._stale = self.shape, False
@@ -175,7 +192,7 @@ class Engine:
         s = int(np.argmax(batch.request == FREE_SLOT))
         job.known = known
         cached = known * job.offered.key_tokens
-        batch.request[s], batch.todo[s], batch.context[s] = 1, job.tokens - cached, cached
+        batch.request[s], batch.todo[s], batch.context[s] = int(job.offered.request), job.tokens - cached, cached
         batch.emitted[s], batch.output[s], batch.blocks[s] = job.emitted, job.output, needed
         batch.order[s], batch.free[0] = self._admitted, batch.free[0] - needed - revived
         self._admitted += 1
