@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from edgemoe.telemetry import metrics as names
 from tools.bench.fault_plan import MOVE_BYTES_PER_S, plan_change
 from tools.bench.fault_state import STATE_BYTES, disk_full, hosted_request_forgotten, power_loss, suspend, wrong_config
 from tools.bench.fault_trial import NODES, Record, Trial
@@ -134,6 +135,25 @@ def forward_kill(trial: Trial) -> Record:
     return found
 
 
+def route_kill(trial: Trial) -> Record:
+    """kill -9 of the leader while requests of the other two wait for its word on where they run."""
+    hit, at_s, offers = trial.leader(), [0.0], [0.0]
+    fronts = trial.others(hit)
+
+    def fault() -> None:
+        ends = time.monotonic() + 2.0
+        while time.monotonic() < ends and not offers[0]:
+            offers[0] = sum(front.metrics().get(names.OFFERS_OPEN, 0.0) for front in fronts)
+        trial.mark()
+        at_s[0] = time.time()
+        hit.kill()
+
+    found = trial.requests(fronts * 3, fault, waits=False)
+    new = trial.wait_epoch(at_s[0])
+    trial.again(hit)
+    return {"hit": hit.box.name, "requests": found, "offers": offers[0], **new}
+
+
 def wrong_key(trial: Trial) -> Record:
     """One who should not get in tries every channel of every box, while these serve requests."""
     kind, victim = trial.rng.choice(KINDS), trial.rng.choice(NODES)
@@ -167,6 +187,7 @@ ROWS = {
     "restart-all": Kind(restart_all),
     "kill-peer-1": Kind(kill_peer, replicas=1),
     "forward-kill": Kind(forward_kill, spread=True),
+    "route-kill": Kind(route_kill, settings=(("engine.max_sequences", 1),)),
     "suspend": Kind(suspend),
     "disk-full": Kind(disk_full, state_bytes=STATE_BYTES),
     "power-loss": Kind(power_loss),

@@ -166,7 +166,7 @@ class OfferQueue:
                 waiting=use.waiting,
                 prefill_tokens=use.prefill_tokens,
                 remaining_tokens=float(use.remaining_tokens),
-                tokens_per_s=use.tokens_per_s or TOKENS_PER_S,
+                tokens_per_s=max(use.tokens_per_s, 1.0) if use.tokens_per_s else TOKENS_PER_S,
                 prefixes=memory.prefixes,
                 users=memory.users,
                 taken=frozenset(_name(*taken) for taken in use.taken),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
 from hypothesis import settings as chosen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -203,6 +204,45 @@ def test_a_user_goes_where_he_went_before_by_whatever_front_until_that_is_long_a
     clock.now_s += ClusterSettings().route_affinity_s + 1
     places = {granted(queue.handle(Offers("c", offer(4 + n, user=7 + 10 * n))))[0][1] for n in range(3)}
     assert len(places) == 3
+
+
+COUNTS, SMALLS = st.sampled_from([0, 1, 1 << 62]), st.sampled_from([0, 1, 1 << 24])
+USES = st.builds(
+    EngineUse,
+    engine=st.sampled_from(["a1", "x"]),
+    **dict.fromkeys(("slots", "capacity", "running", "waiting"), SMALLS),
+    **dict.fromkeys(("prefill_tokens", "remaining_tokens", "blocks", "free_blocks"), COUNTS),
+    tokens_per_s=st.sampled_from([0.0, 5e-324, 1.0, 1e15]),
+    taken=st.sampled_from([(), (("b", 1 << 62),), (("a", 1),)]),
+    prefixes=st.binary(max_size=20),
+)
+OFFERS = st.builds(
+    RequestOffer,
+    COUNTS,
+    st.just("m"),
+    SMALLS,
+    st.sampled_from([0, 1 << 31]),
+    expected_tokens=st.sampled_from([0, 1 << 31]),
+    user=st.sampled_from([0, (1 << 64) - 1]),
+    prefix=st.binary(max_size=20),
+    waited_ms=st.sampled_from([0.0, 1e9]),
+    remaining_ms=st.sampled_from([0.0, 1e9]),
+)
+
+
+@pytest.mark.parametrize("route", ["pull", "gimbal", "published"])
+@given(said=st.lists(st.one_of(USES, OFFERS), min_size=2, max_size=6))
+@chosen(max_examples=40, deadline=None)
+def test_whatever_a_box_may_say_the_queue_goes_on(route: str, said: list[EngineUse | RequestOffer]) -> None:
+    queue, clock = queue_of(route)
+    for message in said:
+        queue.handle(Uses("a", message) if isinstance(message, EngineUse) else Offers("a", message))
+        queue.check_integrity()
+    actions = queue.handle(Offers("b", offer(5, user=9, stands_s=1e6)))
+    for _ in range(len(said) + 1):  # what it made others be granted in vain is forgotten
+        clock.now_s += FORGET_S + 1
+        actions += queue.handle(Uses("b", idle("b")))
+    assert any(isinstance(action, Grants) and (action.node, action.number) == ("b", 5) for action in actions)
 
 
 def test_a_prompt_whose_beginning_an_engine_has_goes_there() -> None:
