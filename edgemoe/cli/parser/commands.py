@@ -142,7 +142,7 @@ def replay(commands: Any) -> None:
 def plan(commands: Any) -> None:
     """Adds `edgemoe plan`."""
     summary = "tell whether a model fits here, and how fast it will be"
-    parser = command(commands, "plan", "edgemoe.cli.plan.command:run", summary, texts.PLAN)
+    parser = command(commands, "plan", "edgemoe.cli.plan:run", summary, texts.PLAN)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder, a packed store, or only a config.json")
     parser.add_argument("--context", type=int, metavar="N", default=0, help="tokens of a sequence (default: 4096)")
     parser.add_argument("--sequences", type=int, metavar="N", default=4, help="sequences at once (default: 4)")
@@ -162,6 +162,15 @@ def bench(commands: Any) -> None:
     parser.add_argument("--prompt", type=int, metavar="N", default=128, help="tokens of a prompt (default: 128)")
     parser.add_argument("--tokens", type=int, metavar="N", default=32, help="tokens of an answer (default: 32)")
     parser.add_argument("--json", action="store_true", help="for programs")
+    client_options(parser)
+
+
+def doctor(commands: Any) -> None:
+    """Adds `edgemoe doctor`."""
+    summary = "find what is wrong on this box, and say what to do"
+    parser = command(commands, "doctor", "edgemoe.cli.doctor.command:run", summary, texts.DOCTOR)
+    parser.add_argument("--verify", action="store_true", help="read the whole store and compare every checksum")
+    parser.add_argument("--json", action="store_true", help="for a bug report; holds no keys")
     client_options(parser)
 
 

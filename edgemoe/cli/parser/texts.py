@@ -220,3 +220,13 @@ Examples:
   edgemoe bench --prompt 2000 --tokens 100
   edgemoe bench --json > bench.json
 """
+
+DOCTOR = """\
+Looks at versions, GPU, memory, disk, clock, stores, keys, the daemon and the other boxes, and ends with 1 if anything
+fails. The speed of the disk takes a file of 256 MiB for a moment.
+
+Examples:
+  edgemoe doctor
+  edgemoe doctor --verify
+  edgemoe doctor --json > doctor.json
+"""

@@ -1,1 +1,16 @@
 """Works out before a download whether a model fits, and how fast it will be: `edgemoe plan`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from edgemoe.kernels.env import WORKER_ENV
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `edgemoe plan` with threads that wait as an engine's do, which is settled when torch is loaded."""
+    os.environ.update(WORKER_ENV)
+    from edgemoe.cli.plan.command import run as plan
+
+    return plan(args)

@@ -15,7 +15,8 @@ from rich.table import Table
 
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
-from edgemoe.cli.plan.rates import LayerTimes, Rates, disk_rate, measure_layers, memory_rate
+from edgemoe.cli.plan.disk import disk_rate
+from edgemoe.cli.plan.rates import LayerTimes, Rates, measure_layers, memory_rate
 from edgemoe.cli.plan.subject import Subject, Variant, dense_size, find
 from edgemoe.config.budgets import Budgets, resolve_budgets
 from edgemoe.config.loading import load

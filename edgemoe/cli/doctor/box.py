@@ -1,0 +1,147 @@
+"""Looks at the box itself: software, GPU, memory, disk, clock, store, keys."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import edgemoe
+from edgemoe.api.keys import read_keys
+from edgemoe.cli.doctor.remedies import Finding, State
+from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.config.settings import Settings
+from edgemoe.config.sizes import format_rate, format_size
+from edgemoe.errors import EdgemoeError
+from edgemoe.store import catalog
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.types.machine import Machine
+
+LEAST_FREE = 0.05  # of the disk of the stores
+SLOW_BYTES_PER_S = 400e6  # below it a miss takes longer than most models' layers
+LEAST_RAM_BYTES = 2 << 30
+AHEAD_S = 60.0  # that a file may be from the future
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def software() -> Iterator[Finding]:
+    """Versions of Python, edgemoe and what it needs."""
+    missing = []
+    for line in importlib.metadata.requires("edgemoe") or ():
+        name = re.match(r"[\w.-]+", line)
+        if name and "extra ==" not in line and not _version(name[0]):
+            missing.append(name[0])
+    said = f"edgemoe {edgemoe.__version__}, Python {platform.python_version()}, torch {_version('torch') or 'missing'}"
+    if missing:
+        yield Finding("versions", "failure", f"{said}; not installed: {', '.join(missing)}")
+    else:
+        yield Finding("versions", "pass", said)
+
+
+def gpus(machine: Machine) -> Iterator[Finding]:
+    """GPUs, and whether torch can use them."""
+    if machine.gpus:
+        names = ", ".join(f"{gpu.name} ({format_size(gpu.free_bytes)} free)" for gpu in machine.gpus)
+        usable = "+cpu" not in _version("torch")
+        yield Finding(
+            "gpu", "pass" if usable else "failure", names + ("" if usable else "; torch is built without CUDA")
+        )
+    elif DRIVER.exists():
+        yield Finding("gpu", "failure", "there is a driver, and no GPU that this process may use")
+    else:
+        yield Finding("gpu", "pass", "none; experts are computed by the CPU")
+
+
+def memory(machine: Machine) -> Iterator[Finding]:
+    """RAM that is free for this process, and how much of it may be locked."""
+    free, total = machine.ram_available_bytes, machine.ram_total_bytes
+    said = f"{format_size(free)} of {format_size(total)} free, {machine.cpus} cores"
+    yield Finding("memory", "pass" if free >= LEAST_RAM_BYTES else "warning", said)
+    limit = machine.memlock_bytes
+    if limit is None or limit >= total // 2:
+        yield Finding("memlock", "pass", "no limit" if limit is None else format_size(limit))
+    else:
+        state: State = "warning" if machine.gpus else "pass"
+        said = f"{format_size(limit)} may be locked" + ("; copies to a GPU are slower" if machine.gpus else "")
+        yield Finding("memlock", state, said)
+
+
+def disk(store_dir: Path, rate: Callable[[Path], float]) -> Iterator[Finding]:
+    """Room and speed where the stores lie. `rate` measures bytes a second."""
+    place = next(each for each in (store_dir, *store_dir.parents) if each.exists())
+    found = os.statvfs(place)
+    free, total = found.f_bavail * found.f_frsize, max(1, found.f_blocks * found.f_frsize)
+    said = f"{format_size(free)} of {format_size(total)} free at {place}"
+    if free < LEAST_FREE * total:
+        yield Finding("disk", "failure", said)
+        return
+    yield Finding("disk", "pass", said)
+    if not os.access(place, os.W_OK):
+        yield Finding("disk-rate", "warning", f"{place} may not be written, so that its speed is not measured")
+    elif bytes_per_s := rate(place):
+        slow = bytes_per_s < SLOW_BYTES_PER_S
+        yield Finding("disk-rate", "warning" if slow else "pass", f"reads {format_rate(bytes_per_s)} at {place}")
+
+
+def clock(files: Iterator[Path], now_s: float) -> Iterator[Finding]:
+    """Whether this box's files are older than now."""
+    ahead = {file: file.stat().st_mtime - now_s for file in files if file.exists()}
+    latest = max(ahead, key=lambda file: ahead[file], default=None)
+    if latest is not None and ahead[latest] > AHEAD_S:
+        yield Finding("clock", "failure", f"it is at least {ahead[latest]:,.0f} s behind: {latest} is from the future")
+    else:
+        yield Finding("clock", "pass", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now_s)))
+
+
+def stores(settings: Settings, *, verify: bool) -> Iterator[Finding]:
+    """The store that is served, or all of them: sizes, and with `verify` every checksum."""
+    path = Path(settings.model.path)
+    found = [path] if settings.model.path and catalog.is_store(path) else catalog.find_stores(settings.model.store_dir)
+    for store in found:
+        try:
+            faults: list[EdgemoeError] = [*catalog.verify(store)] if verify else []
+            if not verify:
+                Manifest.load(store)
+        except EdgemoeError as error:
+            faults = [error]
+        if faults:
+            yield Finding("store", "failure", str(faults[0]))
+        else:
+            yield Finding(
+                "store", "pass", f"{store.name} is {'whole' if verify else 'complete; --verify reads it all'}"
+            )
+
+
+def keys(settings: Settings) -> Iterator[Finding]:
+    """The files of keys, as far as the settings use them."""
+    api, cluster = settings.api, settings.cluster
+    readers: list[tuple[Path, Callable[[Path], object]]] = []
+    if Path(api.api_key_file).exists() or api.tcp:
+        readers.append((Path(api.api_key_file), read_keys))
+    if cluster.node:
+        readers.append((Path(cluster.key_file), load_secret))
+    for file, read in readers:
+        try:
+            read(file)
+        except EdgemoeError as error:
+            yield Finding("keys", "failure", str(error))
+        else:
+            yield Finding("keys", "pass", f"{file} is private")
+
+
+def dated(settings: Settings) -> Iterator[Path]:
+    """Files that were written in the past."""
+    yield Path(edgemoe.__file__)
+    stores_found = catalog.find_stores(settings.model.store_dir)
+    yield from (store / MANIFEST for store in (*stores_found, Path(settings.model.path or "/nowhere")))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,69 @@
+"""Runs `edgemoe doctor`: every look, a line each, with the remedy where something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+
+from edgemoe.cli.client import socket_of
+from edgemoe.cli.doctor import box
+from edgemoe.cli.doctor.daemon import boxes, daemon, unit
+from edgemoe.cli.doctor.remedies import REMEDIES, Finding
+from edgemoe.cli.output import console
+from edgemoe.cli.plan.disk import disk_rate
+from edgemoe.config.loading import load
+from edgemoe.errors import ConfigError
+from edgemoe.telemetry import probes
+
+COLOURS = {"pass": "green", "warning": "yellow", "failure": "red"}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what was found. Returns 1 if anything fails."""
+    found = list(examine(args))
+    if args.json:
+        rows = [asdict(each) | ({} if each.state == "pass" else {"remedy": REMEDIES[each.check]}) for each in found]
+        print(json.dumps(rows, indent=2))
+    else:
+        console().print(_picture(found))
+    return int(any(each.state == "failure" for each in found))
+
+
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
+    """Looks at everything that the settings name. Keys and users' text are in no finding."""
+    yield from box.software()
+    machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
+    yield from box.gpus(machine)
+    yield from box.memory(machine)
+    try:
+        loaded = load(Path(args.config) if args.config else None, args.set)
+        path = socket_of(args)
+    except ConfigError as error:
+        yield Finding("settings", "failure", str(error))
+        return
+    settings = loaded.settings
+    files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
+    yield Finding("settings", "warning" if loaded.warnings else "pass", "; ".join(loaded.warnings) or files)
+    yield from box.disk(Path(settings.model.store_dir), disk_rate)
+    yield from box.clock(box.dated(settings), time.time())
+    yield from box.stores(settings, verify=args.verify)
+    yield from box.keys(settings)
+    found, health = daemon(path)
+    yield from found
+    yield from unit()
+    yield from boxes(settings.cluster, health)
+
+
+def _picture(found: list[Finding]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for each in found:
+        remedy = "" if each.state == "pass" else f"\n{REMEDIES[each.check]}"
+        table.add_row(f"[{COLOURS[each.state]}]{each.state}[/]", f"[bold]{each.check}[/]", f"{each.said}{remedy}")
+    return table

@@ -1,0 +1,101 @@
+"""Looks at the running daemon, its unit, and the other boxes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import edgemoe
+from edgemoe.cli import systemd_units
+from edgemoe.cli.client import Client
+from edgemoe.cli.doctor.remedies import Finding, State
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import EdgemoeError
+from edgemoe.front.peers_list import listed
+from edgemoe.types.arrays import Json
+
+REACH_S = 2.0
+
+
+def daemon(path: Path) -> tuple[list[Finding], Json]:
+    """Returns whether a daemon answers, and its /health; {} where none does."""
+    try:
+        with socket.socket(socket.AF_UNIX) as knocking:
+            knocking.settimeout(REACH_S)
+            knocking.connect(str(path))
+    except PermissionError:
+        return [Finding("permission", "failure", f"you may not use {path}")], {}
+    except OSError:
+        return [Finding("daemon", "warning", f"none answers at {path}")], {}
+    try:
+        with Client(path) as client:
+            health: Json = json.loads(client.text("/health", accept_unavailable=True))
+            release = str(json.loads(client.text("/version"))["version"])
+    except (EdgemoeError, ValueError, KeyError) as error:
+        return [Finding("daemon", "failure", str(error))], {}
+    return list(_described(health, release, path)), health
+
+
+def _described(health: Json, release: str, path: Path) -> Iterator[Finding]:
+    status, engine = str(health.get("status")), health.get("engine") or {}
+    state: State = "pass" if status == "ready" else "failure" if status == "failed" else "warning"
+    model = (health.get("model") or {}).get("id", "a model")
+    yield Finding("daemon", state, f"{model} is {status} at {path}")
+    if engine.get("starts", 1) > 1:
+        why = f"the engine has been started {engine['starts']} times; it last ended: {engine.get('last_end')}"
+        yield Finding("daemon", "warning", why)
+    if release != edgemoe.__version__:
+        said = f"the daemon is {release}, this command {edgemoe.__version__}: restart the daemon"
+        yield Finding("versions", "warning", said)
+
+
+def unit() -> Iterator[Finding]:
+    """The service, where it is installed."""
+    rows = dict(systemd_units.status())
+    if not any((Path("/etc/systemd/system") / name).exists() for name in systemd_units.UNITS):
+        yield Finding("unit", "pass", "not installed as a service")
+        return
+    said = ", ".join(f"{thing} {state}" for thing, state in rows.items())
+    yield Finding("unit", "failure" if "failed" in said else "pass", said)
+
+
+def boxes(settings: ClusterSettings, health: Json) -> Iterator[Finding]:
+    """The list of peers, their ports from here, and whether they are heard; `health` is the daemon's."""
+    if not settings.node:
+        return
+    try:
+        peers = listed(settings)
+    except EdgemoeError as error:
+        yield Finding("peer-list", "failure", str(error))
+        return
+    yield Finding("peer-list", "pass", f"{settings.node} with {', '.join(sorted(peers)) or 'nobody'}")
+    for node, peer in sorted(peers.items()):
+        if node != settings.node and peer.address:
+            reached = _reaches(peer.address)
+            said = f"{node} at {peer.address}" + ("" if reached else " is not reached from here")
+            yield Finding("ports", "pass" if reached else "failure", said)
+    if cluster := health.get("cluster"):
+        yield from members(cluster)
+
+
+def members(cluster: Json) -> Iterator[Finding]:
+    """What the daemon says of the other boxes and of who leads."""
+    for member in cluster.get("members", [])[1:]:
+        state, why = member.get("state"), member.get("why")
+        said = f"{member.get('node')} is {state}" + (f": {why}" if why else "")
+        yield Finding("peers", "pass" if state == "here" else "failure", said)
+    leader = cluster.get("leader")
+    trouble = cluster.get("trouble")
+    said = f"{leader} leads" if leader else "nobody leads; the boxes go on with the last plan"
+    yield Finding("leader", "pass" if leader else "failure", said + (f" ({trouble})" if trouble else ""))
+
+
+def _reaches(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), REACH_S):
+            return True
+    except (OSError, ValueError):
+        return False

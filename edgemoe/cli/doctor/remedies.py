@@ -1,0 +1,63 @@
+"""What doctor looks at, and what to do where it is not as it should be. docs/troubleshooting.md is made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["pass", "warning", "failure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one look found."""
+
+    check: str  # a key of REMEDIES
+    state: State
+    said: str
+
+
+REMEDIES = {
+    "settings": "`edgemoe config` shows every setting and where it comes from; correct the line that is named.",
+    "versions": "`pip install --upgrade edgemoe` installs what is missing, in the same environment as the command.",
+    "gpu": "Install NVIDIA's driver and a torch built for CUDA (`pip install torch`), then log in again; `nvidia-smi` "
+    "must list the GPU. Without one, set device.0.kind to cpu.",
+    "memory": "Close other programs, set lower budgets (memory.ram_bytes, memory.kv_bytes), raise the control group's "
+    "limit (MemoryMax), or pack the model in 4 bits: `edgemoe plan MODEL` compares.",
+    "memlock": "Raise the limit of locked memory: `ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit.",
+    "disk": "Free space where the stores lie: `edgemoe models list`, then `edgemoe models remove NAME`; or set "
+    "model.store_dir to another disk.",
+    "disk-rate": "Put the stores on a faster disk (model.store_dir), or hold more experts in memory: "
+    "`edgemoe plan MODEL` says how much that helps.",
+    "clock": "Set the clock, and have it kept: `timedatectl set-ntp true`.",
+    "store": "`edgemoe models verify NAME` lists what is damaged; packing the checkpoint again mends it.",
+    "keys": "Keys are for their owner alone: `chmod 600 FILE`, and `chown` to the user of the daemon. `edgemoe key new "
+    "NAME` makes one for a client, `edgemoe keygen FILE` one for a box.",
+    "permission": "Join the socket's group: `sudo usermod --append --groups edgemoe $USER`, then log in again.",
+    "daemon": "Start it with `edgemoe serve`, or `systemctl start edgemoe`; `journalctl --unit edgemoe` says why it "
+    "ended.",
+    "unit": "`systemctl status edgemoe` says why; `sudo edgemoe service install --model DIR` installs it anew.",
+    "peer-list": "On every box the list of peers (cluster.peers_file) must have the key and the address that the "
+    "named box has now; `edgemoe keygen` prints a box's entry.",
+    "ports": "Correct the peer's address in cluster.peers_file, start the daemon there, and let its ports through the "
+    "firewalls of both boxes (cluster.listen, calls_port and bulk_port set them).",
+    "peers": "Look at `edgemoe status --cluster` on both boxes. All must serve the same store: copy it, or pack the "
+    "same checkpoint alike. A box that is reachable but not heard has another key in one of the lists of peers.",
+    "leader": "Raft needs more than half of the voters: start the boxes that are gone, or add `edgemoe witness`. With "
+    'coordination = "single", start the box that cluster.leader names.',
+}
+
+
+def page() -> str:
+    """Returns docs/troubleshooting.md."""
+    rows = "\n".join(f"| {check} | {remedy} |" for check, remedy in REMEDIES.items())
+    return f"""\
+# When something is wrong
+
+`edgemoe doctor` looks at all of this, says what it found, and ends with 1 if anything fails. `--verify` reads the whole
+store; `--json` is for a bug report, and holds no keys. `edgemoe bench` has the figures for one.
+
+| doctor's line | what to do |
+|---|---|
+{rows}
+"""

@@ -1,0 +1,175 @@
+"""Faults are planted one by one; doctor finds each, says what to do, and gives no secret away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgemoe.cli import main
+from edgemoe.cli.doctor import box
+from edgemoe.cli.doctor.daemon import daemon, members
+from edgemoe.cli.doctor.remedies import REMEDIES, page
+from edgemoe.cluster.rpc.keys import generate
+from edgemoe.config.sizes import parse_size
+from edgemoe.demo import model_path
+from edgemoe.store.packer import pack
+from edgemoe.types.machine import Gpu, Machine
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "demo"
+    pack(model_path(), folder)
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: Path) -> Path:
+    """Of a user with one store, whom nothing ails but that no daemon runs."""
+    for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr("edgemoe.cli.doctor.command.disk_rate", lambda place: 2e9)  # 256 MiB a test
+    monkeypatch.setattr("edgemoe.cli.client.SERVICE_SOCKET", tmp_path / "none")
+    shutil.copytree(packed, tmp_path / "edgemoe/stores/demo")
+    return tmp_path
+
+
+def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit status, and what was found that is not as it should be, by check."""
+    capsys.readouterr()
+    status = main(["doctor", "--json", *words])
+    rows = json.loads(capsys.readouterr().out)
+    assert all(("remedy" in row) == (row["state"] != "pass") for row in rows)
+    return status, {row["check"]: row for row in rows if row["state"] != "pass"}
+
+
+def test_a_box_without_faults_passes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(capsys, "--verify")
+    assert (status, set(found) - {"memory", "disk"}) == (0, {"daemon"})
+    assert main(["doctor"]) == 0
+    assert "edgemoe serve" in capsys.readouterr().out
+
+
+def test_a_damaged_store_is_found(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layer = home / "edgemoe/stores/demo/experts/layer_000.safetensors"
+    data = bytearray(layer.read_bytes())
+    data[-5000] ^= 1
+    layer.write_bytes(data)
+    assert examined(capsys)[0] == 0  # one bit takes reading everything
+    status, found = examined(capsys, "--verify")
+    assert (status, "layer_000" in found["store"]["said"]) == (1, True)
+    layer.write_bytes(data[:-4096])
+    status, found = examined(capsys)
+    assert (status, "layer_000" in found["store"]["said"]) == (1, True)
+
+
+def test_a_clock_that_is_behind_is_found(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = home / "edgemoe/stores/demo/manifest.json"
+    later = manifest.stat().st_mtime + 86400
+    os.utime(manifest, (later, later))
+    status, found = examined(capsys)
+    assert (status, "manifest.json" in found["clock"]["said"]) == (1, True)
+
+
+def test_a_setting_that_is_none_is_found(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = examined(capsys, "--set", "cache.polcy=lru")
+    assert (status, "cache.policy" in found["settings"]["said"]) == (1, True)
+
+
+def test_keys_that_others_may_read_are_found_and_not_shown(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", "laptop"]) == 0
+    secret = capsys.readouterr().out.strip()
+    (file,) = home.rglob("api-keys")
+    file.chmod(0o644)
+    status, found = examined(capsys)
+    assert (status, "chmod" in found["keys"]["said"]) == (1, True)
+    assert secret not in json.dumps(found)
+
+
+def test_a_stale_key_and_a_wrong_port_are_found(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, peers = home / "key", home / "peers.toml"
+    own, other = generate(key).public.decode(), generate(home / "other").public.decode()
+    with socket.create_server(("127.0.0.1", 0)) as here, socket.create_server(("127.0.0.1", 0)) as closed:
+        ports = here.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        words = [
+            f"cluster.{name}" for name in ("node=a", "listen=127.0.0.1:1", f"key_file={key}", f"peers_file={peers}")
+        ]
+        sets = [each for word in words for each in ("--set", word)]
+        for mine, port, check in ((own, ports[0], None), (own, ports[1], "ports"), (other, ports[0], "peer-list")):
+            rows = (
+                ("a", "127.0.0.1:1", mine),
+                ("b", f"127.0.0.1:{port}", generate(home / f"k{check}").public.decode()),
+            )
+            peers.write_text(
+                "".join(f'[[peer]]\nnode = "{n}"\naddress = "{a}"\nkey = {json.dumps(k)}\n' for n, a, k in rows)
+            )
+            status, found = examined(capsys, *sets)
+            assert (status, set(found) & {"ports", "peer-list"}) == (int(check is not None), {check} - {None})
+            assert key.read_text() not in json.dumps(found)
+
+
+def test_another_model_and_boxes_without_a_leader_are_found() -> None:
+    there = [{"node": "a", "state": "here"}, {"node": "b", "state": "refused", "why": "serves another model"}]
+    found = {each.check: each for each in members({"members": there, "leader": None, "trouble": ""})}
+    assert {each.state for each in found.values()} == {"failure"}
+    assert "another model" in found["peers"].said
+    assert "nobody leads" in found["leader"].said
+    assert [each.state for each in members({"members": there[:1], "leader": "a", "trouble": ""})] == ["pass"]
+
+
+def test_a_slow_disk_is_found(tmp_path: Path) -> None:
+    states = {rate: [each.state for each in box.disk(tmp_path, lambda _, rate=rate: rate)] for rate in (50e6, 2e9)}
+    assert (states[50e6][-1], states[2e9][-1]) == ("warning", "pass")
+
+
+def test_a_limit_of_locked_memory_matters_where_there_is_a_gpu() -> None:
+    for gpus, state in (((), "pass"), ((Gpu(0, "one", 1 << 34, 1 << 34),), "warning")):
+        machine = Machine(1 << 35, 1 << 34, 4, parse_size("8MiB"), gpus)
+        assert [each.state for each in box.memory(machine) if each.check == "memlock"] == [state]
+
+
+@as_root
+def test_a_socket_that_the_user_may_not_use_is_found(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with socket.socket(socket.AF_UNIX) as door:
+        path = Path(f"/tmp/edgemoe-doctor-{os.getpid()}")
+        door.bind(str(path))
+        try:
+            path.chmod(0o600)
+            door.listen()
+            os.seteuid(NOBODY)
+            found, _ = daemon(path)
+        finally:
+            os.seteuid(0)
+            path.unlink()
+    assert [(each.check, each.state) for each in found] == [("permission", "failure")]
+
+
+@pytest.mark.slow
+@as_root
+def test_a_full_disk_is_found(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (tmp_path / "full").write_bytes(bytes(1020 << 10))
+        assert [each.state for each in box.disk(tmp_path, lambda _: 2e9)] == ["failure"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_the_page_of_troubles_is_made_of_the_remedies() -> None:
+    assert (ROOT / "docs/troubleshooting.md").read_text() == page()
+    looks = "".join(path.read_text() for path in (ROOT / "edgemoe/cli/doctor").glob("*.py"))
+    assert all(f'Finding("{check}"' in looks for check in REMEDIES)
