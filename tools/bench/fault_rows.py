@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from edgemoe.telemetry import metrics as names
+from tools.bench import fault_apart
 from tools.bench.fault_plan import MOVE_BYTES_PER_S, plan_change
 from tools.bench.fault_state import STATE_BYTES, disk_full, hosted_request_forgotten, power_loss, suspend, wrong_config
 from tools.bench.fault_trial import NODES, Record, Trial
@@ -174,6 +175,19 @@ class Kind:
     empty: tuple[str, ...] = ()  # boxes without a daemon
     state_bytes: int = 0  # of the file system that each box's state lies on, where it has one of its own
     settings: tuple[tuple[str, object], ...] = ()  # that differ from the other rows'
+    prompt_tokens: int = 12
+    apart: bool = False  # boxes have the roles of `fault_apart`
+    spoils_kv: bool = False  # box a damages some of the keys and values that it hands out
+
+
+def _apart(run: Callable[[Trial], Record], spoils_kv: bool = False) -> Kind:
+    return Kind(
+        run,
+        settings=fault_apart.SETTINGS,
+        prompt_tokens=fault_apart.PROMPT_TOKENS,
+        apart=True,
+        spoils_kv=spoils_kv,
+    )
 
 
 ROWS = {
@@ -199,4 +213,7 @@ ROWS = {
         settings=(("cluster.migrate_bytes_per_s", MOVE_BYTES_PER_S), ("log.level", "debug")),
     ),
     "wrong-key": Kind(wrong_key, empty=(INTRUDER, GUEST)),
+    "prefill-kill": _apart(fault_apart.prefill_kill),
+    "decode-kill": _apart(fault_apart.decode_kill),
+    "kv-corrupt": _apart(fault_apart.kv_corrupt, spoils_kv=True),
 }

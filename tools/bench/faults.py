@@ -31,6 +31,7 @@ import numpy as np
 
 from edgemoe.families.config import spec_from_config
 from edgemoe.store.manifest import Manifest
+from tools.bench.fault_apart import ROLES
 from tools.bench.fault_rows import ROWS, Kind
 from tools.bench.fault_trial import NODES, TOKENS, Answers, Record, Trial
 from tools.testbed.bed import Bed
@@ -41,7 +42,7 @@ DISKS = ("two-thirds", "all")  # of the store; with one replica it is a third
 ABSENT_S = (30.0, 2.0)  # of even and odd trials
 CALM_EVERY = 5  # trials, the first of which asks undisturbed too
 EXPERTS = 192  # of the demo model
-PROMPT_TOKENS, PROMPTS = 12, 16
+PROMPTS = 16
 POLICY = "ewma"  # every box has its homes in memory: what else would be worth keeping costs each start seconds to learn
 # --- running ----------------------------------------------------------------------------------------------------
 
@@ -62,11 +63,12 @@ def common(store: Path, experts: int) -> dict[str, object]:
     }
 
 
-def references(folder: Path, store: Path) -> Answers:
-    """What one box says that has everything in memory; kept in `folder`."""
+def references(folder: Path, store: Path, prompt_tokens: int = 12) -> Answers:
+    """What one box says to prompts so long that has everything in memory; kept in `folder`."""
     rng = random.Random(0)
-    prompts = [tuple(rng.randrange(3, 4096) for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS)]
-    kept = folder / f"answers-{TOKENS}-{Manifest.load(store).digest[:12]}.json"
+    prompts = [tuple(rng.randrange(3, 4096) for _ in range(prompt_tokens)) for _ in range(PROMPTS)]
+    longer = f"-to-{prompt_tokens}" if prompt_tokens != 12 else ""
+    kept = folder / f"answers-{TOKENS}{longer}-{Manifest.load(store).digest[:12]}.json"
     if not kept.exists():
         with Bed(["alone"]) as bed, tempfile.TemporaryDirectory(dir=folder) as scratch:
             daemon = Daemon(bed["alone"], Path(scratch), common(store, EXPERTS))
@@ -96,10 +98,13 @@ def cluster(
     settings |= dict(kind.settings)
     if kind.spread:
         settings["cluster.route"] = "spread"
-    own = {node: {"model.path": path} for node, path in stores.items()}
+    own: dict[str, dict[str, object]] = {node: {"model.path": stores[node]} if stores else {} for node in NODES}
+    for node, role in ROLES.items() if kind.apart else ():
+        own[node]["cluster.role"] = role
+    spoils = {"a": "tools.testbed.spoiled_kv"} if kind.spoils_kv else {}
     with (
         Bed([*NODES, *kind.empty]) as bed,
-        Cluster(bed, folder / "cluster", settings, own, kind.empty, kind.state_bytes) as made,
+        Cluster(bed, folder / "cluster", settings, own, kind.empty, kind.state_bytes, spoils) as made,
     ):
         yield made
 
@@ -113,7 +118,7 @@ def commit() -> str:
 def run_row(name: str, disk: str, absent_s: float, trials: Sequence[int], log: Path, work: Path, ends: float) -> None:
     kind = ROWS[name]
     store = float32_demo(work)
-    answers = references(work, store)
+    answers = references(work, store, kind.prompt_tokens)
     known = {"commit": commit(), "disk": disk, "tokens": TOKENS, "absent_s": absent_s, "policy": POLICY}
     with (
         tempfile.TemporaryDirectory(dir=work, prefix=f"{name}-") as scratch,
@@ -154,7 +159,8 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
 def table(records: Sequence[Record]) -> Iterator[str]:
     yield (
         "| fault | trials | requests | in flight | complete | of them right | wrong tokens "
-        "| added latency p50 / p99 / max | new epoch p50 / max | obeyed stale, epochs back, frames let in, pins lost |"
+        "| added latency p50 / p99 / max | new epoch p50 / max "
+        "| obeyed stale, epochs back, frames let in, pins lost, blocks leaked |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for name in ROWS:
@@ -173,7 +179,8 @@ def table(records: Sequence[Record]) -> Iterator[str]:
         epochs = [row["new_epoch_s"] for row in deposed if row.get("new_epoch_s") is not None]
         new = f"{np.median(epochs):.2f} / {max(epochs):.2f} s" if epochs else ""
         stale = max(row.get("stale_obeyed", 0) for row in rows)  # each is of the whole log
-        stale += sum(row.get("regressions", 0) + row.get("let_in", 0) + row.get("pins_lost", 0) for row in rows)
+        ends = ("regressions", "let_in", "pins_lost", "leaked")
+        stale += int(sum(row.get(end, 0) for row in rows for end in ends))
         yield (
             f"| {name} | {len(rows)} | {len(asked)} | {in_flight} | {len(complete)} | {right} | {wrong} | {late} "
             f"| {new} | {stale} |"

@@ -26,6 +26,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     decode_to_engine,
 )
 from edgemoe.cluster.rpc.keys import Secret
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled
 from edgemoe.cluster.rpc.protocol import SPOKEN, Language
 from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.errors import WireError
@@ -155,7 +156,7 @@ class HostilePeer:
             case "Forward":
                 return [self._frame(rng.choice(list(TO_ENGINE.messages.values())))]
             case "Tokens":
-                return [self._frame(Emissions)]
+                return [self._frame(rng.choice((Emissions, LastChunk, PrefixPulled)))]
             case "Call":
                 return self._work(body)
             case "Hello" if rng.random() < 0.5:

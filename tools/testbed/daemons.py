@@ -43,8 +43,8 @@ class Answer:
 class Daemon:
     """One box's daemon. `start` it as often as it was killed."""
 
-    def __init__(self, box: Box, folder: Path, settings: Settings) -> None:
-        """`folder` is made; sockets, state and log lie in it."""
+    def __init__(self, box: Box, folder: Path, settings: Settings, module: str = "edgemoe") -> None:
+        """`folder` is made; sockets, state and log lie in it. `module` is what runs."""
         folder.mkdir(parents=True, exist_ok=True)
         self.box, self.folder = box, folder
         self.log = folder / "log"
@@ -53,7 +53,7 @@ class Daemon:
         words = [word for key, value in chosen.items() for word in ("--set", f"{key}={_word(value)}")]
         config = folder / "empty.toml"
         config.write_text("")
-        self._command = [sys.executable, "-m", "edgemoe", "serve", "--config", str(config), *words]
+        self._command = [sys.executable, "-m", module, "serve", "--config", str(config), *words]
         self._transport = httpx.HTTPTransport(uds=str(self._socket))
         self.http = httpx.Client(
             transport=self._transport, base_url="http://box", timeout=httpx.Timeout(120, connect=2)
@@ -174,11 +174,12 @@ class Cluster:
         own: Mapping[str, Settings] | None = None,
         empty: Sequence[str] = (),
         state_bytes: int = 0,
+        modules: Mapping[str, str] | None = None,
     ) -> None:
         """`settings` are for all, `own` for one box each; addresses, keys and state are filled in.
 
         Boxes that are `empty` are listed, without a vote, but no daemon is in them. With `state_bytes` the state of
-        each box lies on a file system of its own, which is that large.
+        each box lies on a file system of its own, which is that large. Boxes in `modules` run that one.
         """
         self.bed, self.folder = bed, folder
         self.settings, self.own = dict(settings), dict(own or {})
@@ -186,7 +187,11 @@ class Cluster:
         self._keys = {name: generate(self.key_file(name)).public.decode() for name in bed.boxes}
         self.empty, self._state_bytes = frozenset(empty), state_bytes
         homes = [box for box in bed.boxes.values() if box.name not in empty]
-        self.daemons = {box.name: Daemon(box, folder / box.name, self.settings_of(box)) for box in homes}
+        runs = modules or {}
+        self.daemons = {
+            box.name: Daemon(box, folder / box.name, self.settings_of(box), runs.get(box.name, "edgemoe"))
+            for box in homes
+        }
         self.list({})
 
     def list(self, instead: Mapping[str, str]) -> None:

@@ -1,0 +1,122 @@
+"""A front's hand-overs: one move each, tokens in order, nobody to blame, nothing left of what has ended."""
+
+from __future__ import annotations
+
+from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
+from edgemoe.front.request_log import RequestLog
+from edgemoe.front.routing.hand_over import MOST_ATTEMPTS, HandOvers
+from edgemoe.types.request import Emission, Request, Sampling
+
+PROMPT = tuple(range(40))
+REQUEST = Request(id="r", prompt=PROMPT, sampling=Sampling(max_tokens=50), seed=1)
+
+
+class Boxes:
+    """A box that prefills, and one that decodes while it is there."""
+
+    def __init__(self) -> None:
+        self.log = RequestLog(8, self.submit, lambda place, message: self.recalled.append((place, message)))
+        self.hand_overs = HandOvers(self.log, self)
+        self.target = "d:1"
+        self.submitted: list[tuple[str, Submit]] = []
+        self.pulls: list[tuple[str, PullPrefix]] = []
+        self.recalled: list[tuple[str, Cancel]] = []
+
+    def submit(self, message: Submit) -> str:
+        place = self.hand_overs.target_of(message, ["p:1", self.target]) or "p:1"
+        if place == "p:1":
+            message = self.hand_overs.expect(message, place, "p")
+        self.submitted.append((place, message))
+        return place
+
+    def decoder(self, other_than: str) -> str:
+        assert other_than == "p:1"
+        return self.target
+
+    def send_pull(self, place: str, message: PullPrefix) -> None:
+        self.pulls.append((place, message))
+
+    def recall(self, place: str, message: Cancel) -> None:
+        self.recalled.append((place, message))
+
+    def emit(self, attempt: int, *tokens: int, first: int = 0) -> None:
+        numbered = enumerate(tokens, start=first)
+        self.log.take([Emission(request="r", attempt=attempt, index=n, token=token) for n, token in numbered])
+
+
+def test_a_request_moves_with_its_tokens_once_the_other_box_has_its_blocks() -> None:
+    boxes = Boxes()
+    with boxes.log.open([REQUEST], 60.0):
+        assert boxes.submitted[0][1].hand_over
+        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+        ((place, pull),) = boxes.pulls
+        assert (place, pull.node, pull.prompt, pull.attempt) == ("d:1", "p", PROMPT, 1)
+        boxes.emit(1, 7, 8)
+        assert len(boxes.submitted) == 1, "it goes on where it is until all is there"
+        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=2))
+        place, moved = boxes.submitted[1]
+        assert (place, moved.emitted, moved.attempt, moved.hand_over) == ("d:1", (7, 8), 2, False)
+        assert boxes.recalled == [("p:1", Cancel(request="r", attempt=1))]
+        boxes.emit(1, 9, first=2)
+        boxes.emit(2, 9, first=2)
+        assert boxes.log.stale == 1
+        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=2))
+        assert len(boxes.submitted) == 2
+        assert (boxes.hand_overs.done, len(boxes.hand_overs)) == (1, 0)
+        boxes.log.check_integrity()
+
+
+def test_a_hand_over_that_fails_leaves_the_request_where_it_is() -> None:
+    boxes = Boxes()
+    with boxes.log.open([REQUEST], 60.0):
+        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=1, why="corrupt"))
+        assert boxes.log.place_of("r") == ("p:1", 1)
+        assert (len(boxes.submitted), len(boxes.hand_overs), boxes.recalled) == (1, 0, [])
+
+
+def test_without_a_box_that_decodes_nothing_moves() -> None:
+    boxes = Boxes()
+    boxes.target = ""
+    with boxes.log.open([REQUEST], 60.0):
+        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+        assert (boxes.pulls, len(boxes.hand_overs)) == ([], 0)
+
+
+def test_news_of_an_earlier_attempt_move_nothing() -> None:
+    """The box that prefilled died meanwhile, and the request is prefilled again."""
+    boxes = Boxes()
+    with boxes.log.open([REQUEST], 60.0):
+        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+        boxes.log.replay()
+        assert boxes.log.place_of("r") == ("p:1", 2)
+        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=2))
+        assert len(boxes.submitted) == 2
+        boxes.hand_overs.hear(LastChunk(request="r", attempt=2))
+        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=2, blocks=2))
+        assert boxes.submitted[-1][0] == "d:1"
+
+
+def test_hand_overs_are_no_fruitless_attempts_and_are_bounded() -> None:
+    boxes = Boxes()
+    with boxes.log.open([REQUEST], 60.0):
+        for attempt in range(1, 2 * MOST_ATTEMPTS, 2):
+            boxes.hand_overs.hear(LastChunk(request="r", attempt=attempt))
+            boxes.hand_overs.hear(PrefixPulled(request="r", attempt=attempt, blocks=2))
+            place, number = boxes.log.place_of("r")
+            if place == "d:1":
+                boxes.log.turned_away("r", number)  # by the box that decodes
+        assert boxes.log.place_of("r")[0] == "p:1"
+        assert boxes.log.blamed == 0
+        assert not boxes.submitted[-1][1].hand_over
+        assert boxes.hand_overs.done <= MOST_ATTEMPTS
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    boxes = Boxes()
+    with boxes.log.open([REQUEST], 60.0):
+        assert len(boxes.hand_overs) == 1
+    boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+    boxes.hand_overs.purge()
+    assert (boxes.pulls, len(boxes.hand_overs)) == ([], 0)

@@ -1,0 +1,77 @@
+"""Faults where boxes prefill and decode apart: box a prefills what all are asked, b and c decode it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from edgemoe.telemetry import metrics as names
+from tools.bench.fault_trial import Record, Trial
+from tools.testbed.daemons import Daemon
+
+ROLES = {"a": "prefill", "b": "decode", "c": "decode"}
+PROMPT_TOKENS = 400  # 24 whole blocks that can be fetched
+SETTINGS: tuple[tuple[str, object], ...] = (("engine.prefix_cache", True),)
+LINK_MBITS = 10  # of the box that prefills, so that a transfer takes a while
+BEGIN_S = 15.0  # within which a hand-over begins
+CLEAN_S = 60.0  # after which nothing may be held
+
+
+def prefill_kill(trial: Trial) -> Record:
+    """kill -9 of the box that prefills, while blocks travel."""
+    hit = trial.cluster["a"]
+    hit.box.rate(LINK_MBITS)
+    return _hit(trial, hit, names.KV_PULLED, hit.kill)
+
+
+def decode_kill(trial: Trial) -> Record:
+    """kill -9 of a box that decodes, while it does."""
+    hit = trial.cluster[trial.rng.choice("bc")]
+    return _hit(trial, hit, names.HANDED_OVER, hit.kill)
+
+
+def kv_corrupt(trial: Trial) -> Record:
+    """Some of the blocks that box a hands out are damaged."""
+    return _hit(trial, None, names.KV_PULLED, lambda: None)
+
+
+def _hit(trial: Trial, hit: Daemon | None, sign: str, fault: Callable[[], None]) -> Record:
+    """Requests at all boxes but the one that is hit; `fault` comes once the figure `sign` has risen somewhere."""
+    fronts = [daemon for daemon in trial.cluster if daemon is not hit]
+    trial.whole_s = trial.whole_s or 1.0  # asked undisturbed first, prompts would be where they are to go
+    before, seen = _sums(trial, sign), [0.0]
+
+    def come() -> None:
+        ends = time.monotonic() + BEGIN_S
+        while time.monotonic() < ends and not seen[0]:
+            seen[0] = _sums(trial, sign) - before
+        time.sleep(trial.rng.uniform(0.0, 0.5))
+        trial.mark()
+        fault()
+
+    failed = _sums(trial, names.KV_PULL_FAILURES)
+    found = trial.requests([*fronts, *fronts], come, waits=False)
+    refused = _sums(trial, names.KV_PULL_FAILURES) - failed
+    trial.cluster.bed.mend()
+    if hit is not None:
+        trial.again(hit)
+    return {
+        "hit": hit.box.name if hit is not None else "a",
+        "requests": found,
+        "begun": seen[0],
+        "failed_pulls": refused,
+        "leaked": _leaked(trial),
+    }
+
+
+def _sums(trial: Trial, family: str) -> float:
+    """Of all boxes that live."""
+    return sum(names.select(daemon.metrics(), family) for daemon in trial.cluster if daemon.alive)
+
+
+def _leaked(trial: Trial) -> float:
+    """Blocks that are held although nothing runs, after CLEAN_S at the latest."""
+    ends = time.monotonic() + CLEAN_S
+    while (held := _sums(trial, names.KV_BLOCKS_REFERENCED)) and time.monotonic() < ends:
+        time.sleep(0.2)
+    return held
