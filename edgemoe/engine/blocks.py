@@ -28,7 +28,7 @@ from edgemoe.engine.state_slots import StateSlots
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS
 
-_pack = struct.Struct(f"<{BLOCK_TOKENS}i").pack
+_pack = struct.Struct(f"<{BLOCK_TOKENS}I").pack
 
 
 class BlockManager:

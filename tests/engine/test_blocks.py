@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from edgemoe.engine.blocks import BlockManager
+from edgemoe.engine.blocks import BlockManager, extend_keys
 from edgemoe.engine.kv_swap import KVSwap
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.types.request import Request, Sampling
@@ -142,6 +142,12 @@ def computed(blocks: BlockManager, tokens: list[int]) -> Sequence:
     blocks.open(seq)
     blocks.advance(seq, seq.uncomputed)
     return seq
+
+
+def test_keys_are_made_of_every_token_that_a_message_may_name() -> None:
+    keys: list[bytes] = []
+    extend_keys(keys, [1 << 31] * BLOCK_TOKENS, 1)
+    assert len(keys) == 1
 
 
 def test_a_prompt_seen_before_costs_only_what_follows_its_full_blocks() -> None:

@@ -21,7 +21,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 K = TypeVar("K", int, bytes)
 TAKEN_S = 3.0  # for which an offer is named that has reached the engine
 OUTPUT_RESERVE = 0.25  # of expected output, kept free in KV by engines
-MAX_UNSAID = 8 * MAX_PREFIX_KEYS  # keys that the leader has not been told of; of more, the oldest are not told
+MAX_PREFIXES = 8 * MAX_PREFIX_KEYS  # keys that are remembered; of more, the longest unused go
 
 
 class HeldRequest(NamedTuple):
@@ -52,18 +52,20 @@ class EngineMeter:
         """`facts` returns None while no engine takes requests; `held` what it has."""
         self._keys, self._facts, self._held = keys, facts, held
         self._taken: deque[tuple[float, tuple[str, int]]] = deque(maxlen=MAX_TAKEN)
-        self._users: OrderedDict[int, None] = OrderedDict()
+        self._users: OrderedDict[int, None] = OrderedDict()  # known, the latest last
         self._prefixes: OrderedDict[bytes, None] = OrderedDict()
+        self._untold_users: OrderedDict[int, None] = OrderedDict()
+        self._untold_prefixes: OrderedDict[bytes, None] = OrderedDict()
 
     def note(self, message: Submit, offer: tuple[str, int] | None = None) -> None:
         """Takes note of a request that goes to our engine, by that offer of a front."""
         if offer is not None:
             self._taken.append((time.monotonic(), offer))
         if user := self._keys.user(message.request.user):
-            _note(self._users, user, MAX_USERS)
+            _note(self._users, self._untold_users, user, MAX_USERS)
         prefix = self._keys.prefix(message.request.prompt)
         for at in range(0, len(prefix), KEY_BYTES):
-            _note(self._prefixes, prefix[at : at + KEY_BYTES], MAX_UNSAID)
+            _note(self._prefixes, self._untold_prefixes, prefix[at : at + KEY_BYTES], MAX_PREFIXES)
 
     def use(self) -> EngineUse:
         """Returns what the engine has to do. Users and prefixes are added by `news`."""
@@ -103,21 +105,29 @@ class EngineMeter:
 
     def news(self) -> tuple[tuple[int, ...], bytes]:
         """Returns users and prefixes that have not been told yet, as many as fit, and counts them as told."""
-        prefixes = [self._prefixes.popitem(last=False)[0] for _ in range(min(len(self._prefixes), MAX_PREFIX_KEYS))]
-        users, self._users = tuple(self._users), OrderedDict()
+        untold = self._untold_prefixes
+        prefixes = [untold.popitem(last=False)[0] for _ in range(min(len(untold), MAX_PREFIX_KEYS))]
+        users, self._untold_users = tuple(self._untold_users), OrderedDict()
         return users, b"".join(prefixes)
+
+    def retell(self) -> None:
+        """Counts all that is known as not told yet: there is another leader."""
+        self._untold_users, self._untold_prefixes = self._users.copy(), self._prefixes.copy()
 
     def forget(self) -> None:
         """Forgets users and prefixes: they were hashed with another secret, or an engine had them that is gone."""
-        self._users.clear()
-        self._prefixes.clear()
+        for known in (self._users, self._untold_users, self._prefixes, self._untold_prefixes):
+            known.clear()
 
 
-def _note(known: OrderedDict[K, None], key: K, most: int) -> None:
+def _note(known: OrderedDict[K, None], untold: OrderedDict[K, None], key: K, most: int) -> None:
+    if key not in known:
+        untold[key] = None
     known[key] = None
     known.move_to_end(key)
     if len(known) > most:
-        known.popitem(last=False)
+        oldest, _ = known.popitem(last=False)
+        untold.pop(oldest, None)
 
 
 def _blocks(one: HeldRequest) -> int:

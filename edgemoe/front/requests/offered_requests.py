@@ -229,6 +229,8 @@ class OfferedRequests:
         marks = leader, use.engine, use.running, use.waiting, use.prefill_tokens
         if marks == self._told[0] and now - self._told[1] < REPEAT_S:
             return
+        if self._told[0][:1] != marks[:1]:
+            self._meter.retell()
         self._told = marks, now
         users, prefixes = self._meter.news()
         news = replace(use, users=users, prefixes=prefixes)

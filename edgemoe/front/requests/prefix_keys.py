@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, PREFIX_TOKENS, SECRET_BYTES
 
-_pack = struct.Struct(f"<{PREFIX_TOKENS}i").pack
+_pack = struct.Struct(f"<{PREFIX_TOKENS}I").pack
 KEY_BYTES = 8
 
 

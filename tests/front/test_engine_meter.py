@@ -1,0 +1,74 @@
+"""What a front says of its engine's work, by what it has handed to it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, PREFIX_TOKENS
+from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.front.requests.engine_use import EngineFacts, EngineMeter, HeldRequest
+from edgemoe.front.requests.prefix_keys import PrefixKeys
+from edgemoe.telemetry import metrics as names
+from edgemoe.types.request import Request, Sampling
+from edgemoe.types.step import BLOCK_TOKENS
+
+
+def request(tokens: int, user: str = "", first: int = 0) -> Request:
+    prompt = tuple(range(first, first + tokens))
+    return Request(id="r", prompt=prompt, sampling=Sampling(max_tokens=100), seed=1, user=user)
+
+
+class Engine:
+    def __init__(self, slots: int = 2, blocks: int = 100) -> None:
+        self.held: list[HeldRequest] = []
+        self.stats: dict[str, float] = {}
+        self.keys = PrefixKeys()
+        facts = EngineFacts("boot", slots, 10, blocks * BLOCK_TOKENS, self.stats, 64.0)
+        self.meter = EngineMeter(self.keys, lambda: facts, lambda: self.held)
+
+
+def test_a_request_starts_at_once_where_a_slot_and_blocks_are_free_and_no_prompt_waits() -> None:
+    engine = Engine()
+    assert engine.meter.starts_at_once(request(10_000))  # alone, whatever fits at all
+    engine.held = [HeldRequest(40 * BLOCK_TOKENS, 0, 100)]
+    assert not engine.meter.starts_at_once(request(1))  # a prompt waits
+    engine.held = [HeldRequest(40 * BLOCK_TOKENS, 1, 100)]
+    assert engine.meter.starts_at_once(request(10))
+    assert not engine.meter.starts_at_once(request(60 * BLOCK_TOKENS))  # more than there are blocks
+    engine.held *= 2
+    assert not engine.meter.starts_at_once(request(10))  # no slot
+
+
+def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> None:
+    engine = Engine()
+    engine.held = [HeldRequest(50 * BLOCK_TOKENS, 1, 100)] * 2
+    assert engine.meter.use().free_blocks == 0
+    engine.stats[names.KV_BLOCKS_REFERENCED] = 52.0
+    assert engine.meter.use().free_blocks == 48
+
+
+def test_users_and_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_another_leader() -> None:
+    engine = Engine()
+    for n in range(2 * MAX_TAKEN):
+        engine.meter.note(Submit(request=request(3 * PREFIX_TOKENS, f"user {n}", n)), ("a", n))
+    said = [engine.meter.news() for _ in range(4)]
+    assert [len(users) for users, _ in said] == [MAX_USERS, 0, 0, 0]
+    assert [len(keys) // 8 for _, keys in said] == [MAX_PREFIX_KEYS] * 3 + [0]
+    use = msgspec.structs.replace(engine.meter.use(), users=said[0][0], prefixes=said[0][1])
+    assert CONTROL.read(msgspec.msgpack.encode(use)) == use
+    engine.meter.retell()
+    assert engine.meter.news() == said[0]
+
+
+def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the_secret() -> None:
+    keys, others = PrefixKeys(), PrefixKeys()
+    long, short = keys.prefix(range(200)), keys.prefix(range(PREFIX_TOKENS))
+    assert long[:8] == short
+    assert len(long) == 8 * (200 // PREFIX_TOKENS)
+    assert keys.prefix((9, *range(1, 200)))[8:16] != long[8:16]  # each covers all before it
+    assert others.prefix(range(200)) != long
+    assert keys.user("uid:1000") != others.user("uid:1000")
+    assert keys.user("") == 0
+    assert len(keys.prefix([1 << 31] * PREFIX_TOKENS)) == 8  # the largest that a message may name
+    others.secret = keys.secret
+    assert others.prefix(range(200)) == long
