@@ -73,7 +73,11 @@ class Tab:
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def go(self, address: str) -> None:
+        """Opens an address, and waits until its scripts have run."""
         await self.call("Page.navigate", url=address)
+        await self.until(
+            f"location.href.startsWith({address.partition('#')[0]!r}) && document.readyState === 'complete'"
+        )
 
     async def run(self, script: str) -> Any:
         """Returns the value of an expression, which may be a promise."""

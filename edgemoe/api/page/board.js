@@ -43,7 +43,7 @@ export function showFigures(figures) {
 
 function prompts(figures) {
   const prompt = figures.rate('edgemoe_step_tokens_total{phase="prefill"}', 3);
-  return prompt >= 0.5 ? `and ${short(prompt)} of prompts` : "answered";
+  return prompt >= 0.5 ? `${short(prompt)} of prompts` : "answered";
 }
 
 function within(figures, family) {
@@ -149,7 +149,8 @@ class BoxGrid {
     const top = element("div", "top");
     top.append(element("span", "title", box ? `Experts on ${box}` : "Experts"), this.legend);
     this.node.append(top, canvas, this.axis);
-    $("grids").append(this.node);
+    this.node.dataset.box = box;
+    $("grids").insertBefore(this.node, [...$("grids").children].find((one) => one.dataset.box > box) ?? null);
     canvas.addEventListener("pointermove", (event) => this.tell(event));
     canvas.addEventListener("pointerdown", (event) => this.tell(event));
     canvas.addEventListener("pointerleave", () => ($("tip").hidden = true));
@@ -162,7 +163,7 @@ class BoxGrid {
     const shown = Object.entries(parts).filter(([name, [, count]]) => count || name === "ram");
     this.legend.replaceChildren(...shown.map(([name, [label, count]]) => span(swatch(name), `${short(count)} ${label}`)));
     this.axis.replaceChildren(
-      element("span", "", `${layers} layers down, ${experts} experts across; brighter is used more`),
+      element("span", "", `${layers} layers down, ${experts} experts across; brighter is used more, green has just come up`),
     );
     this.draw();
   }
@@ -230,9 +231,8 @@ export function showCluster(cluster) {
     plan?.on_disk_only ? `${short(plan.on_disk_only)} experts only on disks` : "",
     cluster.trouble ? `no new plan: ${cluster.trouble}` : "",
   ];
-  const scroll = element("div", "scroll");
-  scroll.append(table(["Box", "At home", "Moving", "Requests", "Round trip", "Link"], rows));
-  $("boxes").replaceChildren(scroll, element("p", "below", `${said.filter(Boolean).join("; ")}.`));
+  const shown = table(["Box", "At home", "Moving", "Requests", "Round trip", "Link"], rows);
+  $("boxes").replaceChildren(shown, element("p", "below", `${said.filter(Boolean).join("; ")}.`));
 }
 
 function tags(member, cluster) {
@@ -260,7 +260,9 @@ function table(heads, rows) {
     body.append(line);
   }
   node.append(top, body);
-  return node;
+  const scroll = element("div", "scroll");
+  scroll.append(node);
+  return scroll;
 }
 
 function bar(share, kind) {
