@@ -84,6 +84,7 @@ AGED: dict[str, Variant] = {
     for name, variant in (("least requests", ALL["least requests"]), ("Gimbal", ALL["Gimbal"]), ("pull", AHEAD))
     for how in ("exact", "corrected", "reports")
 }
+PARTS = {name: ALL[name] for name in (BASE, "SJF, 5 s", "algorithm 1", "Gimbal", "least requests", "pull")}
 FEW = {name: ALL[name] for name in (BASE, "Gimbal", "join shortest queue", "least requests", "pull")}
 
 
@@ -146,9 +147,10 @@ def of_lengths(trace: Trace, shape: EngineShape, seeds: int) -> Iterator[tuple[s
         for distribution in DISTRIBUTIONS:
             setting = Setting(ENGINES, sized, lengths(trace, distribution))
             full = saturation(setting, SATURATING)
+            variants = ALL if distribution == "random" else PARTS
             for share in RATES:
                 where = f"{kv} KV, {share:.0%} of {full:.1f} requests/s"
-                yield f"lengths {distribution}, {where}", compared(setting, ALL, share * full, seeds)
+                yield f"lengths {distribution}, {where}", compared(setting, variants, share * full, seeds)
                 if distribution == "random" and share > RATES[0]:
                     yield f"age, {where}", compared(setting, {BASE: ALL[BASE]} | AGED, share * full, seeds)
 

@@ -1,0 +1,124 @@
+"""Experts of every layer on a few devices, by load and by which follow which, on real routing of DeepSeek-V2-Lite.
+
+    python -m tools.bench.replacement DATA --devices 2,4 --json
+
+Every policy sees a task's first half and is scored on the second: `cut` is the share of (expert, next layer's expert)
+pairs of a token that lie on two devices, `fullest` the load of a layer's fullest device beside an even share. `offline`
+knows the other tasks only. `moved` is the share of experts that move when the first half's placement is relocated by
+the second's counts, `moved_dear` where a move has to pay for itself. `oracle` is the gap to the optimum (a
+mixed-integer program) on a few layers and the experts most chosen there. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgemoe.policy.replacement.oracle import optimum
+from edgemoe.policy.replacement.relocate import anchored, published, relocate
+from edgemoe.policy.replacement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads
+from edgemoe.types.arrays import IntArray
+from tools.simulate.workload import EXPERTS, TASKS, Task, tasks_of
+
+PAIRS = 32  # on the anchor, of the published form: the strongest
+SHARE = 0.5  # of the anchor's room, where the search begins
+PRICES = (1.0, 4.0, 16.0)  # of uneven load, in traffic
+SMALL_LAYERS, SMALL_EXPERTS = 3, 6
+
+
+def counts(routes: tuple[Any, ...]) -> ExpertTraffic:
+    """Counts sequences one after the other; the later weigh more."""
+    every = TrafficCounts(routes[0].shape[1], EXPERTS, decay=0.99)
+    for sequence in routes:
+        every.observe(sequence)
+    return every.traffic()
+
+
+def scored(home: IntArray, traffic: ExpertTraffic, devices: int) -> dict[str, float]:
+    each = loads(home, traffic.chosen, devices)
+    return {
+        "cut": round(cut(home, traffic) / float(traffic.passed.sum()), 4),
+        "fullest": round(float((each.max(axis=1) / each.mean(axis=1)).mean()), 4),
+    }
+
+
+def placements(seen: ExpertTraffic, others: ExpertTraffic, devices: int) -> dict[str, IntArray]:
+    """Every policy's placement by what it knows."""
+    start = anchored(seen, devices, 0, SHARE)
+    answer = {
+        "by number": np.tile(np.arange(EXPERTS) * devices // EXPERTS, (len(seen.chosen), 1)),
+        "by load": anchored(seen, devices, 0, 0.0),
+        "published": published(seen, devices, 0, PAIRS),
+        "anchored": start,
+    }
+    for price in PRICES:
+        weights = RelocationPrices(uneven=price)
+        answer[f"relocated, load at {price:g}"] = relocate(start, seen, devices, weights)
+        if price == PRICES[1]:
+            offline = relocate(anchored(others, devices, 0, SHARE), others, devices, weights)
+            answer[f"offline, load at {price:g}"] = offline
+    return answer
+
+
+def gaps(traffic: ExpertTraffic, devices: int, price: float) -> dict[str, Any]:
+    """The exchanges' and the literal form's costs beside the optimum's, on a cut-out."""
+    layers = slice(0, SMALL_LAYERS)
+    best = np.sort(np.argsort(-traffic.chosen[layers].sum(axis=0))[:SMALL_EXPERTS])
+    small = ExpertTraffic(traffic.chosen[layers][:, best], traffic.passed[: SMALL_LAYERS - 1][:, best][:, :, best])
+    weights = RelocationPrices(uneven=price)
+    free = optimum(small, devices, weights, limit_s=40.0)
+    columns = optimum(small, devices, weights, per_layer=False, limit_s=40.0)
+    assert free is not None
+    assert columns is not None
+    least = cost(free.home, small, devices, weights)
+    ours = relocate(anchored(small, devices, 0, SHARE), small, devices, weights)
+    found = {"relocated": ours, "published": published(small, devices, 0, 2), "best columns": columns.home}
+    each = {name: round(100 * (cost(home, small, devices, weights) / least - 1), 1) for name, home in found.items()}
+    return {"proved": free.proved and columns.proved} | each
+
+
+def study(tasks: list[Task], devices: int) -> dict[str, Any]:
+    """Means over the tasks."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    small = []
+    for n in range(len(TASKS)):
+        seen, unseen = counts(tasks[n].seen), counts(tasks[n].unseen)
+        others = counts(tuple(each for m, task in enumerate(tasks) if m != n for each in task.seen))
+        for name, home in placements(seen, others, devices).items():
+            rows.setdefault(name, []).append(scored(home, unseen, devices))
+            if name.startswith("relocated"):
+                weights = RelocationPrices(uneven=float(name.split()[-1]))
+                again = relocate(home, unseen, devices, weights)
+                dear = relocate(home, unseen, devices, weights, move_cost=0.01 * float(unseen.chosen.mean()) * 6)
+                rows[name][-1] |= {"moved": float((again != home).mean()), "moved_dear": float((dear != home).mean())}
+        small.append(gaps(seen, devices, PRICES[1]))
+    means = {
+        name: {key: round(float(np.mean([row[key] for row in each])), 4) for key in each[0]}
+        for name, each in rows.items()
+    }
+    return {"placements": means, "oracle": small}
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("data", type=Path)
+    p.add_argument("--devices", type=lambda text: [int(each) for each in text.split(",")], default=[2, 4])
+    p.add_argument("--json", action="store_true", help="only the JSON line")
+    args = p.parse_args(argv)
+    tasks = tasks_of(args.data)
+    found = {str(devices): study(tasks, devices) for devices in args.devices}
+    if not args.json:
+        for devices, one in found.items():
+            for name, row in one["placements"].items():
+                print(f"{devices} devices, {name}: {row}")
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
