@@ -3,8 +3,8 @@
     python -m tools.bench.plan_accuracy --work /tmp/plan [--json rows.json]
 
 For each configuration of size, encoding and memory: the store is packed, the plan asked with the settings that serve,
-the daemon started and measured by `edgemoe bench`'s requests, and the plan asked again; the mean of both plans counts.
-Served is the least of the rounds, as a plan is of the least times: on a busy machine both leave out what others took.
+and the daemon started and measured by the requests of `edgemoe bench`. Served is the least of the rounds, as a plan is
+of the least times: on a busy machine both leave out most of what others took.
 Random weights choose experts evenly, so that plans are asked with `--routing even`.
 """
 
@@ -26,7 +26,7 @@ from edgemoe.cli.bench import measure
 from edgemoe.cli.client import Client
 from edgemoe.errors import EdgemoeError
 
-PROMPT, TOKENS, ROUNDS = 128, 32, 4
+PROMPT, TOKENS, ROUNDS = 128, 32, 6
 DEMO = Path(__file__).parents[2] / "edgemoe/demo/model"
 EMULATED = ("device.0.kind=emulated", "device.0.link_bytes_per_s=1GB/s")
 
@@ -108,11 +108,10 @@ def served(case: Case, store: Path, work: Path) -> dict[str, float]:
 
 def compare(case: Case, work: Path) -> dict[str, Any]:
     store = store_of(case, work)
-    before, seen, after = planned(case, store, work), served(case, store, work), planned(case, store, work)
+    plan, seen = planned(case, store, work), served(case, store, work)
     row: dict[str, Any] = {"case": case.name, "load": os.getloadavg()[0]}
     for key, value in seen.items():
-        foretold = (before[key] + after[key]) / 2
-        row |= {f"{key}_plan": foretold, f"{key}_served": value, f"{key}_error": foretold / value - 1}
+        row |= {f"{key}_plan": plan[key], f"{key}_served": value, f"{key}_error": plan[key] / value - 1}
     return row
 
 
