@@ -116,8 +116,9 @@ async def test_a_large_model_is_drawn_in_time(
     tab: Tab, page: str, layers: int, experts: int, size: tuple[int, int, float]
 ) -> None:
     await tab.shape(size)
+    await tab.go(page)
     script = f"""(async () => {{
-      const {{ showBox, drawTimes, keepBoxes }} = await import("/page/board.js");
+      const {{ showBox, keepBoxes }} = await import("/page/board.js");
       document.getElementById("to-board").click();
       const times = [];
       for (let round = 0; round < 20; round++) {{
@@ -127,13 +128,13 @@ async def test_a_large_model_is_drawn_in_time(
         showBox({{ box: "large", layers: {layers}, experts: {experts}, cells: btoa(cells.join("")) }});
         times.push(performance.now() - began);
       }}
-      const drawn = drawTimes().at(-1);
       keepBoxes([""]);
-      return [Math.min(...times), drawn];
+      times.sort((a, b) => a - b);
+      return [times[0], times[10]];
     }})()"""
-    whole_ms, drawn_ms = await tab.run(script)
-    print(f"{layers} x {experts} at {size}: {whole_ms:.1f} ms in all, {drawn_ms:.1f} ms to draw")
-    assert 0 < whole_ms < DRAWN_MS
+    best_ms, median_ms = await tab.run(script)
+    print(f"{layers} x {experts} at {size}: {best_ms:.1f} ms at best, {median_ms:.1f} ms at the median")
+    assert 0 < median_ms < DRAWN_MS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
