@@ -134,8 +134,10 @@ class Pulls:
     async def _work(self) -> None:
         while True:
             message, ends = await self._waiting.get()
-            keys, why = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens]), ""
+            keys: Sequence[bytes] = ()
+            why = ""
             try:
+                keys = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens])
                 await self._fetcher.fetch(message.node, keys, max(0.0, ends - self._clock()))
             except HandOverFailed as failure:
                 why = failure.reason

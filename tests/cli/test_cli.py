@@ -127,7 +127,10 @@ def test_config_tells_one_value_to_a_script(tmp_path: Path, capsys: pytest.Captu
     assert "did you mean 'api.socket'?" in capsys.readouterr().err
 
 
-def test_service_says_what_it_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_service_says_what_it_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgemoe.cli.systemd_units._PRIVATE_TO_UNIT", ())  # wherever this tree lies
     assert exit_code("service", "install", "--dry-run", "--root", str(tmp_path)) == 0
     said = capsys.readouterr().out
     assert "would write" in said

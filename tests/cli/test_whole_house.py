@@ -191,7 +191,7 @@ def test_by_tcp_a_key_is_needed_that_was_made_at_the_first_start(env: dict[str, 
     url = f"http://127.0.0.1:{env['PORT']}"
     ready = said[said.index(" is ready at ") :].splitlines()
     assert f" is ready at {url}/v1 (`edgemoe key show`" in ready[0]
-    assert ready[1] == "Next, in another terminal: edgemoe chat"
+    assert ready[1] == f"Next, in another terminal: edgemoe chat; in a browser: {url}/"
     key = run(env, "edgemoe", "key", "show").strip()
     (file,) = Path(env["HOME"]).rglob("api-keys")
     assert file.stat().st_mode & 0o777 == 0o600

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,7 @@ async def test_what_is_not_there_any_more_or_has_no_room_is_told(monkeypatch: py
     monkeypatch.setattr(kv_fetch, "STALLED_S", 0.2)
     monkeypatch.setattr(kv_fetch, "WAIT_S", 0.1)
     async with pair(blocks=3) as (p, d):
+        d.drive.engine.limits = replace(d.drive.engine.limits, context_tokens=LENGTH)  # more than its blocks hold
         assert (await d.pull("p")).why == "missing"
         await p.say([])
         pulled = await d.pull("p")
