@@ -18,13 +18,13 @@ from support.waiting import until
 from edgemoe.store.packer import ensure_store
 from edgemoe.telemetry import metrics as names
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 ROLES = {"p": "prefill", "d": "decode"}
 PROMPTS = ["a longer prompt of several words " * 5, "number two says something else " * 4, "x"]
 TOKENS = 200
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_moe"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With states beside keys and values, and without."""
     return talking_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / "hf")

@@ -30,7 +30,10 @@ class Served(NamedTuple):
     oracle: Oracle
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["gpt_oss", "gemma4_text", "deepseek_v3"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma4_text", "deepseek_v3")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["gpt_oss", *SLOW])
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
     """Two boxes that have a plan; a's disk lacks half of the experts."""
     folder = tmp_path_factory.mktemp("x")

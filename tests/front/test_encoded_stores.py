@@ -53,7 +53,9 @@ async def served(front: Front) -> list[str]:
         return list(await asyncio.gather(*map(one, PROMPTS)))
 
 
-@pytest.mark.parametrize(("experts", "share"), [("int8", 1.0), ("int4", 1.0), ("int4", 0.05)])
+@pytest.mark.parametrize(
+    ("experts", "share"), [("int8", 1.0), pytest.param("int4", 1.0, marks=pytest.mark.slow), ("int4", 0.05)]
+)
 async def test_the_door_says_what_the_dequantised_weights_say(tmp_path: Path, experts: str, share: float) -> None:
     plain = in_float32(model_path(), tmp_path / "plain")
     expected = greedy(dequantised(plain, tmp_path / "oracle", experts, "int8"))

@@ -46,7 +46,10 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return found
 
 
-@pytest.mark.parametrize("slots", [TOTAL, 2], ids=["everything resident", "two experts resident"])
+@pytest.mark.parametrize(
+    "slots",
+    [pytest.param(TOTAL, marks=pytest.mark.slow, id="everything resident"), pytest.param(2, id="two experts resident")],
+)
 def test_a_store_in_4_and_8_bits_generates_what_its_dequantised_weights_do(
     store: Path, expected: list[list[int]], tmp_path: Path, slots: int
 ) -> None:
