@@ -198,8 +198,7 @@ class Router:
 
     async def _forward(self, place: str, node: str, message: Submit, offer: int) -> None:
         try:
-            asked = Forward(self._plane.state.model, offer)
-            await self._plane.channel.ask(node, asked, [encode(message)], timeout_s=ASK_S)
+            await self._send(node, message, offer)
         except EdgemoeError as error:
             log.info("a request was turned away", extra={"peer": node, "why": str(error)})
             self._avoid[place] = time.monotonic() + AVOID_S
@@ -226,9 +225,14 @@ class Router:
         for name, attempt in lost:
             self._requests.turned_away(name, attempt)
 
+    async def _send(self, node: str, message: ToEngine, offer: int = 0) -> None:
+        """Hands a message to another box's engine, by way of its front. Raises EdgemoeError where it is not taken."""
+        asked = Forward(self._plane.state.model, offer)
+        await self._plane.channel.ask(node, asked, [encode(message)], timeout_s=ASK_S)
+
     async def _pull(self, place: str, node: str, message: PullPrefix) -> None:
         try:
-            await self._plane.channel.ask(node, Forward(self._plane.state.model), [encode(message)], timeout_s=ASK_S)
+            await self._send(node, message)
         except EdgemoeError as error:
             log.info("a hand-over was turned away", extra={"peer": node, "why": str(error)})
             self._avoid[place] = time.monotonic() + AVOID_S
@@ -236,6 +240,6 @@ class Router:
 
     async def _recall(self, node: str, message: Cancel) -> None:
         try:
-            await self._plane.channel.ask(node, Forward(self._plane.state.model), [encode(message)], timeout_s=ASK_S)
+            await self._send(node, message)
         except EdgemoeError as error:
             log.debug("a request was not recalled", extra={"peer": node, "why": str(error)})

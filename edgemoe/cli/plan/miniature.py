@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from edgemoe.cli.plan.subject import dense_encoding
 from edgemoe.encodings.codec import pack
+from edgemoe.errors import StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.families.config import spec_from_config
@@ -36,6 +37,7 @@ from edgemoe.types.step import BLOCK_TOKENS, Batch
 STREAM = fields("address", "sums")
 STREAM_WORDS = 1 << 15
 STD = 0.02
+FILL_S = 120.0  # for random experts to be in RAM
 
 
 @chunk
@@ -80,7 +82,7 @@ class RandomStore:
 
 
 def resident_tiers(spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None = None) -> ExpertTiers:
-    """Returns tiers whose RAM holds every expert, filled."""
+    """Returns tiers whose RAM holds every expert, filled. Raises StoreError where that does not happen."""
     geometry = spec.geometry
     policy = policy or LRU(geometry.layers, geometry.experts)
     policies: Mapping[Tier, LivePolicy] = {Tier.RAM: policy, Tier.VRAM: policy}
@@ -88,8 +90,10 @@ def resident_tiers(spec: ModelSpec, kernels: Kernels, policy: LivePolicy | None 
     tiers = ExpertTiers(geometry, RandomStore(spec), memory, policies, kernels, fetching=Fetching(prefetch=False))
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_until_complete, args=(tiers.run(),), daemon=True).start()
-    every = np.arange(geometry.experts)
+    every, end_s = np.arange(geometry.experts), time.monotonic() + FILL_S
     while not all(tiers.residency.all_on_top(layer, every) for layer in range(geometry.layers)):
+        if time.monotonic() > end_s:
+            raise StoreError(f"{geometry.all_bytes} bytes of random experts were not in RAM after {FILL_S:g} s")
         time.sleep(0.05)
     return tiers
 

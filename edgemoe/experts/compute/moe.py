@@ -71,6 +71,7 @@ class TieredExperts:
         self._fetching = fetching
         self._step: Observations | None = None
         self.places: ExpertTable | None = None
+        self._has_all = False  # nothing can be missing any more
         self._next_layer = 0  # whose experts are computed next
         self.remote: PeerExperts | None = None  # the boxes that help, if any
 
@@ -80,8 +81,8 @@ class TieredExperts:
         Returns the array of what the gates choose, [L, T, k], which is filled layer by layer, over -1. Ends looking
         ahead once nothing can be missing any more.
         """
-        if self.places is None and not self._fetching.keep_hints and self.residency.has_all:
-            self.lookahead = 0
+        if not self._has_all and not self._fetching.keep_hints and self.residency.has_all:
+            self._has_all, self.lookahead = True, 0
             if len(self._computes) == 1:
                 self.places = self._computes[0].places(self.residency.tops[0].where)
         self._step = Observations(meta, self.geometry, self.loader.clock)

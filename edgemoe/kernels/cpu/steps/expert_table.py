@@ -29,7 +29,8 @@ class ExpertTable:
 
     def __init__(self, kernels: Kernels, layers: Sequence[LayerPlaces], where: IntArray) -> None:
         """`where` [L, E] is the slot of each expert; it is read at each step, and stays as long as this."""
-        self._kernels, self._layouts, self._where = kernels, [layer.layout for layer in layers], where
+        self._kernels, self._where = kernels, where
+        self._shapes = {(layer.layout.hidden, layer.layout.width) for layer in layers}
         self._jobs, self._places = np.zeros(len(layers), EXPERTS), np.zeros(len(layers), PLACES)
         for number, layer in enumerate(layers):
             self._fill(self._jobs[number : number + 1], self._places[number : number + 1], number, layer)
@@ -45,7 +46,7 @@ class ExpertTable:
 
     def address(self, tokens: int, pairs: int) -> int:
         """Returns the address of the PLACES records [L], for a step of so many tokens and calls of experts."""
-        sizes = [scratch_floats(each.hidden, each.width, tokens, pairs, pairs) for each in set(self._layouts)]
+        sizes = [scratch_floats(*shape, tokens, pairs, pairs) for shape in self._shapes]
         for name in sizes[0]:
             self._jobs[name] = self._kernels.scratch(f"table.{name}", max(size[name] for size in sizes))
         return int(self._places.ctypes.data)
