@@ -5,6 +5,7 @@
     |-- CheckpointError         a Hugging Face checkpoint that cannot be packed or loaded
     |   |-- UnsupportedModel    an architecture, or a variant of one, that the decoder does not have
     |   `-- ShardCutShort       a file of it has not arrived whole
+    |-- HubError                a repository that cannot be had from the hub
     |-- StoreError              a packed store that cannot be used
     |   |-- StoreVersionError   written by another version of the format
     |   |-- StoreInUse          another process packs, serves or removes it
@@ -62,6 +63,10 @@ class UnsupportedModel(CheckpointError):
 
 class ShardCutShort(CheckpointError):
     """A file of the checkpoint ends before its tensors do, as one does that is still arriving."""
+
+
+class HubError(EdgemoeError):
+    """A repository, or a file of it, cannot be had from the hub."""
 
 
 class StoreError(EdgemoeError):

@@ -81,6 +81,7 @@ COMPOSERS = {  # put rooms together, or are a process: may import any
 ONLY_IN = {  # module -> the room that may import it
     "zmq": "cluster",
     "aiofiles": "store.reader",
+    "huggingface_hub": "store.hub",
     "psutil": "telemetry.probes",
     "pynvml": "telemetry.probes",
 }

@@ -14,7 +14,7 @@ GROUPS: tuple[tuple[str, tuple[Callable[[Any], None], ...]], ...] = (
     ("Serve a model", (commands.serve, commands.service, commands.key, commands.config, commands.reload)),
     ("Talk to it", (commands.chat, commands.generate)),
     ("See what it does", (commands.status, commands.top, commands.dashboard, commands.bench, commands.doctor)),
-    ("Keep models", (commands.plan, commands.pack, commands.models)),
+    ("Keep models", (commands.plan, commands.pull, commands.pack, commands.models)),
     ("Several boxes", (commands.keygen, commands.witness)),
     ("Tools", (commands.completion, commands.replay)),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from edgemoe.cli.parser import texts
@@ -28,13 +29,19 @@ def pack(commands: Any) -> None:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="directory with config.json and *.safetensors")
     parser.add_argument("store", metavar="STORE", nargs="?", help="directory to write (default: in model.store_dir)")
-    parser.add_argument(
-        "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, int8, bf16 or keep (default)"
-    )
-    parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")
+    _encoding_options(parser)
     parser.add_argument("--check", metavar="FILE", help="compare the store with the checkpoint on this text")
     parser.add_argument("--wait", action="store_true", help="pack shards as they arrive, and wait for the missing ones")
     parser.add_argument("--delete-shards", action="store_true", help="delete each shard as soon as it is packed")
+    settings_options(parser)
+
+
+def pull(commands: Any) -> None:
+    """Adds `edgemoe pull`."""
+    parser = command(commands, "pull", "edgemoe.cli.pull:run", "fetch a model and pack it on the way", texts.PULL)
+    parser.add_argument("repository", metavar="REPOSITORY", help="OWNER/NAME on the hub")
+    parser.add_argument("--revision", metavar="NAME", default="main", help="a branch, tag or commit (default: main)")
+    _encoding_options(parser)
     settings_options(parser)
 
 
@@ -216,3 +223,11 @@ def key(commands: Any) -> None:
     shown.add_argument("name", metavar="NAME", nargs="?", help="what the key is called (default: the first)")
     for parser in (listed, made, shown, removed):
         settings_options(parser)
+
+
+def _encoding_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what a store's weights are to be encoded in."""
+    parser.add_argument(
+        "--experts", metavar="ENCODING[,LAYER=ENCODING...]", default="keep", help="int4, int8, bf16 or keep (default)"
+    )
+    parser.add_argument("--dense", metavar="ENCODING", default="keep", help="of all other matrices, likewise")

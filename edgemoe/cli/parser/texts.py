@@ -45,6 +45,18 @@ Examples:
   edgemoe pack ./Qwen3-30B-A3B --experts int4 --wait --delete-shards
 """
 
+PULL = """\
+Fetches safetensors, configuration, tokenizer and templates, verifies each file by the hub's hash, and packs every shard
+while the next one comes; a packed shard is deleted, so that the disk needs room for the store and one shard. Run again
+after an interruption it goes on where it was. The token is HF_TOKEN or the one of `hf auth login`; HF_ENDPOINT names
+another hub. --experts and --dense are those of `edgemoe pack`.
+
+Examples:
+  edgemoe pull Qwen/Qwen3-30B-A3B
+  edgemoe pull Qwen/Qwen3-30B-A3B --experts int4 --dense int8
+  edgemoe pull Qwen/Qwen3-30B-A3B --revision refs/pr/5
+"""
+
 MODELS = """\
 Without an action it lists them. Examples:
   edgemoe models

@@ -1,0 +1,164 @@
+"""Makes a store of a repository of the hub: each shard is fetched, packed and deleted while the next one comes.
+
+What has come lies in the folder `.hub` beside the stores, laid out as the hub's own cache. A pull that was killed at
+any point goes on when it is run again: with the same files, whatever else has changed in the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from edgemoe.errors import HubError, StoreError
+from edgemoe.families.config import spec_from_config
+from edgemoe.families.spec import ModelSpec, dense_shapes
+from edgemoe.store.arriving import pack_arrived
+from edgemoe.store.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, read_json, weight_files
+from edgemoe.store.files import lock_store
+from edgemoe.store.hub.hub import Hub
+from edgemoe.store.hub.listing import HubFile, Listing
+from edgemoe.store.manifest import MANIFEST
+from edgemoe.store.packer import AS_IT_IS, SPARE_BYTES, Progress, place_of, silent, told_as_store_error
+from edgemoe.store.quantized import check_method
+from edgemoe.store.wanted import KEEP, WantedEncodings
+from edgemoe.types.arrays import Json
+from edgemoe.types.encoding import ENCODINGS
+
+FOLDER = ".hub"
+
+
+def pull(
+    repository: str,
+    store_dir: str | Path,
+    wanted: WantedEncodings = AS_IT_IS,
+    progress: Progress = silent,
+    *,
+    revision: str = "main",
+) -> Path:
+    """Returns the store of a repository, fetched and packed as far as it is not. `progress` is told of weights.
+
+    Raises HubError, CheckpointError, UnsupportedModel, StoreError, ConfigError.
+    """
+    hub, directory = Hub(), Path(store_dir).expanduser()
+    listing = hub.look(repository, revision)
+    owner = f"models--{repository.replace('/', '--')}"
+    source = directory / FOLDER / owner / "snapshots" / listing.fingerprint[:12]
+    store = place_of(directory, Checkpoint(source, {}, {}, (), listing.fingerprint), wanted)
+    if (store / MANIFEST).is_file() and not source.exists():
+        return store
+    with told_as_store_error(source):
+        source.mkdir(parents=True, exist_ok=True)
+        with lock_store(source, exclusive=True):
+            if not (store / MANIFEST).is_file():
+                _Pull(hub, listing, source, store, wanted).run(progress)
+            shutil.rmtree(source)
+    return store
+
+
+class _Pull:
+    """One run of `pull`, under the lock of the folder that files come to."""
+
+    def __init__(self, hub: Hub, listing: Listing, source: Path, store: Path, wanted: WantedEncodings) -> None:
+        self._hub, self._listing, self._source, self._store, self._wanted = hub, listing, source, store, wanted
+        self._ended = threading.Event()
+        self._done_bytes = 0
+
+    def run(self, progress: Progress) -> None:
+        self._fetch(self._listing.file(CONFIG))
+        config = read_json(self._source / CONFIG)
+        check_method(config)
+        spec = spec_from_config({**config, "dtype": _precision(config)})
+        encodings = [self._wanted.of_layer(layer, spec.geometry.layers) for layer in range(spec.geometry.layers)]
+        shards = self._shards()
+        total_bytes = sum(shard.bytes for shard in shards)
+        self._check_room(_most_bytes(spec, encodings, [shard.bytes for shard in shards]))
+        for file in self._listing.copied:
+            self._fetch(file)
+        missing = self._missing(shards)
+        self._done_bytes = total_bytes - sum(shard.bytes for shard in missing)
+
+        def tell(more_bytes: int) -> None:
+            if self._ended.is_set():
+                raise HubError("stopped")
+            self._done_bytes += more_bytes
+            progress(self._done_bytes, total_bytes)
+
+        self._fetch_and_pack(missing, tell)
+
+    def _fetch(self, file: HubFile, tell: Callable[[int], None] = lambda _: None) -> None:
+        if not (self._source / file.name).is_file():  # which has its name only once it is whole
+            self._hub.fetch(self._listing, file, self._source, tell)
+
+    def _shards(self) -> tuple[HubFile, ...]:
+        """Returns the files of weights, which are those that the index names where there is one. Raises HubError."""
+        if self._listing.is_indexed:
+            self._fetch(self._listing.file(INDEX))
+            return tuple(self._listing.file(path.name) for path in weight_files(self._source)[0])
+        if SINGLE in self._listing.files:
+            return (self._listing.files[SINGLE],)
+        if len(self._listing.shards) > 1:
+            raise HubError(f"{self._listing.repository} has several safetensors files but no {INDEX}")
+        return self._listing.shards
+
+    def _missing(self, shards: Sequence[HubFile]) -> tuple[HubFile, ...]:
+        """Packs what has come, deletes it, and returns what has not come."""
+        if not self._listing.is_indexed and not (self._source / shards[0].name).is_file():
+            return tuple(shards)
+        names = pack_arrived(self._source, self._store, silent, self._wanted, delete=True).missing
+        return tuple(shard for shard in shards if shard.name in names)
+
+    def _fetch_and_pack(self, missing: Sequence[HubFile], tell: Callable[[int], None]) -> None:
+        """Fetches shard after shard and packs each, while the next one comes where the disk has room for two."""
+        with ThreadPoolExecutor(1, "hub") as fetcher:
+            try:
+                fetching: Future[None] | None = None
+                for shard, following in zip(missing, (*missing[1:], None), strict=True):
+                    (fetching or fetcher.submit(self._fetch, shard, tell)).result()
+                    ahead = following is not None and _free_bytes(self._source) > 3 * max(shard.bytes, following.bytes)
+                    fetching = fetcher.submit(self._fetch, following, tell) if ahead and following else None
+                    if shard in self._missing([shard]):
+                        raise HubError(f"{self._listing.repository}: {shard.name} ends before its tensors do")
+            finally:
+                self._ended.set()
+
+    def _check_room(self, needed_bytes: int) -> None:
+        """Raises StoreError, saying how many bytes are missing, where store and one shard do not fit on the disk."""
+        there = sum(_bytes_of(folder) for folder in (self._source, self._store))
+        short = needed_bytes + SPARE_BYTES - there - _free_bytes(self._source)
+        if short > 0:
+            raise StoreError(
+                f"{self._source}: the store and one shard need {short} bytes ({short / 1e9:.1f} GB) more than the disk "
+                "has; free them, name another model.store_dir, or pack in fewer bits (--experts int4)"
+            )
+
+
+def _most_bytes(spec: ModelSpec, encodings: Sequence[str], shards: Sequence[int]) -> int:
+    """Returns what is on disk at once, at most: the store, and beside it one shard, or the dense weights again."""
+    weights_bytes = sum(shards)
+    dense_bytes = min(weights_bytes, spec.dtype_bytes * sum(prod(shape) for shape in dense_shapes(spec).values()))
+    if all(name == KEEP for name in encodings):
+        return weights_bytes + max(dense_bytes, *shards)
+    sizes = (spec.geometry.hidden, spec.geometry.width)
+    chosen = (ENCODINGS[spec.dtype if name == KEEP else name] for name in encodings)
+    fitting = tuple(each.name if all(map(each.fits, sizes)) else spec.dtype for each in chosen)
+    return replace(spec, encodings=fitting).geometry.all_bytes + dense_bytes + max(dense_bytes, *shards)
+
+
+def _precision(config: Json) -> str:
+    """Returns what its weights are in, as far as the configuration says so; tensors themselves are looked at later."""
+    return "float32" if "float32" in (config.get("dtype"), config.get("torch_dtype")) else "bfloat16"
+
+
+def _free_bytes(directory: Path) -> int:
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_frsize
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
