@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
 
-from edgemoe.cluster.rpc.keys import generate
+from edgemoe.cluster.data.messages import Chunk, KVPart
+from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.engine_messages import TO_ENGINE
 from edgemoe.errors import WireError
 from tools.fuzzing.channel import fuzz
-from tools.fuzzing.peer import LANGUAGES, HostilePeer, read
+from tools.fuzzing.messages import LANGUAGES, PASSED_ON, ChannelMessages, read
 from tools.fuzzing.values import Values
+
+CHECKED = {Chunk, KVPart}  # whose checksum is a pattern
 
 
 @pytest.mark.parametrize("channel", LANGUAGES)
@@ -21,7 +25,7 @@ def test_unspoilt_messages_are_within_all_bounds_and_some_spoilt_ones_are_not(ch
     refused = 0
     for kind in list(language.messages.values()) * 30:
         info = msgspec.inspect.type_info(kind)
-        if kind.__name__ not in ("Chunk", "KVPart"):  # whose checksum is a pattern
+        if kind not in CHECKED:
             assert type(language.read(msgspec.msgpack.encode(values.of(info, 0.0)))) is kind
         try:
             language.read(msgspec.msgpack.encode(values.of(info, 0.4)))
@@ -36,25 +40,35 @@ def test_the_same_seed_makes_the_same_messages() -> None:
     assert repr([one.message(kind) for _ in range(50)]) == repr([two.message(kind) for _ in range(50)])
 
 
-def test_the_largest_message_that_can_be_read_is_found_ahead_of_all(tmp_path: Path) -> None:
-    key = generate(tmp_path / "key")
-    one, two = (HostilePeer("x", key, key.public, "127.0.0.1:9", "control", random.Random(7)) for _ in range(2))
-    try:
-        found = one.largest(400)
-        coming = [two.draw() for _ in range(400)]
-        assert [one.draw() for _ in range(400)] == coming
-        assert read("control", found)
-        assert found in coming
-        larger = [frames for frames in coming if sum(map(len, frames)) > sum(map(len, found))]
-        assert larger
-        for frames in larger:
-            with pytest.raises(WireError):
-                read("control", frames)
-    finally:
-        one.close()
-        two.close()
+def test_the_largest_message_that_can_be_read_is_found_ahead_of_all() -> None:
+    one, two = (ChannelMessages("control", random.Random(7)) for _ in range(2))
+    found = one.largest(400)
+    coming = [two.draw() for _ in range(400)]
+    assert [one.draw() for _ in range(400)] == coming
+    assert read("control", found)
+    assert found in coming
+    larger = [frames for frames in coming if sum(map(len, frames)) > sum(map(len, found))]
+    assert larger
+    for frames in larger:
+        with pytest.raises(WireError):
+            read("control", frames)
+
+
+@pytest.mark.parametrize("channel", LANGUAGES)
+def test_every_message_of_a_channel_is_drawn_so_that_it_can_be_read(channel: str) -> None:
+    messages, kinds = ChannelMessages(channel, random.Random(2)), set[type]()
+    for _ in range(2000):
+        frames = messages.draw()
+        with contextlib.suppress(WireError):
+            kinds.add(type(LANGUAGES[channel].read(envelope.unseal(frames).body)))
+            kinds.add(type(read(channel, frames)))
+    passed_on = {*TO_ENGINE.messages.values(), *PASSED_ON} if channel == "control" else set()
+    assert {*LANGUAGES[channel].messages.values(), *passed_on} - CHECKED <= kinds
 
 
 def test_no_listed_peer_ends_a_daemon_or_changes_what_it_answers() -> None:
     seen = fuzz("", 1000, seed=11)
     assert seen["ok"], seen
+    control = seen["channels"]["control"]
+    assert control["answers"]["RequestGrant"]  # its offers are those of a box that lives
+    assert control["asked"].keys() >= {"Announce", "Beat", "Tokens"}

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from edgemoe.telemetry.metrics import parse, select
-from tools.fuzzing.channel import WHATS, Target, hostile, target
+from tools.fuzzing.channel import WHATS, hostile, presence
 from tools.fuzzing.peer import HostilePeer
+from tools.fuzzing.target import Target, target
 
 console = Console(stderr=True)
 MALFORMED: tuple[tuple[str, bytes], ...] = (
@@ -222,19 +223,20 @@ async def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextmanager
-def cpu_experts(box: Target, rate: float, seed: int) -> Iterator[list[HostilePeer]]:
-    """A hostile peer on each channel of the box, each with a thread of its own."""
-    peers, over = [hostile(box, channel, seed) for channel in WHATS], threading.Event()
+def hostile_peers(box: Target, rate: float, seed: int) -> Iterator[list[HostilePeer]]:
+    """A hostile peer on each channel of the box, each with a thread of its own; none where `rate` is 0."""
+    peers, over = [hostile(box, channel, seed) for channel in WHATS if rate], threading.Event()
 
     def send(peer: HostilePeer) -> None:
         while not over.wait(1 / rate):
             peer.send()
 
-    threads = [threading.Thread(target=send, args=(peer,), daemon=True) for peer in peers if rate]
+    threads = [threading.Thread(target=send, args=(peer,), daemon=True) for peer in peers]
     for thread in threads:
         thread.start()
     try:
-        yield peers
+        with presence(box, peers[WHATS.index("control")], seed) if peers else nullcontext():
+            yield peers
     finally:
         over.set()
         for thread in threads:
@@ -260,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.hostile_peer is None:
         result = asyncio.run(soak(args))
     else:
-        with target() as (box, child), cpu_experts(box, args.hostile_peer, args.seed) as peers:
+        with target() as (box, child), hostile_peers(box, args.hostile_peer, args.seed) as peers:
             args.socket, args.pid = str(box.folder / "api.sock"), child.pid
             result = asyncio.run(soak(args)) | {"hostile_messages": sum(peer.sent for peer in peers)}
     console.print_json(data=result["growth"])

@@ -1,116 +1,38 @@
 """The channels: a daemon with its engine, and three listed peers, each of which is hostile on one channel.
 
-Meanwhile requests are made at the socket, and must get the answer that they got before.
+The one on the control channel lives, as far as beats go, and shows an engine. Meanwhile requests are made at the
+socket, and must get the answer that they got before. Of two seeds in a row, one has requests routed by the leader only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import socket
 import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import zmq
 
-from edgemoe.cluster.rpc.keys import Secret, generate, load_secret
+from edgemoe.cluster.rpc.control_messages import Announce, Beat, EngineCard
 from edgemoe.demo import model_path
+from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import HostilePeer
-from tools.testbed.daemons import listens
+from tools.fuzzing.presence import Presence
+from tools.fuzzing.target import ASK_S, CHANNELS, CLOSED_PORT, GROWTH_MB, Target, rss_mb, target
 
-WHATS = ("control", "calls", "bulk")
-EARLY = 0.2  # of the messages are sent before memory is measured first, by doors that have no largest one to send first
-GROWTH_MB = 30.0  # that front and engine together may grow from then on
+WHATS = CHANNELS
 LATE = 0.2  # of the messages, at the end, in which a channel's memory is measured last,
 LOOK_EVERY = 100  # messages
-READY_S, ASK_S = 120.0, 20.0
-
-
-class Target:
-    """A daemon on loopback that lists a peer for each channel."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.keys: dict[str, Secret] = {channel: generate(folder / f"{channel}.key") for channel in WHATS}
-        self.own = generate(folder / "own.key")
-        self.ports = dict(zip(WHATS, _free_ports(3), strict=True))
-        entries = {"box": (self.own, self.ports["control"])} | {name: (key, 9) for name, key in self.keys.items()}
-        (folder / "peers.toml").write_text(
-            "".join(
-                f'[[peer]]\nnode = "{node}"\naddress = "127.0.0.1:{port}"\nkey = \'{key.public.decode()}\'\n'
-                for node, (key, port) in entries.items()
-            )
-        )
-        self.http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(folder / "api.sock")), base_url="http://box", timeout=ASK_S
-        )
-
-    def command(self) -> list[str]:
-        """What starts it."""
-        settings: dict[str, Any] = {
-            "api.socket": str(self.folder / "api.sock"),
-            "cluster.node": "box",
-            "cluster.key_file": str(self.folder / "own.key"),
-            "cluster.listen": f"127.0.0.1:{self.ports['control']}",
-            "cluster.calls_port": self.ports["calls"],
-            "cluster.bulk_port": self.ports["bulk"],
-            "cluster.peers_file": str(self.folder / "peers.toml"),
-            "cluster.state_dir": str(self.folder / "state"),
-            "cluster.leader": "box",
-            "cache.policy": "lru",
-        }
-        (self.folder / "empty.toml").write_text("")
-        words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        return [sys.executable, "-m", "edgemoe", "serve", "--config", str(self.folder / "empty.toml"), *words]
-
-    def ask(self) -> str:
-        """A greedy answer."""
-        body = {"model": "m", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = self.http.post("/v1/completions", json=body)
-        return str(answer.json()["choices"][0]["text"]) if answer.status_code == 200 else f"status {answer.status_code}"
-
-    def health(self) -> dict[str, Any]:
-        return dict(self.http.get("/health").json())
-
-    def wait_ready(self, child: subprocess.Popen[bytes]) -> None:
-        """Raises RuntimeError with the end of its log where it does not come up."""
-        ends = time.monotonic() + READY_S
-        while time.monotonic() < ends and child.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if listens(self.folder / "api.sock") and self.http.get("/health").status_code == 200:
-                    return
-            time.sleep(0.1)
-        raise RuntimeError(f"the daemon did not become ready:\n{(self.folder / 'log').read_text()[-3000:]}")
-
-
-@contextmanager
-def target() -> Iterator[tuple[Target, subprocess.Popen[bytes]]]:
-    """A daemon that is ready."""
-    with tempfile.TemporaryDirectory(prefix="edgemoe-fuzz-") as name:
-        made = Target(Path(name))
-        with (made.folder / "log").open("wb") as log:
-            child = subprocess.Popen(made.command(), stdout=log, stderr=log)
-        try:
-            made.wait_ready(child)
-            yield made, child
-        finally:
-            child.terminate()
-            try:
-                child.wait(20)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait(10)
-            made.http.close()
+ROUTES = ("pull", "gimbal")
+AGREEMENT = "single: box"
+ENGINE = "x"  # boot of the engine that a peer says it has
 
 
 class Others:
@@ -139,27 +61,59 @@ class Others:
                 self.wrong.append(text)
 
 
+class Looker:
+    """Watches the daemon as its page does, in a thread of its own; `shown` counts what it sees, by box."""
+
+    def __init__(self, asked: Target) -> None:
+        self.shown: Counter[str] = Counter()
+        self.wrong = ""
+        self._asked, self._over = asked, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(2 * ASK_S)
+
+    def _run(self) -> None:
+        try:
+            with self._asked.http.stream("GET", "/events") as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        seen = json.loads(line[len("data: ") :])
+                        self.shown[seen.get("box", "")] += 1
+                    if self._over.is_set():
+                        return
+            self.wrong = f"it ended: status {answer.status_code}"
+        except (httpx.HTTPError, json.JSONDecodeError) as error:
+            self.wrong = repr(error)
+
+
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Sends `count` messages to the channel, or to each of the three."""
-    with target() as (box, child):
+    with target(ROUTES[seed % 2]) as (box, child):
         health, right = box.health(), box.ask()
-        others = Others(box, right)
+        others, looker = Others(box, right), Looker(box)
         seen: dict[str, Any] = {"channels": {}}
         try:
             for channel in (what,) if what else WHATS:
                 seen["channels"][channel] = _attack(box, child, channel, count, seed)
         finally:
             others.stop()
+            looker.stop()
         engine = health["engine"]
         seen |= {
             "alive": child.poll() is None and box.health()["engine"] == engine,
             "others": len(others.times_s),
             "others_wrong": others.wrong[:5],
+            "shown": dict(looker.shown),
+            "page_wrong": looker.wrong,
             "others_slowest_s": round(max(others.times_s, default=0.0), 3),
             "answered_after": box.ask() == right,
         }
         flat = all(channel["grown_mb"] < GROWTH_MB and channel["read"] for channel in seen["channels"].values())
-        seen["ok"] = bool(seen["alive"] and flat and others.times_s and not others.wrong and seen["answered_after"])
+        well = seen["alive"] and seen["answered_after"] and not others.wrong and not looker.wrong
+        seen["ok"] = bool(well and flat and others.times_s and looker.shown["box"])
         if not seen["ok"]:
             seen["log"] = (box.folder / "log").read_text()[-4000:]
         return seen
@@ -167,15 +121,55 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
 
 def hostile(box: Target, channel: str, seed: int) -> HostilePeer:
     """The peer that is hostile on this channel."""
+    messages = ChannelMessages(channel, random.Random(seed), hints(box))
+    return HostilePeer(channel, box.keys[channel], box.own.public, f"127.0.0.1:{box.ports[channel]}", messages)
+
+
+@contextmanager
+def presence(box: Target, peer: HostilePeer, seed: int) -> Iterator[Presence]:
+    """Has the peer on the control channel live, with an engine that serves the box's model."""
+    address, model = f"127.0.0.1:{box.ports['control']}", box.health()["model"]
+    lies = ChannelMessages("control", random.Random(~seed), hints(box))
+    made = Presence("control", peer.boot, box.keys["control"], box.own.public, address, box.peer_port, lies)
+    layers, experts = model["layers"], model["experts"]
+    engine = EngineCard(
+        boot=ENGINE,
+        calls_port=CLOSED_PORT,
+        bulk_port=CLOSED_PORT,
+        model=model["digest"],
+        layers=layers,
+        experts=experts,
+        expert_bytes=model["expert_bytes"],
+        budget_experts=layers * experts // 2,
+        disk=b"\xff" * (layers * experts // 8),
+        ram=b"",
+        shares=True,
+    )
+    card = Announce("0", "box", f"127.0.0.1:{box.peer_port}", engine=engine, agreement=AGREEMENT)
+    made.begin([card, Beat(engine=ENGINE, slots=8, capacity=64)])
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def hints(box: Target) -> dict[str, Sequence[Any]]:
+    """Values that mean something to the box, by field."""
     health = box.health()
     digest, layers, experts = (health["model"][name] for name in ("digest", "layers", "experts"))
-    hints = {
-        "model": [digest, digest[:5], "0" * 32],
+    return {
+        "model": [digest, digest, digest, digest[:5], "0" * 32],
         "node": ["box", *WHATS],
-        "boot": ["", health["engine"].get("boot", "x")],
+        "boot": ["", ENGINE, health["engine"].get("boot", "x")],
+        "engine": [ENGINE, ENGINE, ENGINE, "", "y"],
+        "agreement": [AGREEMENT, AGREEMENT, AGREEMENT, "", "single: control"],
+        "address": [f"127.0.0.1:{box.peer_port}"],
+        "number": range(1, 40),
+        "numbers": range(1, 40),
         "plan_digest": ["", "0" * 64],
         "request": ["r-1", "r-1/2", "box/x/r-1"],
         "leading": [0, 0, 1, 2],
+        "seen": [*[0] * 2000, 1, 2, 7, 1 << 19, 1 << 40],
         "layers": [layers],
         "experts": [experts, 1, 2, 20],
         "expert_bytes": [health["model"]["expert_bytes"]],
@@ -185,15 +179,6 @@ def hostile(box: Target, channel: str, seed: int) -> HostilePeer:
         "layer": [0, 1, health["model"]["layers"]],
         "bytes": [1, 4096, 1 << 20],
     }
-    return HostilePeer(
-        channel,
-        load_secret(box.folder / f"{channel}.key"),
-        box.own.public,
-        f"127.0.0.1:{box.ports[channel]}",
-        channel,
-        random.Random(seed),
-        hints,
-    )
 
 
 def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: int, seed: int) -> dict[str, Any]:
@@ -205,17 +190,21 @@ def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: in
     """
     peer, health = hostile(box, channel, seed), box.health()
     pids = (child.pid, health["engine"]["pid"])
-    began_s, early, late, read = time.monotonic(), 0.0, float("inf"), False
+    began_s, early, middle, late, read = time.monotonic(), 0.0, 0.0, float("inf"), False
+    living = presence(box, peer, seed) if channel == "control" else contextlib.nullcontext()
     try:
-        peer.send_largest(count)
-        early = rss_mb(pids)
-        began_s = time.monotonic()
-        for number in range(count):
-            peer.send()
-            if number >= (1 - LATE) * count and number % LOOK_EVERY == 0:
-                late = min(late, rss_mb(pids))
-        peer.settle()
-        read = True
+        with living as half:
+            peer.send_largest(count)
+            early = rss_mb(pids)
+            began_s = time.monotonic()
+            for number in range(count):
+                peer.send()
+                if number == count // 2:
+                    middle = rss_mb(pids)
+                if number >= (1 - LATE) * count and number % LOOK_EVERY == 0:
+                    late = min(late, rss_mb(pids))
+            peer.settle()
+            read = True
     except zmq.Again:
         pass  # it reads nothing more; `read` says so
     finally:
@@ -227,8 +216,10 @@ def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: in
         "read": read,
         "lost": peer.lost,
         "a_second": round(peer.sent / took_s),
-        "answers": dict(peer.answers.most_common(12)),
+        "answers": dict(peer.answers.most_common(20)),
+        "asked": dict(half.asked) if half is not None else {},
         "early_mb": early,
+        "middle_mb": middle,
         "late_mb": late,
         "grown_mb": round(late - early, 1),
     }
@@ -238,22 +229,3 @@ def _row_bytes() -> int:
     """Of one row of the demo model's hidden states."""
     config = json.loads((model_path() / "config.json").read_text())
     return int(config["hidden_size"]) * (4 if config["torch_dtype"] == "float32" else 2)
-
-
-def rss_mb(pids: tuple[int, ...]) -> float:
-    """What these processes have in memory together."""
-    pages = 0
-    for pid in pids:
-        try:
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        except OSError:
-            continue  # it has died, which `alive` says
-    return round(pages * os.sysconf("SC_PAGESIZE") / 1e6, 1)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

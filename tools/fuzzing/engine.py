@@ -25,12 +25,10 @@ from edgemoe.cluster.rpc import protocol
 from edgemoe.cluster.rpc.engine_messages import (
     FRAMING,
     MAGIC,
+    TO_ENGINE,
     Cancel,
+    Drain,
     Emissions,
-    PeerList,
-    Ping,
-    Plan,
-    Reload,
     Stop,
     Submit,
     decode_to_engine,
@@ -41,7 +39,7 @@ from edgemoe.errors import WireError
 from edgemoe.front.engine_handle import STOP_S, EngineHandle
 from edgemoe.front.main import WORKER
 from edgemoe.types.request import Emission, Request, Sampling
-from tools.fuzzing.channel import GROWTH_MB, rss_mb
+from tools.fuzzing.target import GROWTH_MB, rss_mb
 from tools.fuzzing.values import Values
 from tools.testbed.model import float32_demo
 
@@ -49,8 +47,8 @@ WHATS = ("submit", "cancel", "other")
 KINDS: dict[str, tuple[type[Any], ...]] = {
     "submit": (Submit,),
     "cancel": (Cancel,),
-    "other": (Ping, Reload, PeerList, Plan),
-}
+    "other": tuple(kind for kind in TO_ENGINE.messages.values() if kind not in (Submit, Cancel, Drain, Stop)),
+}  # all but those after which an engine takes nothing more
 WEIGHTS = (8, 2, 1)
 MEANT = 0.85  # of the fields below, as a share
 AT_ONCE = 48  # hostile requests that have not ended, at most

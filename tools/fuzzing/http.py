@@ -17,7 +17,7 @@ import httpx
 
 from edgemoe.api.endpoints import anthropic, responses
 from edgemoe.api.schema import Chat, Completion, Detokenize, Tokenize
-from tools.fuzzing.channel import EARLY, GROWTH_MB, Target, rss_mb, target
+from tools.fuzzing.target import GROWTH_MB, Target, rss_mb, target
 from tools.fuzzing.values import Values
 
 PATHS: dict[str, tuple[str, type[Any]]] = {
@@ -31,6 +31,7 @@ PATHS: dict[str, tuple[str, type[Any]]] = {
 }
 WHATS = tuple(PATHS)
 WEIGHTS = (4, 4, 2, 3, 1, 1, 1)
+EARLY = 0.2  # of the bodies are sent before memory is measured first
 REFUSALS = {400, 404, 429}  # 413 and 408 are for bodies longer and slower than any here
 AT_ONCE = 8
 LONG_RUN = 5_000  # bodies, from which on growth means something

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import inspect
@@ -24,8 +24,11 @@ _type_info = functools.cache(inspect.type_info)
 class Values:
     """Draws values. `hints` are values by field name that mean something to whoever reads them."""
 
-    def __init__(self, rng: random.Random, hints: Mapping[str, Sequence[Any]] | None = None) -> None:
-        self.rng, self.hints = rng, hints or {}
+    def __init__(
+        self, rng: random.Random, hints: Mapping[str, Sequence[Any]] | None = None, sure: Collection[str] = ()
+    ) -> None:
+        """A field in `sure` always gets one of its hints, unless it is to be spoilt."""
+        self.rng, self.hints, self.sure = rng, hints or {}, sure
 
     def message(self, kind: type[Any]) -> dict[str, Any]:
         """A message of that kind: half of them are lies within all bounds, the rest break some."""
@@ -43,7 +46,7 @@ class Values:
         rng = self.rng
         if spoilt and rng.random() < spoilt:
             return self.oddity() if rng.random() < 0.5 else self.beyond(type_)
-        if name in self.hints and rng.random() < 0.6:
+        if name in self.hints and not _has_parts(type_) and (name in self.sure or rng.random() < 0.6):
             return rng.choice(self.hints[name])
         match type_:
             case inspect.StructType():
@@ -117,3 +120,9 @@ class Values:
     def _text(self, least: int, most: int) -> str:
         length = max(least, min(most, self.rng.choice((0, 1, 8, 40, 40, 256, most if most < 5000 else 40))))
         return "".join(self.rng.choices("abcdef0123456789-/:. é", k=length))
+
+
+def _has_parts(type_: Any) -> bool:
+    """Whether there is more to it than a value, at least in one of its forms."""
+    forms = type_.types if isinstance(type_, inspect.UnionType) else (type_,)
+    return any(isinstance(one, inspect.StructType | inspect.ListType | inspect.VarTupleType) for one in forms)

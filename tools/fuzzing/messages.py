@@ -1,0 +1,141 @@
+"""Messages of one channel as a hostile peer seals them: those of any type that the box reads there, true or not."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from edgemoe.cluster.data.messages import BULK, CALLS
+from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.control_messages import CONTROL, Forward, Tokens
+from edgemoe.cluster.rpc.engine_messages import (
+    FRAMING,
+    FROM_ENGINE,
+    MAGIC,
+    TO_ENGINE,
+    Emissions,
+    decode_from_engine,
+    decode_to_engine,
+)
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled
+from edgemoe.cluster.rpc.protocol import SPOKEN, Language
+from edgemoe.errors import WireError
+from tools.fuzzing.values import Values
+
+LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
+SURE = ("seen",)  # a box that leads gives that back at a higher one, which is to happen now and then only
+HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")
+PASSED_ON = (Emissions, LastChunk, PrefixPulled)  # what a box takes of another one's engine
+
+
+class ChannelMessages:
+    """Draws messages by `rng`. `hints` are values by field name that mean something to the box."""
+
+    def __init__(self, channel: str, rng: random.Random, hints: Mapping[str, Sequence[Any]] | None = None) -> None:
+        self._channel, self._rng, self._hints = channel, rng, hints or {}
+        self._values = Values(rng, hints, SURE)
+        self._kinds = list(LANGUAGES[channel].messages.values())
+
+    def draw(self, asked: int = 0) -> list[bytes]:
+        """The next message, as frames; the answer to the question of that id, if there is one."""
+        rng = self._rng
+        body = self._values.message(rng.choice(self._kinds))
+        tensors = self._tensors(body)
+        try:
+            raw = msgspec.msgpack.encode(body)
+        except RecursionError:
+            raw = b"\x91" * 600 + b"\xc0"
+        sizes, sums = [len(t) for t in tensors], [xxhash.xxh3_64_intdigest(t) for t in tensors]
+        row: list[Any] = [
+            asked or rng.choice((0, rng.randrange(1, 1 << 20), (1 << 62) - 1)),
+            rng.random() < (0.97 if asked else 0.03),
+            list(SPOKEN) if rng.random() < 0.95 else rng.choice(([1, 255], [200, 255], [255, 1], [0, 0], [])),
+            rng.choice((0.0, 1.0, 2000.0, 600_000.0)),
+            sizes,
+            sums,
+            msgspec.Raw(raw),
+        ]
+        if rng.random() < 0.05:
+            row[rng.choice((0, 1, 2, 3, 4, 5))] = self._values.oddity()
+        packed = msgspec.msgpack.encode(row)
+        digest = xxhash.xxh3_64_digest(packed)
+        head = struct.pack("<4sB8s", envelope.MAGIC, envelope.FRAMING, digest)
+        return [head + packed, *tensors]
+
+    def largest(self, count: int) -> list[bytes]:
+        """Returns the largest of the next `count` messages that can be read; all of them are still to come.
+
+        Reading one takes many times its bytes for a moment, one that cannot be read is dropped at its first fault.
+        """
+        state, found, most = self._rng.getstate(), list[bytes](), 0
+        for _ in range(count):
+            frames = self.draw()
+            if (size := sum(map(len, frames))) > most and _is_readable(self._channel, frames):
+                found, most = frames, size
+        self._rng.setstate(state)
+        return found
+
+    def _tensors(self, body: dict[str, Any]) -> list[bytes]:
+        """What belongs to the message, as often as not."""
+        rng = self._rng
+        if rng.random() < 0.1:
+            return [rng.randbytes(rng.choice((0, 1, 8, 5000))) for _ in range(rng.choice((1, 2, 16, 17)))]
+        match body.get("type"):
+            case "Forward":
+                return [self._frame(rng.choice(list(TO_ENGINE.messages.values())))]
+            case "Tokens" if rng.random() < 0.2:
+                return [self._frame(rng.choice(list(FROM_ENGINE.messages.values())))]
+            case "Tokens":
+                return [self._frame(rng.choice(PASSED_ON))]
+            case "Call":
+                return self._work(body)
+            case "Hello" if rng.random() < 0.5:
+                body |= {name: rng.choice(values) for name, values in self._hints.items() if name in HELLO}
+                return []
+            case "Hello":
+                return [bytes(rng.choice((0, 1, 1 << 17)))]
+        return []
+
+    def _frame(self, kind: type[Any]) -> bytes:
+        try:
+            return MAGIC + bytes((FRAMING, *SPOKEN)) + msgspec.msgpack.encode(self._values.message(kind))
+        except RecursionError:
+            return MAGIC
+
+    def _work(self, body: dict[str, Any]) -> list[bytes]:
+        """Rows and an index of the sizes that a call says, as far as these are possible; what stands there is a lie."""
+        rows, n, m = (body.get(name) for name in ("rows", "experts", "calls"))
+        if not all(isinstance(size, int) and 0 < size < 2000 for size in (rows, n, m)):
+            return []
+        assert isinstance(rows, int)
+        assert isinstance(n, int)
+        assert isinstance(m, int)
+        row_bytes = self._rng.choice(self._hints.get("row_bytes", (768,)))
+        numbers = [self._rng.choice((0, 1, 2, 5, -1, 2**31 - 1)) for _ in range(2 * n + 2 * m)]
+        if n < 30 and self._rng.random() < 0.5:  # one that can be
+            body["calls"] = m = n
+            weights = [0x3F800000, 0, 0x7F7FFFFF, -0x800001]
+            numbers = [*range(n), *[1] * n, *[self._rng.randrange(rows) for _ in range(m)]]
+            numbers += [self._rng.choice(weights) for _ in range(m)]
+        return [bytes(rows * row_bytes), struct.pack(f"<{len(numbers)}i", *numbers)]
+
+
+def read(channel: str, frames: Sequence[bytes]) -> Any:
+    """Returns what the box makes of a message. Raises WireError."""
+    message = LANGUAGES[channel].read(envelope.unseal(frames).body)
+    if isinstance(message, Forward | Tokens) and len(frames) > 1:
+        return (decode_to_engine if isinstance(message, Forward) else decode_from_engine)(frames[1])
+    return message
+
+
+def _is_readable(channel: str, frames: Sequence[bytes]) -> bool:
+    try:
+        read(channel, frames)
+    except WireError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""The rest of a hostile peer on the control channel: it listens, beats and shows an engine, so that it counts as alive.
+
+What the box asks of it is answered with lies, and requests that the box hands it are turned away: who took them in and
+said nothing would be what an engine is that hangs. Tokens of them it sends later all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from edgemoe.cluster.control.members import BEAT_S
+from edgemoe.cluster.rpc import envelope
+from edgemoe.cluster.rpc.control_messages import Tokens, Welcome
+from edgemoe.cluster.rpc.engine_messages import Emissions, Submit, decode_to_engine, encode
+from edgemoe.cluster.rpc.keys import Secret
+from edgemoe.cluster.rpc.transport import Failure
+from edgemoe.errors import WireError
+from edgemoe.types.request import Emission
+from tools.fuzzing.messages import ChannelMessages
+from tools.fuzzing.peer import dial, id_of, kind_of
+
+LATE_S = 5.0  # after which the box has long read that a request was turned away
+CLOSE_S = 10.0
+
+
+class Presence:
+    """Owns a thread, which ends with `close`. What the box asked is counted in `asked`, by kind."""
+
+    def __init__(
+        self, node: str, boot: str, key: Secret, server: bytes, address: str, port: int, lies: ChannelMessages
+    ) -> None:
+        """`server` is the box's public key, `address` HOST:PORT of its channel; `port` is where this peer listens."""
+        self.asked: Counter[str] = Counter()
+        self._lies = lies
+        self._words: Sequence[msgspec.Struct] = ()
+        self._turned_away: deque[tuple[float, Submit]] = deque()
+        self._context, self._over = zmq.Context(), threading.Event()
+        self._ear = self._context.socket(zmq.ROUTER)
+        self._ear.set(zmq.LINGER, 0)
+        self._ear.set(zmq.CURVE_SERVER, 1)
+        self._ear.set(zmq.CURVE_SECRETKEY, key.secret)
+        self._ear.bind(f"tcp://127.0.0.1:{port}")
+        self._voice = dial(self._context, node, boot, key, server, address)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def begin(self, words: Sequence[msgspec.Struct]) -> None:
+        """Says these words over and over from now on."""
+        self._words = words
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(CLOSE_S)
+        self._ear.close(0)
+        self._voice.close(0)
+        self._context.term()
+
+    def _run(self) -> None:
+        beat_s = time.monotonic()
+        while not self._over.is_set():
+            if (now := time.monotonic()) >= beat_s:
+                beat_s = now + BEAT_S
+                self._speak(now)
+            if self._ear.poll(max(1, int(1000 * (beat_s - time.monotonic())))):
+                self._answer(*self._ear.recv_multipart())
+
+    def _speak(self, now: float) -> None:
+        for word in self._words:
+            self._voice.send_multipart(envelope.seal(word))
+        while self._turned_away and now - self._turned_away[0][0] > LATE_S:
+            _, late = self._turned_away.popleft()
+            items = [
+                Emission(request=late.request.id, attempt=late.attempt, index=index, token=7, finish=finish)
+                for index, finish in enumerate((None, None, "length"), len(late.emitted))
+            ]
+            self._voice.send_multipart(envelope.seal(Tokens(), [encode(Emissions(items=items))], id=1))
+        while self._voice.poll(0):
+            self._voice.recv_multipart()
+
+    def _answer(self, identity: bytes, *frames: bytes) -> None:
+        kind, asked = kind_of(frames), id_of(frames)
+        self.asked[kind] += 1
+        if not asked:
+            return
+        if kind == "Announce":
+            answer = envelope.seal(Welcome(), id=asked, answer=True)
+        elif kind == "Forward":
+            self._note(frames)
+            answer = envelope.seal(Failure("busy", "not now"), id=asked, answer=True)
+        else:
+            answer = self._lies.draw(asked)
+        self._ear.send_multipart([identity, *answer])
+
+    def _note(self, frames: Sequence[bytes]) -> None:
+        try:
+            message = decode_to_engine(frames[1])
+        except (WireError, IndexError):
+            return
+        if isinstance(message, Submit):
+            self._turned_away.append((time.monotonic(), message))
