@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(store_dir: Path, *, as_json: bool) -> int:
     if as_json:
-        print(json.dumps([str(path) for path in models.find_stores(store_dir)]))
+        cards = map(models.describe, models.find_stores(store_dir))
+        print(json.dumps([asdict(card) for card in cards], indent=2))
     else:
         console().print(models.table(store_dir))
     return 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import msgspec
 from rich.console import Console
@@ -18,7 +20,7 @@ from edgemoe import demo
 from edgemoe.config.settings import ModelSettings
 from edgemoe.errors import CheckpointError, StoreError
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import lock_store, page_memory
+from edgemoe.store.files import is_in_use, last_used_s, lock_store, page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import JOURNAL, Progress, ensure_store, silent
 from edgemoe.store.reader import ExpertStore
@@ -87,6 +89,27 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
     return msgspec.structs.replace(model, path=str(store.absolute()))
 
 
+@dataclass(frozen=True, slots=True)
+class StoreCard:
+    """What a list of stores says of one. Of one that is unfinished or damaged only `state` says something."""
+
+    path: str
+    state: str
+    last_used_s: float  # since 1970: when it was last packed or served; 0 where that is not known
+    in_use: bool = False
+    bytes: int = 0
+    family: str = ""
+    layers: int = 0
+    experts: str = ""
+    precision: str = ""
+
+    @property
+    def last_use(self) -> str:
+        """Returns when that was, to the minute."""
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.last_used_s)) if self.last_used_s else ""
+        return "now" if self.in_use else when
+
+
 def table(store_dir: str | Path) -> Table:
     """Returns a table of the stores in `store_dir`, one row each."""
     found = Table(title=f"Packed models in {store_dir}")
@@ -94,26 +117,37 @@ def table(store_dir: str | Path) -> Table:
     for heading in ("family", "layers", "experts", "precision"):
         found.add_column(heading)
     found.add_column("size", justify="right")
+    found.add_column("last use")
     found.add_column("state", overflow="fold")
     for path in find_stores(store_dir):
-        found.add_row(path.name, *_describe(path))
+        card = describe(path)
+        size, layers = (f"{card.bytes / 1e9:.2f} GB", str(card.layers)) if card.bytes else ("", "")
+        row = (card.family, layers, card.experts, card.precision, size, card.last_use, card.state)
+        found.add_row(path.name, *row)
     return found
 
 
-def _describe(path: Path) -> tuple[str, ...]:
+def describe(path: Path) -> StoreCard:
+    """Returns what a list says of a store."""
+    known: dict[str, Any] = {"path": str(path), "last_used_s": last_used_s(path), "in_use": is_in_use(path)}
     if not (path / MANIFEST).is_file():
-        return "", "", "", "", "", "unfinished: pack it again to go on"
+        return StoreCard(**known, state="unfinished: pack it again to go on")
     try:
         manifest = Manifest.load(path)
         spec = spec_of(manifest)
     except (StoreError, CheckpointError) as error:
-        return "", "", "", "", "", str(error)
+        return StoreCard(**known, state=str(error))
     present, total = sum(len(layer.experts) for layer in manifest.layers), spec.geometry.layers * spec.geometry.experts
-    state = "complete" if present == total else f"{present} of {total} experts"
-    experts = f"{spec.router.experts}, top {spec.router.top_k}"
     encodings = commonest_first([layer.encoding or spec.dtype for layer in manifest.layers])
-    precision = encodings_text(encodings, manifest.dense.encoding, spec.dtype)
-    return spec.family, str(spec.layers), experts, precision, f"{manifest.total_bytes / 1e9:.2f} GB", state
+    return StoreCard(
+        **known,
+        state="complete" if present == total else f"{present} of {total} experts",
+        bytes=manifest.total_bytes,
+        family=spec.family,
+        layers=spec.layers,
+        experts=f"{spec.router.experts}, top {spec.router.top_k}",
+        precision=encodings_text(encodings, manifest.dense.encoding, spec.dtype),
+    )
 
 
 def verify(store: str | Path, progress: Progress = silent) -> list[StoreError]:

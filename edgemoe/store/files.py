@@ -211,6 +211,32 @@ def lock_store(store: Path, *, exclusive: bool) -> Iterator[None]:
         os.close(fd)
 
 
+def note_use(store: Path) -> None:
+    """Notes that the store is used now, as far as it can be written to."""
+    with contextlib.suppress(OSError):
+        os.utime(store / LOCK)
+
+
+def last_used_s(store: Path) -> float:
+    """Returns when the store was last packed or served, in seconds since 1970; 0 where that is not known."""
+    try:
+        return (store / LOCK).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def is_in_use(store: Path) -> bool:
+    """Returns whether a process packs, serves or verifies the store."""
+    try:
+        fd = os.open(store / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _locked(fd, exclusive=True)
+    finally:
+        os.close(fd)
+
+
 def lock_holder(store: Path) -> str:
     """Returns the id of the process that holds the store exclusively, as far as it could say so; else ""."""
     try:

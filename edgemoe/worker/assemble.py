@@ -37,7 +37,7 @@ from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import checksum
+from edgemoe.store.files import checksum, note_use
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copies, verify_dense
@@ -112,6 +112,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
     torch.set_num_threads(budgets.threads)
     with ExitStack() as opened:
         store = opened.enter_context(ExpertStore(directory, manifest))
+        note_use(directory)
         verify_copies(directory, manifest)
         verify_dense(directory, manifest.dense, lambda share: say("verifying", share))
         device = torch.device(budgets.devices[0].kind.replace("emulated", "cpu"))

@@ -142,7 +142,9 @@ def test_status_shows_every_tier_and_speaks_json(env: dict[str, str]) -> None:
 
 
 def test_the_store_that_was_packed_is_listed_and_whole(env: dict[str, str]) -> None:
-    store = Path(json.loads(run(env, "edgemoe", "models", "list", "--json"))[0])
+    (listed,) = json.loads(run(env, "edgemoe", "models", "list", "--json"))
+    assert listed["in_use"]
+    store = Path(listed["path"])
     assert "is whole" in run(env, "edgemoe", "models", "verify", store.name)
 
 

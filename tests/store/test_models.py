@@ -11,6 +11,7 @@ from rich.console import Console
 
 from edgemoe.errors import CorruptExpert, StoreError
 from edgemoe.store import catalog as models
+from edgemoe.store.files import LOCK, note_use
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import JOURNAL, ensure_store, pack
 from edgemoe.store.reader import ExpertStore
@@ -83,6 +84,21 @@ def test_the_table_tells_whole_broken_and_unfinished_stores_apart(checkpoint: Ma
     assert "unfinished" in text
     assert "unrelated" not in text
     assert models.find_stores(tmp_path / "nowhere") == []
+
+
+def test_a_list_tells_when_a_store_was_last_used_and_that_it_is_used_now(store: Path) -> None:
+    (packed,) = map(models.describe, models.find_stores(store.parent))
+    assert packed.bytes == Manifest.load(store).total_bytes
+    os.utime(store / LOCK, (1_000_000_000, 1_000_000_000))
+    assert models.verify(store) == []
+    assert models.describe(store).last_use.startswith("2001-09-09"), "to verify it is no use"
+    with ExpertStore(store, Manifest.load(store)):
+        note_use(store)
+        assert models.describe(store).last_use == "now"
+    assert not models.describe(store).in_use
+    assert models.describe(store).last_used_s >= packed.last_used_s > 1_000_000_000
+    (store / LOCK).unlink()
+    assert models.describe(store).last_use == ""
 
 
 def test_a_store_is_found_by_path_directory_or_model(checkpoint: Make, tmp_path: Path) -> None:
