@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 from rich.console import Console
 
@@ -123,9 +123,9 @@ def wait_until_ready(process: subprocess.Popen[bytes], client: Client) -> None:
 def answer(socket: Path, question: str, max_tokens: int) -> None:
     """Streams one answer and prints its speed."""
     console.print(f"[bold cyan]> {question}[/]")
-    transport = httpx.HTTPTransport(uds=str(socket))
+    transport = httpx2.HTTPTransport(uds=str(socket))
     with (
-        httpx.Client(transport=transport, timeout=ANSWER_TIMEOUT_S) as http,
+        httpx2.Client(transport=transport, timeout=ANSWER_TIMEOUT_S) as http,
         openai.OpenAI(base_url="http://edgemoe/v1", api_key="unused", http_client=http) as app,
     ):
         model = app.models.list().data[0].id

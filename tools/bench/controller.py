@@ -55,7 +55,7 @@ def looks(args: Namespace) -> None:
     for each in (4.0, 3.0, 2.0, 1.0, 0.5, 0.25, 0.0):
         closed = []
         for seed in range(args.seeds):
-            some = misses(trace, "sparing", lambda trace, batch, each=each, seed=seed: Sparing(trace, each, seed))
+            some = misses(trace, "sparing", sparing(each, seed))
             closed.append([(b - m) / (b - o) for b, m, o in zip(best, some, missed["belady"], strict=True)])
         print(f"| {each:g} | {' | '.join(f'{share:.3f}' for share in np.mean(closed, axis=0))} |", flush=True)
 
@@ -71,6 +71,11 @@ class Sparing(LearnedPolicy):
         super().end(routing)
         self._due = self._due % 1 + self._looks
         self.predictor.allow(int(self._due))  # whatever the budget says
+
+
+def sparing(looks: float, seed: int) -> Maker:
+    """Returns what makes a policy with so many looks a step."""
+    return lambda trace, batch: Sparing(trace, looks, seed)
 
 
 def misses(trace: Trace, name: str, make: Maker | None = None) -> list[int]:
@@ -195,7 +200,10 @@ def step(args: Namespace) -> None:
         controller.observe(routing)
         return routing
 
-    with_s, without_s, shares, glances = [], [], [], []
+    with_s: list[float] = []
+    without_s: list[float] = []
+    shares: list[float] = []
+    glances: list[float] = []
     for number in range(args.rounds + 2):
         tokens = torch.randint(0, 8192, (args.steps, 1, 1), generator=torch.Generator().manual_seed(number))
         for follows in (number % 2 == 0, number % 2 == 1):

@@ -21,6 +21,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -76,7 +77,7 @@ class Other:
 
 def others(args: argparse.Namespace, config: dict[str, Any], stack: ExitStack) -> dict[str, Other]:
     """Starts transformers and llama.cpp where they are asked for."""
-    found = {}
+    found: dict[str, Other] = {}
     for program, names in (("oracle", args.implementations), ("llama", args.llama)):
         if names:
             oracle = spawn(f"tools.bench.{program}", config, args.threads, ENVIRONMENT)
@@ -145,7 +146,7 @@ def measure_prompts(args: argparse.Namespace, ours: Mapping[Pair, Ours]) -> dict
         for pair, each in ours.items():
             time.sleep(PAUSE_S)
             each.begin(1, args.prompt_tokens)
-            seconds = timed(lambda each=each, prompt=prompt: each.feed(prompt))
+            seconds = timed(partial(each.feed, prompt))
             taken[pair] += [seconds] if round_ >= 0 else []
     first = next(iter(taken.values()))
     found = [

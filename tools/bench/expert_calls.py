@@ -19,11 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import zmq
@@ -34,7 +34,9 @@ from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Answer, Failure, Question
+from edgemoe.engine.prefix_transfer import ByteArray
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
@@ -48,7 +50,7 @@ from tools.testbed.bed import Bed
 EXPERTS = 16
 
 
-class Echo(msgspec.Struct, frozen=True, tag=True):
+class Echo(Message, frozen=True, tag="Echo"):
     """As long as a Call's body."""
 
     layer: int = 0
@@ -57,7 +59,7 @@ class Echo(msgspec.Struct, frozen=True, tag=True):
     calls: int = 1
 
 
-ECHO: msgspec.msgpack.Decoder[Echo | Failure] = msgspec.msgpack.Decoder(Echo | Failure)
+ECHO: Language[Echo | Failure] = Language(Echo, Failure)
 
 
 async def echo(question: Question[Any]) -> Answer[Any]:
@@ -79,6 +81,22 @@ class NoShelf:
 
     async def part(self, layer: int, expert: int, offset: int, size_bytes: int) -> bytes:
         raise NotImplementedError
+
+
+class NoPrefixes:
+    """No keys and values either."""
+
+    encoding = ""
+    block_bytes = state_bytes = 0
+
+    def has(self, key: bytes, state: bool) -> bool:
+        return False
+
+    def read(self, key: bytes, state: bool) -> None:
+        return None
+
+    async def take_in(self, keys: Sequence[bytes], data: ByteArray, state: bool) -> bool:
+        return False
 
 
 class RandomStore:
@@ -110,7 +128,7 @@ class Box:
         self.tiers = ExpertTiers(geometry, store, TierMemory(slots), policies, kernels, on_disk=here)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
-        own = OwnExperts(ServedModel("m", geometry), holdings, host, NoShelf(), store)
+        own = OwnExperts(ServedModel("m", geometry), holdings, host, NoShelf(), store, NoPrefixes())
         self.plane = DataPlane(node, f"boot-{node}", key, own, timeout_s=5)
         self.echo: Channel[Any] = Channel(self.plane.transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]
@@ -203,7 +221,7 @@ def fill(box: Box, geometry: ExpertGeometry, experts: int, rows: int, seconds: f
     began_s, sent, steps, asked = time.perf_counter(), link_bytes(), 0, remote.asked
     cpu_s = time.process_time()
     while time.perf_counter() - began_s < seconds:
-        remote.run(0, hidden, group, None, lambda part, prefill_only: 0.0)
+        remote.run(0, hidden, group, None, lambda part, prefill_only: None)
         steps += 1
     took_s = time.perf_counter() - began_s
     out, back = (b - a for a, b in zip(sent, link_bytes(), strict=True))

@@ -63,7 +63,8 @@ class Trial:
                 fault()
 
             stirred = self._ask(fronts, prompts, later)
-        rows = zip(fronts, prompts, calm or [None] * len(fronts), stirred, strict=True)
+        calms: Sequence[Answer | None] = calm or [None] * len(fronts)
+        rows = zip(fronts, prompts, calms, stirred, strict=True)
         return [self._record(n, *row) for n, row in enumerate(rows)]
 
     def forwarded(self, fault: Callable[[Daemon, Daemon], None]) -> tuple[Daemon, Record]:

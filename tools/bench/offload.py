@@ -234,8 +234,8 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         found = [
             summarise(each, before[name], tokens, disk, rounds[name], rounds[names[0]]) for name, each in ours.items()
         ]
-        for name, each in zip(names, found, strict=True):
-            each["peak_mib"] = int((groups[name] / "memory.max_usage_in_bytes").read_text()) >> 20
+        for name, one in zip(names, found, strict=True):
+            one["peak_mib"] = int((groups[name] / "memory.max_usage_in_bytes").read_text()) >> 20
     result: dict[str, Any] = {"memory_mib": args.memory_mib, "disk_gb_per_s": round(disk / 1e9, 2), "stores": found}
     if accelerated:
         result["accelerate_ms_per_token"] = round(median(accelerated) * 1000, 1)

@@ -117,7 +117,7 @@ def layer_ms(placement: Placement, routes: Sequence[Routes], args: argparse.Name
         calls = np.where(np.eye(nodes, dtype=bool), 0.0, link_ms)
         costs = LayerCosts(calls, np.zeros((nodes, nodes)), np.full(nodes, args.expert_ms), np.zeros(nodes))
         some = [each[:: max(1, len(each) // args.batches)] for each in routes]
-        spent = sum(latency(placement, n, each[:, None], costs) for n, each in enumerate(some))
+        spent = sum(latency(placement, n, list(each[:, None]), costs) for n, each in enumerate(some))
         answer.append(spent / sum(each.shape[0] * each.shape[1] for each in some))
     return answer
 

@@ -73,9 +73,10 @@ class Desk:
         policy, slots = Ranks(layers, experts), int(SHARE * layers * experts)
         ram = SlotPool(Tier.RAM, layers, experts, layers * experts, policy)
         self.residency = Residency(ram, [SlotPool(Tier.VRAM, layers, experts, slots, policy)])
-        self.link: Any = StandInLink()
+        self.link = StandInLink()
         store: Any = None
-        self.loader = ExpertLoader(self.residency, store, HostSlab(SlabLayout.even(1, 4096)), [self.link])
+        links: list[Any] = [self.link]
+        self.loader = ExpertLoader(self.residency, store, HostSlab(SlabLayout.even(1, 4096)), links)
         everything = [ExpertId(layer, expert) for expert in range(experts) for layer in range(layers)]
         for tier, count in ((Tier.RAM, len(everything)), (Tier.VRAM, slots)):
             for expert in everything[:count]:

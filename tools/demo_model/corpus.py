@@ -87,7 +87,7 @@ class Catalogue(gettext.GNUTranslations):
 
     def messages(self) -> Mapping[str, str]:
         """Returns the translations by their originals."""
-        return self._catalog  # type: ignore[attr-defined,no-any-return]
+        return self._catalog  # type: ignore[attr-defined]
 
 
 def catalogue_text(path: Path) -> str:

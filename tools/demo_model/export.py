@@ -28,6 +28,7 @@ def judge(network: Network, domains: dict[str, tokens.Domain], tokenizer: Tokeni
     """Held-out loss per domain (nats per token), divergence of routing between domains, and sample answers."""
     network.eval()
     loss, counts = {}, []
+    layers: Any = network.layers
     for name, domain in domains.items():
         if name == "drill":  # questions of the domain "chat"
             continue
@@ -37,7 +38,7 @@ def judge(network: Network, domains: dict[str, tokens.Domain], tokenizer: Tokeni
             hidden, _ = network(rows[:, :-1])
             total = HeadLoss.apply(hidden.flatten(0, 1), network.embed_tokens.weight, rows[:, 1:].flatten())
         loss[name] = round(float(total) / rows[:, 1:].numel(), 4)
-        counts.append([np.bincount(b.mlp.ids.flatten(), minlength=network.shape.experts) for b in network.layers])
+        counts.append([np.bincount(b.mlp.ids.flatten(), minlength=network.shape.experts) for b in layers])
     return {
         "loss": {**loss, "mean": round(sum(loss.values()) / len(loss), 4)},
         "divergence_bits": divergence(np.array(counts, dtype=np.float64)),

@@ -57,7 +57,7 @@ class HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * scale, grad_head * scale, None
 
@@ -110,6 +110,8 @@ class Attention(nn.Module):
 
 class Experts(nn.Module):
     """Softmax gate over E experts, top-k renormalised, SwiGLU experts."""
+
+    share: Tensor  # [E] of recent choices
 
     def __init__(self, s: Shape) -> None:
         super().__init__()

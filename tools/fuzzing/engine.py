@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[type[Any], ...]] = {
     "cancel": (Cancel,),
     "other": tuple(kind for kind in TO_ENGINE.messages.values() if kind not in (Submit, Cancel, Drain, Stop)),
 }  # all but those after which an engine takes nothing more
-WEIGHTS = (8, 2, 1)
+WEIGHTS = dict(zip(WHATS, (8, 2, 1), strict=True))
 MEANT = 0.85  # of the fields below, as a share
 AT_ONCE = 48  # hostile requests that have not ended, at most
 OTHERS_EVERY = 50  # messages
@@ -105,12 +105,12 @@ class Messages:
     def __init__(self, seed: int, what: str = "") -> None:
         self._rng = random.Random(seed)
         self._values = Values(self._rng, HINTS)
-        self._whats, self._weights = ((what,), None) if what else (WHATS, WEIGHTS)
+        self._weights = {what: 1} if what else WEIGHTS
         self._count = 0
 
     def draw(self) -> dict[str, Any]:
         """The body of a message."""
-        (what,) = self._rng.choices(self._whats, self._weights)
+        (what,) = self._rng.choices([*self._weights], [*self._weights.values()])
         body = self._values.message(self._rng.choice(KINDS[what]))
         if what == "submit" and isinstance(body.get("request"), dict):
             self._mean(body)
@@ -211,7 +211,8 @@ class Target:
     async def ask(self) -> list[list[int]]:
         """What the others get, asked all at once."""
         asked = [greet(number) for number in range(4)]
-        self.followed.tokens = tokens = {one.request.id: [] for one in asked}
+        tokens: dict[str, list[int]] = {one.request.id: [] for one in asked}
+        self.followed.tokens = tokens
         for one in asked:
             self.wire.send(self.engine.boot_id, one)
         with contextlib.suppress(TimeoutError):  # which what they have got by then tells
@@ -288,7 +289,7 @@ async def _attack(messages: Messages, others: Messages, count: int) -> dict[str,
                 others_wrong.append(got)
         await box.until(lambda: not followed.open)
         took_s, late = time.monotonic() - began_s, rss_mb(pids)
-        seen = {
+        seen: dict[str, Any] = {
             "sent": count,
             "a_second": round(count / took_s),
             "ends": dict(followed.ends.most_common()),

@@ -39,13 +39,14 @@ MOST_TOKENS, MOST_CHOICES = 3, 3
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 CALL = {"type": "function", "function": FUNCTION}
+ODD_SCHEMAS: list[Any] = [{}, False, {"$ref": "#/x"}, {"anyOf": []}]
 FORMATS: list[Any] = [
     None,
     {"type": "text"},
     {"type": "json_object"},
     {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
     *({"type": "regex", "regex": regex} for regex in ("(ab)+", "[0-9]{1,5}", "[", r"[^\s\S]", "a{9999}")),
-    *({"type": "json_schema", "json_schema": {"schema": odd}} for odd in ({}, False, {"$ref": "#/x"}, {"anyOf": []})),
+    *({"type": "json_schema", "json_schema": {"schema": odd}} for odd in ODD_SCHEMAS),
 ]
 HINTS: dict[str, list[Any]] = {
     "role": ["user", "assistant", "system", "tool"],

@@ -77,7 +77,7 @@ class Presence:
             _, late = self._turned_away.popleft()
             items = [
                 Emission(request=late.request.id, attempt=late.attempt, index=index, token=7, finish=finish)
-                for index, finish in enumerate((None, None, "length"), len(late.emitted))
+                for index, finish in enumerate(("", "", "length"), len(late.emitted))
             ]
             self._voice.send_multipart(envelope.seal(Tokens(), [encode(Emissions(items=items))], id=1))
         while self._voice.poll(0):
@@ -89,7 +89,7 @@ class Presence:
         if not asked:
             return
         if kind == "Announce":
-            answer = envelope.seal(Welcome(), id=asked, answer=True)
+            answer: Sequence[envelope.Buffer] = envelope.seal(Welcome(), id=asked, answer=True)
         elif kind == "Forward":
             self._note(frames)
             answer = envelope.seal(Failure("busy", "not now"), id=asked, answer=True)

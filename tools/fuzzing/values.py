@@ -18,7 +18,9 @@ ODDITIES: tuple[Any, ...] = (None, True, -1, 2**64 - 1, math.nan, "", "x", b"", 
 DEPTH = 600  # of what is nested for no reason
 
 
-_type_info = functools.cache(inspect.type_info)
+@functools.cache
+def _type_info(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
 
 
 class Values:
@@ -30,7 +32,7 @@ class Values:
         """A field in `sure` always gets one of its hints, unless it is to be spoilt."""
         self.rng, self.hints, self.sure = rng, hints or {}, sure
 
-    def message(self, kind: type[Any]) -> dict[str, Any]:
+    def message(self, kind: Any) -> dict[str, Any]:
         """A message of that kind: half of them are lies within all bounds, the rest break some."""
         rng = self.rng
         spoilt = rng.choice((0.0, 0.0, 0.0, 0.02, 0.1, 0.4))

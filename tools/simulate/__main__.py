@@ -17,18 +17,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from edgemoe.types.placement import PlacementPolicy
 from tools.simulate.costs import Costs, measured
 from tools.simulate.plots import draw
 from tools.simulate.study import Setting, outcome, servers_of
 from tools.simulate.workload import EXPERT_NUMBERS, Task, poisson, tasks_of, traced
 
-POLICIES = ("uniform", "redundance", "smartmoe", "eplb", "published", "prism", "exact", "rendezvous")
+POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
 console = Console(stderr=True)
 
 

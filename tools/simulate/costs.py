@@ -55,7 +55,8 @@ def _dense(path: Path) -> tuple[float, float]:
     rows = list(_rows(path))
     for layer in DENSE_PARTS:
         points = [(float(row["tokens"]), float(row["time_us"])) for row in rows if row["layer"] == layer]
-        slope, start = np.polyfit(*zip(*points, strict=True), 1).tolist()
+        tokens, spent = np.array(points).T
+        slope, start = np.polyfit(tokens, spent, 1).tolist()
         fixed, each = fixed + max(start, 0.0) * 1e-6, each + max(slope, 0.0) * 1e-6
     return fixed, each
 

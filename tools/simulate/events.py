@@ -71,7 +71,7 @@ class Calls(NamedTuple):
     experts: Ints  # [calls, G]
     tokens: Ints  # [calls, G] that they have, together
     free: Ints  # those that are not in use
-    count: Ints  # [1] of these
+    unused: Ints  # [1] how many of these
 
 
 class Result(NamedTuple):
@@ -216,10 +216,10 @@ def _gate(
                     to |= ONE << np.uint64(peer[expert])
                     sent[peer[expert]] += 1
         for server in np.flatnonzero(sent):
-            calls.count[0] -= 1
-            if calls.count[0] < 0:
+            calls.unused[0] -= 1
+            if calls.unused[0] < 0:
                 raise RuntimeError("too many calls under way at once: nothing is served as fast as it comes")
-            call = calls.free[calls.count[0]]
+            call = calls.free[calls.unused[0]]
             calls.prompt[call], calls.server[call], calls.sent[call] = p, server, sent[server]
             calls.experts[call] = 0
             calls.tokens[call] = 0
@@ -272,8 +272,8 @@ def run(prompts: Prompts, cluster: Cluster, heap: Heap, calls: Calls, result: Re
         elif kind == REPLY:
             p = calls.prompt[what]
             back = _send(cluster, links, now, calls.server[what], prompts.server[p], calls.sent[what])
-            calls.free[calls.count[0]] = what
-            calls.count[0] += 1
+            calls.free[calls.unused[0]] = what
+            calls.unused[0] += 1
             _push(heap, back, DONE, p)
         else:
             pending[what] -= 1
@@ -297,12 +297,9 @@ def simulate(prompts: Prompts, cluster: Cluster) -> Result:
     size = count + 4 * CALLS
     ints = [np.zeros(size, np.int64) for _ in range(3)]
     heap = Heap(np.zeros(size), ints[0], ints[1], ints[2], np.zeros(2, np.int64))
-    calls = Calls(
-        *(np.zeros(CALLS, np.int64) for _ in range(3)),
-        *(np.zeros((CALLS, gpus), np.int64) for _ in range(2)),
-        np.arange(CALLS),
-        np.array([CALLS]),
-    )
+    prompt, server, sent = np.zeros((3, CALLS), np.int64)
+    experts, tokens = np.zeros((2, CALLS, gpus), np.int64)
+    calls = Calls(prompt, server, sent, experts, tokens, np.arange(CALLS), np.array([CALLS]))
     result = Result(np.zeros(count), np.zeros(count), np.zeros(3, np.int64), np.zeros(count))
     run(prompts, cluster, heap, calls, result)
     return result

@@ -48,9 +48,10 @@ class Batch(NamedTuple):
 
 def batch_of(slots: int, blocks: int) -> Batch:
     """Returns an engine where nothing runs."""
-    zeros = [np.zeros(slots, np.int64) for _ in range(6)]
     request = np.full(slots, FREE_SLOT, np.int64)
-    return Batch(request, *zeros, np.array([blocks]), np.zeros(1), np.zeros(slots), np.zeros(2))
+    todo, context, emitted, output, own, order = np.zeros((6, slots), np.int64)
+    blocks_free, now_s, stamp_s, active = np.array([blocks]), np.zeros(1), np.zeros(slots), np.zeros(2)
+    return Batch(request, todo, context, emitted, output, own, order, blocks_free, now_s, stamp_s, active)
 
 
 @_compiled
