@@ -41,12 +41,13 @@ from edgemoe.cluster.rpc.engine_messages import (
     encode,
 )
 from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.cluster.rpc.messages.choices import Choosing, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Settings
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.front import status as about
-from edgemoe.front.hosted_requests import HostedRequests
+from edgemoe.front.hosted_requests import HostedRequests, RequestNews
 from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.own_engine import OwnEngine, is_handed_over
 from edgemoe.front.peers_list import address_of, follow_list, listed
@@ -149,8 +150,10 @@ class ClusterFront:
                 self._engine.seen[message.node] = message
             case Activity():
                 self._engine.activity = message
-            case LastChunk() | PrefixPulled():
-                self._hear_hand_over(message)
+            case Choosing():
+                self._meter.choices = message.choices
+            case LastChunk() | PrefixPulled() | PromptRead():
+                self._pass_on(message)
 
     def engine_changed(self) -> None:
         """It takes requests now, or no longer; what one that has ended held is held no more."""
@@ -180,9 +183,7 @@ class ClusterFront:
         return place
 
     def _host(self, question: Question[ControlMessage], submit: Submit, offer: int) -> Answer[ControlMessage]:
-        load = self._work.load()
-        if load is None or load.requests >= load.capacity or self._requests.draining:
-            raise PeerBusy("there is no room for another request here")
+        self._check_room()
         self.hosted_requests.submit(question.peer, question.boot, submit)
         self._meter.note(submit, (question.peer, offer) if offer else None)
         self._offers.news.set()
@@ -198,10 +199,10 @@ class ClusterFront:
             return Beat(secret=secret)
         return Beat(engine=load.place, requests=load.requests, slots=load.slots, capacity=load.capacity, secret=secret)
 
-    def _hear_hand_over(self, message: LastChunk | PrefixPulled) -> None:
-        """Acts on what our engine says of a hand-over, or passes it on to the front whose request it is."""
+    def _pass_on(self, message: RequestNews) -> None:
+        """Acts on what our engine says of a request, or passes it on to the front whose it is."""
         if (told := self.hosted_requests.told_to(message)) is None:
-            self._places.hand_overs.hear(message)
+            self._places.learn(message)
         else:
             node, message = told
             self.plane.channel.tell(node, Tokens(), [encode(message)])
@@ -235,8 +236,8 @@ class ClusterFront:
             match decode_from_engine(question.tensors[0]):
                 case Emissions(items=items):
                     return Answer(self._places.take(question.peer, items))
-                case LastChunk() | PrefixPulled() as news:
-                    self._places.hand_overs.hear(news)
+                case LastChunk() | PrefixPulled() | PromptRead() as news:
+                    self._places.learn(news)
                     return Answer(Taken())
         else:
             match decode_to_engine(question.tensors[0]):

@@ -20,6 +20,7 @@ import msgspec
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
+from edgemoe.cluster.rpc.messages.choices import PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.errors import PeerBusy, PeerError, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 GIVEN_UP_S = 5.0
 ASK_S, RETRY_S = 2.0, 0.1
 BATCH = 2000  # emissions in one message
+RequestNews = LastChunk | PrefixPulled | PromptRead
 
 
 @dataclass(slots=True, eq=False)
@@ -139,12 +141,12 @@ class HostedRequests:
         if not self._send(msgspec.structs.replace(message, request=f"{node}/{message.request}")):
             raise PeerBusy("no engine takes requests here now")
 
-    def told_to(self, message: LastChunk | PrefixPulled) -> tuple[str, LastChunk | PrefixPulled] | None:
+    def told_to(self, message: RequestNews) -> tuple[str, RequestNews] | None:
         """Returns the front whose request this is about, and what it is told; None for a request of our own."""
         node, _, request = message.request.partition("/")
         if not request:
             return None
-        if isinstance(message, LastChunk) and (hosted := self._hosted_requests.get(message.request)) is not None:
+        if not isinstance(message, PrefixPulled) and (hosted := self._hosted_requests.get(message.request)) is not None:
             request = hosted.request
         return node, msgspec.structs.replace(message, request=request)
 

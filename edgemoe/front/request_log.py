@@ -134,6 +134,11 @@ class RequestLog:
             else:
                 self._deliver(live, emission)
 
+    def request_of(self, request: str) -> Request | None:
+        """Returns a live request."""
+        live = self._live.get(request)
+        return None if live is None else live.request
+
     def place_of(self, request: str) -> tuple[str, int]:
         """Returns the engine that has the request, and its attempt there; ("", 0) where it is not alive."""
         live = self._live.get(request)

@@ -15,11 +15,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+import msgspec
+
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, Taken
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, encode
+from edgemoe.cluster.rpc.messages.choices import PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.errors import EdgemoeError
+from edgemoe.front.hosted_requests import RequestNews
 from edgemoe.front.requests.offered_requests import OfferedRequests, RouteChoice
 from edgemoe.front.routing.hand_over import HandOvers
 from edgemoe.policy.route import EngineLoad, route
@@ -108,6 +112,7 @@ class Router:
                 offer = self._offers.use(message.request.id)
             elif not (place := route(reading, self._offers.rule)) and others:
                 return ""
+            message = msgspec.structs.replace(message, signature=self._offers.learns and bool(others))
             if place and self._role(place) == "prefill":
                 node = others.get(place, self._plane.state.node)
                 message = self.hand_overs.expect(message, place, node)
@@ -148,6 +153,13 @@ class Router:
         """Has another box's engine forget a request. Should this not arrive, its next tokens are answered with it."""
         if (node := self.elsewhere().get(place)) is not None:
             self._spawn(self._recall(node, message))
+
+    def learn(self, message: RequestNews) -> None:
+        """Acts on what an engine says of a request of ours."""
+        if isinstance(message, PromptRead):
+            self._offers.learn(message)
+        else:
+            self.hand_overs.hear(message)
 
     def take(self, node: str, items: list[Emission]) -> Taken:
         """Delivers what a request of ours has emitted over there; says which of it nobody waits for."""

@@ -24,6 +24,7 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Move, Tier
 from edgemoe.types.placement import PlacementPlan, pack_bits
 from edgemoe.worker.assemble import Assembly
+from edgemoe.worker.choices import Choices
 from edgemoe.worker.hand_over import EnginePrefixes, Pulls
 from edgemoe.worker.home_moves import HomeMoves
 
@@ -66,6 +67,7 @@ class ClusterSide:
             ),
             timeout_s=settings.call_timeout_s,
         )
+        self.choices = Choices(assembly.engine, tiers, post)
         self._pulls = Pulls(assembly.engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post)
         tiers.join(self.plane.calls)
@@ -81,6 +83,8 @@ class ClusterSide:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(self._pulls.run())
+            if self._settings.route == "pull":
+                group.create_task(self.choices.run())
             group.create_task(self._report())
             group.create_task(self._report_activity())
 

@@ -182,6 +182,8 @@ class Worker:
                 left_s, waited_s = message.remaining_ms / 1e3, message.waited_ms / 1e3
                 if assembly.sharing is not None:
                     assembly.sharing.last_chunks.want(message)
+                if self._side is not None:
+                    self._side.choices.want(message)
                 loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
             case Cancel():
                 loop.cancel(message.request, message.attempt)

@@ -6,11 +6,14 @@ import msgspec
 
 from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, PREFIX_TOKENS
 from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.cluster.rpc.messages.choices import EngineChoices
 from edgemoe.front.requests.engine_use import EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.request import Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
+
+CHOICES = EngineChoices(b"\xff" * 6, bytes(6), (0.0, 0.001, 0.01), 0.01, 1e-4)
 
 
 def request(tokens: int, user: str = "", first: int = 0) -> Request:
@@ -49,12 +52,14 @@ def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> Non
 
 def test_users_and_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_another_leader() -> None:
     engine = Engine()
+    engine.meter.choices = CHOICES
     for n in range(2 * MAX_TAKEN):
         engine.meter.note(Submit(request=request(3 * PREFIX_TOKENS, f"user {n}", n)), ("a", n))
     said = [engine.meter.news() for _ in range(4)]
-    assert [len(users) for users, _ in said] == [MAX_USERS, 0, 0, 0]
-    assert [len(keys) // 8 for _, keys in said] == [MAX_PREFIX_KEYS] * 3 + [0]
-    use = msgspec.structs.replace(engine.meter.use(), users=said[0][0], prefixes=said[0][1])
+    assert [len(users) for users, _, _ in said] == [MAX_USERS, 0, 0, 0]
+    assert [len(keys) // 8 for _, keys, _ in said] == [MAX_PREFIX_KEYS] * 3 + [0]
+    assert [choices for _, _, choices in said] == [CHOICES, None, None, None]
+    use = msgspec.structs.replace(engine.meter.use(), users=said[0][0], prefixes=said[0][1], choices=CHOICES)
     assert CONTROL.read(msgspec.msgpack.encode(use)) == use
     engine.meter.retell()
     assert engine.meter.news() == said[0]

@@ -19,6 +19,7 @@ from test_worker import EXPERT_BYTES, START_S, Child
 from edgemoe.cluster.rpc.engine_messages import (
     Activity,
     Boot,
+    Cancel,
     Holds,
     Listening,
     PeerEngine,
@@ -29,6 +30,8 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.keys import Secret, generate
+from edgemoe.cluster.rpc.messages.choices import Choosing, PromptRead
+from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import (
     ClusterSettings,
     EngineSettings,
@@ -37,12 +40,14 @@ from edgemoe.config.settings import (
     ModelSettings,
     Settings,
 )
+from edgemoe.policy.routing.told import ModelSizes, counts_of
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.types.placement import unpack_bits
 from edgemoe.types.request import Request, Sampling
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
+SIZES = ModelSizes(LAYERS, EXPERTS)
 
 
 def without_experts(store: Path) -> None:
@@ -64,7 +69,9 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
         log=LogSettings(level="error"),
         cluster=ClusterSettings(node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=3),
     )
-    boot = Boot(boot_id=secrets.token_hex(8), address=wire.address, settings=msgspec.to_builtins(settings))
+    boot = Boot(
+        boot_id=secrets.token_hex(8), address=wire.address, speaks=SPOKEN, settings=msgspec.to_builtins(settings)
+    )
     command = (sys.executable, "-m", "edgemoe.worker")
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
     assert process.stdin is not None
@@ -118,11 +125,34 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         wanted = await b.tokens("r")
         a.tell(submit("r"))
         assert await a.tokens("r") == wanted
+        await check_what_it_says_of_choices(a)
         b.process.kill()
         await b.process.wait()
         a.tell(submit("again"))
         end = await a.end()
         assert (end.finish, end.error_code) == ("error", "missing_expert")
+
+
+async def check_what_it_says_of_choices(a: Child) -> None:
+    """Which experts a prompt chose, and what a step loads while it runs and once it has ended."""
+    sampling = Sampling(temperature=0.0, max_tokens=900)
+    request = Request(id="long", prompt=(3, 30, 60, 9), sampling=sampling, seed=1)
+    a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
+    read = await a.hear(PromptRead)
+    assert (read.request, read.attempt, read.signature.tokens) == ("long", 1, 16)  # the prompt's one block is full
+    counts = counts_of(read.signature.tokens, read.signature.chosen, SIZES)
+    assert counts is not None
+    np.testing.assert_allclose(counts.sum(axis=1), 16 * TOP_K, rtol=1e-3)
+    here = await a.hear(Choosing)
+    while set(here.choices.absent) == {255}:
+        here = await a.hear(Choosing)
+    far = np.frombuffer(here.choices.far, np.uint8).reshape(LAYERS, EXPERTS)
+    assert 0 < (far == 0).sum() <= 4
+    assert set(far[far > 0].tolist()) == {2}, "box b has the others in memory"
+    assert here.choices.step_s > 0
+    a.tell(Cancel(request="long", attempt=1))
+    while set(here.choices.absent) != {255}:
+        here = await a.hear(Choosing)
 
 
 @pytest.mark.slow

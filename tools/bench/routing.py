@@ -3,6 +3,7 @@
     python -m tools.bench.routing --study eldr DATA      # decode workers, by the experts that requests choose [ELDR]
     python -m tools.bench.routing --study gimbal DATA    # whole engines: TTFT, TPOT and prefix hits [Gimbal]
     python -m tools.bench.routing --study both DATA      # whole engines whose steps take what their experts do
+    python -m tools.bench.routing --study known DATA     # the same, by what is known of a request when it is offered
 
 DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated, so other
 work on the machine changes no figure. The last line is one JSON object.
@@ -20,12 +21,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench import routing_both, routing_eldr, routing_gimbal
+from tools.bench import routing_both, routing_eldr, routing_gimbal, routing_known
 
 STUDIES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     "eldr": routing_eldr.study,
     "gimbal": routing_gimbal.study,
     "both": routing_both.study,
+    "known": routing_known.study,
 }
 console = Console(stderr=True, width=200)
 

@@ -17,9 +17,11 @@ from edgemoe.policy.routing.baselines import Push, Turns, fewest, least_requests
 from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, UnionTerm
 from edgemoe.policy.routing.cluster_fit import fit_clusters
 from edgemoe.policy.routing.expert_clusters import ExpertClusters
+from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
+from edgemoe.types.arrays import FloatArray
 from tools.simulate.decode_pool import DecodeCosts
 from tools.simulate.decode_traffic import FIT_SHARE, MODELS, Source, recorded, sources_of, step_costs
 from tools.simulate.serving.cluster import cluster_of, jobs_of
@@ -75,11 +77,26 @@ def outcome(run: Run, costs: DecodeCosts, rate: float, kv_tokens: int, name: str
     """Returns what requests that come at a rate meet."""
     load, sources, clusters = run
     policy, engine = variants(clusters, DecodeTimes(costs.step_s, costs.expert_s))[name]
+    return served(at_rate(load, rate), sources, costs, policy, kv_tokens, engine)
+
+
+def served(
+    load: Load,
+    sources: Sequence[Source],
+    costs: DecodeCosts,
+    policy: RoutingPolicy,
+    kv_tokens: int,
+    engine: dict[str, Any],
+    seen: Sequence[FloatArray] = (),
+) -> dict[str, float]:
+    """Returns what these requests meet; `seen` is how likely each chooses experts as its engine knows it, if better."""
     shape = EngineShape(step_costs_of(costs), SLOTS, kv_tokens // BLOCK, more_s=experts_s, data=routed(sources, costs))
     apart = Apart(policy, sources)
     cluster = cluster_of(ENGINES, replace(shape, **engine), apart)
     apart.engines = cluster.engines
-    jobs = jobs_of(*at_rate(load, rate))
+    jobs = jobs_of(*load)
+    for job, chance in zip(jobs, seen, strict=False):
+        job.absent = absence(chance)
     cluster.serve(jobs)
     ttft_s, tpot_s = times_of(jobs)
     ends = np.sort([job.end_s for job in jobs])
@@ -96,8 +113,12 @@ def outcome(run: Run, costs: DecodeCosts, rate: float, kv_tokens: int, name: str
 def compared(runs: Sequence[Run], costs: DecodeCosts, rate: float, kv_tokens: int) -> list[dict[str, Any]]:
     """Returns a row for each variant: figures, and changes against the first."""
     names = list(variants(runs[0][2], DecodeTimes(1.0, 1.0)))
-    found = {name: [outcome(run, costs, rate, kv_tokens, name) for run in runs] for name in names}
-    base, rows = found[names[0]], []
+    return changes({name: [outcome(run, costs, rate, kv_tokens, name) for run in runs] for name in names})
+
+
+def changes(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Returns a row for each variant, of its figures in each run, and changes against the first."""
+    base, rows = next(iter(found.values())), []
     for name, ours in found.items():
         row: dict[str, Any] = {"policy": name}
         for key in ("ttft_mean_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s"):

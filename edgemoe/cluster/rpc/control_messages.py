@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.keys import Peer
+from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
 from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.types.bounds import (
@@ -177,6 +178,7 @@ class EngineUse(Message, frozen=True, tag="EngineUse"):
     taken: OfferNames = ()  # offers that have reached it lately
     users: Annotated[tuple[Sum64, ...], Meta(max_length=MAX_USERS)] = ()
     prefixes: PrefixKeys = b""
+    choices: EngineChoices | None = None  # where they have changed
 
 
 class RequestOffer(Message, frozen=True, tag="RequestOffer"):
@@ -197,6 +199,7 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     prefix: PrefixKeys = b""
     waited_ms: Milliseconds = 0.0
     remaining_ms: Milliseconds = 0.0  # that the offer stands
+    signature: SignatureTable | None = None  # of its prompt, or of one that is likely to be like it
 
 
 class RequestGrant(Message, frozen=True, tag="RequestGrant"):

@@ -8,7 +8,7 @@ answer an invalid frame with Refused, or with the end of the one request that it
 
     front -> engine   Submit Cancel Drain Stop Ping Show Reload Refused, and among several boxes Peers Plan PullPrefix
     engine -> front   Loading* Ready (Emissions | Stats | Shown | Reloaded)*; Refused; Failed before it exits
-                      among several boxes Listening once before Ready, then Holds, PeerSeen, LastChunk and PrefixPulled
+                      among several boxes Listening once before Ready, then Holds, PeerSeen and others of `messages`
 
 Times are remaining or elapsed, never clock readings, so that a message means the same on any machine.
 """
@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc import protocol
 from edgemoe.cluster.rpc.control_messages import Show, Shown
+from edgemoe.cluster.rpc.messages.choices import Choosing, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.protocol import Language, Message, Versions
 from edgemoe.errors import WireError, WireVersionError
@@ -61,7 +62,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
     """Runs `request` from its prompt and the tokens `emitted` so far; the next index is `len(emitted)`.
 
     `attempt` counts this front's submissions of the request, from 1; every Emission carries it back. `waited_ms` is the
-    time since the front took the request in. With `hand_over` the front wants LastChunk: another box is to go on.
+    time since the front took the request in. With `hand_over` the front wants LastChunk: another box is to go on; with
+    `signature` it wants PromptRead.
     """
 
     request: Request
@@ -70,6 +72,7 @@ class Submit(Message, frozen=True, kw_only=True, tag="Submit"):
     remaining_ms: Milliseconds = 600_000.0
     waited_ms: Milliseconds = 0.0
     hand_over: bool = False
+    signature: bool = False
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="Cancel"):
@@ -245,7 +248,9 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | PullPrefix | Refused
-ToCluster = Listening | Holds | PeerSeen | Activity | LastChunk | PrefixPulled  # for other boxes' sake
+ToCluster = (
+    Listening | Holds | PeerSeen | Activity | LastChunk | PrefixPulled | PromptRead | Choosing
+)  # for other boxes' sake
 FromEngine = Loading | Ready | Emissions | Stats | Shown | Reloaded | Failed | ToCluster | Refused
 TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))
 FROM_ENGINE: Language[FromEngine] = Language(*get_args(FromEngine))

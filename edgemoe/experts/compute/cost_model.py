@@ -75,6 +75,10 @@ class CostModel:
         """Returns the seconds to read one expert of a layer from the disk."""
         return self._sizes_bytes[layer] / (self._loader.stats.bytes_per_s or READ_BYTES_PER_S)
 
+    def raise_s(self, layer: int) -> float:
+        """Returns the seconds to copy one expert of a layer from RAM to the device that takes it soonest."""
+        return min((self._copy_s(layer, link) for link in self._loader.links), default=0.0)
+
     def _copy_s(self, layer: int, link: TierLink) -> float:
         return self._sizes_bytes[layer] / (link.stats.unhindered_bytes_per_s or COPY_BYTES_PER_S)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, EngineUse
 from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.cluster.rpc.messages.choices import EngineChoices
 from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.request import Request
@@ -56,6 +57,8 @@ class EngineMeter:
         self._prefixes: OrderedDict[bytes, None] = OrderedDict()
         self._untold_users: OrderedDict[int, None] = OrderedDict()
         self._untold_prefixes: OrderedDict[bytes, None] = OrderedDict()
+        self.choices: EngineChoices | None = None  # as the engine said last
+        self._told: EngineChoices | None = None
 
     def note(self, message: Submit, offer: tuple[str, int] | None = None) -> None:
         """Takes note of a request that goes to our engine, by that offer of a front."""
@@ -103,21 +106,25 @@ class EngineMeter:
         reserve = OUTPUT_RESERVE * (use.remaining_tokens + expected) / BLOCK_TOKENS
         return not use.running or len(request.prompt) // BLOCK_TOKENS + 1 + reserve <= use.free_blocks
 
-    def news(self) -> tuple[tuple[int, ...], bytes]:
-        """Returns users and prefixes that have not been told yet, as many as fit, and counts them as told."""
+    def news(self) -> tuple[tuple[int, ...], bytes, EngineChoices | None]:
+        """Returns users, prefixes and choices that have not been told yet, as many as fit, and counts them as told."""
         untold = self._untold_prefixes
         prefixes = [untold.popitem(last=False)[0] for _ in range(min(len(untold), MAX_PREFIX_KEYS))]
         users, self._untold_users = tuple(self._untold_users), OrderedDict()
-        return users, b"".join(prefixes)
+        choices = None if self.choices == self._told else self.choices
+        self._told = self.choices
+        return users, b"".join(prefixes), choices
 
     def retell(self) -> None:
         """Counts all that is known as not told yet: there is another leader."""
         self._untold_users, self._untold_prefixes = self._users.copy(), self._prefixes.copy()
+        self._told = None
 
     def forget(self) -> None:
         """Forgets users and prefixes: they were hashed with another secret, or an engine had them that is gone."""
         for known in (self._users, self._untold_users, self._prefixes, self._untold_prefixes):
             known.clear()
+        self.choices = self._told = None
 
 
 def _note(known: OrderedDict[K, None], untold: OrderedDict[K, None], key: K, most: int) -> None:

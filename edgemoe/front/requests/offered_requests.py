@@ -20,11 +20,14 @@ from msgspec.structs import replace
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.cluster.rpc.messages.choices import PromptRead
 from edgemoe.config.settings import Route
 from edgemoe.errors import PeerError
 from edgemoe.front.requests.engine_use import EngineMeter
 from edgemoe.front.requests.prefix_keys import PrefixKeys
+from edgemoe.front.requests.signatures import Signatures
 from edgemoe.policy.route import Rule
+from edgemoe.types.request import Request
 
 log = logging.getLogger(__name__)
 ASK_S = 1.0  # that the leader has to take note of an offer
@@ -41,6 +44,9 @@ class OfferingLog(Protocol):
 
     def is_live(self, request: str) -> bool:
         """Returns whether it is still to be answered."""
+
+    def request_of(self, request: str) -> Request | None:
+        """Returns a live request."""
 
     def submit_waiting(self, request: str) -> None:
         """Submits a request that no engine has."""
@@ -82,6 +88,7 @@ class OfferedRequests:
         self.offered = self.granted = 0
         self._plane, self._route, self._requests = plane, route, requests
         self._meter, self._keys, self._spawn = meter, keys, spawn
+        self._signatures, self._secret = Signatures(), keys.secret
         self._numbers = itertools.count(secrets.randbits(48) + 1)
         self._offers: dict[str, OpenOffer] = {}  # by request
         self._by_number: dict[int, OpenOffer] = {}
@@ -131,6 +138,17 @@ class OfferedRequests:
             self.granted += 1
             self._requests.submit_waiting(one.request)
 
+    @property
+    def learns(self) -> bool:
+        """Returns whether engines are to say what prompts chose."""
+        return self._route == "pull"
+
+    def learn(self, message: PromptRead) -> None:
+        """Remembers what a prompt of ours chose, for those that are alike."""
+        if (request := self._requests.request_of(message.request)) is not None:
+            keys = self._keys.user(request.user), self._keys.prefix(request.prompt)
+            self._signatures_now().note(*keys, message.signature)
+
     def failed(self, request: str) -> None:
         """Tells the leader that an engine did not take the request that was granted."""
         if (one := self._offers.get(request)) is not None:
@@ -152,16 +170,18 @@ class OfferedRequests:
         one = OpenOffer(request.id, next(self._numbers), plane.leader, time.monotonic() + WAIT_S)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
+        user, prefix = self._keys.user(request.user), self._keys.prefix(request.prompt)
         offer = RequestOffer(
             one.number,
             plane.state.model,
             prompt_tokens=len(request.prompt),
             max_tokens=request.sampling.max_tokens,
             expected_tokens=int(min(self._requests.expected_tokens, request.sampling.max_tokens)),
-            user=self._keys.user(request.user),
-            prefix=self._keys.prefix(request.prompt),
+            user=user,
+            prefix=prefix,
             waited_ms=message.waited_ms,
             remaining_ms=WAIT_S * 1e3,
+            signature=self._signatures_now().of(user, prefix),
         )
         if one.leader != plane.state.node:
             self._spawn(self._ask(one, offer))
@@ -171,6 +191,12 @@ class OfferedRequests:
             self.granted += bool(one.place)
         except PeerError:
             one.over = "unanswered"
+
+    def _signatures_now(self) -> Signatures:
+        if self._secret != self._keys.secret:
+            self._secret = self._keys.secret
+            self._signatures.forget()
+        return self._signatures
 
     async def _ask(self, one: OpenOffer, offer: RequestOffer) -> None:
         try:
@@ -226,14 +252,14 @@ class OfferedRequests:
         if not leader or not any(self._plane.state.members):
             return
         use = self._meter.use()
-        marks = leader, use.engine, use.running, use.waiting, use.prefill_tokens
+        marks = leader, use.engine, use.running, use.waiting, use.prefill_tokens, self._meter.choices
         if marks == self._told[0] and now - self._told[1] < REPEAT_S:
             return
         if self._told[0][:1] != marks[:1]:
             self._meter.retell()
         self._told = marks, now
-        users, prefixes = self._meter.news()
-        news = replace(use, users=users, prefixes=prefixes)
+        users, prefixes, choices = self._meter.news()
+        news = replace(use, users=users, prefixes=prefixes, choices=choices)
         if leader == self._plane.state.node:
             self._plane.desk.hear(leader, news)
         else:

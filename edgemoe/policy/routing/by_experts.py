@@ -7,7 +7,7 @@ up. Where no clusters are fitted, marginal union goes by the prompt alone, which
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from edgemoe.policy.routing.signatures import Counts
 from edgemoe.types.arrays import FloatArray
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTimes:
-    """States what a decode step takes, beside what an engine says of experts that it has not in place."""
+class DecodeTimes(NamedTuple):
+    """States what a decode step takes of an engine that does not say, with all experts in place."""
 
     step_s: float
     expert_s: float  # for each distinct expert of each layer
@@ -94,13 +93,15 @@ class BandChoice:
 def step_costs(chance: Sequence[FloatArray], views: Sequence[EngineView], times: DecodeTimes) -> tuple[Values, Values]:
     """Returns what a step takes at each engine [W], and what each request costs all that decode there in one [W, R]."""
     new = np.stack(chance)
-    seconds = np.full((len(views), *new.shape[1:]), times.expert_s, np.float32)
+    seconds = np.empty((len(views), *new.shape[1:]), np.float32)
     absent = np.empty_like(seconds)
     some = new.mean(axis=(0, 2), keepdims=True)[0]  # [L, 1]
     for w, view in enumerate(views):
+        seconds[w] = view.expert_s or times.expert_s
         if view.resident is not None:
             seconds[w] += view.resident
         # of an engine that does not say, as if its requests had nothing in common
         absent[w] = view.union if view.union is not None else view.requests * np.log1p(-some)
     running = np.array([view.requests for view in views], np.int64)
-    return union_costs(seconds, absent, running, np.full(len(views), times.step_s), new)
+    step_s = np.array([view.step_s or times.step_s for view in views])
+    return union_costs(seconds, absent, running, step_s, new)

@@ -63,6 +63,8 @@ class EngineView:
     reported_s: float = 0.0  # when it was so
     resident: FloatArray | None = None  # [L, E] what reaching each expert costs it, beside one in place
     union: FloatArray | None = None  # [L, E] log of the chance that none of those there chooses the expert
+    step_s: float = 0.0  # that a decode step takes beside experts; 0: it does not say
+    expert_s: float = 0.0  # that each distinct expert in place adds; likewise
 
     @property
     def requests(self) -> int:

@@ -20,6 +20,7 @@ from edgemoe.cluster.control.state import ControlState
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, EngineUse, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.errors import PeerBusy, PeerRefused
+from edgemoe.policy.routing.told import ModelSizes
 
 
 class RequestDesk:
@@ -89,8 +90,10 @@ class RequestDesk:
         engines = {f"{node}:{boot}": members[node].card for boot, node in members.serving(state.model).items()}
         if state.card.engine is not None:
             engines[f"{state.node}:{state.card.engine.boot}"] = state.card
+        card = next((card.engine for card in engines.values() if card is not None and card.engine is not None), None)
+        sizes = ModelSizes(card.layers, card.experts) if card is not None else ModelSizes()
         reading = [place for place, card in engines.items() if card is not None and card.serves != "decode"]
-        return Serving(frozenset({state.node, *nodes}), frozenset(reading or engines))
+        return Serving(frozenset({state.node, *nodes}), frozenset(reading or engines), sizes)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

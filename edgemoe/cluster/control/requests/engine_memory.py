@@ -1,10 +1,12 @@
-"""What the leader remembers of an engine between its reports: whose requests and which prompts it has had lately."""
+"""What the leader remembers of an engine between its reports: whose requests, which prompts, and what these choose."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
+
+from edgemoe.cluster.rpc.messages.choices import EngineChoices
 
 K = TypeVar("K", bound=Hashable)
 MAX_KEYS = 4096  # of prompts; the longest unused go first, as they do in the engine's cache
@@ -17,6 +19,7 @@ class EngineMemory:
     def __init__(self) -> None:
         self.prefixes: frozenset[int] = frozenset()
         self.users: frozenset[str] = frozenset()
+        self.choices: EngineChoices | None = None
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._users: OrderedDict[str, None] = OrderedDict()
 

@@ -27,13 +27,18 @@ import numpy as np
 
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
 from edgemoe.cluster.rpc.control_messages import PREFIX_TOKENS, EngineUse, RequestOffer
+from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
+from edgemoe.policy.routing.by_experts import PromptForecast
 from edgemoe.policy.routing.dispatches import Dispatches
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
+from edgemoe.policy.routing.told import MOST_S, ModelSizes, counts_of, resident_of, union_of
+from edgemoe.types.arrays import FloatArray
 
 MAX_OFFERS = 512  # of one front
 MAX_TURNS = 4096  # users whose last turn is remembered
 AGING_SHARE = 0.4  # of the speed of prefill, as in the engines
 TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it
+NO_CHOICES = EngineChoices(b"", b"", (), 0.0, 0.0)
 
 
 class Led(NamedTuple):
@@ -58,6 +63,7 @@ class Uses(NamedTuple):
 class Serving(NamedTuple):
     nodes: frozenset[str]
     places: frozenset[str]
+    sizes: ModelSizes = ModelSizes()  # of the model that they serve
 
 
 class Waited(NamedTuple):
@@ -143,6 +149,7 @@ class OfferQueue:
             user=str(offer.user) if offer.user else "",
             prefix=tuple(_keys(offer.prefix)),
             key_tokens=PREFIX_TOKENS,
+            chance=self._chance(offer.signature),
         )
         self._waiting[name] = Waiting(node, offer.number, offered, now_s + offer.remaining_ms / 1e3)
         return True
@@ -155,6 +162,8 @@ class OfferQueue:
             return
         memory = self._memories.setdefault(place, EngineMemory())
         memory.note(map(str, use.users), _keys(use.prefixes))
+        memory.choices = choices = use.choices or memory.choices or NO_CHOICES
+        sizes = self._serving.sizes
         self._dispatches.hear(
             EngineView(
                 place,
@@ -171,8 +180,19 @@ class OfferQueue:
                 users=memory.users,
                 taken=frozenset(_name(*taken) for taken in use.taken),
                 reported_s=now_s,
+                resident=resident_of(choices.far, choices.far_s, sizes),
+                union=union_of(choices.absent, sizes),
+                step_s=min(choices.step_s, MOST_S),
+                expert_s=min(choices.expert_s, MOST_S),
             )
         )
+
+    def _chance(self, told: SignatureTable | None) -> FloatArray | None:
+        """Returns how likely a request's tokens choose each expert; None where nothing is known of it."""
+        counts = None if told is None else counts_of(told.tokens, told.chosen, self._serving.sizes)
+        if told is None or counts is None:
+            return None
+        return PromptForecast(max(1, round(float(counts.sum()) / (len(counts) * told.tokens)))).chance(counts)
 
     def _look_at(self, serving: Serving) -> None:
         for place in self._memories.keys() - serving.places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import settings as chosen
@@ -24,10 +25,13 @@ from edgemoe.cluster.control.requests.offer_queue import (
 )
 from edgemoe.cluster.control.requests.policies import make_policy
 from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
+from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.routing.dispatches import FORGET_S
+from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
 
 NODES = ("a", "b", "c")
+SIZES = ModelSizes(1, 6)
 SLOTS = 2
 nodes = st.sampled_from(NODES)
 
@@ -53,7 +57,7 @@ def idle(node: str, **has: object) -> EngineUse:
 
 def everybody(*gone: str) -> Serving:
     here = [node for node in NODES if node not in gone]
-    return Serving(frozenset(here), frozenset(f"{node}:{node}1" for node in here))
+    return Serving(frozenset(here), frozenset(f"{node}:{node}1" for node in here), SIZES)
 
 
 class Clock:
@@ -215,6 +219,17 @@ USES = st.builds(
     tokens_per_s=st.sampled_from([0.0, 5e-324, 1.0, 1e15]),
     taken=st.sampled_from([(), (("b", 1 << 62),), (("a", 1),)]),
     prefixes=st.binary(max_size=20),
+    choices=st.one_of(
+        st.none(),
+        st.builds(
+            EngineChoices,
+            st.sampled_from([b"", bytes(6), b"\xff" * 6, bytes(7)]),
+            st.sampled_from([b"", bytes(6), b"\xff" * 6]),
+            st.sampled_from([(), (1e9,), (0.0, 1e9, 0.1)]),
+            st.sampled_from([0.0, 1e9]),
+            st.sampled_from([0.0, 1e-30, 1e9]),
+        ),
+    ),
 )
 OFFERS = st.builds(
     RequestOffer,
@@ -227,6 +242,9 @@ OFFERS = st.builds(
     prefix=st.binary(max_size=20),
     waited_ms=st.sampled_from([0.0, 1e9]),
     remaining_ms=st.sampled_from([0.0, 1e9]),
+    signature=st.one_of(
+        st.none(), st.builds(SignatureTable, SMALLS, st.sampled_from([b"", bytes(12), b"\xff" * 12, bytes(13)]))
+    ),
 )
 
 
@@ -251,3 +269,35 @@ def test_a_prompt_whose_beginning_an_engine_has_goes_there() -> None:
     for node in NODES:
         queue.handle(Uses(node, idle(node, prefixes=long.prefix if node == "c" else b"")))
     assert granted(queue.handle(Offers("a", long))) == [(1, "c:c1")]
+
+
+def choosing(*experts: int, far: tuple[int, ...] = ()) -> EngineChoices:
+    """An engine whose requests choose these of the six, and which has to fetch those that are `far`."""
+    chosen, places = np.zeros((1, 6), np.float32), np.zeros(6, np.uint8)
+    chosen[0, list(experts)], places[list(far)] = 0.99, 3
+    return EngineChoices(absent_bytes(np.log1p(-chosen)), places.tobytes(), (0.0, 0.0, 0.1), 0.01, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("choices", "place"),
+    [
+        ({"a": choosing(4, 5), "b": choosing(0, 1), "c": choosing(2, 3)}, "b:b1"),
+        ({"a": choosing(far=(0, 1)), "b": choosing(far=(0, 1, 2)), "c": choosing(far=(2, 3, 4, 5))}, "c:c1"),
+    ],
+)
+def test_a_request_goes_where_its_experts_are_loaded_anyway_or_in_place(
+    choices: dict[str, EngineChoices], place: str
+) -> None:
+    queue, _ = queue_of()
+    for node in NODES:
+        busy = idle(node, running=1, remaining_tokens=50)
+        queue.handle(Uses(node, msgspec.structs.replace(busy, choices=choices[node])))
+        queue.handle(Uses(node, busy))  # what has not changed is not told again
+    signature = SignatureTable(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
+    like = msgspec.structs.replace(offer(1), signature=signature)
+    assert granted(queue.handle(Offers("a", like))) == [(1, place)]
+    gone = queue.handle(everybody(place[0]))
+    assert granted(gone) == []
+    queue.handle(everybody())
+    queue.handle(Uses(place[0], idle(place[0], running=2)))
+    assert granted(queue.handle(Offers("b", msgspec.structs.replace(like, number=2)))) != [(2, place)]

@@ -1,0 +1,54 @@
+"""Which experts requests choose, as an engine tells its front, and a front the leader: counts, no tokens, no order.
+
+    PromptRead  engine -> front  what a prompt chose, once it is computed, where its front asked
+    Choosing    engine -> front  what all that run there are expected to choose in a step, and what that costs
+
+Between boxes the first travels as Emissions do, the second within EngineUse.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from edgemoe.cluster.rpc.protocol import Message
+from edgemoe.types.bounds import Attempt, Name, Seconds, ShareTable, Small
+
+ByteTable = Annotated[bytes, Meta(max_length=1 << 17)]  # of a model's experts, a byte each
+FAR = 3  # places of an expert beside the fastest: RAM, a peer's memory, the disk
+FarSeconds = Annotated[tuple[Seconds, ...], Meta(max_length=FAR)]
+
+
+class SignatureTable(msgspec.Struct, frozen=True):
+    """An expert signature: what so many tokens chose, as shares of them in units of 1 / 65535, uint16 [L, E]."""
+
+    tokens: Small
+    chosen: ShareTable
+
+
+class EngineChoices(msgspec.Struct, frozen=True):
+    """What an engine's step is expected to load. Tables are uint8 [L, E]."""
+
+    absent: ByteTable  # how likely none of those that run chooses the expert, in units of 1 / 255
+    far: ByteTable  # 0 for an expert in place, else from which of `far_s` it has to be reached
+    far_s: FarSeconds  # what that takes: from RAM, from a peer, from the disk
+    step_s: Seconds  # of a step beside experts
+    expert_s: Seconds  # of each distinct expert of each layer
+
+
+class PromptRead(Message, frozen=True, kw_only=True, tag="PromptRead"):
+    """Says which experts a prompt chose, with what came from the prefix cache; where it is long, its last part."""
+
+    since = 2
+    request: Name
+    attempt: Attempt
+    signature: SignatureTable
+
+
+class Choosing(Message, frozen=True, kw_only=True, tag="Choosing"):
+    """Says what an engine's requests are expected to choose. Sent on change, a few times a second at most."""
+
+    since = 2
+    choices: EngineChoices

@@ -1,0 +1,49 @@
+"""What is known of a request's experts before its prompt is computed: what alike prompts chose before.
+
+Alike is the last one of which this is the continuation, as a conversation's turns are, else the last one of its user.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
+from edgemoe.front.requests.prefix_keys import KEY_BYTES
+
+MAX_BYTES = 16 << 20  # of all tables; the longest unused go first
+
+
+class Signatures:
+    """Owns the signatures of prompts that were computed, by keyed hashes."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes | int, SignatureTable] = OrderedDict()
+        self._bytes = 0
+
+    def note(self, user: int, prefix: bytes, signature: SignatureTable) -> None:
+        """Remembers what a prompt chose; `user` and `prefix` are hashes as they are offered."""
+        for key in (prefix[-KEY_BYTES:], user):
+            if key:
+                self._drop(key)
+                self._known[key] = signature
+                self._bytes += len(signature.chosen)
+        while self._bytes > MAX_BYTES:
+            self._drop(next(iter(self._known)))
+
+    def of(self, user: int, prefix: bytes) -> SignatureTable | None:
+        """Returns what the prompt of a request is likely to choose."""
+        keys: list[bytes | int] = [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
+        known = next((key for key in (*reversed(keys), user) if key in self._known), None)
+        if known is None:
+            return None
+        self._known.move_to_end(known)
+        return self._known[known]
+
+    def forget(self) -> None:
+        """Forgets all: hashes are made with another secret now."""
+        self._known.clear()
+        self._bytes = 0
+
+    def _drop(self, key: bytes | int) -> None:
+        if (known := self._known.pop(key, None)) is not None:
+            self._bytes -= len(known.chosen)

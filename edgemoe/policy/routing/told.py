@@ -1,0 +1,64 @@
+"""Turns what boxes tell of experts that requests choose into arrays, and back.
+
+What cannot be of this model is None: a box that errs costs its own requests a forecast, and nobody else anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.policy.routing.signatures import Counts
+from edgemoe.types.arrays import FloatArray
+from edgemoe.types.placement import ACTIVITY_UNIT
+
+LEAST = 0.5 / 255  # chance that a byte stands for which is 0
+MOST_S = 10.0  # of any time that is told
+
+
+class ModelSizes(NamedTuple):
+    """How many layers a model has, and experts in each; 0 where it is not known."""
+
+    layers: int = 0
+    experts: int = 0
+
+
+def shares_of(counts: Counts, top_k: int) -> tuple[int, bytes]:
+    """Returns the tokens that counts [L, E] are of, and the share of them that chose each expert."""
+    tokens = float(counts.sum()) / (len(counts) * top_k)
+    shares = np.rint(counts * (ACTIVITY_UNIT / max(tokens, 1e-30)))
+    return round(tokens), np.minimum(shares, ACTIVITY_UNIT).astype("<u2").tobytes()
+
+
+def counts_of(tokens: int, chosen: bytes, sizes: ModelSizes) -> FloatArray | None:
+    """Returns counts [L, E] of what was told."""
+    if len(chosen) != 2 * sizes.layers * sizes.experts or not chosen or not tokens:
+        return None
+    shares = np.frombuffer(chosen, "<u2").reshape(sizes.layers, sizes.experts)
+    return np.asarray(shares * np.float32(tokens / ACTIVITY_UNIT), np.float32)
+
+
+def absent_bytes(union: FloatArray) -> bytes:
+    """Returns the chance that nobody chooses an expert, of its log [L, E]."""
+    told: npt.NDArray[np.uint8] = np.rint(255 * np.exp(union)).astype(np.uint8)
+    return told.tobytes()
+
+
+def union_of(absent: bytes, sizes: ModelSizes) -> FloatArray | None:
+    """Returns the log of the chance [L, E] that was told."""
+    if len(absent) != sizes.layers * sizes.experts or not absent:
+        return None
+    told = np.frombuffer(absent, np.uint8).reshape(sizes.layers, sizes.experts)
+    return np.log(np.maximum(told / np.float32(255), np.float32(LEAST))).astype(np.float32)
+
+
+def resident_of(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> FloatArray | None:
+    """Returns what reaching each expert costs [L, E], in seconds beside one in place."""
+    if len(far) != sizes.layers * sizes.experts or not far:
+        return None
+    seconds: npt.NDArray[np.float32] = np.array([0.0, *(min(each, MOST_S) for each in far_s)], np.float32)
+    places = np.frombuffer(far, np.uint8).reshape(sizes.layers, sizes.experts)
+    return seconds.take(places, mode="clip")

@@ -1,0 +1,142 @@
+"""Tells the front which experts prompts chose, and what this engine's requests are expected to choose in a step.
+
+By that requests go to engines whose steps load their experts anyway (`policy.routing.by_experts`). Looks at signatures
+and residency a few times a second, beside the event loop: the compute thread does nothing for it. Where a sequence
+lies may change under a look, so a table may be a little off; nothing but routing goes by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
+from edgemoe.cluster.rpc.messages.choices import Choosing, EngineChoices, PromptRead, SignatureTable
+from edgemoe.engine.engine import Engine
+from edgemoe.engine.sequence import Sequence, blocks_for
+from edgemoe.experts.build import ExpertTiers
+from edgemoe.policy.routing.by_experts import PromptForecast
+from edgemoe.policy.routing.expert_union import absence
+from edgemoe.policy.routing.step_times import StepTimes
+from edgemoe.policy.routing.told import absent_bytes, shares_of
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import Tier
+
+LOOK_S = 0.25
+REPEAT_LOOKS = 8  # after which residency and times are looked at, whether or not anything has come or gone
+MOST_BLOCKS = 256  # of a prompt, its last ones, that are counted
+MOST_WANTED = 1 << 12  # requests whose front wants their signature
+IN_PLACE, IN_RAM, AT_PEER, ON_DISK = range(4)
+Key = tuple[str, int]  # request and attempt
+
+
+class Choices:
+    """Owns what is known of running sequences. `want` and `run` on the event loop."""
+
+    def __init__(self, engine: Engine, tiers: ExpertTiers, post: Callable[[FromEngine], None]) -> None:
+        self._engine, self._tiers, self._post = engine, tiers, post
+        geometry = tiers.geometry
+        self._top_k = geometry.top_k
+        self._forecast = PromptForecast(geometry.top_k)
+        self._unread = absence(self._forecast.chance(np.zeros((geometry.layers, geometry.experts), np.float32)))
+        self._known: dict[Key, FloatArray] = {}  # of prompts that are computed, the log of `expert_union.absence`
+        self._wanted: OrderedDict[Key, None] = OrderedDict()
+        self._times = StepTimes()
+        self._said: EngineChoices | None = None
+
+    def want(self, message: Submit) -> None:
+        """Has the front told what this request's prompt chose, if it asks for it."""
+        if message.signature:
+            self._wanted[message.request.id, message.attempt] = None
+            if len(self._wanted) > MOST_WANTED:
+                self._wanted.popitem(last=False)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        seen: set[Key] = set()
+        looks = 0
+        while True:
+            there = self._there()
+            read = {_key(seq) for seq in there if _is_read(seq)}
+            looks += 1
+            if read != seen or looks >= REPEAT_LOOKS:
+                seen, looks = read, 0
+                for message in await asyncio.to_thread(self._look, there):
+                    self._post(message)
+            await asyncio.sleep(LOOK_S)
+
+    def _there(self) -> list[Sequence]:
+        scheduler = self._engine.scheduler
+        return [*scheduler.running, *scheduler.waiting]
+
+    def _look(self, there: Iterable[Sequence]) -> list[FromEngine]:
+        """Returns what is new."""
+        answer: list[FromEngine] = []
+        union, known = np.zeros_like(self._unread), dict[Key, FloatArray]()
+        for seq in there:
+            key = _key(seq)
+            absent = self._known.get(key)
+            if absent is None and _is_read(seq) and (counts := self._counts(seq)).any():
+                absent = absence(self._forecast.chance(counts))
+                if key in self._wanted:
+                    del self._wanted[key]
+                    answer.append(PromptRead(request=key[0], attempt=key[1], signature=self.table(counts)))
+            union += self._unread if absent is None else absent
+            if absent is not None:
+                known[key] = absent
+        self._known = known
+        choices = self._choices(union)
+        if choices != self._said:
+            self._said = choices
+            answer.append(Choosing(choices=choices))
+        return answer
+
+    def table(self, counts: IntArray) -> SignatureTable:
+        """Returns a signature as it is told."""
+        return SignatureTable(*shares_of(counts, self._top_k))
+
+    def _counts(self, seq: Sequence) -> IntArray:
+        blocks = seq.blocks[: blocks_for(seq.prompt_tokens)][-MOST_BLOCKS:]
+        counts: IntArray = self._engine.blocks.signatures[blocks].sum(axis=0, dtype=np.int64)
+        return counts
+
+    def _choices(self, union: FloatArray) -> EngineChoices:
+        totals = self._engine.runner.totals
+        self._times.look(*(totals[kind, "decode"] for kind in ("steps", "seconds", "experts")))
+        step_s, expert_s = self._times.times()
+        return EngineChoices(absent_bytes(union), self._far().tobytes(), self._far_s(), step_s, expert_s)
+
+    def _far(self) -> npt.NDArray[np.uint8]:
+        """Returns from where each expert [L, E] has to be reached."""
+        tiers, residency = self._tiers, self._tiers.residency
+        in_ram = residency.resident_mask(Tier.RAM)
+        far = np.full(in_ram.shape, ON_DISK, np.uint8)
+        if (remote := tiers.experts.remote) is not None:
+            every = np.arange(in_ram.shape[1])
+            for layer in range(len(far)):
+                far[layer, remote.elsewhere(layer, every)] = AT_PEER
+        far[in_ram] = IN_RAM if residency.devices else IN_PLACE
+        if residency.devices:
+            far[residency.resident_mask(Tier.VRAM)] = IN_PLACE
+        return far
+
+    def _far_s(self) -> tuple[float, float, float]:
+        """Returns what an expert costs that is in RAM, at a peer, on the disk, as far as that was measured."""
+        tiers, remote = self._tiers, self._tiers.experts.remote
+        costs = tiers.experts.cpu_experts.costs
+        layer = tiers.geometry.layers - 1
+        disk_s = costs.read_s(layer)
+        peer_s = remote.stall_s / remote.experts if remote is not None and remote.experts else disk_s
+        return costs.raise_s(layer), peer_s, disk_s
+
+
+def _key(seq: Sequence) -> Key:
+    return seq.request.id, seq.attempt
+
+
+def _is_read(seq: Sequence) -> bool:
+    return seq.computed >= seq.prompt_tokens

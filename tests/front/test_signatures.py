@@ -1,0 +1,48 @@
+"""What a front remembers of prompts' experts, by whom it takes them for alike."""
+
+from __future__ import annotations
+
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
+from edgemoe.front.requests.prefix_keys import PrefixKeys
+from edgemoe.front.requests.signatures import MAX_BYTES, Signatures
+
+KEYS = PrefixKeys()
+FIRST = KEYS.prefix(range(200))  # a turn
+NEXT = KEYS.prefix(range(500))  # the one after it
+OTHER = KEYS.prefix([*range(64), *range(900, 1200)])  # of another conversation with the same opening
+
+
+def table(mark: int, size: int = 8) -> SignatureTable:
+    return SignatureTable(10, bytes([mark]) * size)
+
+
+def test_a_conversations_next_turn_is_taken_for_the_one_before_whoever_asks() -> None:
+    known = Signatures()
+    known.note(7, FIRST, table(1))
+    known.note(9, OTHER, table(2))
+    assert known.of(9, NEXT) == table(1)
+    assert known.of(0, NEXT) == table(1)
+
+
+def test_another_prompt_is_taken_for_its_users_last_and_an_opening_alone_says_nothing() -> None:
+    known = Signatures()
+    known.note(7, FIRST, table(1))
+    known.note(7, b"", table(3))
+    assert known.of(7, OTHER) == table(3)
+    assert known.of(8, OTHER) is None
+    assert known.of(0, b"") is None
+
+
+def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first() -> None:
+    known, size = Signatures(), MAX_BYTES // 4
+    for user in range(1, 5):
+        known.note(user, b"", table(user, size))
+    assert known.of(1, b"") == table(1, size)
+    known.note(5, b"", table(5, size))
+    assert [user for user in range(1, 6) if known.of(user, b"")] == [1, 3, 4, 5]
+    known.note(5, b"", table(6, size))
+    assert known.of(5, b"") == table(6, size)
+    assert known.of(3, b"")
+    known.forget()
+    known.note(1, b"", table(1, MAX_BYTES))
+    assert known.of(1, b"")
