@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from edgemoe.cli import systemd_units as service
 from edgemoe.cli.systemd_units import Options, install, planned_files, status, templates, uninstall
 from edgemoe.errors import ServiceError
 
-ROOT = Path(__file__).parents[2]
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
 
 
@@ -131,24 +129,3 @@ def test_the_service_stays_well_hardened() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-300:]
-
-
-def test_the_wheel_carries_the_unit_files_and_the_demo_model(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        names = set(wheel.namelist())
-        wheel.extractall(tmp_path)
-    assert {f"edgemoe/systemd/{path.name}" for path in templates().iterdir()} <= names
-    assert "edgemoe/demo/model/model.safetensors" in names
-    assert "edgemoe/py.typed" in names
-    code = "import edgemoe.cli.systemd_units as units; print(units.templates())"
-    found = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True, timeout=60)
-    assert found.strip() == str(tmp_path / "edgemoe/systemd")
