@@ -25,6 +25,7 @@ from edgemoe.api.endpoints import anthropic, chat, completions, responses
 from edgemoe.api.endpoints import models_and_tokens as tokens
 from edgemoe.api.endpoints.anthropic_format import MessageFormat
 from edgemoe.api.endpoints.events import EVENTS, LookEvents, look
+from edgemoe.api.endpoints.owner import reach, reload
 from edgemoe.api.endpoints.responses_format import ResponsesFormat
 from edgemoe.api.generate.generation import Format, Generation, run
 from edgemoe.api.http import responding as http
@@ -93,10 +94,11 @@ def build(api: Api) -> Starlette:
         Route("/v1/embeddings", _no_embeddings, methods=["POST"]),
         Route("/tokenize", _tokenize, methods=["POST"]),
         Route("/detokenize", _detokenize, methods=["POST"]),
-        Route("/reload", _reload, methods=["POST"]),
+        Route("/reload", reload, methods=["POST"]),
         Route("/version", _version),
         Route("/tokenizer_info", _tokenizer_info),
         Route("/health", _health),
+        Route("/reach", reach),
         Route("/metrics", _metrics),
         Route(EVENTS, look),
         *(Route(path, page) for path in PAGE),
@@ -277,12 +279,6 @@ async def _health(request: Request) -> Response:
     state = api.backend.state
     about = api.backend.describe() if request.state.known else {"status": state}
     return JSONResponse(about, 200 if state == "ready" else 503)
-
-
-async def _reload(request: Request) -> Response:
-    if getattr(request.state, "peer_uid", None) is None:
-        raise HTTPException(404, "this is for clients of the Unix socket")
-    return JSONResponse({"message": await request.app.state.api.backend.reload()})
 
 
 async def _metrics(request: Request) -> Response:

@@ -61,5 +61,8 @@ class Backend(Protocol):
     def look(self) -> Sequence[Sight]:
         """Returns what engines show of themselves, this box's first, and asks them for more."""
 
+    async def reach(self) -> Sequence[dict[str, Any]]:
+        """Returns how this box and the others of its cluster reach each other; tries it, where it was not lately."""
+
     def describe(self) -> dict[str, Any]:
         """Returns state, model and metrics for /health."""

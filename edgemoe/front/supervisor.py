@@ -122,6 +122,10 @@ class Supervisor:
         """Returns what engines show of themselves, and asks for more."""
         return self._lookout.look()
 
+    async def reach(self) -> list[dict[str, Any]]:
+        """Returns how this box and the others reach each other."""
+        return await self._lookout.reach()
+
     def describe(self) -> dict[str, Any]:
         """Returns the body of /health."""
         engine, served = self._door.engine, self._served

@@ -10,11 +10,13 @@ import os
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from edgemoe.types.machine import Gpu, Machine
+from edgemoe.types.machine import Gpu, Machine, PcieLink
 
+_FASTEST_STATES = 2  # of 16; in the slower ones a GPU has little or nothing to do
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
@@ -114,12 +116,27 @@ def _gpus(visible_devices: str | None) -> Iterator[Gpu]:
         for index, physical in enumerate(_visible(uuids, visible_devices)):
             memory = pynvml.nvmlDeviceGetMemoryInfo(handles[physical])
             name = str(pynvml.nvmlDeviceGetName(handles[physical]))
-            yield Gpu(index, name, int(memory.total), int(memory.free))
+            yield Gpu(index, name, int(memory.total), int(memory.free), _link(handles[physical]))
     except pynvml.NVMLError:
         return
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _link(handle: Any) -> PcieLink | None:
+    import pynvml
+
+    try:
+        return PcieLink(
+            generation=int(pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
+            lanes=int(pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
+            most_generation=int(pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+            most_lanes=int(pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
+            idle=int(pynvml.nvmlDeviceGetPerformanceState(handle)) > _FASTEST_STATES,
+        )
+    except pynvml.NVMLError:  # virtual machines and boards without PCIe do not say
+        return None
 
 
 def _visible(uuids: Sequence[str], visible_devices: str | None) -> list[int]:

@@ -6,6 +6,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class PcieLink:
+    """A GPU's link to the host: what it runs at, and the most that GPU and slot agree on."""
+
+    generation: int
+    lanes: int
+    most_generation: int
+    most_lanes: int
+    idle: bool  # when GPUs lower the generation to save power
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One CUDA device, numbered as this process will see it."""
 
@@ -13,6 +24,7 @@ class Gpu:
     name: str
     total_bytes: int
     free_bytes: int
+    link: PcieLink | None = None  # None: the driver does not say
 
 
 @dataclass(frozen=True, slots=True)

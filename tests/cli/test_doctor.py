@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import fake_nvml
 
 from edgemoe.cli import main
 from edgemoe.cli.doctor import box
-from edgemoe.cli.doctor.daemon import daemon, members
+from edgemoe.cli.doctor.daemon import daemon, members, neighbours
 from edgemoe.cli.doctor.remedies import REMEDIES, page
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.config.sizes import parse_size
 from edgemoe.demo import model_path
 from edgemoe.store.packer import pack
+from edgemoe.telemetry import probes
 from edgemoe.types.machine import Gpu, Machine
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +134,42 @@ def test_another_model_and_boxes_without_a_leader_are_found() -> None:
 def test_a_slow_disk_is_found(tmp_path: Path) -> None:
     states = {rate: [each.state for each in box.disk(tmp_path, lambda _, rate=rate: rate)] for rate in (50e6, 2e9)}
     assert (states[50e6][-1], states[2e9][-1]) == ("warning", "pass")
+
+
+@pytest.mark.parametrize(
+    ("link", "state"),
+    [
+        ({}, "pass"),
+        ({"width": 8}, "warning"),
+        ({"generation": 3}, "warning"),
+        ({"generation": 1, "state": 8}, "pass"),  # idle, to save power
+        ({"width": 4, "state": 8}, "warning"),
+    ],
+)
+def test_a_gpu_whose_link_is_not_what_it_could_be_is_found(
+    link: dict[str, int], state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvml.install(monkeypatch.setattr, **link)
+    (found,) = (each for each in box.gpus(probes.look()) if each.check == "gpu-link")
+    assert (found.state, "of 4 x16" in found.said) == (state, True)
+
+
+def test_ports_and_clocks_of_other_boxes_are_told_with_the_direction() -> None:
+    rows = [
+        {"node": "b", "from_here": ["bulk"], "from_there": ["calls"], "ahead_s": -90.0, "within_s": 0.5},
+        {"node": "c", "from_here": [], "from_there": [], "ahead_s": 3.0, "within_s": 2.5},
+        {"node": "d", "from_here": [], "why": "it runs an earlier release"},
+    ]
+    found = [(each.check, each.state) for each in neighbours(rows)]
+    assert found == [
+        ("ports", "failure"),
+        ("clock", "failure"),
+        ("ports", "pass"),
+        ("clock", "pass"),
+        ("ports", "warning"),
+    ]
+    first = next(neighbours(rows)).said
+    assert first == "b's bulk port is not reached from here; our calls port is not reached from b"
 
 
 def test_a_limit_of_locked_memory_matters_where_there_is_a_gpu() -> None:

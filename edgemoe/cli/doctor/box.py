@@ -50,10 +50,23 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "gpu", "pass" if usable else "failure", names + ("" if usable else "; torch is built without CUDA")
         )
+        yield from links(machine)
     elif DRIVER.exists():
         yield Finding("gpu", "failure", "there is a driver, and no GPU that this process may use")
     else:
         yield Finding("gpu", "pass", "none; experts are computed by the CPU")
+
+
+def links(machine: Machine) -> Iterator[Finding]:
+    """Each GPU's link to the host, which every expert that is not on it goes over."""
+    for gpu in machine.gpus:
+        if (link := gpu.link) is None:
+            yield Finding("gpu-link", "pass", f"the driver does not tell {gpu.name}'s link")
+            continue
+        slow = link.lanes < link.most_lanes or (link.generation < link.most_generation and not link.idle)
+        said = f"{gpu.name}: PCIe {link.generation} x{link.lanes} of {link.most_generation} x{link.most_lanes}"
+        said += ", idle" if link.idle else ""
+        yield Finding("gpu-link", "warning" if slow else "pass", said)
 
 
 def memory(machine: Machine) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from edgemoe.front.peers_list import listed
 from edgemoe.types.arrays import Json
 
 REACH_S = 2.0
+NEAR_S, FAR_S = 1.0, 60.0  # by how much two boxes' clocks may be apart
 
 
 def daemon(path: Path) -> tuple[list[Finding], Json]:
@@ -33,9 +34,10 @@ def daemon(path: Path) -> tuple[list[Finding], Json]:
         with Client(path) as client:
             health: Json = json.loads(client.text("/health", accept_unavailable=True))
             release = str(json.loads(client.text("/version"))["version"])
+            reached = json.loads(client.text("/reach"))["boxes"] if health.get("cluster") else []
     except (EdgemoeError, ValueError, KeyError) as error:
         return [Finding("daemon", "failure", str(error))], {}
-    return list(_described(health, release, path)), health
+    return [*_described(health, release, path), *neighbours(reached)], health
 
 
 def _described(health: Json, release: str, path: Path) -> Iterator[Finding]:
@@ -49,6 +51,29 @@ def _described(health: Json, release: str, path: Path) -> Iterator[Finding]:
     if release != edgemoe.__version__:
         said = f"the daemon is {release}, this command {edgemoe.__version__}: restart the daemon"
         yield Finding("versions", "warning", said)
+
+
+def neighbours(boxes: list[Json]) -> Iterator[Finding]:
+    """What the daemon and those of the other boxes found of each other's ports and clocks."""
+    for each in boxes:
+        node = each["node"]
+        if why := each.get("why"):
+            yield Finding("ports", "warning", f"{node} does not say what it reaches: {why}")
+        dead = [f"{node}'s {lane} port is not reached from here" for lane in each["from_here"]]
+        dead += [f"our {lane} port is not reached from {node}" for lane in each.get("from_there", ())]
+        if dead:
+            yield Finding("ports", "failure", "; ".join(dead))
+        elif not why:
+            yield Finding("ports", "pass", f"{node}: control, calls and bulk, in both directions")
+        if "ahead_s" in each:
+            yield _clock(node, float(each["ahead_s"]), float(each["within_s"]))
+
+
+def _clock(node: str, ahead_s: float, within_s: float) -> Finding:
+    apart_s = max(0.0, abs(ahead_s) - within_s)
+    state: State = "failure" if apart_s > FAR_S else "warning" if apart_s > NEAR_S else "pass"
+    which = "ahead of" if ahead_s > 0 else "behind"
+    return Finding("clock", state, f"{node}'s is {abs(ahead_s):,.3f} s {which} ours, give or take {within_s:,.3f} s")
 
 
 def unit() -> Iterator[Finding]:
@@ -84,8 +109,11 @@ def members(cluster: Json) -> Iterator[Finding]:
     """What the daemon says of the other boxes and of who leads."""
     for member in cluster.get("members", [])[1:]:
         state, why = member.get("state"), member.get("why")
-        said = f"{member.get('node')} is {state}" + (f": {why}" if why else "")
+        release = member.get("release")
+        said = f"{member.get('node')} is {state}" + (f": {why}" if why else "") + (f", of {release}" if release else "")
         yield Finding("peers", "pass" if state == "here" else "failure", said)
+        if release and release != cluster["members"][0].get("release"):
+            yield Finding("versions", "warning", f"{member.get('node')} runs {release}: update the older of the boxes")
     leader = cluster.get("leader")
     trouble = cluster.get("trouble")
     said = f"{leader} leads" if leader else "nobody leads; the boxes go on with the last plan"

@@ -22,6 +22,9 @@ REMEDIES = {
     "versions": "`pip install --upgrade edgemoe` installs what is missing, in the same environment as the command.",
     "gpu": "Install NVIDIA's driver and a torch built for CUDA (`pip install torch`), then log in again; `nvidia-smi` "
     "must list the GPU. Without one, set device.0.kind to cpu.",
+    "gpu-link": "Put the GPU into the slot that is wired for all its lanes (often the one next to the processor), "
+    "without a riser, and look into the firmware's settings of that slot. GPUs that are idle lower the generation: "
+    "look again while it works.",
     "memory": "Close other programs, set lower budgets (memory.ram_bytes, memory.kv_bytes), raise the control group's "
     "limit (MemoryMax), or pack the model in 4 bits: `edgemoe plan MODEL` compares.",
     "memlock": "Raise the limit of locked memory: `ulimit -l unlimited`, or LimitMEMLOCK=infinity in the unit.",
@@ -29,7 +32,7 @@ REMEDIES = {
     "model.store_dir to another disk.",
     "disk-rate": "Put the stores on a faster disk (model.store_dir), or hold more experts in memory: "
     "`edgemoe plan MODEL` says how much that helps.",
-    "clock": "Set the clock, and have it kept: `timedatectl set-ntp true`.",
+    "clock": "Set the clock of the box that is named, and have it kept: `timedatectl set-ntp true`.",
     "store": "`edgemoe models verify NAME` lists what is damaged; packing the checkpoint again mends it.",
     "keys": "Keys are for their owner alone: `chmod 600 FILE`, and `chown` to the user of the daemon. `edgemoe key new "
     "NAME` makes one for a client, `edgemoe keygen FILE` one for a box.",
@@ -40,7 +43,8 @@ REMEDIES = {
     "peer-list": "On every box the list of peers (cluster.peers_file) must have the key and the address that the "
     "named box has now; `edgemoe keygen` prints a box's entry.",
     "ports": "Correct the peer's address in cluster.peers_file, start the daemon there, and let its ports through the "
-    "firewalls of both boxes (cluster.listen, calls_port and bulk_port set them).",
+    "firewalls of both boxes: cluster.listen has the control channel's, cluster.calls_port and bulk_port the others "
+    "(0 takes any free ones, which no firewall knows).",
     "peers": "Look at `edgemoe status --cluster` on both boxes. All must serve the same store: copy it, or pack the "
     "same checkpoint alike. A box that is reachable but not heard has another key in one of the lists of peers.",
     "leader": "Raft needs more than half of the voters: start the boxes that are gone, or add `edgemoe witness`. With "

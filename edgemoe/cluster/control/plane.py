@@ -29,6 +29,7 @@ from edgemoe.cluster.control.members import BEAT_S
 from edgemoe.cluster.control.plan_exchange import PlanExchange
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.cluster.control.planning.solver import PlanSolver
+from edgemoe.cluster.control.reach import PortReach
 from edgemoe.cluster.control.reporter import Reporter
 from edgemoe.cluster.control.requests.desk import RequestDesk
 from edgemoe.cluster.control.requests.offer_queue import OfferQueue
@@ -71,6 +72,7 @@ from edgemoe.cluster.rpc.control_messages import (
     Withdrawal,
 )
 from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.messages.reach import Reach
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerRefused
@@ -106,6 +108,7 @@ class ControlPlane:
         self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow)
         self._announcer = Announcer(self.state, self.channel, self._handle)
         self._reporter = Reporter(self.state, self.channel, self._local.report)
+        self.reach = PortReach(self.state, self.channel)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         queue = OfferQueue(lambda: make_policy(settings), clock)
         self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.granted)
@@ -226,6 +229,8 @@ class ControlPlane:
                 return Answer(Welcome())
             case GetPlan(digest=digest):
                 return Answer(PlanIs(), [memoryview(self.state.plans.bytes_of(digest))])
+            case Reach():
+                return Answer(await self.reach.answer(question.peer))
             case Forward() | Tokens() | Check() | Show():
                 return self._local.serve(question)
             case _:

@@ -12,6 +12,7 @@
     Tokens       what that engine emits, likewise; answered Taken, which names requests that are not wanted any more
     Check        asked once a second of boxes that run requests of ours, answered Dropped: those they do not have
     Show         asked once a second while somebody looks here, answered Shown: what the box's engine shows of itself
+    Reach        asked where somebody wants to know, answered Reached: which of our ports the box reaches, its clock
     RaftPayload  sent without an answer: messages of the embedded Raft
 
 A leader's messages carry its epoch in Beat.leading.
@@ -26,6 +27,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
+from edgemoe.cluster.rpc.messages.reach import Reach, Reached
 from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
 from edgemoe.types.bounds import (
@@ -291,6 +293,8 @@ ControlMessage = (
     | Dropped
     | Show
     | Shown
+    | Reach
+    | Reached
     | Failure
 )
 CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))

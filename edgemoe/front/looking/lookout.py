@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,10 @@ class Lookout:
             if engine is not None and self._is_alive(node):
                 sights.append(Sight(node, self._fresh(node) or announced(engine)))
         return sights
+
+    async def reach(self) -> list[dict[str, Any]]:
+        """Returns which ports of other boxes answer, which of ours do there, and how their clocks are."""
+        return await self._plane.reach.look() if self._plane is not None else []
 
     def answer(self) -> Shown:
         """Returns what another front is shown of our engine, which is asked for more."""

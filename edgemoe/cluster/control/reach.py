@@ -1,0 +1,97 @@
+"""Whether boxes reach each other's ports, in both directions, and how far apart their clocks are; for who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from edgemoe.cluster.control.members import Member
+from edgemoe.cluster.control.state import ControlState
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.control_messages import ControlMessage
+from edgemoe.cluster.rpc.messages.reach import Reach, Reached
+from edgemoe.errors import EdgemoeError
+
+TRY_S, ASK_S = 2.0, 5.0
+FRESH_S = 5.0  # for so long what was found is told again instead of being looked for
+
+
+class PortReach:
+    """One owner, one event loop. Only ports that a listed box itself has announced are tried."""
+
+    def __init__(self, state: ControlState, channel: Channel[ControlMessage]) -> None:
+        self._state, self._channel = state, channel
+        self.wall: Callable[[], float] = time.time
+        self._tried: dict[str, tuple[float, tuple[str, ...]]] = {}  # by node: when, lanes that did not answer
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def answer(self, node: str) -> Reached:
+        """Returns what that box asks for."""
+        came_s = self.wall()
+        unreached = await self._try(node)
+        return Reached(came_s=came_s, answered_s=self.wall(), unreached=unreached)
+
+    async def look(self) -> list[dict[str, Any]]:
+        """Returns of each box that is alive which lanes are dead from here, which from there, and its clock."""
+        members = self._state.members
+        alive = [member.peer.node for member in members if members.is_alive(member.peer.node)]
+        return list(await asyncio.gather(*map(self._look_at, alive)))
+
+    async def _look_at(self, node: str) -> dict[str, Any]:
+        unreached = self._try(node)
+        asked_s, began_s = self.wall(), time.monotonic()
+        trying = asyncio.ensure_future(unreached)
+        try:
+            answer = (await self._channel.ask(node, Reach(), timeout_s=ASK_S)).message
+            there: dict[str, Any] = {"why": "it answers something else"}
+            if isinstance(answer, Reached):
+                there = {"from_there": list(answer.unreached)}
+                there |= clock(asked_s, answer, asked_s + time.monotonic() - began_s)
+        except EdgemoeError as error:
+            there = {"why": str(error)}
+        return {"node": node, "from_here": list(await trying)} | there
+
+    async def _try(self, node: str) -> tuple[str, ...]:
+        """Returns the lanes of that box that do not answer; tried once at a time, and seldom."""
+        async with self._locks.setdefault(node, asyncio.Lock()):
+            tried_s, found = self._tried.get(node, (float("-inf"), ()))
+            if time.monotonic() - tried_s >= FRESH_S and node in self._state.members:
+                lanes = lanes_of(self._state.members[node])
+                answers = await asyncio.gather(*(answers_at(*place) for place in lanes.values()))
+                found = tuple(lane for lane, answer in zip(lanes, answers, strict=True) if not answer)
+                self._tried[node] = time.monotonic(), found
+            return found
+
+
+def clock(asked_s: float, answer: Reached, heard_s: float) -> dict[str, float]:
+    """Returns by how much the other clock is ahead, and how far from that it may be: half of what the way took."""
+    ahead_s = ((answer.came_s - asked_s) + (answer.answered_s - heard_s)) / 2
+    way_s = (heard_s - asked_s) - (answer.answered_s - answer.came_s)
+    return {"ahead_s": ahead_s, "within_s": max(0.0, way_s) / 2}
+
+
+def lanes_of(member: Member) -> dict[str, tuple[str, int]]:
+    """Returns host and port of each lane that the box listens on, as far as it has said so."""
+    host, _, port = (member.peer.address or (member.card.address if member.card else "")).rpartition(":")
+    host = host.strip("[]")
+    engine = member.card.engine if member.card is not None else None
+    lanes = {"control": (host, int(port))} if port.isdigit() and host else {}
+    if lanes and engine is not None:
+        lanes |= {"calls": (host, engine.calls_port), "bulk": (host, engine.bulk_port)}
+    return lanes
+
+
+async def answers_at(host: str, port: int) -> bool:
+    """Returns whether somebody listens there; nothing is said to them."""
+    try:
+        async with asyncio.timeout(TRY_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
