@@ -7,8 +7,7 @@ whole numbers of 16 bits with a scale for each lane (see `packing`); then the su
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import chain
+from functools import cache, partial
 from typing import Any
 
 from llvmlite import ir
@@ -22,17 +21,21 @@ from edgemoe.kernels.cpu.object_cache import Code
 from edgemoe.types.encoding import LANE_COLUMNS, Encoding
 
 LINE_BYTES = 64
+TOGETHER = 2  # rows of 4 bits side by side: they are short for what each costs beside its weights
 
 
 class _Emitter:
-    """Writes the LLVM code of the loop over one row of weights and `tokens` vectors."""
+    """Writes the LLVM code of the loop over `rows` rows of weights, side by side, and `tokens` vectors."""
 
-    def __init__(self, builder: Any, encoding: Encoding, instructions: Instructions, tokens: int, whole: bool) -> None:
+    def __init__(
+        self, builder: Any, encoding: Encoding, instructions: Instructions, rows: int, tokens: int, whole: bool
+    ) -> None:
         self.b, self.encoding, self.whole = builder, encoding, whole
         self.v = (Products if whole else Vectors)(builder, encoding, instructions)
-        self.lanes, self.tokens = instructions.lanes, tokens
+        self.lanes, self.rows, self.tokens = instructions.lanes, rows, tokens
+        self.coming: list[Any] = []  # addresses to prefetch
         parts = LANES // self.lanes
-        self.sums = [[cgutils.alloca_once(builder, self.v.floats) for _ in range(parts)] for _ in range(tokens)]
+        self.sums = [[cgutils.alloca_once(builder, self.v.floats) for _ in range(parts)] for _ in range(rows * tokens)]
 
     def number(self, value: int) -> Any:
         return ir.Constant(I64, value)
@@ -40,31 +43,35 @@ class _Emitter:
     def times(self, value: Any, factor: int) -> Any:
         return self.b.mul(value, self.number(factor))
 
-    def dots(self, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, n: Any, out: Any, out_stride: Any) -> None:
-        """Writes the sums of the products of a row of n weights to out[token], `out_stride` bytes apart."""
+    def dots(
+        self, w: Any, stride: Any, soon: Any, x: Any, x_stride: Any, index: Any, n: Any, out: Any, out_stride: Any
+    ) -> None:
+        """Writes the sums of the products of rows of n weights to out[token][row], strides in bytes."""
         b = self.b
-        rows = [self.v.load(b.add(index, self.number(8 * token)), I64) for token in range(self.tokens)]
-        vectors = [b.add(x, b.mul(x_stride, row)) for row in rows]
+        chosen = [self.v.load(b.add(index, self.number(8 * token)), I64) for token in range(self.tokens)]
+        vectors = [b.add(x, b.mul(x_stride, row)) for row in chosen]
+        lines = [b.add(w, self.times(stride, row)) for row in range(self.rows)]
         for place in (place for places in self.sums for place in places):
             b.store(self.v.splat(self.v.floats, 0.0), place)
         self.n, self.scale_bytes = n, self.encoding.scale_bytes * LANE_COLUMNS * LANES // self.encoding.group
-        self.scales = b.add(w, b.udiv(self.times(n, self.encoding.bits), self.number(8)))
+        self.to_scales = b.udiv(self.times(n, self.encoding.bits), self.number(8))
         runs, lanes = b.udiv(n, self.number(RUN)), b.udiv(b.urem(n, self.number(RUN)), self.number(LANE_COLUMNS))
         with cgutils.for_range(b, runs, intp=I64) as loop:
-            size = RUN * self.encoding.bits // 8 + self.scale_bytes
-            for line in range(0, size, LINE_BYTES):
-                prefetch(b, b.add(soon, b.add(self.times(loop.index, size), self.number(line))))
+            size = self.rows * (RUN * self.encoding.bits // 8 + self.scale_bytes)
+            start = b.add(soon, self.times(loop.index, size))
+            self.coming = [b.add(start, self.number(line)) for line in range(0, size, LINE_BYTES)]
             for part in range(LANES // self.lanes):
-                self.part(w, vectors, loop.index, self.number(LANES), part, None)
-        self.rest(w, vectors, soon, runs, lanes)
-        for token, places in enumerate(self.sums):
-            to = b.add(out, b.mul(out_stride, self.number(token)))
+                self.part(lines, vectors, loop.index, self.number(LANES), part, None)
+        self.rest(lines, vectors, soon, runs, lanes)
+        for number, places in enumerate(self.sums):
+            row, token = divmod(number, self.tokens)
+            to = b.add(out, b.add(b.mul(out_stride, self.number(token)), self.number(4 * row)))
             total = self.total([b.load(place) for place in places])
             b.store(total, b.inttoptr(to, F32.as_pointer()), align=4)
 
-    def rest(self, w: Any, vectors: list[Any], soon: Any, runs: Any, lanes: Any) -> None:
+    def rest(self, rows: list[Any], vectors: list[Any], soon: Any, runs: Any, lanes: Any) -> None:
         """Adds the run with fewer lanes, where there is one."""
-        size = RUN * self.encoding.bits // 8 + self.scale_bytes
+        size = self.rows * (RUN * self.encoding.bits // 8 + self.scale_bytes)
         lines = self.b.udiv(self.times(lanes, size), self.number(LANES * LINE_BYTES))
         with cgutils.for_range(self.b, lines, intp=I64) as loop:
             place = self.b.add(self.times(runs, size), self.times(loop.index, LINE_BYTES))
@@ -72,31 +79,42 @@ class _Emitter:
         for part in range(LANES // self.lanes):
             left = self.b.sub(lanes, self.number(part * self.lanes))
             with self.b.if_then(self.b.icmp_signed(">", left, self.number(0))):
-                self.part(w, vectors, runs, lanes, part, left)
+                self.part(rows, vectors, runs, lanes, part, left)
 
-    def part(self, w: Any, vectors: list[Any], run: Any, lanes: Any, part: int, left: Any) -> None:
+    def part(self, rows: list[Any], vectors: list[Any], run: Any, lanes: Any, part: int, left: Any) -> None:
         """Adds as many lanes of a run as a vector has, from lane part * self.lanes on; `left` of them are there."""
         b, first = self.b, part * self.lanes
         width = 1 if self.encoding.name == "fp8" else 4  # bytes of a lane that lie side by side
-        codes = b.add(w, b.add(self.times(run, RUN * self.encoding.bits // 8), self.number(first * width)))
-        scales = b.add(self.scales, self.times(run, self.scale_bytes))
-        scale = self.v.scales(b.add(scales, self.number(first * self.scale_bytes // LANES)), left)
+        to_codes = b.add(self.times(run, RUN * self.encoding.bits // 8), self.number(first * width))
+        to_scales = b.add(self.times(run, self.scale_bytes), self.number(first * self.scale_bytes // LANES))
+        to_scales = b.add(self.to_scales, to_scales)
+        scales = [self.v.scales(b.add(row, to_scales), left) for row in rows]
         mask = None if left is None else self.v.first(left, self.lanes)
+        codes = [b.add(row, to_codes) for row in rows]
         if self.whole:
             lane, place = b.add(self.times(run, LANES), self.number(first)), self.times(run, RUN)
             results = self.whole_sums(codes, vectors, b.add(place, self.number(4 * first)), lane, lanes, mask)
         else:
             place = b.add(self.times(run, 4 * RUN), self.number(4 * first))
-            results = [(total, None) for total in self.float_sums(codes, vectors, place, lanes, mask)]
-        for places, (total, factor) in zip(self.sums, results, strict=True):
+            results = [(total, None) for each in codes for total in self.float_sums(each, vectors, place, lanes, mask)]
+        for number, (places, (total, factor)) in enumerate(zip(self.sums, results, strict=True)):
+            scale = scales[number // self.tokens]
             weight = scale if factor is None else b.fmul(scale, factor)
             b.store(multiply_add(b, total, weight, b.load(places[part])), places[part])
 
+    def fetch(self, steps: int) -> None:
+        """Prefetches the first part of what is coming, of so many: all at once would keep what is read now waiting."""
+        some = -(-len(self.coming) // steps)
+        for address in self.coming[:some]:
+            prefetch(self.b, address)
+        del self.coming[:some]
+
     def float_sums(self, codes: Any, vectors: list[Any], place: Any, lanes: Any, mask: Any) -> list[Any]:
-        """Returns each token's sums of the lanes, without the scales."""
+        """Returns each token's sums of the lanes of a row, without the scales."""
         b, v = self.b, self.v
         sums: list[list[Any]] = [[None, None] for _ in vectors]
         for column, weight in enumerate(v.columns(codes, lanes, mask)):
+            self.fetch(LANE_COLUMNS - column)
             at = b.add(place, self.times(lanes, 4 * column))
             for vector, halves in zip(vectors, sums, strict=True):
                 x, half = v.load(b.add(vector, at), v.floats, mask), column % 2
@@ -104,24 +122,34 @@ class _Emitter:
         return [b.fadd(*halves) for halves in sums]
 
     def whole_sums(
-        self, codes: Any, vectors: list[Any], place: Any, lane: Any, lanes: Any, mask: Any
+        self, codes: list[Any], vectors: list[Any], place: Any, lane: Any, lanes: Any, mask: Any
     ) -> list[tuple[Any, Any]]:
-        """Returns each token's sums of the lanes, and the scales of its activations."""
+        """Returns each row's and token's sums of the lanes, and the scales of the token's activations."""
         assert isinstance(self.v, Products)
-        b, v, sums = self.b, self.v, []
-        factors, half = [], 0.5 if self.encoding.name == "mxfp4" else 1.0
+        b, v = self.b, self.v
+        factors, firsts, half = [], [], 0.5 if self.encoding.name == "mxfp4" else 1.0
         for vector in vectors:  # the scales follow both parts of the activations, the sums follow the scales
             at = b.add(vector, b.add(self.times(self.n, 2), self.times(lane, 4)))
             factors.append(b.fmul(v.load(at, v.floats, mask), v.splat(v.floats, half)))
             at = b.add(at, b.udiv(self.n, self.number(LANE_COLUMNS // 4)))
-            sums.append([None, v.load(at, v.words, mask) if v.excess else None])
-        words = (v.word(codes, lanes, word, mask) for word in range(LANE_COLUMNS * self.encoding.bits // 32))
-        for four, quads in enumerate(chain.from_iterable(map(v.quads, words))):
-            for vector, parts in zip(vectors, sums, strict=True):
-                for part, start in enumerate((vector, b.add(vector, self.n))):
-                    parts[part] = v.add(parts[part], quads, v.word(b.add(start, place), lanes, four, mask))
+            firsts.append(v.load(at, v.words, mask) if v.excess else None)
+        sums = [[None, first] for _ in codes for first in firsts]
+        words = LANE_COLUMNS * self.encoding.bits // 32
+        for word in range(words):
+            self.fetch(words - word)
+            quads = [v.quads(v.word(code, lanes, word, mask)) for code in codes]
+            for number in range(len(quads[0])):
+                four = word * len(quads[0]) + number
+                numbers = [
+                    [v.word(b.add(start, place), lanes, four, mask) for start in (vector, b.add(vector, self.n))]
+                    for vector in vectors
+                ]
+                for i, parts in enumerate(sums):
+                    row, token = divmod(i, self.tokens)
+                    for part, x in enumerate(numbers[token]):
+                        parts[part] = v.add(parts[part], quads[row][number], x)
         totals = [b.sitofp(b.add(b.mul(upper, v.splat(v.words, BASE)), lower), v.floats) for upper, lower in sums]
-        return list(zip(totals, factors, strict=True))
+        return list(zip(totals, factors * len(codes), strict=True))
 
     def total(self, parts: list[Any]) -> Any:
         """Returns the sum of 16 lanes: of two halves, and so on."""
@@ -139,18 +167,27 @@ class _Emitter:
         return self.b.shuffle_vector(vector, undefined, ir.Constant(kind, list(range(first, first + lanes))))
 
 
-def _dots(encoding: Encoding, instructions: Instructions, tokens: int, whole: bool) -> Any:
-    """Makes the intrinsic that writes out[token] = w . x[index[token]] over n elements; strides in bytes."""
+def _dots(encoding: Encoding, instructions: Instructions, whole: bool, rows: int, tokens: int) -> Any:
+    """Makes the intrinsic that writes out[token][row] = w[row] . x[index[token]] over n elements; strides in bytes."""
 
     @intrinsic
     def dots(
-        typing: Any, w: Any, soon: Any, x: Any, x_stride: Any, index: Any, n: Any, out: Any, out_stride: Any
+        typing: Any,
+        w: Any,
+        stride: Any,
+        soon: Any,
+        x: Any,
+        x_stride: Any,
+        index: Any,
+        n: Any,
+        out: Any,
+        out_stride: Any,
     ) -> Any:
         def emit(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            _Emitter(builder, encoding, instructions, tokens, whole).dots(*args)
+            _Emitter(builder, encoding, instructions, rows, tokens, whole).dots(*args)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), emit
+        return types.void(*[types.int64] * 9), emit
 
     return dots
 
@@ -159,4 +196,6 @@ def _dots(encoding: Encoding, instructions: Instructions, tokens: int, whole: bo
 def make_encoded_rows(encoding: Encoding, instructions: Instructions, whole: bool) -> Code:
     """Makes what `gemv.make_rows` makes, for encoded rows; `whole` with activations in whole numbers."""
     widest = 4 if instructions is AVX512 else 2
-    return rows_code("encoded_rows", lambda tokens: _dots(encoding, instructions, tokens, whole), widest)
+    together = TOGETHER if encoding.bits == 4 and instructions is AVX512 else 1
+    dots = partial(_dots, encoding, instructions, whole)
+    return rows_code("encoded_rows", dots, widest, together)
