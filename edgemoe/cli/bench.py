@@ -1,4 +1,7 @@
-"""Runs `edgemoe bench`: how fast the running daemon answers at 1, 4 and 16 streams, through its public door."""
+"""Runs `edgemoe bench`: how fast the running daemon answers at 1, 4 and 16 streams, through its public door.
+
+Beside what was measured stands what this machine allows, by what `edgemoe plan` goes by.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 from rich.console import Group
@@ -20,10 +24,14 @@ import edgemoe
 from edgemoe.cli.client import Client, socket_of
 from edgemoe.cli.output import console
 from edgemoe.cli.status import StatusSnapshot, take
+from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
+
+if TYPE_CHECKING:
+    from edgemoe.cli.plan.bounds import Bound
 
 STREAMS = (1, 4, 16)
 ROUNDS = 3  # of as many requests as there are streams
@@ -62,10 +70,13 @@ def run(args: argparse.Namespace) -> int:
         vocab = int(json.loads(client.text("/tokenizer_info"))["vocab_size"])
         rows = [asyncio.run(measure(socket, streams, args.prompt, args.tokens, vocab)) for streams in STREAMS]
         after = take(client, socket)
+    allowed, why = _allowed(after, args)
     if args.json:
-        print(json.dumps(_report(before, after, rows, args), indent=2))
+        print(
+            json.dumps(_report(before, after, rows, args) | {"allowed": [asdict(each) for each in allowed]}, indent=2)
+        )
     else:
-        console().print(_picture(before, after, rows, args))
+        console().print(_picture(before, after, rows, args, allowed), *([why] if why else []))
     return 0
 
 
@@ -116,6 +127,17 @@ async def _one(client: httpx.AsyncClient, prompt_tokens: int, tokens: int, vocab
     return StreamTimes(first_s, (total_s - first_s) / max(1, counted - 1), counted, total_s)
 
 
+def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[Bound], str]:
+    """Returns what this machine allows, or why that is not known; measured now, while the daemon has nothing to do."""
+    from edgemoe.cli.plan.bounds import bounds  # brings torch
+
+    settings = load(Path(args.config) if args.config else None, args.set).settings
+    try:
+        return bounds(settings, now.health["model"], now.metrics, STREAMS, args.prompt + args.tokens), ""
+    except EdgemoeError as error:
+        return [], f"What this machine allows: edgemoe plan MODEL, with the settings of the daemon ({error})."
+
+
 def tiers(before: StatusSnapshot, after: StatusSnapshot) -> dict[str, float]:
     """Returns which share of expert calls each tier has served meanwhile."""
     served = {
@@ -137,17 +159,22 @@ def _report(before: StatusSnapshot, after: StatusSnapshot, rows: Sequence[Row], 
     }
 
 
-def _picture(before: StatusSnapshot, after: StatusSnapshot, rows: Sequence[Row], args: argparse.Namespace) -> Group:
+def _picture(
+    before: StatusSnapshot,
+    after: StatusSnapshot,
+    rows: Sequence[Row],
+    args: argparse.Namespace,
+    allowed: Sequence[Bound],
+) -> Group:
     model = after.health.get("model") or {}
     table = Table(title=f"{model.get('id')}: prompts of {args.prompt} tokens, answers of {args.tokens}")
     for column in ("streams", "first token (TTFT)", "each token (TPOT)", "tokens/s"):
         table.add_column(column, justify="right")
+    for column in ("allowed (TPOT)", "limit") if allowed else ():
+        table.add_column(column, justify="right")
+    limits = {each.streams: (f"{1000 * each.per_output_token_s:,.1f} ms", each.limit) for each in allowed}
     for row in rows:
         first, each = f"{1000 * row.first_token_s:,.0f} ms", f"{1000 * row.per_output_token_s:,.1f} ms"
-        table.add_row(str(row.streams), first, each, f"{row.tokens_per_s:,.1f}")
+        table.add_row(str(row.streams), first, each, f"{row.tokens_per_s:,.1f}", *limits.get(row.streams, ()))
     served = ", ".join(f"{share:.1%} {tier.upper()}" for tier, share in tiers(before, after).items())
-    return Group(
-        table,
-        f"edgemoe {edgemoe.__version__}; experts served from {served}. What this machine allows:\n"
-        "edgemoe plan MODEL, with the settings of the daemon.",
-    )
+    return Group(table, f"edgemoe {edgemoe.__version__}; experts served from {served}.")

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from support.box_processes import Box, make_boxes
 from support.front_kit import free_ports
-from support.kept import KERNELS
+from support.kept import STORES
 from support.waiting import until
 
 from edgemoe.cli.doctor.remedies import REMEDIES
@@ -56,22 +56,18 @@ async def boxes() -> AsyncIterator[dict[str, Box]]:
     pack(model_path(), folder / "store-a")
     shutil.copytree(folder / "store-a", folder / "store-b")
     sections: dict[str, dict[str, Any]] = {
-        "model": {"name": "demo", "store_dir": str(folder / "stores")},
+        "model": {"name": "demo", "store_dir": str(STORES)},
         "memory": {"ram_bytes": 20 << 20, "kv_bytes": 8 << 20, "headroom_bytes": 0},
         "engine": {"threads": 1},
         "service": {"drain_s": 2.0},
         "cluster": {"leader": "b", "replicas": 1},
     }
     made = make_boxes(folder, {"a": folder / "store-a", "b": folder / "store-b"}, free_ports(2), **sections)
-    (folder / "cache/edgemoe").mkdir(parents=True)
-    (folder / "cache/edgemoe/kernels").symlink_to(KERNELS)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-            for box in made:
-                box.start()
-            await until(lambda: together(made), 300.0)
-            yield {box.node: box for box in made}
+        for box in made:
+            box.start()
+        await until(lambda: together(made), 900.0)
+        yield {box.node: box for box in made}
     finally:
         for box in made:
             await box.close()
@@ -177,7 +173,7 @@ async def test_a_slow_disk(boxes: dict[str, Box]) -> None:
         pytest.skip(why)
     group = Group(f"edgemoe-doctor-{os.getpid()}", limits)
     try:
-        rows = doctor(boxes["a"], before=group.enter([]))
+        rows = doctor(boxes["a"], "--set", f"model.store_dir={boxes['a'].folder}", before=group.enter([]))
     finally:
         group.remove()
     found("a disk of 50 MB/s (blkio)", "disk-rate", rows, "reads", "MB/s", state="warning")
@@ -206,7 +202,8 @@ async def test_a_socket_and_a_limit_of_locked_memory_as_an_unprivileged_user(box
     if subprocess.run([*become, *python, "-c", "import edgemoe, torch"], capture_output=True, check=False).returncode:
         pytest.skip("there is no Python that an unprivileged user can run this tree with")
     limit = ["prlimit", f"--memlock={64 << 10}:{64 << 10}"]
-    rows = doctor(a, before=[*limit, *become], program=[*python, "-c", FAKE_GPU])
+    stores = f"model.store_dir={a.folder.parent}"
+    rows = doctor(a, "--set", stores, before=[*limit, *become], program=[*python, "-c", FAKE_GPU])
     found("64 KiB may be locked (prlimit), a user of no group; the GPU is made up", "memlock", rows, state="warning")
     found("the same user may not use the socket", "permission", rows, "you may not use", str(a.socket))
 

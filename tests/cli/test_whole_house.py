@@ -28,6 +28,7 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for a daemon that 
 ROOT = Path(__file__).parents[2]
 SMALL = ("device.0.kind=emulated", "device.0.expert_bytes=4MiB", "device.0.link_bytes_per_s=1GB/s")
 SMALL += ("memory.ram_bytes=8MiB", "memory.kv_bytes=16MiB", "memory.headroom_bytes=0", "engine.threads=1")
+SETS = tuple(word for setting in SMALL for word in ("--set", setting))
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +156,24 @@ def test_a_second_daemon_on_the_same_socket_is_refused(env: dict[str, str]) -> N
 
 
 def test_bench_measures_the_daemon_at_each_number_of_streams(env: dict[str, str]) -> None:
-    told = json.loads(run(env, "edgemoe", "bench", "--prompt", "8", "--tokens", "4", "--json"))
+    words = ("--prompt", "8", "--tokens", "4", "--json", "--set", "model.store_dir=/nowhere")
+    told = json.loads(run(env, "edgemoe", "bench", *words))
+    assert told["allowed"] == []  # of a store that is not to be had
     assert [row["streams"] for row in told["streams"]] == [1, 4, 16]
     for row in told["streams"]:
         assert 0 < row["tokens_per_s"] <= row["streams"] * 4 / row["first_token_s"] * 2
         assert row["per_output_token_s"] > 0
     assert sum(told["served_by"].values()) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_bench_says_beside_its_figures_what_this_machine_allows(env: dict[str, str]) -> None:
+    told = json.loads(run(env, "edgemoe", "bench", "--prompt", "8", "--tokens", "32", "--json", *SETS))
+    for row, allowed in zip(told["streams"], told["allowed"], strict=True):
+        assert row["streams"] == allowed["streams"]
+        assert allowed["limit"] in ("memory and processor", "link", "disk")
+        assert 0 < allowed["per_output_token_s"] < 3 * row["per_output_token_s"]  # both on a machine that may be busy
+    assert "limit" in run(env, "edgemoe", "bench", "--prompt", "8", "--tokens", "4", *SETS)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")

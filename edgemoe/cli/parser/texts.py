@@ -224,8 +224,9 @@ Examples:
 """
 
 BENCH = """\
-Prompts are random tokens, and answers are sampled, so that no cache knows them. The figures to quote in a bug report;
-`edgemoe plan` says what this machine allows.
+Prompts are random tokens, and answers are sampled, so that no cache knows them. The figures to quote in a bug report.
+Beside them stands what this machine allows, as `edgemoe plan` reckons, and what limits it: the least time of a step
+with memory divided as the daemon has it, measured while the daemon has nothing to do.
 
 Examples:
   edgemoe bench

@@ -16,14 +16,14 @@ from rich.table import Table
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.disk import disk_rate
+from edgemoe.cli.plan.paces import model_of, rest_bytes
 from edgemoe.cli.plan.rates import LayerTimes, Rates, measure_layers, memory_rate
-from edgemoe.cli.plan.subject import Subject, Variant, dense_size, find
+from edgemoe.cli.plan.subject import Subject, Variant, find
 from edgemoe.config.budgets import Budgets, resolve_budgets
 from edgemoe.config.loading import load
 from edgemoe.config.settings import Settings
 from edgemoe.config.sizes import format_rate, format_size
 from edgemoe.errors import CapacityError, ConfigError
-from edgemoe.families.spec import dense_shapes
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import probes
 from edgemoe.types.machine import Machine
@@ -99,13 +99,13 @@ class Planner:
     def _timed(self, found: Forecast, variant: Variant, times: LayerTimes, places: speed.Places) -> Forecast:
         if any(device.kind.startswith("cuda:") for device in self.settings.device) or self.machine.gpus:
             return replace(found, limit="not foretold for a GPU")
-        question, geometry, spec = self.question, variant.spec.geometry, variant.spec
-        model = speed.Model(geometry.layers, geometry.experts, geometry.top_k, geometry.largest_bytes)
-        rest_bytes = _rest_bytes(variant) / self.rates.memory_bytes_per_s
+        question, spec = self.question, variant.spec
+        model = model_of(variant)
+        rest_s = rest_bytes(variant) / self.rates.memory_bytes_per_s
         context_bytes = question.context_tokens / 2 * spec.kv_bytes_per_token
 
         def step(tokens: int, layer_s: float, context: float) -> speed.Times:
-            return speed.step(model, speed.StepWork(tokens, layer_s, rest_bytes, context), places, question.curve)
+            return speed.step(model, speed.StepWork(tokens, layer_s, rest_s, context), places, question.curve)
 
         one = step(1, times.decode_s, context_bytes)
         several = step(times.sequences, times.batch_s, context_bytes * times.sequences)
@@ -173,18 +173,6 @@ def _share(budgets: Budgets, size_bytes: int) -> float:
         return 0.0
     slots = sum(per * given for per, given in zip(layout.per_extent, layout.divided(), strict=True))
     return min(1.0, slots / budgets.experts.count)
-
-
-def _rest_bytes(variant: Variant) -> float:
-    """Returns the bytes that a step reads outside the layers that were measured: the head, and dense layers."""
-    spec = variant.spec
-    inside = {f"model.layers.{layer}." for layer in spec.expert_layers}
-    total = 0
-    for name, shape in dense_shapes(spec).items():
-        layer = ".".join(name.split(".")[:3]) + "."
-        if layer not in inside and ("embed_tokens" not in name or spec.block.tied):
-            total += dense_size(spec, name, shape)
-    return total
 
 
 def _as_json(

@@ -39,15 +39,30 @@ class Rates:
 
 def measure_layers(spec: ModelSpec, kernels: Kernels, sequences: int, prompt_tokens: int) -> LayerTimes:
     """Returns the times of a layer of average kind, on random weights of the same shapes. Takes seconds."""
-    small = miniature(spec)
-    model = Ours(small, kernels, random_decoder(small, kernels), resident_tiers(small, kernels))
+    bench = LayerBench(spec, kernels)
     return LayerTimes(
-        decode_s=_decode_s(model, 1) / small.layers,
-        batch_s=_decode_s(model, sequences) / small.layers,
+        decode_s=bench.decode_s(1),
+        batch_s=bench.decode_s(sequences),
         sequences=sequences,
-        prompt_s=_prompt_s(model, prompt_tokens) / small.layers,
+        prompt_s=bench.prompt_s(prompt_tokens),
         prompt_tokens=prompt_tokens,
     )
+
+
+class LayerBench:
+    """A few layers of a model's shapes, on random weights, whose times are those of one of them."""
+
+    def __init__(self, spec: ModelSpec, kernels: Kernels) -> None:
+        small = miniature(spec)
+        self._model = Ours(small, kernels, random_decoder(small, kernels), resident_tiers(small, kernels))
+
+    def decode_s(self, sequences: int) -> float:
+        """Returns the seconds of a token of each of so many sequences."""
+        return _decode_s(self._model, sequences) / self._model.spec.layers
+
+    def prompt_s(self, tokens: int) -> float:
+        """Returns the seconds of a prompt."""
+        return _prompt_s(self._model, tokens) / self._model.spec.layers
 
 
 def miniature(spec: ModelSpec) -> ModelSpec:

@@ -1,0 +1,81 @@
+"""What this machine allows a running daemon: the plan's times of a step, with memory divided as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from edgemoe.cli.plan import speed
+from edgemoe.cli.plan.disk import disk_rate
+from edgemoe.cli.plan.paces import model_of, rest_bytes
+from edgemoe.cli.plan.rates import LayerBench, memory_rate
+from edgemoe.cli.plan.subject import Variant, find
+from edgemoe.config.settings import Settings
+from edgemoe.errors import EdgemoeError, StoreError
+from edgemoe.kernels.cpu.runtime import Kernels
+from edgemoe.store.catalog import find_stores, is_store
+from edgemoe.store.manifest import Manifest
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry import probes
+from edgemoe.telemetry.metrics import select
+from edgemoe.types.arrays import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Of one number of streams: seconds a token, tokens a second of all, and what takes most of a step."""
+
+    streams: int
+    per_output_token_s: float
+    tokens_per_s: float
+    limit: str
+
+
+def bounds(
+    settings: Settings, model: Json, metrics: Mapping[str, float], streams: Sequence[int], context_tokens: int
+) -> list[Bound]:
+    """Returns the bounds of a daemon's model, as its /health and /metrics tell of it, on a machine that is idle.
+
+    Raises StoreError where its store is not found, or its experts are on a GPU.
+    """
+    if probes.look().gpus:
+        raise StoreError("what a GPU allows is not foretold")
+    (variant,) = find(str(served_store(settings, str(model["digest"]))), Path(settings.model.store_dir)).variants()
+    threads = settings.engine.threads or probes.look().cpus
+    torch.set_num_threads(threads)
+    stores = Path(settings.model.store_dir)
+    kernels = Kernels(threads, variant.spec.dtype == "bfloat16", stores.with_name("kernels"))
+    places = _places(settings, variant, metrics, memory_rate(kernels))
+    bench, found = LayerBench(variant.spec, kernels), []
+    rest_s = rest_bytes(variant) / places.memory_bytes_per_s
+    read_bytes = context_tokens / 2 * variant.spec.kv_bytes_per_token
+    for count in streams:
+        work = speed.StepWork(count, bench.decode_s(count), rest_s, count * read_bytes)
+        times = speed.step(model_of(variant), work, places, "usual")
+        found.append(Bound(count, times.total_s, count / times.total_s, times.limit))
+    return found
+
+
+def served_store(settings: Settings, digest: str) -> Path:
+    """Returns the store of that content. Raises StoreError."""
+    named = Path(settings.model.path or "/nowhere")
+    for store in ([named] if is_store(named) else []) + find_stores(settings.model.store_dir):
+        try:
+            if Manifest.read(store).digest == digest:
+                return store
+        except (EdgemoeError, OSError):  # another one, unfinished or damaged
+            continue
+    raise StoreError(f"the daemon's store is not among those in {settings.model.store_dir}")
+
+
+def _places(
+    settings: Settings, variant: Variant, metrics: Mapping[str, float], memory_bytes_per_s: float
+) -> speed.Places:
+    count = variant.spec.geometry.count
+    ram, vram = (min(1.0, select(metrics, names.TIER_SLOTS, tier=tier) / count) for tier in ("ram", "vram"))
+    link = settings.device[0].link_bytes_per_s or select(metrics, names.LINK_RATE, link="0")
+    disk = disk_rate(Path(settings.model.store_dir)) if ram < 1 else 0.0
+    return speed.Places(vram or ram, ram, link if vram else 0.0, disk, memory_bytes_per_s)
