@@ -33,10 +33,7 @@ def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float],
 def _heading(cluster: Json) -> str:
     plan = cluster["plan"]
     leader = f"[bold]{cluster['leader']}[/] leads" if cluster["leader"] else "[yellow]nobody leads[/]"
-    placed = _plan(plan)
-    if to_come := sum(member["to_come"] for member in cluster["members"]):
-        placed += f", {to_come} experts on the way"
-    lines = [f"{leader} in epoch {cluster['epoch']}; {placed}"]
+    lines = [f"{leader} in epoch {cluster['epoch']}; {planned(cluster)}"]
     if plan and plan.get("on_disk_only"):
         lines.append(f"{plan['on_disk_only']} experts have no room in any memory, and are read from disks")
     if cluster["trouble"]:
@@ -45,11 +42,14 @@ def _heading(cluster: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plan(plan: Json | None) -> str:
-    if not plan:
+def planned(cluster: Json) -> str:
+    """Returns which plan is followed, and how much of it is still under way."""
+    if not (plan := cluster.get("plan")):
         return "no plan yet"
     policy = f" ({plan['policy']})" if plan.get("policy") else ""
-    return f"plan {plan['version']}{policy} of epoch {plan['epoch']}, {plan['digest'][:12]}"
+    to_come = sum(member["to_come"] for member in cluster["members"])
+    moving = f", {to_come} experts on the way" if to_come else ""
+    return f"plan {plan['version']}{policy} of epoch {plan['epoch']}, {plan['digest'][:12]}{moving}"
 
 
 def _boxes_table(cluster: Json) -> Table:
@@ -125,11 +125,8 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
         "Requests": f"{select(after, names.FORWARDED):,.0f} handed on, "
         f"{select(after, names.HOSTED_REQUESTS_TOTAL):,.0f} taken in, "
         f"{select(after, names.HANDED_OVER):,.0f} handed over after prefill",
-        "Went": _routes(after),
-        "Offers": f"{select(after, names.OFFERS_OPEN):,.0f} wait for the leader's word, "
-        f"{select(after, names.GRANTED):,.0f} of {select(after, names.OFFERED):,.0f} got it; "
-        f"{select(after, names.OFFER_QUEUE):,.0f} of all boxes wait here, "
-        f"{select(after, names.OFFER_QUEUE_GRANTED):,.0f} were given out",
+        "Went": routes(after),
+        "Offers": offers(after),
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():
@@ -137,7 +134,17 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
     return table
 
 
-def _routes(after: Mapping[str, float]) -> str:
+def offers(after: Mapping[str, float]) -> str:
+    """Returns what became of requests that were offered to the leader, and what waits with it."""
+    return (
+        f"{select(after, names.OFFERS_OPEN):,.0f} wait for the leader's word, "
+        f"{select(after, names.GRANTED):,.0f} of {select(after, names.OFFERED):,.0f} got it; "
+        f"{select(after, names.OFFER_QUEUE):,.0f} of all boxes wait here, "
+        f"{select(after, names.OFFER_QUEUE_GRANTED):,.0f} were given out"
+    )
+
+
+def routes(after: Mapping[str, float]) -> str:
     """Returns where this box's requests went and why, the commonest first."""
     routes = sorted(((count, name) for name, count in after.items() if name.startswith(names.ROUTED)), reverse=True)
     labels = [(count, dict(re.findall(r'(\w+)="([^"]*)"', name))) for count, name in routes]

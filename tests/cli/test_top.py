@@ -17,6 +17,8 @@ from support.waiting import until
 from edgemoe.cli.look.live import Live
 from edgemoe.cli.look.top import Top
 from edgemoe.front.main import Front
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WIDTH, HEIGHT = 80, 24
@@ -74,6 +76,9 @@ async def test_boxes_and_tiers_fit_into_80_columns() -> None:
             top.live.take(name, data)
         top.show()
         await shows(top, "kitchen", "this box, leads", "cellar", "gone", "+3 -1", "4.0 ms", "VRAM", "56 of 56", "62.5%")
+        await shows(
+            top, "plan 7 (rendezvous)", "6 experts on the way", "5 here (room), 2 elsewhere (granted)", "4 of 6 got it"
+        )
         assert "…" not in screen(top)
 
 
@@ -83,12 +88,15 @@ def cluster_events() -> list[tuple[str, dict[str, Any]]]:
         MEMBER | {"node": "cellar", "state": "gone", "latency_s": 0.004, "bytes_per_s": 117e6},
     ]
     health = {"status": "ready", "model": None, "cluster": {"node": "kitchen", "leader": "kitchen", "members": members}}
+    health["cluster"]["plan"] = {"version": 7, "epoch": 1, "policy": "rendezvous", "digest": "ab" * 16}
     slots = {f'edgemoe_tier_{what}{{tier="vram"}}': 56.0 for what in ("slots", "experts")}
+    went = {named(names.ROUTED, to="here", why="room"): 5.0, named(names.ROUTED, to="elsewhere", why="granted"): 2.0}
+    went |= {names.OFFERED: 6.0, names.GRANTED: 4.0}
     hits = ('edgemoe_tier_hits_total{tier="vram"}', 'edgemoe_tier_hits_total{tier="nvme"}')
     request = {"phase": "prefill", "age_s": 3.0, "prompt_tokens": 12_000, "computed": 6000, "emitted": 0}
     return [
         ("hello", {"release": "0"}),
-        ("state", {"t": 0.0, "figures": slots | dict.fromkeys(hits, 0.0), "health": health}),
+        ("state", {"t": 0.0, "figures": slots | went | dict.fromkeys(hits, 0.0), "health": health}),
         ("state", {"t": 1.0, "figures": dict(zip(hits, (50.0, 30.0), strict=True))}),
         ("box", {"box": "kitchen", "requests": [request]}),
     ]

@@ -11,10 +11,7 @@ FILES = Path(__file__).parents[1] / "page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE = {
     "/": "index.html",
-    **{
-        f"/page/{name}": name
-        for name in ("style.css", "icon.svg", "main.js", "wire.js", "chat.js", "grid.js", "board.js", "figures.js")
-    },
+    **{f"/page/{file.name}": file.name for file in FILES.iterdir() if file.suffix in TYPES and file.suffix != ".html"},
 }
 POLICY = "; ".join(
     (

@@ -3,6 +3,7 @@
 import { keepBoxes, drawTimes, redraw, showBox, showCluster, showFigures, showRequests } from "./board.js";
 import { startChat } from "./chat.js";
 import { Figures } from "./figures.js";
+import { showRoutes } from "./routes.js";
 import { ask, eventsOf, keyFromAddress, refusal, setKey, wantsKey } from "./wire.js";
 
 const $ = (id) => document.getElementById(id);
@@ -63,6 +64,7 @@ function box(data) {
 function state({ t, figures: changed, health }) {
   figures.take(t, changed);
   showFigures(figures);
+  showRoutes($("routes"), figures);
   if (health) about(health);
 }
 

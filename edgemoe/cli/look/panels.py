@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from edgemoe.cli.boxes import offers, planned, routes
 from edgemoe.cli.look.live import Live, model_of
 from edgemoe.config.sizes import format_rate
 from edgemoe.telemetry import metrics as names
@@ -108,8 +109,8 @@ def requests(live: Live) -> RenderableType:
     return table
 
 
-def boxes(cluster: Json) -> RenderableType:
-    """Returns the boxes, their links, who leads, and what is on the way."""
+def boxes(live: Live, cluster: Json) -> RenderableType:
+    """Returns the boxes, their links, who leads, what is on the way, and where requests went and why."""
     table = _table("Box", "State", "At home", "Moving", "Requests", "Trip", "Link")
     for member in cluster["members"]:
         node, state = member["node"], member["state"]
@@ -124,7 +125,13 @@ def boxes(cluster: Json) -> RenderableType:
             f"{1e3 * latency_s:.1f} ms" if latency_s is not None else "",
             format_rate(rate) if rate else "",
         )
-    return table
+    lines = {"Plan": planned(cluster), "Went": routes(live.figures), "Offers": offers(live.figures)}
+    if trouble := cluster.get("trouble"):
+        lines["No plan"] = trouble
+    said = Table.grid(padding=(0, 2))
+    for name, text in lines.items():
+        said.add_row(Text(name, "bold"), Text(text))
+    return Group(table, "", said)
 
 
 def bar(share: float, colour: str) -> Text:

@@ -99,7 +99,7 @@ class Top(App[None]):
         cluster, boxes = live.health.get("cluster"), self.query_one("#boxes", Static)
         boxes.display = cluster is not None
         if cluster is not None:
-            boxes.update(panels.boxes(cluster))
+            boxes.update(panels.boxes(live, cluster))
 
 
 async def events(path: Path) -> AsyncIterator[tuple[str, Json]]:
