@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import time
@@ -26,6 +27,7 @@ from edgemoe.cli.output import console
 from edgemoe.cli.status import StatusSnapshot, take
 from edgemoe.config.loading import load
 from edgemoe.errors import ConfigError, EdgemoeError
+from edgemoe.kernels.env import WORKER_ENV
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import select
 from edgemoe.types.arrays import Json
@@ -129,7 +131,8 @@ async def _one(client: httpx.AsyncClient, prompt_tokens: int, tokens: int, vocab
 
 def _allowed(now: StatusSnapshot, args: argparse.Namespace) -> tuple[list[Bound], str]:
     """Returns what this machine allows, or why that is not known; measured now, while the daemon has nothing to do."""
-    from edgemoe.cli.plan.bounds import bounds  # brings torch
+    os.environ.update(WORKER_ENV)  # threads wait as an engine's do, which is settled when torch is loaded
+    from edgemoe.cli.plan.bounds import bounds
 
     settings = load(Path(args.config) if args.config else None, args.set).settings
     try:

@@ -171,8 +171,9 @@ async def test_a_slow_disk(boxes: dict[str, Box]) -> None:
     limits = Limits(disk_bytes_per_s=50_000_000, disk_of=boxes["a"].folder)
     if why := limits.why_not():
         pytest.skip(why)
-    group = Group(f"edgemoe-doctor-{os.getpid()}", limits)
+    group = Group(f"edgemoe-doctor-{os.getpid()}")
     try:
+        group.make(limits)
         rows = doctor(boxes["a"], "--set", f"model.store_dir={boxes['a'].folder}", before=group.enter([]))
     finally:
         group.remove()
@@ -215,8 +216,8 @@ async def test_a_clock_that_is_ahead(boxes: dict[str, Box]) -> None:
     with (b.folder / "log").open("ab") as log:
         b.process = subprocess.Popen(command, stdout=log, stderr=log)
     await until(lambda: together([a, b]), 300.0)
-    found("b's clock is an hour ahead (injected)", "clock", doctor(a), "b's is 3,6", "s ahead of ours")
-    found("the same, asked at b", "clock", doctor(b), "a's is 3,6", "s behind ours")
+    found("b's clock is an hour ahead (injected)", "clock", doctor(a), "b's is 3,", "s ahead of ours")
+    found("the same, asked at b", "clock", doctor(b), "a's is 3,", "s behind ours")
 
 
 async def test_another_model(boxes: dict[str, Box]) -> None:
