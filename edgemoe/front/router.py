@@ -25,7 +25,7 @@ from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.hosted_requests import RequestNews
 from edgemoe.front.requests.offered_requests import OfferedRequests, RouteChoice
-from edgemoe.front.routing.hand_over import HandOvers
+from edgemoe.front.routing.hand_over import HandOver, HandOvers
 from edgemoe.policy.route import EngineLoad, route
 from edgemoe.types.phases import Phases
 from edgemoe.types.request import Emission
@@ -130,10 +130,16 @@ class Router:
         known = place in self.elsewhere() or any(load.here and load.place == place for load in reading)
         return choice._replace(place=place if known else "")
 
-    def decoder(self, other_than: str) -> str:
-        """Returns the engine that is to go on with a request that is prefilled; "" where there is none."""
-        writing = [load for load in self._loads(self.elsewhere()) if self._role(load.place) != "prefill"]
-        return route([load for load in writing if load.place != other_than], "spread")
+    def choose_decoder(self, moving: HandOver, then: Callable[[str], None]) -> None:
+        """Has the leader say which engine goes on with a request that is prefilled, or takes the least loaded one."""
+
+        def choose(granted: str) -> None:
+            writing = [load for load in self._loads(self.elsewhere()) if self._role(load.place) != "prefill"]
+            others = [load for load in writing if load.place != moving.place]
+            place = granted.removeprefix(f"{self._plane.state.node}:")
+            then(place if any(load.place == place for load in others) else route(others, "spread"))
+
+        self._offers.offer_again(moving.message, moving.signature, choose)
 
     def send_pull(self, place: str, message: PullPrefix) -> None:
         """Asks the engine there to fetch a prompt's blocks."""

@@ -68,6 +68,7 @@ def metrics(
         names.HOSTED_REQUESTS_TOTAL: hosted_requests.served,
         names.OFFERED: offers.offered,
         names.GRANTED: offers.granted,
+        names.OFFERS_FORECAST: offers.forecast,
         names.OFFERS_OPEN: offers.waiting,
         names.OFFER_QUEUE: len(queue),
         names.OFFER_QUEUE_GRANTED: queue.granted,

@@ -85,6 +85,7 @@ HOSTED_REQUESTS_TOTAL = "edgemoe_guest_requests_total"
 ROUTED = "edgemoe_routed_requests_total"  # {to,why}: this box's requests by where (here | elsewhere) and why there
 OFFERED = "edgemoe_offered_requests_total"  # this box's requests, to the leader
 GRANTED = "edgemoe_granted_requests_total"  # of these, with an engine named by it
+OFFERS_FORECAST = "edgemoe_forecast_offers_total"  # of these, with what prompts like theirs chose of the experts
 OFFERS_OPEN = "edgemoe_offered_requests"  # this box's, that wait for the leader's word
 OFFER_QUEUE = "edgemoe_leader_queue_requests"  # all boxes', that wait with this box, while it leads
 OFFER_QUEUE_GRANTED = "edgemoe_leader_queue_granted_total"  # requests that this box has named an engine for

@@ -234,6 +234,7 @@ def _watchers(
         observers.append(scoutgate.learn)
     if sharing is not None:
         observers.append(sharing.activity.add)
+        observers.append(sharing.last_chunks.read)
     expecting = (scoutgate, controller, sharing.last_chunks if sharing is not None else None)
     return Watchers(_to_all(observers), _to_all([each.look for each in expecting if each is not None]))
 

@@ -84,7 +84,7 @@ class Choices:
                 absent = absence(self._forecast.chance(counts))
                 if key in self._wanted:
                     del self._wanted[key]
-                    answer.append(PromptRead(request=key[0], attempt=key[1], signature=self.table(counts)))
+                    answer.append(PromptRead(request=key[0], attempt=key[1], signature=self._table(counts)))
             union += self._unread if absent is None else absent
             if absent is not None:
                 known[key] = absent
@@ -95,8 +95,12 @@ class Choices:
             answer.append(Choosing(choices=choices))
         return answer
 
-    def table(self, counts: IntArray) -> SignatureTable:
-        """Returns a signature as it is told."""
+    def signature_of(self, request: str) -> SignatureTable | None:
+        """Returns what a running request's computed tokens chose. On the compute thread."""
+        seq = next((seq for seq in self._engine.scheduler.running if seq.request.id == request), None)
+        return None if seq is None else self._table(self._engine.blocks.signature(seq))
+
+    def _table(self, counts: IntArray) -> SignatureTable:
         return SignatureTable(*shares_of(counts, self._top_k))
 
     def _counts(self, seq: Sequence) -> IntArray:

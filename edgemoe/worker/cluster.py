@@ -69,7 +69,7 @@ class ClusterSide:
         )
         self.choices = Choices(assembly.engine, tiers, post)
         self._pulls = Pulls(assembly.engine, self.plane.kv_fetcher, post)
-        sharing.last_chunks.attach(post)
+        sharing.last_chunks.attach(post, self.choices.signature_of)
         tiers.join(self.plane.calls)
 
     def listen(self) -> None:

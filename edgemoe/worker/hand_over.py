@@ -1,6 +1,6 @@
 """Prefill and decode apart, as an engine sees it: tells when prompts end, and fetches what other engines computed.
 
-here     LastChunks hears of each step before it runs, and posts LastChunk for requests whose front wants it
+here     LastChunks hears of each step before and after it runs, and posts LastChunk for requests whose front wants it
 there    Pulls fetches whole blocks while that step computes the rest, then the rest, and posts PrefixPulled
 """
 
@@ -16,29 +16,32 @@ import numpy.typing as npt
 
 from edgemoe.cluster.data.kv_fetch import REASONS, Entry, KVFetcher
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.engine.engine import Engine
 from edgemoe.errors import HandOverFailed
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
-from edgemoe.types.routing import StepMeta
+from edgemoe.types.routing import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 AT_ONCE, WAITING = 4, 256  # pulls
 MOST_AWAITED = 1 << 14  # prompts whose end a front wants to know of
 Post = Callable[[FromEngine], None]
+SignatureOf = Callable[[str], SignatureTable | None]
 
 
 class LastChunks:
-    """Owns which prompts' ends are to be told. `want` is called on the event loop, `look` on the compute thread."""
+    """Owns which prompts' ends are to be told. `want` is called on the event loop, the rest on the compute thread."""
 
     def __init__(self) -> None:
         self._post: Post = lambda _message: None
+        self._signature_of: SignatureOf = lambda _request: None
         self._wanted: OrderedDict[str, tuple[int, int]] = OrderedDict()  # request -> attempt, last token's position
 
-    def attach(self, post: Post) -> None:
-        """Posts by `post` from now on."""
-        self._post = post
+    def attach(self, post: Post, signature_of: SignatureOf) -> None:
+        """Posts by `post` from now on, with the signatures of what is computed of requests."""
+        self._post, self._signature_of = post, signature_of
 
     def want(self, message: Submit) -> None:
         """Has the end of this request's tokens so far told, if its front asks for it."""
@@ -49,14 +52,22 @@ class LastChunks:
                 self._wanted.popitem(last=False)
 
     def look(self, meta: StepMeta, _ids: npt.NDArray[np.int16]) -> None:
-        """Posts LastChunk for the requests whose last token this step computes."""
-        if not self._wanted:
-            return
-        for request, position in zip(meta.requests, meta.positions[np.cumsum(meta.query_lens) - 1], strict=True):
+        """Posts LastChunk for the requests whose last token this step computes, and whose most tokens others did."""
+        if self._wanted:
+            self._tell(meta, 0.5)
+
+    def read(self, routing: StepRouting) -> None:
+        """Posts LastChunk for the others whose last token this step has computed."""
+        if self._wanted:
+            self._tell(routing.meta, 0.0)
+
+    def _tell(self, meta: StepMeta, share: float) -> None:
+        ends = meta.positions[np.cumsum(meta.query_lens) - 1]
+        for request, tokens, end in zip(meta.requests, meta.query_lens.tolist(), ends.tolist(), strict=True):
             wanted = self._wanted.get(request)
-            if wanted is not None and position >= wanted[1]:
+            if wanted is not None and end >= wanted[1] and end + 1 - tokens >= share * (end + 1):
                 del self._wanted[request]
-                self._post(LastChunk(request=request, attempt=wanted[0]))
+                self._post(LastChunk(request=request, attempt=wanted[0], signature=self._signature_of(request)))
 
 
 class EnginePrefixes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.front.request_log import RequestLog
-from edgemoe.front.routing.hand_over import MOST_ATTEMPTS, HandOvers
+from edgemoe.front.routing.hand_over import MOST_ATTEMPTS, HandOver, HandOvers
 from edgemoe.types.request import Emission, Request, Sampling
 
 PROMPT = tuple(range(40))
@@ -19,6 +22,8 @@ class Boxes:
         self.log = RequestLog(8, self.submit, lambda place, message: self.recalled.append((place, message)))
         self.hand_overs = HandOvers(self.log, self)
         self.target = "d:1"
+        self.late: list[Callable[[str], None]] | None = None  # those whose answer is still to come
+        self.signatures: list[SignatureTable | None] = []
         self.submitted: list[tuple[str, Submit]] = []
         self.pulls: list[tuple[str, PullPrefix]] = []
         self.recalled: list[tuple[str, Cancel]] = []
@@ -30,9 +35,13 @@ class Boxes:
         self.submitted.append((place, message))
         return place
 
-    def decoder(self, other_than: str) -> str:
-        assert other_than == "p:1"
-        return self.target
+    def choose_decoder(self, moving: HandOver, then: Callable[[str], None]) -> None:
+        assert moving.place == "p:1"
+        self.signatures.append(moving.signature)
+        if self.late is None:
+            then(self.target)
+        else:
+            self.late.append(then)
 
     def send_pull(self, place: str, message: PullPrefix) -> None:
         self.pulls.append((place, message))
@@ -82,6 +91,22 @@ def test_without_a_box_that_decodes_nothing_moves() -> None:
     with boxes.log.open([REQUEST], 60.0):
         boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
         assert (boxes.pulls, len(boxes.hand_overs)) == ([], 0)
+
+
+def test_an_answer_that_comes_once_the_request_is_elsewhere_or_over_moves_nothing() -> None:
+    boxes, table = Boxes(), SignatureTable(40, b"ab")
+    boxes.late = []
+    with boxes.log.open([REQUEST], 60.0):
+        boxes.hand_overs.hear(LastChunk(request="r", attempt=1, signature=table))
+        boxes.log.turned_away("r", 1)
+        boxes.late[0]("d:1")
+        assert not boxes.pulls
+        boxes.hand_overs.hear(LastChunk(request="r", attempt=2))
+        assert boxes.signatures == [table, None]
+    boxes.hand_overs.purge()
+    boxes.late[1]("d:1")
+    assert not boxes.pulls
+    assert not len(boxes.hand_overs)
 
 
 def test_news_of_an_earlier_attempt_move_nothing() -> None:

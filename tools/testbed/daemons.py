@@ -103,9 +103,9 @@ class Daemon:
         self.kill()
         self.http.close()
 
-    def complete(self, prompt: str | Sequence[int], tokens: int, *, timeout_s: float = 60.0) -> Answer:
+    def complete(self, prompt: str | Sequence[int], tokens: int, *, timeout_s: float = 60.0, user: str = "") -> Answer:
         """A greedy completion, streamed, of `tokens` tokens whatever they are."""
-        body = {
+        body: dict[str, object] = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "model": "m",
             "max_tokens": tokens,
@@ -114,6 +114,8 @@ class Daemon:
             "temperature": 0.0,
             "stream": True,
         }
+        if user:
+            body["user"] = user
         answer = Answer(began_s=time.time())
         began_s = time.monotonic()
         try:

@@ -202,6 +202,7 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     waited_ms: Milliseconds = 0.0
     remaining_ms: Milliseconds = 0.0  # that the offer stands
     signature: SignatureTable | None = None  # of its prompt, or of one that is likely to be like it
+    stage: Literal["prefill", "decode"] = "prefill"  # decode: it is prefilled; answered at once, for good
 
 
 class RequestGrant(Message, frozen=True, tag="RequestGrant"):

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.cluster.rpc.engine_messages import Submit
-from edgemoe.cluster.rpc.messages.choices import PromptRead
+from edgemoe.cluster.rpc.messages.choices import PromptRead, SignatureTable
 from edgemoe.config.settings import Route
 from edgemoe.errors import PeerError
 from edgemoe.front.requests.engine_use import EngineMeter
@@ -85,7 +85,7 @@ class OfferedRequests:
         keys: PrefixKeys,
         spawn: Callable[..., asyncio.Task[None]],
     ) -> None:
-        self.offered = self.granted = 0
+        self.offered = self.granted = self.forecast = 0
         self._plane, self._route, self._requests = plane, route, requests
         self._meter, self._keys, self._spawn = meter, keys, spawn
         self._signatures, self._secret = Signatures(), keys.secret
@@ -170,19 +170,8 @@ class OfferedRequests:
         one = OpenOffer(request.id, next(self._numbers), plane.leader, time.monotonic() + WAIT_S)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
-        user, prefix = self._keys.user(request.user), self._keys.prefix(request.prompt)
-        offer = RequestOffer(
-            one.number,
-            plane.state.model,
-            prompt_tokens=len(request.prompt),
-            max_tokens=request.sampling.max_tokens,
-            expected_tokens=int(min(self._requests.expected_tokens, request.sampling.max_tokens)),
-            user=user,
-            prefix=prefix,
-            waited_ms=message.waited_ms,
-            remaining_ms=WAIT_S * 1e3,
-            signature=self._signatures_now().of(user, prefix),
-        )
+        offer = self._told_of(message, one.number, None)
+        self.forecast += offer.signature is not None
         if one.leader != plane.state.node:
             self._spawn(self._ask(one, offer))
             return
@@ -191,6 +180,23 @@ class OfferedRequests:
             self.granted += bool(one.place)
         except PeerError:
             one.over = "unanswered"
+
+    def _told_of(self, message: Submit, number: int, signature: SignatureTable | None) -> RequestOffer:
+        """Returns what the leader is told of a request; without a signature that of a prompt like it, if known."""
+        request = message.request
+        user, prefix = self._keys.user(request.user), self._keys.prefix(request.prompt)
+        return RequestOffer(
+            number,
+            self._plane.state.model,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.sampling.max_tokens,
+            expected_tokens=int(min(self._requests.expected_tokens, request.sampling.max_tokens)),
+            user=user,
+            prefix=prefix,
+            waited_ms=message.waited_ms,
+            remaining_ms=WAIT_S * 1e3,
+            signature=signature or self._signatures_now().of(user, prefix),
+        )
 
     def _signatures_now(self) -> Signatures:
         if self._secret != self._keys.secret:
@@ -208,6 +214,30 @@ class OfferedRequests:
             return
         if isinstance(answer.message, RequestGrant):
             self.hear(answer.message)
+
+    def offer_again(self, message: Submit, signature: SignatureTable | None, then: Callable[[str], None]) -> None:
+        """Tells `then` which engine the leader has go on with a request that is prefilled; "" without its word."""
+        leader, node = self._plane.leader, self._plane.state.node
+        if self._route in ("local", "spread") or not leader:
+            then("")
+            return
+        offer = structs.replace(self._told_of(message, next(self._numbers), signature), stage="decode")
+        if leader != node:
+            self._spawn(self._ask_again(leader, offer, then))
+            return
+        try:
+            then(self._plane.desk.ask(node, offer).place)
+        except PeerError:
+            then("")
+
+    async def _ask_again(self, leader: str, offer: RequestOffer, then: Callable[[str], None]) -> None:
+        place = ""
+        try:
+            answer = await self._plane.channel.ask(leader, offer, timeout_s=ASK_S)
+            place = answer.message.place if isinstance(answer.message, RequestGrant) else ""
+        except PeerError as error:
+            log.debug("a second offer was not answered", extra={"peer": leader, "why": str(error)})
+        then(place)
 
     def _look_up(self, one: OpenOffer) -> RouteChoice:
         if one.used:
@@ -259,7 +289,7 @@ class OfferedRequests:
             self._meter.retell()
         self._told = marks, now
         users, prefixes, choices = self._meter.news()
-        news = replace(use, users=users, prefixes=prefixes, choices=choices)
+        news = structs.replace(use, users=users, prefixes=prefixes, choices=choices)
         if leader == self._plane.state.node:
             self._plane.desk.hear(leader, news)
         else:

@@ -1,6 +1,7 @@
 """Hands this front's requests over to boxes that decode, from boxes that only prefill.
 
-    Submit(hand_over) -> the box that prefills       LastChunk <- it, when it begins to compute the end of the prompt
+    Submit(hand_over) -> the box that prefills       LastChunk <- it, when the end of the prompt is computed
+    RequestOffer(decode) -> the leader               RequestGrant <- it: who decodes; without it the least loaded
     PullPrefix -> a box that decodes                 PrefixPulled <- it, when it has every block
     Submit with the tokens so far -> it, Cancel -> the box that prefilled
 
@@ -11,13 +12,14 @@ stays there. No more is kept of a hand-over than what stands here, and that only
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 
 log = logging.getLogger(__name__)
@@ -38,8 +40,8 @@ class MovableRequests(Protocol):
 class EngineWays(Protocol):
     """The ways to engines, ours and others'."""
 
-    def decoder(self, other_than: str) -> str:
-        """Returns the place that is to go on with a request; "" where there is none."""
+    def choose_decoder(self, moving: HandOver, then: Callable[[str], None]) -> None:
+        """Tells `then`, once, the place that is to go on with a request; "" where there is none."""
 
     def send_pull(self, place: str, message: PullPrefix) -> None:
         """Asks the engine there to fetch a prompt's blocks."""
@@ -55,6 +57,7 @@ class HandOver:
     message: Submit  # by which it came to the place where it is
     place: str
     node: str  # of that place
+    signature: SignatureTable | None = None  # of its prompt
     target: str = ""  # that fetches its blocks
     whole: bool = False  # it has them
 
@@ -88,8 +91,9 @@ class HandOvers:
         if moving is None or not self._is_current(moving) or moving.message.attempt != message.attempt:
             return
         match message:
-            case LastChunk():
-                self._begin(moving)
+            case LastChunk(signature=signature):
+                moving.signature = signature
+                self._ways.choose_decoder(moving, lambda target: self._begin(moving, target))
             case PrefixPulled(why=""):
                 self._move(moving)
             case PrefixPulled(why=why):
@@ -107,12 +111,14 @@ class HandOvers:
     def _is_current(self, moving: HandOver) -> bool:
         return self._requests.place_of(moving.message.request.id) == (moving.place, moving.message.attempt)
 
-    def _begin(self, moving: HandOver) -> None:
+    def _begin(self, moving: HandOver, target: str) -> None:
         message = moving.message
-        moving.target = self._ways.decoder(moving.place)
-        if not moving.target:
+        if self._under_way.get(message.request.id) is not moving or not self._is_current(moving):
+            return
+        if not target:
             self._forget(moving)
             return
+        moving.target = target
         pull = PullPrefix(
             request=message.request.id,
             attempt=message.attempt,

@@ -26,6 +26,9 @@ class DecodeTimes(NamedTuple):
     expert_s: float  # for each distinct expert of each layer
 
 
+UNMEASURED = DecodeTimes(0.0, 0.0)  # of engines that have not measured their steps: experts cost nothing there
+
+
 class PromptForecast:
     """Knows what prompts say of the experts that are chosen after them."""
 
@@ -53,7 +56,8 @@ class UnionChoice:
         if offered.chance is None:
             return fewest(offered, open_, now_s)
         _, costs = step_costs([offered.chance], open_, self._times)
-        return open_[int(np.argmin(costs[:, 0]))]
+        load = [view.requests / max(1, view.slots) for view in open_]
+        return open_[min(range(len(open_)), key=lambda w: (costs[w, 0], load[w]))]
 
 
 class UnionTerm:

@@ -52,6 +52,8 @@ class RequestDesk:
             raise PeerRefused("this box does not lead")
         if offer.model != self._state.model:
             raise PeerRefused(f"another model is served here: {self._state.model[:12]}")
+        if offer.stage == "decode":
+            return RequestGrant(offer.number, self.queue.decoder(node, offer))
         answer, others = RequestGrant(offer.number), list[Action]()
         for action in self.queue.handle(Offers(node, offer)):
             if isinstance(action, TurnsDown):
@@ -93,7 +95,8 @@ class RequestDesk:
         card = next((card.engine for card in engines.values() if card is not None and card.engine is not None), None)
         sizes = ModelSizes(card.layers, card.experts) if card is not None else ModelSizes()
         reading = [place for place, card in engines.items() if card is not None and card.serves != "decode"]
-        return Serving(frozenset({state.node, *nodes}), frozenset(reading or engines), sizes)
+        writing = [place for place, card in engines.items() if card is not None and card.serves != "prefill"]
+        return Serving(frozenset({state.node, *nodes}), frozenset(reading or engines), sizes, frozenset(writing))
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

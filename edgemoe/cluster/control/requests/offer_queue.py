@@ -28,7 +28,7 @@ import numpy as np
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
 from edgemoe.cluster.rpc.control_messages import PREFIX_TOKENS, EngineUse, RequestOffer
 from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
-from edgemoe.policy.routing.by_experts import PromptForecast
+from edgemoe.policy.routing.by_experts import UNMEASURED, PromptForecast, UnionChoice
 from edgemoe.policy.routing.dispatches import Dispatches
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
 from edgemoe.policy.routing.told import MOST_S, ModelSizes, counts_of, resident_of, union_of
@@ -64,6 +64,7 @@ class Serving(NamedTuple):
     nodes: frozenset[str]
     places: frozenset[str]
     sizes: ModelSizes = ModelSizes()  # of the model that they serve
+    writing: frozenset[str] = frozenset()  # engines that go on with what others have prefilled
 
 
 class Waited(NamedTuple):
@@ -127,6 +128,21 @@ class OfferQueue:
                 self._look_at(event)
         return self._assign(now_s)
 
+    def decoder(self, node: str, offer: RequestOffer) -> str:
+        """Returns the engine that is to go on with a request that is prefilled; "" where none has room."""
+        if node not in self._serving.nodes:
+            return ""
+        now_s = self._clock()
+        offered = self._offered(_name(node, offer.number), offer, now_s)
+        views = [view for view in self._dispatches.views() if view.place in self._serving.writing]
+        open_ = [view for view in views if view.requests < min(view.slots, view.capacity)]
+        if not open_:
+            return ""
+        place = UnionChoice(UNMEASURED)(offered, open_, now_s).place
+        self._dispatches.dispatch(offered, place, now_s)
+        self._memories[place].note([offered.user] if offered.user else [], offered.prefix)
+        return place
+
     def _forget(self) -> None:
         self._policy = self._make()
         self._waiting: dict[str, Waiting] = {}  # by name, in order of arrival here
@@ -140,7 +156,13 @@ class OfferQueue:
         if node not in self._serving.nodes or sum(one.node == node for one in self._waiting.values()) >= MAX_OFFERS:
             return False
         name = _name(node, offer.number)
-        offered = Offered(
+        self._waiting[name] = Waiting(
+            node, offer.number, self._offered(name, offer, now_s), now_s + offer.remaining_ms / 1e3
+        )
+        return True
+
+    def _offered(self, name: str, offer: RequestOffer, now_s: float) -> Offered:
+        return Offered(
             name,
             offer.prompt_tokens,
             now_s - offer.waited_ms / 1e3,
@@ -151,14 +173,12 @@ class OfferQueue:
             key_tokens=PREFIX_TOKENS,
             chance=self._chance(offer.signature),
         )
-        self._waiting[name] = Waiting(node, offer.number, offered, now_s + offer.remaining_ms / 1e3)
-        return True
 
     def _hear(self, node: str, use: EngineUse, now_s: float) -> None:
         place = f"{node}:{use.engine}"
         for other in [known for known in self._memories if known.startswith(f"{node}:") and known != place]:
             self._drop(other)
-        if not use.engine or place not in self._serving.places:
+        if not use.engine or place not in self._serving.places | self._serving.writing:
             return
         memory = self._memories.setdefault(place, EngineMemory())
         memory.note(map(str, use.users), _keys(use.prefixes))
@@ -195,7 +215,7 @@ class OfferQueue:
         return PromptForecast(max(1, round(float(counts.sum()) / (len(counts) * told.tokens)))).chance(counts)
 
     def _look_at(self, serving: Serving) -> None:
-        for place in self._memories.keys() - serving.places:
+        for place in self._memories.keys() - serving.places - serving.writing:
             self._drop(place)
         self._waiting = {name: one for name, one in self._waiting.items() if one.node in serving.nodes}
         self._serving = serving
@@ -209,13 +229,16 @@ class OfferQueue:
     def _assign(self, now_s: float) -> list[Action]:
         self._waiting = {name: one for name, one in self._waiting.items() if one.until_s > now_s}
         actions: list[Action] = []
-        while self._waiting and (views := self._dispatches.views()):
+        while self._waiting and (views := self._reading()):
             assigned = self._policy.assign(self._heads(views, now_s), views, now_s)
             for name, place in assigned:
                 actions.append(self._grant(self._waiting.pop(name), place, now_s))
             if not assigned:
                 break
         return actions
+
+    def _reading(self) -> list[EngineView]:
+        return [view for view in self._dispatches.views() if view.place in self._serving.places]
 
     def _grant(self, one: Waiting, place: str, now_s: float) -> Grants:
         self.granted += 1
@@ -247,7 +270,8 @@ class OfferQueue:
         """Raises AssertionError where the queue contradicts itself."""
         assert all(name == _name(one.node, one.number) for name, one in self._waiting.items())
         assert {one.node for one in self._waiting.values()} <= self._serving.nodes, "offers of boxes that are gone"
-        assert self._memories.keys() <= self._serving.places, "engines are remembered that are gone"
+        here = self._serving.places | self._serving.writing
+        assert self._memories.keys() <= here, "engines are remembered that are gone"
         assert len(self._waiting) <= MAX_OFFERS * len(self._serving.nodes), "more offers than there is room for"
 
 

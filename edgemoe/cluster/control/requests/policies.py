@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.routing.baselines import Push
-from edgemoe.policy.routing.by_experts import DecodeTimes, UnionTerm
+from edgemoe.policy.routing.by_experts import UNMEASURED, UnionTerm
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
-
-UNMEASURED = DecodeTimes(0.0, 0.0)  # of an engine that has not measured its steps: experts cost nothing there
 
 
 def make_policy(settings: ClusterSettings) -> RoutingPolicy:

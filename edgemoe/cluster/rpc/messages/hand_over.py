@@ -1,6 +1,6 @@
 """Messages between front and engine by which a request that one box has prefilled goes on at another.
 
-    LastChunk     engine -> front   the engine is about to compute the end of a prompt, and its front asked to be told
+    LastChunk     engine -> front   the end of a prompt is computed, or about to be, and its front asked to be told
     PullPrefix    front -> engine   fetch what another engine has for this prompt into the prefix cache
     PrefixPulled  engine -> front   what came of it
 
@@ -9,16 +9,21 @@ Between boxes they travel as Submit and Emissions do.
 
 from __future__ import annotations
 
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.cluster.rpc.protocol import Message
 from edgemoe.types.bounds import Attempt, Milliseconds, Name, Small, Text, Tokens
 
 
 class LastChunk(Message, frozen=True, kw_only=True, tag="LastChunk"):
-    """Says of a request submitted with `hand_over` that the next step computes the last of its tokens so far."""
+    """Says of a request submitted with `hand_over` that the last of its tokens so far are, or have just been, computed.
+
+    Before they are, where most of the prompt was computed by steps before: by then its signature says enough.
+    """
 
     since = 2
     request: Name
     attempt: Attempt
+    signature: SignatureTable | None = None
 
 
 class PullPrefix(Message, frozen=True, kw_only=True, tag="PullPrefix"):

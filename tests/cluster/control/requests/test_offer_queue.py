@@ -301,3 +301,17 @@ def test_a_request_goes_where_its_experts_are_loaded_anyway_or_in_place(
     queue.handle(everybody())
     queue.handle(Uses(place[0], idle(place[0], running=2)))
     assert granted(queue.handle(Offers("b", msgspec.structs.replace(like, number=2)))) != [(2, place)]
+
+
+def test_what_is_prefilled_goes_on_at_once_where_its_experts_are_loaded_and_the_next_one_sees_it_there() -> None:
+    queue, _ = queue_of()
+    queue.handle(Serving(frozenset(NODES), frozenset({"a:a1"}), SIZES, frozenset({"b:b1", "c:c1"})))
+    for node, here in {"a": choosing(0, 1), "b": choosing(2, 3), "c": choosing(0, 1)}.items():
+        queue.handle(Uses(node, msgspec.structs.replace(idle(node, running=1, slots=3), choices=here)))
+    signature = SignatureTable(*shares_of(np.array([[500, 500, 0, 0, 0, 0]]), 2))
+    asked = [msgspec.structs.replace(offer(n), signature=signature, stage="decode") for n in range(1, 6)]
+    assert [queue.decoder("a", one) for one in asked] == ["c:c1", "c:c1", "b:b1", "b:b1", ""]
+    assert queue.decoder("nobody", asked[0]) == ""
+    assert len(queue) == 0
+    assert granted(queue.handle(Offers("b", offer(9)))) == [(9, "a:a1")]  # what is to be read goes to who reads
+    queue.check_integrity()
