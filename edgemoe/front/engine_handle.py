@@ -15,22 +15,17 @@ import msgspec
 
 from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import (
-    Activity,
     Boot,
     Emissions,
     Failed,
     FromEngine,
-    Holds,
-    Listening,
     Loading,
-    PeerSeen,
     Ready,
     Refused,
     Reloaded,
     Stats,
     ToCluster,
 )
-from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import Settings
 
@@ -90,7 +85,7 @@ class EngineHandle:
             case Reloaded():
                 if self._reloaded is not None and not self._reloaded.done():
                     self._reloaded.set_result(message)
-            case Emissions() | Shown() | Listening() | Holds() | PeerSeen() | Activity() | LastChunk() | PrefixPulled():
+            case _:
                 return message
         return None
 

@@ -21,7 +21,7 @@ from edgemoe.telemetry import metrics as names
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 ROLES = {"p": "prefill", "d": "decode"}
 PROMPTS = ["a longer prompt of several words " * 5, "number two says something else " * 4, "x"]
-TOKENS = 200
+TOKENS = 400
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "qwen3_moe"])

@@ -131,8 +131,13 @@ async def test_one_boxs_full_queue_turns_nobody_away_and_answers_are_the_same_by
         expected = await texts(b, 10)
         assert await texts(a, 10) == expected
         assert cluster_of(b).hosted_requests.served >= 8
-        why = {why for _, why in cluster_of(a)._places.routed}
+        offers, why = cluster_of(a)._offers, {why for _, why in cluster_of(a)._places.routed}
         assert why == {"rule"} if route in ("local", "spread") else "granted" in why
+        if route == "pull":
+            assert await texts(a, 10) == expected
+            assert offers.forecast > 0, "what a user's prompts chose before is known"
+            leader = next(cluster_of(one) for one in (a, b) if cluster_of(one).plane.leading)
+            assert all(view.union is not None for view in leader.plane.desk.queue._dispatches.views())
 
 
 async def test_who_waits_for_a_leader_that_dies_is_answered_all_the_same(two: tuple[Settings, Settings]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 from tokenizers import Tokenizer
 
 from edgemoe.cluster.rpc.control_messages import Show, Shown
@@ -38,7 +39,9 @@ from edgemoe.cluster.rpc.engine_messages import (
     Submit,
 )
 from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.cluster.rpc.messages.choices import Choosing, EngineChoices, PromptRead, SignatureTable
 from edgemoe.config.settings import Settings
+from edgemoe.policy.routing.told import shares_of
 from edgemoe.types.glimpse import IN_RAM, ON_DISK, Glimpse, ShownRequest
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, TokenLogprob
@@ -88,6 +91,7 @@ class Scripted:
             none = bytes(2)
             self.end.post(Listening(calls_port=1, bulk_port=1, model=info))
             self.end.post(Holds(disk=none, ram=none, budget_experts=0))
+            self.end.post(Choosing(choices=EngineChoices(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)))
         self.end.post(Ready(boot_id=self.boot.boot_id, model=info, limits=limits))
         stepping = asyncio.ensure_future(self.step_for_ever())
         async for message in self.end.messages():
@@ -95,6 +99,10 @@ class Scripted:
                 break
             if isinstance(message, Submit):
                 self.running[message.request.id] = self.accept(message)
+                if message.signature:
+                    table = SignatureTable(*shares_of(np.tile([4, 4, 0, 0, 0, 0, 0, 0], (2, 1)), 2))
+                    name, attempt = message.request.id, message.attempt
+                    self.end.post(PromptRead(request=name, attempt=attempt, signature=table))
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
             elif isinstance(message, Show):

@@ -14,6 +14,7 @@ All boxes share this machine's cores. Seconds are the clients'. The last line is
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -30,7 +31,7 @@ import numpy as np
 from edgemoe.telemetry import metrics as names
 from tools.bench.arrivals import Arrival, Shape, from_trace
 from tools.bench.faults import EXPERTS, common
-from tools.bench.routing_beside import calibrated, simulated
+from tools.bench.routing_beside import LiveCosts, calibrated, counting, simulated
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Answer, Cluster, Daemon
 from tools.testbed.model import float32_demo
@@ -44,7 +45,7 @@ SAME, SAME_TOKENS = 8, 48  # requests at each box, twice; tokens of each answer
 USERS, ROUNDS, BEGINNING = 6, 6, 384  # tokens that all of a user's prompts begin with
 REQUESTS, SCALE = 200, 1 / 8
 TRACE = "azure-llm-2023/conv.csv.gz"
-SHARE = 0.7  # of the rate that step times allow, without the costs of clients and fronts
+SHARE, AT_ONCE = 0.7, 60  # of the rate at which so many of them were answered that came at once
 Asked = tuple[Daemon, Sequence[int], int, str]  # box, prompt, tokens, user
 
 
@@ -180,10 +181,26 @@ def affinity(made: Cluster) -> dict[str, Any]:
 # --- load -------------------------------------------------------------------------------------------------------
 
 
-def arrivals(data: Path, rate: float) -> list[Arrival]:
+def measured(made: Cluster, requests: Sequence[Arrival]) -> tuple[LiveCosts, float]:
+    """Returns what steps take beside clients, and how many a second are answered of requests that come at once."""
+    daemons, drawn = list(made), itertools.count()
+
+    def some(at_once: int, prompt: int, tokens: int) -> list[float]:
+        asked: list[Asked] = [(d, prompt_of((9, next(drawn)), prompt), tokens, "") for d in daemons * at_once]
+        return [answer.times_s[0] for answer in ask(asked) if answer.times_s]
+
+    costs = calibrated(daemons, some)
+    with counting(daemons, "decode") as steps:
+        began_s = time.monotonic()
+        ask([(daemons[n % 3], one.prompt, one.output_tokens, "") for n, one in enumerate(requests)])
+        took_s = time.monotonic() - began_s
+    return costs.scaled(steps[0]), len(requests) / took_s
+
+
+def arrivals(data: Path, rate: float, seed: int = 5) -> list[Arrival]:
     """Returns the same requests at any rate."""
     shape = Shape(4096, SCALE, max_prompt_tokens=512, max_output_tokens=128)
-    return from_trace(data / TRACE, rate, REQUESTS, shape, seed=5)
+    return from_trace(data / TRACE, rate, REQUESTS, shape, seed)
 
 
 def load(made: Cluster, requests: Sequence[Arrival]) -> dict[str, Any]:
@@ -217,15 +234,13 @@ def study(data: Path, work: Path, rate: float, say: Callable[[str, Any], None]) 
     for rule in sorted(RULES, key=lambda rule: rule != "pull"):  # pull first: it says how fast engines are
         with cluster(work, store, rule) as made:
             if not requests:
-                costs = calibrated(list(made), prompt_of)
-                found["costs"] = costs._asdict()
-                rate = rate or SHARE * costs.rate(len(NODES), SLOTS, arrivals(data, 1.0))
-                requests = arrivals(data, rate)
-                found["rate"] = round(rate, 3)
-                say("costs", found["costs"] | {"rate": rate})
+                costs, most = measured(made, arrivals(data, 1.0, seed=6)[:AT_ONCE])
+                requests = arrivals(data, rate or SHARE * most)
+                found |= {"costs": costs._asdict(), "most_per_s": most, "rate": rate or SHARE * most}
+                say("costs", {name: found[name] for name in ("costs", "most_per_s", "rate")})
             if rule in ("pull", "spread"):
                 found["load"][rule] = load(made, requests)
-                found["simulated"][rule] = figures(*simulated(costs, rule, len(NODES), SLOTS, requests))
+                found["simulated"][rule] = figures(*simulated(costs, rule, list(made), SLOTS, requests))
                 say(f"load {rule}", (found["load"][rule], found["simulated"][rule]))
             found["same"][rule] = same(made, wanted)
             say(f"same {rule}", found["same"][rule])
