@@ -20,7 +20,7 @@ A leader's messages carry its epoch in Beat.leading.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -165,8 +165,7 @@ class EngineUse(Message, frozen=True, tag="EngineUse"):
     `users` and `prefixes` are new since the last one: keyed hashes of whose requests and which prompts it has had.
     """
 
-    since: ClassVar[int] = 2
-
+    since = 2
     engine: Text = ""  # boot
     slots: Small = 0  # requests that run at once
     capacity: Small = 0  # that may be there, waiting ones included
@@ -190,8 +189,7 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
     all before it.
     """
 
-    since: ClassVar[int] = 2
-
+    since = 2
     number: Count
     model: Text  # digest
     prompt_tokens: Small
@@ -208,8 +206,7 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
 class RequestGrant(Message, frozen=True, tag="RequestGrant"):
     """Says which engine takes the request of that offer: NODE:BOOT, or "" while none has room."""
 
-    since: ClassVar[int] = 2
-
+    since = 2
     number: Count
     place: Text = ""
 
@@ -217,8 +214,7 @@ class RequestGrant(Message, frozen=True, tag="RequestGrant"):
 class Withdrawal(Message, frozen=True, tag="Withdrawal"):
     """Takes offers back, whether they wait or were granted and have come to nothing."""
 
-    since: ClassVar[int] = 2
-
+    since = 2
     numbers: Annotated[tuple[Count, ...], Meta(max_length=MAX_TAKEN)]
 
 
