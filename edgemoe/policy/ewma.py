@@ -35,7 +35,11 @@ class EWMA:
 
     def rank(self, layer: int) -> FloatArray:
         """p * W, [L, E]."""
-        utility: FloatArray = self.p * self._weights[layer][:, None]
+        return self.worth(layer, self.p)
+
+    def worth(self, layer: int, p: FloatArray) -> FloatArray:
+        """The same of another p [L, E]."""
+        utility: FloatArray = p * self._weights[layer][:, None]
         return utility
 
     def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:

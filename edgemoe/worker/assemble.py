@@ -27,7 +27,6 @@ from edgemoe.experts.activity import ActivityCounter
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.compute.peer_compute import ExpertShelf
-from edgemoe.experts.predict.controller import Controller
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.experts.tiers.calls import CODES
 from edgemoe.families.spec import ModelSpec
@@ -49,7 +48,7 @@ from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.worker.cache_policy import POLICIES, controller_for, scoutgate_for
+from edgemoe.worker.cache_policy import POLICIES, Foreseeing, foreseeing, scoutgate_for
 from edgemoe.worker.hand_over import LastChunks
 from edgemoe.worker.needs import needs_of
 
@@ -88,7 +87,7 @@ class Assembly:
     close: Callable[[], None]
     sharing: Sharing | None = None  # without a cluster
     scoutgate: ScoutGateForecaster | None = None  # without cache.scoutgate
-    controller: Controller | None = None  # without the policy `learned`, or a need for it
+    controller: Foreseeing | None = None  # without a policy that foresees, or a need for it
 
 
 def kernel_dir(settings: Settings) -> Path | None:
@@ -130,8 +129,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         if scoutgate is not None:
             opened.callback(scoutgate.close)
         name = "lru" if budgets.all_fit else settings.cache.policy
-        kept = kernel_dir(settings)
-        controller = controller_for(settings, geometry, directory, scoutgate, kept) if name == "learned" else None
+        controller = foreseeing(name, settings, geometry, directory, scoutgate, kernel_dir(settings))
         policy = controller.policy if controller else POLICIES[name](geometry)
         tiers = _tiers(settings, geometry, budgets, store, sharing, kernels, policy)
         opened.callback(tiers.close)
@@ -219,7 +217,7 @@ def _recorder(settings: Settings, served: ServedModel) -> Recorder | None:
 
 
 def _watchers(
-    controller: Controller | None,
+    controller: Foreseeing | None,
     recorder: Recorder | None,
     scoutgate: ScoutGateForecaster | None,
     sharing: Sharing | None,

@@ -5,39 +5,64 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.predict.next_use import Ids
+from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
+from edgemoe.experts.predict.planning.published_rules import PublishedRules
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
+from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy import baselines
-from edgemoe.policy.ewma import EWMA, PublishedPolicy
+from edgemoe.policy.ewma import EWMA
 from edgemoe.store.manifest import Manifest
 from edgemoe.types.experts import ExpertGeometry, LivePolicy
 from edgemoe.types.model_info import ServedModel
+from edgemoe.types.routing import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
 SCORES = ".scoutgate.json"  # how good ScoutGate's forecasts were, beside that
-POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # "learned" has a controller besides
+POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # all but "learned" and "published"
     "lru": lambda sizes: baselines.LRU(sizes.layers, sizes.experts),
     "lfu": lambda sizes: baselines.LFU(sizes.layers, sizes.experts),
     "lfru": lambda sizes: baselines.LFRU(sizes.layers, sizes.experts),
     "ewma": lambda sizes: EWMA(sizes.layers, sizes.experts, sizes.top_k),
-    "published": lambda sizes: PublishedPolicy(sizes.layers, sizes.experts, sizes.top_k),
 }
 
 
-def controller_for(
+class Foreseeing(Protocol):
+    """A policy that hears of each step, and plans what the tiers should fetch in idle time."""
+
+    @property
+    def policy(self) -> LivePolicy: ...
+    def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None: ...
+    def look(self, meta: StepMeta, ids: Ids) -> None: ...
+    def observe(self, routing: StepRouting) -> None: ...
+    def metrics(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+def foreseeing(
+    name: str,
     settings: Settings,
     geometry: ExpertGeometry,
     directory: Path,
     scoutgate: ScoutGateForecaster | None,
     kernels: Path | None,
-) -> Controller:
-    """What the policy `learned` goes by, with what it has learned before; `kernels` keeps compiled code."""
+) -> Foreseeing | None:
+    """Returns the policy of that name with what it has learned before, if it is one that foresees.
+
+    `kernels` keeps compiled code.
+    """
+    if name == "published":
+        return PublishedRules(geometry, hysteresis=settings.cache.hysteresis, forecaster=scoutgate)
+    if name != "learned":
+        return None
     return Controller(
         geometry.layers,
         geometry.experts,

@@ -170,4 +170,5 @@ async def main() -> None:
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the front
-    asyncio.run(main())
+    if os.getppid() != 1:  # it has died already, before the line above
+        asyncio.run(main())

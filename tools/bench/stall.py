@@ -44,6 +44,7 @@ from edgemoe.config.budgets import DeviceBudget
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.moe import Fetching
 from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.predict.planning.published_rules import PublishedRules
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecaster
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
@@ -51,7 +52,7 @@ from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.model.decoder import Decoder
 from edgemoe.model.kv import KVCache
 from edgemoe.policy.baselines import LRU
-from edgemoe.policy.ewma import EWMA, PublishedPolicy
+from edgemoe.policy.ewma import EWMA
 from edgemoe.store.manifest import DENSE, Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.reader import ExpertStore
@@ -86,7 +87,8 @@ CONTENDERS = {
     "lru": Contender("lru"),
     "lru + prefetch": Contender("lru", gate=True),
     "published": Contender("published"),
-    "published + prefetch": Contender("published", gate=True),
+    "published + prefetch": Contender("published", gate=True, plans=True),
+    "published + ScoutGate": Contender("published", gate=True, plans=True, scoutgate=True),
     "ewma": Contender("ewma"),
     "learned": Contender("learned"),
     "learned + prefetch": Contender("learned", gate=True, plans=True),
@@ -181,7 +183,9 @@ class Runner:
                 geometry.layers, geometry.experts, geometry.top_k, kept=Kept(state), forecaster=self.scoutgate
             )
             self.controller.wait_idle(120)
-        policy = self.controller.policy if self.controller else _policy(contender.policy, geometry)
+        self.rules = PublishedRules(geometry, forecaster=self.scoutgate) if contender.policy == "published" else None
+        self.foreseeing = self.controller or self.rules
+        policy = self.foreseeing.policy if self.foreseeing else _policy(contender.policy, geometry)
         self.policy = policy
         total = geometry.all_bytes
         device = DeviceBudget("emulated", int(total * args.share), link, args.expert_bytes)
@@ -196,8 +200,8 @@ class Runner:
         )
         if not contender.gate:
             self.tiers.experts.lookahead = 0
-        if self.controller and contender.plans:
-            self.controller.attach(self.tiers.residency, self.tiers.loader, spec.geometry)
+        if self.foreseeing and contender.plans:
+            self.foreseeing.attach(self.tiers.residency, self.tiers.loader, spec.geometry)
         self._kv = KVCache(spec.kv_layout, -(-(PROMPT + args.tokens) // BLOCK_TOKENS) + 1)
         self._loop = asyncio.new_event_loop()
         self._task = self._loop.create_task(self.tiers.run())
@@ -269,13 +273,13 @@ class Runner:
         )
         meta = StepMeta((name,), np.array([n]), np.array([n == 1]), batch.tokens.numpy(), batch.positions.numpy())
         chosen = self.tiers.experts.begin_step(meta)
-        for each in (self.scoutgate, self.controller):
+        for each in (self.scoutgate, self.foreseeing):
             if each is not None:
                 each.look(meta, chosen)
         logits = self.model.decoder.forward(batch, self._kv, self.tiers.experts)
         routing = self.tiers.experts.end_step()
-        if self.controller is not None:
-            self.controller.observe(routing)
+        if self.foreseeing is not None:
+            self.foreseeing.observe(routing)
         if self.recorder is not None:
             self.recorder.add(routing)
         if self.scoutgate is not None:
@@ -296,7 +300,7 @@ class Runner:
 def _policy(name: str, sizes: ExpertGeometry) -> LRU | EWMA:
     if name == "lru":
         return LRU(sizes.layers, sizes.experts)
-    return (EWMA if name == "ewma" else PublishedPolicy)(sizes.layers, sizes.experts, sizes.top_k)
+    return EWMA(sizes.layers, sizes.experts, sizes.top_k)
 
 
 def measure(model: Model, args: Namespace, state: Path, link: float, lesson: list[StepRouting]) -> dict[str, Any]:

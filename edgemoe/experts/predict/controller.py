@@ -20,7 +20,7 @@ from edgemoe.experts.predict import saved_state
 from edgemoe.experts.predict.foresight import Foresight
 from edgemoe.experts.predict.fusion import Blend, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor, link_predictor
-from edgemoe.experts.predict.prefetch_planner import PrefetchRequests
+from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import FloatArray, IntArray

@@ -18,7 +18,7 @@ import numpy as np
 
 from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, ExpertForecast, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
-from edgemoe.experts.predict.prefetch_planner import Plans, PrefetchRequests
+from edgemoe.experts.predict.planning.prefetch_planner import Plans, PrefetchRequests
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.telemetry import metrics as names

@@ -20,7 +20,8 @@ from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.fusion import NEXT_LAYER
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.predict.prefetch_planner import MOST_MOVES, Plans
+from edgemoe.experts.predict.planning.prefetch_planner import Plans
+from edgemoe.experts.predict.planning.prices import MOST_MOVES
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority

@@ -1,4 +1,4 @@
-"""Decides what is prefetched in idle time: prices for the tiers, plans from ranks, and whether plans are right."""
+"""Decides what is prefetched in idle time: plans from ranks, and whether plans are right."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Protocol
 import numpy as np
 
 from edgemoe.experts.predict.next_use import NextUsePredictor
+from edgemoe.experts.predict.planning.prices import Prices
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
-from edgemoe.policy.movement import Ledger, Side, plan
-from edgemoe.policy.watermark import Watermark, density
-from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.experts import ExpertGeometry, Move, Tier
-
-MOST_MOVES = 12  # in one plan: a few times a step another one is made
+from edgemoe.policy.movement import Ledger
+from edgemoe.types.arrays import FloatArray
+from edgemoe.types.experts import ExpertGeometry, Move
 
 
 class PrefetchRequests(Protocol):
@@ -26,19 +24,15 @@ class PrefetchRequests(Protocol):
 
 
 class Plans:
-    """Makes prices and plans for the tiers. On the controller's thread."""
+    """Makes plans for the tiers. On the controller's thread."""
 
     def __init__(
         self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry, hysteresis: float
     ) -> None:
         self._residency, self._loader, self._absent = residency, loader, ~geometry.exists
-        self._sizes: IntArray = np.where(self._absent, 0, geometry.strides_bytes[:, None])
-        self._cost: FloatArray = (self._sizes / geometry.largest_bytes).astype(np.float32)  # of a miss
-        self._budget_bytes = float(MOST_MOVES * geometry.largest_bytes)
+        self._prices = Prices(residency, geometry, hysteresis)
         self.ledger = Ledger()
         self._has_requests = False  # the loader has requests of the last plan
-        room = {tier: max(1, residency.usage(tier).size_bytes) for tier in (Tier.VRAM, Tier.RAM)}
-        self._marks = {tier: Watermark(n, hysteresis=hysteresis) for tier, n in room.items()}
 
     def make(self, ranks: FloatArray, predictor: NextUsePredictor) -> int:
         """Moves the prices a step, and requests the moves of a new plan. Returns their number.
@@ -79,14 +73,6 @@ class Plans:
     def _moves(self, ranks: FloatArray, predictor: NextUsePredictor) -> list[Move]:
         near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
         later = predictor.rates[:, 1]  # what is common lately
-        beside = self._residency.fastest is Tier.VRAM
-        ram = self._side(Tier.RAM, later if beside else near)
-        vram = self._side(Tier.VRAM, near) if beside else ram._replace(idle_bytes=0.0)
         chance = self.ledger.share
-        return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in plan(vram, ram, self._sizes)]
-
-    def _side(self, tier: Tier, p: FloatArray) -> Side:
-        b = density(np.where(self._absent, 0, p), self._cost, np.maximum(self._sizes, 1))
-        self._marks[tier].update(b, self._sizes)
-        settled = self._residency.resident_mask(tier) | self._absent  # what does not exist is not to be had
-        return Side(b, settled, self._marks[tier], self._budget_bytes)
+        moves = self._prices.moves(near, later)
+        return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in moves]

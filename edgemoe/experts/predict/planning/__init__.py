@@ -1,0 +1,1 @@
+"""What is brought up ahead of need, and by which prices."""

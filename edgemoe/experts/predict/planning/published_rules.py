@@ -1,0 +1,147 @@
+"""The source's rules whole: EWMA and ScoutGate in one chance, reuse distance, prices with hysteresis, the floor.
+
+Source: [Two-Tier, 4]. It is there to be compared with, so it does its work on the compute thread, at the end of a step.
+An expert is admitted ahead of need where it is worth (1 + h) lambda a byte, and takes the place of one that is worth
+less than (1 - h) lambda only; what a layer needs is always admitted, and the least worth goes for it. Eta is not left
+to the hand: it is the one with the least log-loss lately. Where a tier does not hold one token's experts, the densest
+stay and the others stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import numpy as np
+
+from edgemoe.experts.predict.fusion import Forecaster
+from edgemoe.experts.predict.next_use import Ids
+from edgemoe.experts.predict.planning.prefetch_planner import PrefetchRequests
+from edgemoe.experts.predict.planning.prices import Prices
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.policy.ewma import PublishedPolicy
+from edgemoe.policy.fusion import Mix
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
+from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.routing import StepMeta, StepRouting
+
+log = logging.getLogger(__name__)
+THIS_STEP, NEXT_STEP = 0, 1  # horizons of ScoutGate
+
+
+class _Forecast(NamedTuple):
+    """Two forecasts of one step's needs, [L, E] each."""
+
+    ewma: FloatArray
+    scoutgate: FloatArray
+
+
+class PublishedRules:
+    """Implements `types.LivePolicy`; `look` and `observe` are told of the beginning and the end of each step."""
+
+    def __init__(
+        self, geometry: ExpertGeometry, *, hysteresis: float = 0.1, forecaster: Forecaster | None = None
+    ) -> None:
+        """A `forecaster` counts the steps as `look` does here."""
+        self.mix = Mix(2)
+        self.planned = 0  # moves
+        self._geometry, self._hysteresis, self._forecaster = geometry, hysteresis, forecaster
+        self._ewma = PublishedPolicy(geometry.layers, geometry.experts, geometry.top_k)
+        self._step = 0
+        self._needed: BoolArray = np.zeros((geometry.layers, geometry.experts), np.bool_)  # in the running step
+        self._pinned: BoolArray = np.zeros_like(self._needed)
+        self._began = self._ewma.p.copy()  # the EWMA when the step began
+        self._ahead: _Forecast | None = None  # what was forecast of this step in the one before
+        self._tiers: tuple[Prices, PrefetchRequests] | None = None
+
+    def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
+        """From here on plans what the tiers should fetch in idle time."""
+        self._tiers = Prices(residency, geometry, self._hysteresis), loader
+
+    @property
+    def policy(self) -> PublishedRules:
+        """Returns what residency asks."""
+        return self
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what it did, by the final names."""
+        etas = {named(names.LEARNED_ETA, horizon=str(horizon)): self.mix.eta(horizon) for horizon in (0, 1)}
+        return {names.LEARNED_MOVES: float(self.planned), **etas}
+
+    def close(self) -> None:
+        """Ends nothing: it has no thread."""
+
+    # --- the cache's side ---------------------------------------------------------------------------------------
+
+    def touch(self, layer: int, experts: IntArray) -> None:
+        self._ewma.touch(layer, experts)
+        self._needed[layer, experts] = True
+
+    def rank(self, layer: int) -> FloatArray:
+        """p W of the fused p, [L, E]; infinite for what the floor pins."""
+        worth = self._ewma.worth(layer, self._fused(THIS_STEP))
+        worth[self._pinned] = np.inf
+        return worth
+
+    def foresee(self, layer: int, experts: IntArray, chance: FloatArray) -> tuple[FloatArray, FloatArray]:
+        return self._ewma.foresee(layer, experts, chance)
+
+    # --- the engine's side --------------------------------------------------------------------------------------
+
+    def look(self, meta: StepMeta, ids: Ids | None = None) -> None:
+        """A step begins."""
+        self._step += 1
+        self._needed[:] = False
+        self._began = self._ewma.p.copy()
+
+    def observe(self, routing: StepRouting) -> None:
+        """A step ended: what was forecast of it is judged, and the next plan is made. A prompt's ends the last plan."""
+        if not routing.meta.decode.any():
+            self._ahead = None
+            self._request(plan=False)
+            return
+        if (told := self._told()) is not None:
+            self.mix.learn(self._began, told[THIS_STEP], self._needed, THIS_STEP)
+        if self._ahead is not None:
+            self.mix.learn(*self._ahead, self._needed, NEXT_STEP)
+        self._ahead = None if told is None or len(told) == 1 else _Forecast(self._ewma.p.copy(), told[NEXT_STEP])
+        self._request(plan=True)
+
+    def _request(self, *, plan: bool) -> None:
+        if self._tiers is None:
+            return
+        prices, loader = self._tiers
+        moves = []
+        if plan:
+            p = self._fused(NEXT_STEP)
+            worth = self._ewma.worth(self._geometry.layers - 1, p)
+            for move in prices.moves(worth, worth):
+                moves.append(move._replace(score=prices.lowest_worth(move.target), chance=float(p[move.expert])))
+            self._pin(prices, worth)
+        self.planned += len(moves)
+        loader.prefetch(moves, PrefetchPriority.FAR)
+
+    def _pin(self, prices: Prices, worth: FloatArray) -> None:
+        working_set_bytes = int(self._geometry.top_k * self._geometry.strides_bytes.sum())
+        pinned = prices.pinned(worth, working_set_bytes)
+        if pinned.any() and not self._pinned.any():
+            log.warning(
+                "a tier does not hold one token's experts: the densest stay, the others stream",
+                extra={"needed": working_set_bytes, "stay": int(pinned.sum())},
+            )
+        self._pinned = pinned
+
+    def _told(self) -> FloatArray | None:
+        """Returns ScoutGate's forecasts of this step, [horizons, L, E]; None where there are none yet."""
+        forecast = self._forecaster.forecast if self._forecaster is not None else None
+        return forecast.probs if forecast is not None and forecast.step == self._step else None
+
+    def _fused(self, horizon: int) -> FloatArray:
+        """(1 - eta) EWMA + eta ScoutGate, [L, E]."""
+        told = self._told()
+        if self._forecaster is None or told is None or len(told) <= horizon:
+            return self._ewma.p
+        return self.mix.fuse(self._ewma.p, told[horizon], horizon, self._forecaster.trust)

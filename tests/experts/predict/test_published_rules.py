@@ -1,0 +1,149 @@
+"""The source's rules whole: what is fused, what is admitted and what goes for it, what the floor keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from edgemoe.experts.predict.planning.published_rules import PublishedRules
+from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.policy.ewma import PublishedPolicy
+from edgemoe.telemetry import metrics as names
+from edgemoe.telemetry.metrics import named
+from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
+from edgemoe.types.routing import StepMeta, StepRouting
+
+L, E, K = 3, 12, 2
+SIZES = ExpertGeometry(L, E, K, hidden=16, width=16, dtype="float32")
+ALWAYS = np.array([[0, 1], [2, 3], [4, 5]])  # [L, K] what each step needs
+
+
+class Loader:
+    """Keeps the last plan."""
+
+    moves: tuple[Move, ...] = ()
+
+    def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = PrefetchPriority.FAR) -> None:
+        self.moves = tuple(moves)
+
+
+class Knowing:
+    """Forecasts what `ALWAYS` is, at both horizons."""
+
+    trust = 1.0
+
+    def __init__(self) -> None:
+        probs = np.full((2, L, E), 0.01, np.float32)
+        for layer in range(L):
+            probs[:, layer, ALWAYS[layer]] = 0.99
+        self.probs, self.forecast = probs, ScoutGateForecast(0, probs)
+
+
+def meta(decode: bool = True) -> StepMeta:
+    return StepMeta(("a",), np.ones(1, np.int64), np.array([decode]), np.zeros(1, np.int64), np.zeros(1, np.int64))
+
+
+def step(rules: PublishedRules, needs: IntArray = ALWAYS, knowing: Knowing | None = None) -> None:
+    rules.look(meta())
+    if knowing is not None:
+        knowing.forecast = ScoutGateForecast(knowing.forecast.step + 1, knowing.probs)
+    for layer in range(L):
+        rules.touch(layer, needs[layer])
+    rules.observe(routing())
+
+
+def routing(decode: bool = True) -> StepRouting:
+    return StepRouting(meta(decode), np.zeros((L, 1, K), np.int16), np.zeros((L, 1, K), np.float32), {}, 0.01, 0.0)
+
+
+def residency_of(vram_slots: int) -> Residency:
+    """All experts are in RAM, none in VRAM."""
+    policy = PublishedPolicy(L, E, K)
+    residency = Residency(SlotPool(Tier.RAM, L, E, L * E, policy), [SlotPool(Tier.VRAM, L, E, vram_slots, policy)])
+    for expert in (ExpertId(*divmod(key, E)) for key in range(L * E)):
+        bring(residency, expert, Tier.NVME, Tier.RAM)
+    return residency
+
+
+def bring(residency: Residency, expert: ExpertId, source: Tier, target: Tier) -> None:
+    load = residency.reserve(Move(expert, source, target, 1.0), PrefetchPriority.FILL)
+    assert load is not None
+    residency.arrive(load)
+    if load.source >= 0:
+        residency.unpin(load.source)
+
+
+def test_without_scoutgate_ranks_are_those_of_the_averages_and_distances() -> None:
+    rules, plain = PublishedRules(SIZES), PublishedPolicy(L, E, K)
+    for _ in range(3):
+        step(rules)
+        for layer in range(L):
+            plain.touch(layer, ALWAYS[layer])
+    np.testing.assert_array_equal(rules.rank(1), plain.rank(1))
+
+
+def test_a_scoutgate_that_knows_is_believed_more_with_every_step() -> None:
+    knowing = Knowing()
+    rules, alone = PublishedRules(SIZES, forecaster=knowing), PublishedRules(SIZES)
+    other = (ALWAYS + 6) % E
+    for _ in range(5):
+        step(rules, knowing=knowing)
+        step(alone)
+    assert rules.metrics()[named(names.LEARNED_ETA, horizon="0")] > 0.5
+    assert rules.metrics()[named(names.LEARNED_ETA, horizon="1")] > 0.5
+
+    def gap(of: PublishedRules) -> float:
+        ranks: FloatArray = of.rank(0)
+        return float(ranks[1, ALWAYS[1]].min() - ranks[1, other[1]].max())
+
+    assert gap(rules) > 2 * gap(alone)
+
+
+def test_what_is_worth_its_price_is_asked_for_and_takes_the_place_of_what_is_not() -> None:
+    rules, loader = PublishedRules(SIZES, hysteresis=0.2), Loader()
+    residency = residency_of(vram_slots=9)
+    rules.attach(residency, loader, SIZES)
+    for _ in range(60):
+        step(rules)
+    wanted = {ExpertId(layer, expert) for layer in range(L) for expert in ALWAYS[layer].tolist()}
+    assert {move.expert for move in loader.moves} == wanted
+    worth = rules.rank(L - 1)
+    (line,) = {move.score for move in loader.moves}
+    admitted = line * 1.2 / 0.8  # from (1 + h) of the price on; what is below (1 - h) of it goes
+    assert 0 < admitted <= min(worth[expert] for expert in wanted)
+    assert admitted > max(worth[layer, e] for layer in range(L) for e in range(E) if (layer, e) not in wanted)
+    for expert in wanted:
+        bring(residency, expert, Tier.RAM, Tier.VRAM)
+    step(rules)
+    assert not loader.moves
+    assert rules.planned > 0
+
+
+def test_a_prompt_ends_what_was_planned() -> None:
+    rules, loader = PublishedRules(SIZES), Loader()
+    rules.attach(residency_of(vram_slots=9), loader, SIZES)
+    for _ in range(60):
+        step(rules)
+    assert loader.moves
+    rules.look(meta(decode=False))
+    rules.observe(routing(decode=False))
+    assert not loader.moves
+
+
+def test_where_a_tier_does_not_hold_one_tokens_experts_the_densest_stay(caplog: pytest.LogCaptureFixture) -> None:
+    rules = PublishedRules(SIZES)
+    rules.attach(residency_of(vram_slots=4), Loader(), SIZES)  # a token needs six
+    often = np.array([[0, 1], [0, 1], [0, 1]])
+    for number in range(40):
+        seldom = np.stack([2 + (np.arange(K) + number + 3 * layer) % (E - 2) for layer in range(L)])
+        step(rules, seldom if number % 4 == 0 else often)
+    pinned = np.argwhere(np.isinf(rules.rank(0)))
+    assert len(pinned) == 3  # one slot is left for those that stream
+    assert set(pinned[:, 1].tolist()) <= {0, 1}
+    assert sum("one token's experts" in record.getMessage() for record in caplog.records) == 1
