@@ -42,6 +42,7 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.cluster.rpc.messages.choices import Choosing, PromptRead
+from edgemoe.cluster.rpc.messages.find_store import FindStore
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import Settings
@@ -71,7 +72,7 @@ class ClusterFront:
         """Raises ConfigError, ServiceError."""
         self.settings = settings = whole.cluster
         self._requests, self._door = requests, requests.door
-        self._engine = OwnEngine()
+        self._engine, self._store = OwnEngine(), Path(whole.model.path).name
         self._peers = PeerList()  # as our engine was told
         self._news = asyncio.Event()  # from other boxes
         self._known: set[str] = set()  # places elsewhere, as of the last look
@@ -207,8 +208,6 @@ class ClusterFront:
             node, message = told
             self.plane.channel.tell(node, Tokens(), [encode(message)])
 
-    # --- how it is --------------------------------------------------------------------------------------------
-
     def metrics(self) -> dict[str, float]:
         """Numbers for /metrics by their final names."""
         return about.metrics(self.plane, self._places, self.hosted_requests, self._offers)
@@ -222,12 +221,13 @@ class ClusterFront:
         """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""
         if isinstance(question.message, Show):
             return Answer(self._lookout.answer())
+        if isinstance(question.message, FindStore):
+            return Answer(self._engine.store_at(self._store, shared=self.settings.share_experts))
         if isinstance(question.message, Check):
             if question.message.engine != self._door.place:
                 raise PeerRefused("that engine is no more")
-            return Answer(
-                Dropped(self.hosted_requests.missing(question.peer, question.boot, question.message.requests))
-            )
+            missing = self.hosted_requests.missing(question.peer, question.boot, question.message.requests)
+            return Answer(Dropped(missing))
         if len(question.tensors) != 1:
             raise PeerRefused("a message without its frame")
         if isinstance(question.message, Forward) and question.message.model != self.plane.state.model:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import operator
+import re
 from collections.abc import Iterable
 
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import EngineCard, LinkReport, Report
 from edgemoe.cluster.rpc.engine_messages import Activity, Holds, Listening, PeerSeen, ToEngine
 from edgemoe.cluster.rpc.ipc import FrontEnd
-from edgemoe.errors import PeerOutdated, WireError
+from edgemoe.cluster.rpc.messages.find_store import StoreAt
+from edgemoe.errors import PeerBusy, PeerOutdated, PeerRefused, WireError
 from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.types.bounds import MAX_NODES
 
@@ -59,6 +61,15 @@ class OwnEngine:
     def listens(self, boot: str, listening: Listening) -> None:
         """Takes note of an incarnation that has opened its channels."""
         self.boot, self.listening, self.holds, self.activity = boot, listening, None, None
+
+    def store_at(self, store: str, *, shared: bool) -> StoreAt:
+        """Returns where the pieces of the store in that folder are to be had. Raises PeerBusy, PeerRefused."""
+        if not shared:
+            raise PeerRefused("this box shares nothing (cluster.share_experts)")
+        if self.listening is None:
+            raise PeerBusy("the engine here is still starting; try again in a moment")
+        model, name = self.listening.model, re.sub(r"[^A-Za-z0-9_.-]+", "-", store).lstrip(".-") or "store"
+        return StoreAt(bulk_port=self.listening.bulk_port, model=model.digest, name=model.id[:256], store=name[:255])
 
     def ended(self) -> None:
         """Forgets what one that has ended held."""

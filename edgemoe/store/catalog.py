@@ -131,7 +131,7 @@ def describe(path: Path) -> StoreCard:
     """Returns what a list says of a store."""
     known: dict[str, Any] = {"path": str(path), "last_used_s": last_used_s(path), "in_use": is_in_use(path)}
     if not (path / MANIFEST).is_file():
-        return StoreCard(**known, state="unfinished: pack it again to go on")
+        return StoreCard(**known, state="unfinished: pack or pull it again to go on")
     try:
         manifest = Manifest.load(path)
         spec = spec_of(manifest)

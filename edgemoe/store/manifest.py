@@ -129,7 +129,11 @@ class Manifest(Record, frozen=True):
         path = directory / MANIFEST
         if file_bytes(path) > MAX_MANIFEST_BYTES:
             raise StoreError(f"{path} is too large to be a manifest")
-        text = path.read_bytes()
+        return cls.parse(path.read_bytes(), str(path))
+
+    @classmethod
+    def parse(cls, text: bytes, path: str) -> Self:
+        """Reads what a manifest's file holds; `path` is what errors call it. Raises StoreError, StoreVersionError."""
         try:
             version = msgspec.json.decode(text, type=_Version).version
             if version not in READ_VERSIONS:

@@ -33,7 +33,7 @@ class ExpertStore:
         """Opens every layer's file and keeps others from changing the store. Raises StoreError."""
         self.manifest = manifest
         self._closing = ExitStack()
-        directory = Path(directory)
+        self._directory = directory = Path(directory)
         with ExitStack() as opened:
             if (directory / LOCK).exists():
                 opened.enter_context(lock_store(directory, exclusive=False))
@@ -56,6 +56,17 @@ class ExpertStore:
     def close(self) -> None:
         """Waits for the reads in flight, then frees files and threads."""
         self._closing.close()
+
+    def grow(self, manifest: Manifest) -> None:
+        """Reads what this manifest of the same store lists, from now on; it lists more. Raises StoreError."""
+        files = list(self._files)
+        for number, layer in enumerate(manifest.layers):
+            if layer.experts and files[number] is None:
+                try:
+                    files[number] = self._closing.enter_context(PageFile(self._directory / layer.file))
+                except OSError as error:
+                    raise StoreError(f"{error.filename} cannot be opened: {error.strerror}") from error
+        self._files, self.manifest = files, manifest
 
     def expert_bytes(self, layer: int, expert: int) -> int:
         """Returns the size of one expert as stored, padding excluded. Raises MissingExpert."""

@@ -38,6 +38,7 @@ from edgemoe.model.states import StateCache
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import checksum, note_use
 from edgemoe.store.manifest import DENSE, Manifest
+from edgemoe.store.peers.served import ServedPieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.store.verify import verify_copies, verify_dense
 from edgemoe.telemetry import probes
@@ -51,6 +52,7 @@ from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, Foreseeing, foreseeing, scoutgate_for
 from edgemoe.worker.hand_over import LastChunks
 from edgemoe.worker.needs import needs_of
+from edgemoe.worker.store_growth import StoreGrowth
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class Sharing(NamedTuple):
     store: PeerStore
     activity: ActivityCounter
     last_chunks: LastChunks
+    pieces: ServedPieces
+    growth: StoreGrowth
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
         link((*CODES, *ACTIVITY_CODES), kernel_dir(settings))
-        sharing = _sharing(manifest, served, store) if settings.cluster.node else None
+        sharing = _sharing(directory, served, store) if settings.cluster.node else None
         scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
@@ -179,10 +183,18 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
     )
 
 
-def _sharing(manifest: Manifest, served: ServedModel, store: ExpertStore) -> Sharing:
-    shelf = ExpertShelf(manifest, store, served.geometry)
+def _sharing(directory: Path, served: ServedModel, store: ExpertStore) -> Sharing:
+    shelf, pieces = ExpertShelf(store.manifest, store, served.geometry), ServedPieces(directory, store.manifest)
     peers = PeerStore(store, shelf, checksum, served.geometry)
-    return Sharing(served, shelf, peers, ActivityCounter(served.geometry), LastChunks())
+    return Sharing(
+        served,
+        shelf,
+        peers,
+        ActivityCounter(served.geometry),
+        LastChunks(),
+        pieces,
+        StoreGrowth(directory, store, shelf, pieces),
+    )
 
 
 def _tiers(

@@ -64,6 +64,7 @@ class ClusterSide:
                 sharing.shelf,
                 sharing.store,
                 EnginePrefixes(assembly.engine, info.digest),
+                sharing.pieces,
             ),
             timeout_s=settings.call_timeout_s,
         )
@@ -121,7 +122,7 @@ class ClusterSide:
             names.SERVED_SECONDS: server.busy_s,
             names.EXPERTS_FETCHED: sharing.store.fetched,
             names.EXPERTS_REFUSED: sharing.store.refused,
-            names.BULK_SENT_BYTES: self.plane.bulk.sent_bytes,
+            names.BULK_SENT_BYTES: self.plane.bulk.sent_bytes + self.plane.pieces.sent_bytes,
             names.HOME_EXPERTS: self._homes,
             names.HOME_MISSING: len(self._tiers.residency.homes.missing()),
         }
@@ -179,6 +180,7 @@ class ClusterSide:
         """Posts to the front what experts are here, when that has changed, and the state of the links."""
         announced: Holds | None = None
         while True:
+            await self._sharing.growth.look(self._tiers.on_disk)
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
             slots = self._tiers.residency.homes.slots

@@ -80,7 +80,7 @@ def test_the_table_tells_whole_broken_and_unfinished_stores_apart(checkpoint: Ma
     assert "qwen3_moe" in text
     assert "6, top 2" in text
     assert "experts int4; dense int8" in text
-    assert "pack it again" in text
+    assert "pull it again" in text
     assert "unfinished" in text
     assert "unrelated" not in text
     assert models.find_stores(tmp_path / "nowhere") == []

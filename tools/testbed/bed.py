@@ -125,8 +125,15 @@ class Box:
 
     def sent_bytes(self) -> int:
         """Bytes that have left this box, as its link counts them."""
+        return self._passed_bytes("tx")
+
+    def received_bytes(self) -> int:
+        """Bytes that have come to this box, likewise."""
+        return self._passed_bytes("rx")
+
+    def _passed_bytes(self, way: str) -> int:
         shown = json.loads(_run("ip", "-n", self.namespace, "-s", "-j", "link", "show", "e0"))
-        return int(shown[0]["stats64"]["tx"]["bytes"])
+        return int(shown[0]["stats64"][way]["bytes"])
 
 
 class Bed:

@@ -38,8 +38,11 @@ def pack(commands: Any) -> None:
 
 def pull(commands: Any) -> None:
     """Adds `edgemoe pull`."""
-    parser = command(commands, "pull", "edgemoe.cli.pull:run", "fetch a model and pack it on the way", texts.PULL)
-    parser.add_argument("repository", metavar="REPOSITORY", help="OWNER/NAME on the hub")
+    summary = "fetch a model from the hub, packing it on the way, or a store from other boxes"
+    parser = command(commands, "pull", "edgemoe.cli.pull:run", summary, texts.PULL)
+    parser.add_argument("model", metavar="MODEL", help="OWNER/NAME on the hub; with --from-peers, as boxes call it")
+    parser.add_argument("--from-peers", action="store_true", help="from the boxes of this cluster that have it")
+    parser.add_argument("--rate", metavar="BYTES/s", help="with --from-peers, as in 40MB/s (default: no limit)")
     parser.add_argument("--revision", metavar="NAME", default="main", help="a branch, tag or commit (default: main)")
     _encoding_options(parser)
     settings_options(parser)

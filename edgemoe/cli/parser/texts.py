@@ -51,10 +51,15 @@ while the next one comes; a packed shard is deleted, so that the disk needs room
 after an interruption it goes on where it was. The token is HF_TOKEN or the one of `hf auth login`; HF_ENDPOINT names
 another hub. --experts and --dense are those of `edgemoe pack`.
 
+With --from-peers the store comes from the boxes in this box's list of peers that serve it: pieces from several at once,
+each compared with its checksum. A daemon can serve what has come once the dense weights are there (docs/cluster.md).
+
 Examples:
   edgemoe pull Qwen/Qwen3-30B-A3B
   edgemoe pull Qwen/Qwen3-30B-A3B --experts int4 --dense int8
   edgemoe pull Qwen/Qwen3-30B-A3B --revision refs/pr/5
+  edgemoe pull --from-peers Qwen3-30B-A3B-int4
+  edgemoe pull --from-peers Qwen3-30B-A3B-int4 --rate 40MB/s
 """
 
 MODELS = """\

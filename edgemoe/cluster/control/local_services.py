@@ -32,7 +32,7 @@ class LocalServices(Protocol):
         """Hears from the leader which engine takes a request that was offered. May be called while offering one."""
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
-        """Answers a Forward, Tokens, Check or Show. Raises PeerError, WireError."""
+        """Answers a Forward, Tokens, Check, Show or FindStore, and refuses others. Raises PeerError, WireError."""
 
 
 class NoServices:

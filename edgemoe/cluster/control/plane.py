@@ -72,6 +72,7 @@ from edgemoe.cluster.rpc.control_messages import (
     Withdrawal,
 )
 from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.messages.find_store import FindStore
 from edgemoe.cluster.rpc.messages.reach import Reach
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
@@ -208,6 +209,8 @@ class ControlPlane:
         if question.peer not in self.state.members:
             raise PeerRefused(f"{question.peer} is no longer listed by {self.state.node}")
         message = question.message
+        if isinstance(message, FindStore | Welcome):  # of a command beside that box's daemon, not of the daemon
+            return self._local.serve(question)
         told = message if isinstance(message, Beat | Announce | Report) else None
         self._handle(Heard(question.peer, question.boot, told))
         match message:

@@ -3,6 +3,7 @@
     calls   Hello -> Hello     the model and experts of each; regular and small, so that it measures the round trip
             Call -> Result     one layer's experts on some rows: tensors (hidden, index) -> (sums,)
     bulk    Fetch -> Chunk     a part of one expert's bytes, at most CHUNK_BYTES: tensors () -> (bytes,)
+            FetchPiece -> PiecePart   a part of one piece of a store, likewise
             FetchKV -> KVPart  a part of one entry of the prefix cache, at most PART_BYTES: tensors () -> (bytes,)
 
 A Call's index is int32: experts [n], calls of each [n], row of each call [m], routing weight of each [m] as bits of
@@ -158,8 +159,27 @@ class KVPart(Message, frozen=True, tag="KVPart"):
         return self.checksum == _checksum(asked, self.generation, part)
 
 
+class FetchPiece(Message, frozen=True, tag="FetchPiece"):
+    """Asks for `bytes` bytes from `offset` of the piece of a store that has this checksum.
+
+    The model's digest stands for the store's manifest.
+    """
+
+    since = 2
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    offset: Bytes
+    bytes: Annotated[int, Meta(ge=1, le=CHUNK_BYTES)]
+
+
+class PiecePart(Message, frozen=True, tag="PiecePart"):
+    """Carries the bytes asked for, fewer where the piece ends before; `size` is that of the whole piece."""
+
+    since = 2
+    size: Bytes
+
+
 CallMessage = Hello | Call | Result | Failure
-BulkMessage = Fetch | Chunk | FetchKV | KVPart | Failure
+BulkMessage = Fetch | Chunk | FetchKV | KVPart | FetchPiece | PiecePart | Failure
 CALLS: Language[CallMessage] = Language(*get_args(CallMessage))
 BULK: Language[BulkMessage] = Language(*get_args(BulkMessage))
 

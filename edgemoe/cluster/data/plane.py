@@ -13,7 +13,8 @@ from edgemoe.cluster.data.expert_client import ExpertClient, Holdings
 from edgemoe.cluster.data.expert_fetch import ExpertFetchServer, ExpertSource, PeerStore
 from edgemoe.cluster.data.expert_server import ExpertOwner, ExpertServer
 from edgemoe.cluster.data.kv_fetch import KVFetcher, KVFetchServer, PrefixSource
-from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, FetchKV, Hello
+from edgemoe.cluster.data.messages import BULK, CALLS, BulkMessage, Call, CallMessage, FetchKV, FetchPiece, Hello
+from edgemoe.cluster.data.store_fetch import PieceSource, StorePieceServer
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
@@ -38,6 +39,7 @@ class OwnExperts:
     shelf: ExpertSource  # hands out experts
     store: PeerStore  # fetches over the bulk channel
     prefixes: PrefixSource  # blocks of keys and values, in both directions
+    pieces: PieceSource  # of the store, for boxes that have none yet
 
 
 class DataPlane:
@@ -65,6 +67,7 @@ class DataPlane:
             self._serve_bulk,
             ChannelSettings(credits_bytes=BULK_CREDITS_BYTES, longest_s=timeout_s),
         )
+        self.pieces = StorePieceServer(own.pieces)
         self.kv = KVFetchServer(own.prefixes)
         self.kv_fetcher = KVFetcher(self._bulk_channel, own.prefixes, timeout_s)
         self.calls = ExpertClient(self._calls_channel, own.model, own.holdings, timeout_s)
@@ -127,4 +130,6 @@ class DataPlane:
     async def _serve_bulk(self, question: Question[BulkMessage]) -> Answer[BulkMessage]:
         if isinstance(question.message, FetchKV):
             return await self.kv.serve(question, question.message)
+        if isinstance(question.message, FetchPiece):
+            return await self.pieces.serve(question.message)
         return await self.bulk.serve(question)

@@ -13,6 +13,7 @@
     Check        asked once a second of boxes that run requests of ours, answered Dropped: those they do not have
     Show         asked once a second while somebody looks here, answered Shown: what the box's engine shows of itself
     Reach        asked where somebody wants to know, answered Reached: which of our ports the box reaches, its clock
+    FindStore    asked by a command beside a daemon, answered StoreAt: which store the box serves, and where
     RaftPayload  sent without an answer: messages of the embedded Raft
 
 A leader's messages carry its epoch in Beat.leading.
@@ -27,6 +28,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
+from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
 from edgemoe.cluster.rpc.messages.reach import Reach, Reached
 from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
@@ -54,11 +56,9 @@ from edgemoe.types.phases import Phases
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
-MAX_TAKEN = 256  # offers that an engine names as taken, or a front as withdrawn, in one message
-MAX_USERS = 256  # in one message
+MAX_TAKEN, MAX_USERS = 256, 256  # offers named as taken or withdrawn in one message; users in one
 MAX_PREFIX_KEYS = 512  # of one prompt, or in one message; eight bytes each
-PREFIX_TOKENS = 64  # of a prompt that each key of its prefix adds to those before
-SECRET_BYTES = 16
+PREFIX_TOKENS, SECRET_BYTES = 64, 16  # of a prompt that each key of its prefix adds to those before; of a secret
 PrefixKeys = Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_KEYS)]
 OfferNames = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_TAKEN)]  # (node, number)
 RequestAttempts = Annotated[tuple[tuple[Text, Count], ...], Meta(max_length=MAX_UNWANTED)]  # (request, attempt)
@@ -82,9 +82,7 @@ class Beat(Message, frozen=True, tag="Beat"):
     slots: Count = 0  # that run at once
     capacity: Count = 0  # that may be there, waiting ones included
     unmet: bool = False  # this box has no announcement of the receiver yet and wants one
-    secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = (
-        b""  # the leader's: by which users and prefixes are hashed
-    )
+    secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = b""  # the leader's: it hashes users and prefixes
 
 
 class EngineCard(msgspec.Struct, frozen=True):
@@ -292,6 +290,8 @@ ControlMessage = (
     | Shown
     | Reach
     | Reached
+    | FindStore
+    | StoreAt
     | Failure
 )
 CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))

@@ -114,6 +114,10 @@ class ExpertShelf:
         """Sets the RAM tier to take experts from."""
         self._residency, self._ram = residency, ram
 
+    def grow(self, manifest: Manifest) -> None:
+        """Has what this manifest of the same store lists, from now on."""
+        self._manifest = manifest
+
     def on_disk(self) -> BoolArray:
         """Returns what the store can read, [L, E]."""
         present: npt.NDArray[np.bool_] = np.zeros((self._geometry.layers, self._geometry.experts), np.bool_)

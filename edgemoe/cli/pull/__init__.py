@@ -1,0 +1,43 @@
+"""Has a model on this box, packed: `edgemoe pull`, from the hub or from the other boxes of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from edgemoe.cli.serve import read_settings, show_progress
+from edgemoe.config.settings import Settings
+from edgemoe.config.sizes import parse_rate
+from edgemoe.errors import ConfigError
+from edgemoe.store.packer import Progress
+from edgemoe.store.wanted import WantedEncodings
+from edgemoe.telemetry.log import configure
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fetches a model, and prints the store's directory."""
+    settings = read_settings(args).settings
+    configure(settings.log)
+    with show_progress(f"pulling {args.model}") as progress:
+        store = (_from_peers if args.from_peers else _from_hub)(args, settings, progress)
+    print(store)
+    return 0
+
+
+def _from_hub(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:
+    from edgemoe.store.hub.pull import pull
+
+    if args.rate:
+        raise ConfigError("--rate is for --from-peers")
+    wanted = WantedEncodings.parse(args.experts, args.dense)
+    return pull(args.model, settings.model.store_dir, wanted, progress, revision=args.revision)
+
+
+def _from_peers(args: argparse.Namespace, settings: Settings, progress: Progress) -> Path:
+    from edgemoe.cli.pull.peers import pull
+
+    if (args.experts, args.dense, args.revision) != ("keep", "keep", "main"):
+        raise ConfigError("--from-peers takes the store as the boxes have it: without --experts, --dense, --revision")
+    rate = parse_rate(args.rate) if args.rate else 0.0
+    return asyncio.run(pull(settings.cluster, Path(settings.model.store_dir).expanduser(), args.model, rate, progress))

@@ -1,0 +1,128 @@
+"""Passes stores between boxes: pieces by their checksums, in parts of at most a megabyte.
+
+`StorePieceServer` answers for the store that an engine serves. `PieceChannel` asks; who asks verifies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from edgemoe.cluster.data.expert_fetch import first_of
+from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Fetch, FetchPiece, PiecePart
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.errors import PeerError, PeerRefused
+
+WINDOW = 4  # parts of one piece under way
+FIRST_BYTES = 64 << 10  # asked for of a piece whose size is not known
+Take = Callable[[int, memoryview], None]  # (offset, what lies there), in order
+
+
+class PieceSource(Protocol):
+    """The pieces of this engine's store."""
+
+    async def part(self, digest: str, offset: int, size_bytes: int) -> tuple[memoryview, int]:
+        """Returns a part of a piece, up to its end, and the size of all of it. Raises StoreError."""
+
+
+class StorePieceServer:
+    """Answers FetchPiece messages."""
+
+    def __init__(self, source: PieceSource) -> None:
+        self.sent_bytes = 0
+        self._source = source
+
+    async def serve(self, asked: FetchPiece) -> Answer[BulkMessage]:
+        part, size = await self._source.part(asked.digest, asked.offset, asked.bytes)
+        self.sent_bytes += len(part)
+        return Answer(PiecePart(size), [part])
+
+
+class Pace:
+    """Lets so many bytes a second pass, whoever takes them; 0: any number. One event loop."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._rate = bytes_per_s
+        self._free_s = 0.0  # when what was let pass has passed
+
+    async def take(self, size_bytes: int) -> None:
+        """Waits until these bytes may pass."""
+        if not self._rate:
+            return
+        now = asyncio.get_running_loop().time()
+        self._free_s = max(self._free_s, now) + size_bytes / self._rate
+        await asyncio.sleep(self._free_s - size_bytes / self._rate - now)
+
+    def give_back(self, size_bytes: int) -> None:
+        """Says that so many bytes did not pass."""
+        if self._rate:
+            self._free_s -= size_bytes / self._rate
+
+
+class PieceChannel:
+    """Fetches pieces over a bulk channel."""
+
+    def __init__(self, channel: Channel[BulkMessage], pace: Pace, timeout_s: float) -> None:
+        self.bytes = 0  # that came
+        self._channel, self._pace, self._timeout_s = channel, pace, timeout_s
+
+    async def greet(self, node: str) -> None:
+        """Has the peer say which versions it speaks, where it has not: any answer tells. Raises PeerError."""
+        if self._channel.version(node) < FetchPiece.since:
+            try:
+                await self._channel.ask(node, Fetch(1 << 24, 0, 0, 1), timeout_s=self._timeout_s)
+            except PeerRefused:
+                return
+
+    async def small(self, node: str, digest: str, most_bytes: int) -> bytes:
+        """Returns a piece of unknown size. Raises PeerError, also where it is longer than `most_bytes`."""
+        first, size = await self._part(node, digest, 0, FIRST_BYTES)
+        if size > most_bytes:
+            raise PeerRefused(f"{node} has {size} bytes where at most {most_bytes} can be")
+        whole = bytearray(first)
+
+        def take(_: int, part: memoryview) -> None:
+            whole.extend(part)
+
+        await self.large(node, digest, size, take, len(first))
+        return bytes(whole)
+
+    async def large(self, node: str, digest: str, size_bytes: int, take: Take, start: int = 0) -> None:
+        """Hands a piece of this size to `take`, in order from `start` on. Raises PeerError."""
+        failure: PeerError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                coming: deque[tuple[int, asyncio.Task[memoryview]]] = deque()
+                for offset in range(start, size_bytes, CHUNK_BYTES):
+                    if len(coming) == WINDOW:
+                        at, task = coming.popleft()
+                        take(at, await task)
+                    part = self._exactly(node, digest, offset, min(CHUNK_BYTES, size_bytes - offset), size_bytes)
+                    coming.append((offset, group.create_task(part)))
+                for at, task in coming:
+                    take(at, await task)
+        except* PeerError as errors:
+            failure = first_of(errors)
+        if failure is not None:
+            raise failure
+
+    async def _exactly(self, node: str, digest: str, offset: int, part_bytes: int, size_bytes: int) -> memoryview:
+        part, size = await self._part(node, digest, offset, part_bytes)
+        if size != size_bytes or len(part) != part_bytes:
+            raise PeerRefused(f"{node} has a piece {digest[:12]} of {size} bytes, not {size_bytes}")
+        return part
+
+    async def _part(self, node: str, digest: str, offset: int, part_bytes: int) -> tuple[memoryview, int]:
+        await self._pace.take(part_bytes)
+        answer = await self._channel.ask(node, FetchPiece(digest, offset, part_bytes), timeout_s=self._timeout_s)
+        if not isinstance(answer.message, PiecePart) or len(answer.tensors) != 1:
+            raise PeerRefused(f"{node} answered with something else")
+        part = answer.tensors[0]
+        if len(part) > part_bytes:
+            raise PeerRefused(f"{node} answered with more than was asked for")
+        self._pace.give_back(part_bytes - len(part))
+        self.bytes += len(part)
+        return part, answer.message.size

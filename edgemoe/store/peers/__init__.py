@@ -1,0 +1,1 @@
+"""A store passes from box to box in pieces, each known by its checksum."""

@@ -1,0 +1,234 @@
+"""A store that comes from other boxes piece by piece, and is a store of what has come from the dense weights on.
+
+packing.json            until the dense weights, headers and copied files are there
+dense.safetensors.part  grows in order, so that its length says how far it has come
+manifest.json           lists the experts that are on disk and verified; written anew as they come
+pulled/                 its lock keeps a second pull away; gone when all has come
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from edgemoe.durable import replace_file, sync_directory
+from edgemoe.errors import StoreError
+from edgemoe.store.checkpoint import COPIED_FILES
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.files import LOCK, PageFile, checksum, lock_store, range_checksum
+from edgemoe.store.manifest import DENSE, MANIFEST, Manifest, content_digest, layer_file
+from edgemoe.store.packer import JOURNAL, SPARE_BYTES, told_as_store_error
+from edgemoe.types.experts import padded
+
+FOLDER = "pulled"
+PART = f"{DENSE}.part"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPiece:
+    """One expert that is to come: `bytes` at `offset` of its layer's file."""
+
+    layer: int
+    expert: int
+    file: str
+    offset: int
+    bytes: int
+    digest: str
+
+
+class PulledStore:
+    """A store on its way here. Made under `opened`."""
+
+    def __init__(self, directory: Path, whole: Manifest) -> None:
+        """`whole` lists all that can be had. Raises StoreError."""
+        self.directory, self.whole = directory, whole
+        self._have: list[set[int]] = [set() for _ in whole.layers]
+        if (directory / MANIFEST).is_file():
+            found = Manifest.load(directory)
+            if found.digest != whole.digest:
+                raise StoreError(f"{directory} is the store of another model ({found.name}); remove it first")
+            self._have = [set(layer.by_expert) for layer in found.layers]
+
+    @property
+    def has_base(self) -> bool:
+        """Returns whether all but experts is there."""
+        return (self.directory / MANIFEST).is_file()
+
+    @property
+    def is_whole(self) -> bool:
+        return all(len(have) == len(layer.experts) for have, layer in zip(self._have, self.whole.layers, strict=True))
+
+    def missing(self) -> Iterator[ExpertPiece]:
+        """Yields the experts that are to come."""
+        for number, layer in enumerate(self.whole.layers):
+            for entry in layer.experts:
+                if entry.expert not in self._have[number]:
+                    yield ExpertPiece(number, entry.expert, layer.file, entry.offset, entry.bytes, entry.xxh3_128)
+
+    def check_room(self) -> None:
+        """Raises StoreError, saying how many bytes are missing, where the rest does not fit on the disk."""
+        there = sum(path.stat().st_blocks * 512 for path in self.directory.rglob("*") if path.is_file())
+        disk = os.statvfs(self.directory)
+        short = self.whole.total_bytes + SPARE_BYTES - there - disk.f_bavail * disk.f_frsize
+        if short > 0:
+            raise StoreError(
+                f"{self.directory}: the store needs {short} bytes ({short / 1e9:.1f} GB) more than the disk has; free "
+                "them, or name another model.store_dir"
+            )
+
+    # --- all but experts --------------------------------------------------------------------------------------
+
+    def keep_copy(self, name: str, data: bytes) -> None:
+        """Keeps a file that boxes have as it was in the checkpoint."""
+        replace_file(self.directory / name, data, 0o644)
+
+    def begin_layer(self, number: int, header: bytes) -> None:
+        """Makes a layer's file, with its header and room for its experts."""
+        layer = self.whole.layers[number]
+        with (self.directory / layer.file).open("wb") as file:
+            file.truncate(layer.bytes)
+            file.write(header)
+
+    def begin_dense(self, header: bytes) -> int:
+        """Returns how many bytes of the dense weights have come, where this is how their file begins."""
+        part = self.directory / PART
+        with part.open("a+b") as file:
+            file.seek(0)
+            if file.read(len(header)) != header:
+                file.truncate(0)
+                file.write(header)
+        return part.stat().st_size - len(header)
+
+    def add_dense(self, data: memoryview) -> None:
+        """Appends what came next of the dense weights."""
+        with (self.directory / PART).open("ab") as file:
+            file.write(data)
+
+    def finish_dense(self, header_bytes: int) -> bool:
+        """Gives the dense weights their name; false, with nothing left of them, where their checksum is wrong."""
+        part, entry = self.directory / PART, self.whole.dense
+        with PageFile(part, direct=False) as file:
+            intact = part.stat().st_size == entry.bytes
+            intact = intact and range_checksum(file, header_bytes, entry.bytes - header_bytes) == entry.xxh3_128
+        if intact:
+            sync(part)
+            part.replace(self.directory / DENSE)
+            sync_directory(self.directory)
+        else:
+            part.unlink()
+        return intact
+
+    @property
+    def has_dense(self) -> bool:
+        return (self.directory / DENSE).is_file()
+
+    # --- experts ----------------------------------------------------------------------------------------------
+
+    def write(self, piece: ExpertPiece, offset: int, data: memoryview) -> None:
+        """Writes a part of an expert to its place."""
+        with (self.directory / piece.file).open("r+b", buffering=0) as file:
+            file.seek(piece.offset + offset)
+            left = data
+            while left:
+                left = left[file.write(left) :]
+
+    def accept(self, piece: ExpertPiece) -> bool:
+        """Takes an expert for one that is here; false where its checksum is wrong."""
+        with PageFile(self.directory / piece.file, direct=False) as file:
+            return range_checksum(file, piece.offset, piece.bytes) == piece.digest
+
+    def note(self, piece: ExpertPiece) -> None:
+        """Lists an expert in the next manifest."""
+        self._have[piece.layer].add(piece.expert)
+
+    def save(self, changed: Sequence[str]) -> None:
+        """Has the manifest list what is here, once it is on disk, in the files that have changed."""
+        layers = tuple(
+            msgspec.structs.replace(layer, experts=tuple(entry for entry in layer.experts if entry.expert in have))
+            for layer, have in zip(self.whole.layers, self._have, strict=True)
+        )
+        for file in changed:
+            sync(self.directory / file)
+        msgspec.structs.replace(self.whole, layers=layers).save(self.directory)
+        (self.directory / JOURNAL).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def opened(directory: Path, whole: Manifest) -> Iterator[PulledStore]:
+    """Holds a store that is pulled against removal and a second pull; a daemon may serve it. Raises StoreError."""
+    with told_as_store_error(directory), contextlib.ExitStack() as held:
+        for folder in (FOLDER, "experts"):
+            (directory / folder).mkdir(parents=True, exist_ok=True)
+        held.enter_context(lock_store(directory / FOLDER, exclusive=True))
+        (directory / LOCK).touch()
+        held.enter_context(lock_store(directory, exclusive=False))
+        if not (directory / MANIFEST).is_file():
+            replace_file(directory / JOURNAL, msgspec.json.encode({"pulled": whole.digest}), 0o644)
+        store = PulledStore(directory, whole)
+        yield store
+        if store.is_whole:
+            shutil.rmtree(directory / FOLDER)
+
+
+def merged(manifests: Sequence[Manifest]) -> Manifest:
+    """Returns the manifest of what boxes have together. Raises StoreError where they are not of one model."""
+    first = manifests[0]
+    for other in manifests[1:]:
+        if _bare(other) != _bare(first):
+            raise StoreError(
+                f"the boxes' stores of {first.name} are laid out differently; pull from boxes that are alike"
+            )
+    layers = []
+    for several in zip(*(manifest.layers for manifest in manifests), strict=True):
+        entries = {entry.expert: entry for layer in several for entry in layer.experts}
+        layers.append(msgspec.structs.replace(several[0], experts=tuple(entries[key] for key in sorted(entries))))
+    return msgspec.structs.replace(first, layers=tuple(layers))
+
+
+def check(whole: Manifest) -> None:
+    """Raises StoreError for a manifest of other boxes that cannot be, or is not of the model whose digest it names."""
+    name = f"what boxes list of {whole.name}"
+    if whole.dense.file != DENSE or any(copied.file not in COPIED_FILES for copied in whole.files):
+        raise StoreError(f"{name} has files that no store has")
+    spec = spec_of(whole)
+    if len(whole.layers) != spec.geometry.layers:
+        raise StoreError(f"{name} has {len(whole.layers)} layers of experts, not {spec.geometry.layers}")
+    for number, layer in enumerate(whole.layers):
+        ends = [entry.offset + padded(entry.bytes) for entry in layer.experts]
+        if layer.file != layer_file(number) or max(ends, default=0) > layer.bytes:
+            raise StoreError(f"{name} has an impossible layer {number}")
+    digests = [whole.dense.xxh3_128, *(entry.xxh3_128 for layer in whole.layers for entry in layer.experts)]
+    if not absent(whole) and content_digest(whole.config, whole.dtype, whole.encodings, digests) != whole.digest:
+        raise StoreError(f"{name} is not the model {whole.digest[:12]} that they name")
+
+
+def absent(whole: Manifest) -> int:
+    """Returns how many of the model's experts are not listed."""
+    geometry = spec_of(whole).geometry
+    return sum(geometry.experts_of(number) - len(layer.experts) for number, layer in enumerate(whole.layers))
+
+
+def is_checked(data: bytes, digest: str) -> bool:
+    """Returns whether these are the bytes with that checksum."""
+    return checksum(data) == digest
+
+
+def sync(path: Path) -> None:
+    """Returns when a file's data are on disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def _bare(manifest: Manifest) -> tuple[object, ...]:
+    """Returns what must be the same in all manifests of one model: all but which experts are there."""
+    layers = tuple((layer.file, layer.bytes, layer.header, layer.encoding) for layer in manifest.layers)
+    return manifest.digest, manifest.config, manifest.dtype, manifest.dense, manifest.files, layers

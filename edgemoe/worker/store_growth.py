@@ -1,0 +1,50 @@
+"""Has an engine use what comes into its store while it runs, as `edgemoe pull --from-peers` has it come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from edgemoe.errors import StoreError
+from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.peers.served import ServedPieces
+from edgemoe.store.reader import ExpertStore
+from edgemoe.types.arrays import BoolArray
+
+log = logging.getLogger(__name__)
+
+
+class StoreGrowth:
+    """Follows a store's manifest. Used on the event loop."""
+
+    def __init__(self, directory: Path, store: ExpertStore, shelf: ExpertShelf, pieces: ServedPieces) -> None:
+        self._file = directory / MANIFEST
+        self._store, self._shelf, self._pieces = store, shelf, pieces
+        self._seen = self._stamp()
+
+    async def look(self, on_disk: BoolArray) -> None:
+        """Where the manifest lists more experts by now, they are used, and marked in `on_disk` [L, E]."""
+        if (stamp := self._stamp()) == self._seen:
+            return
+        self._seen, before = stamp, self._store.manifest
+        try:
+            manifest = await asyncio.to_thread(Manifest.load, self._file.parent)
+            if manifest.digest != before.digest:
+                raise StoreError(f"{self._file} names another model; restart the daemon")
+            self._store.grow(manifest)
+        except StoreError as error:
+            log.warning("a store that has changed is used as it was", extra={"why": str(error)})
+            return
+        self._shelf.grow(manifest)
+        self._pieces.grow(manifest)
+        on_disk |= self._shelf.on_disk()
+        log.info("the store has grown", extra={"experts": int(on_disk.sum())})
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            found = self._file.stat()
+        except OSError:
+            return 0, 0
+        return found.st_mtime_ns, found.st_size

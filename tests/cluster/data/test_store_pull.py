@@ -1,0 +1,284 @@
+"""Stores pass from box to box: from several at once, gone on with after a death, damage told by box."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.checkpoints import partial_store, tiny_checkpoint
+from support.etcd_process import free_ports
+from support.waiting import until
+
+from edgemoe.cli.pull.peers import pull
+from edgemoe.cluster.data.messages import BULK, BulkMessage, FetchPiece
+from edgemoe.cluster.data.store_fetch import Pace, StorePieceServer
+from edgemoe.cluster.rpc.auth import AllowList
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.control_messages import CONTROL, ControlMessage
+from edgemoe.cluster.rpc.keys import Secret, generate
+from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
+from edgemoe.cluster.rpc.transport import Answer, Question, Transport
+from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import PeerRefused, StoreError
+from edgemoe.experts.compute.peer_compute import ExpertShelf
+from edgemoe.store.catalog import describe, verify
+from edgemoe.store.consistency import spec_of
+from edgemoe.store.files import page_memory
+from edgemoe.store.manifest import MANIFEST, Manifest
+from edgemoe.store.packer import pack, silent
+from edgemoe.store.peers.served import ServedPieces
+from edgemoe.store.reader import ExpertStore
+from edgemoe.types.experts import padded
+from edgemoe.worker.store_growth import StoreGrowth
+
+NAME = "tiny-v2-0123456789ab"
+
+
+class Box:
+    """What who pulls a store sees of a box: its front names the store, its engine hands it out."""
+
+    def __init__(self, node: str, key: Secret, port: int, store: Path, guest: str) -> None:
+        self.manifest = Manifest.load(store)
+        self.asked: list[str] = []
+        transport = Transport(node, f"boot-{node}", key, AllowList({"c": (guest,)}))
+        self.pieces = StorePieceServer(ServedPieces(store, self.manifest))
+        control: Channel[ControlMessage] = Channel(transport, "control", CONTROL, self._name)
+        bulk: Channel[BulkMessage] = Channel(transport, "bulk", BULK, self._give)
+        control.bind("127.0.0.1", port)
+        self._bulk_port = bulk.bind("127.0.0.1")
+        self._transport = transport
+        self._running = [asyncio.ensure_future(each.run()) for each in (transport, control, bulk)]
+
+    async def die(self) -> None:
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        with suppress(Exception):
+            self._transport.close()
+
+    async def _name(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
+        if not isinstance(question.message, FindStore):
+            raise PeerRefused("not a question")
+        return Answer(StoreAt(self._bulk_port, self.manifest.digest, "m", NAME))
+
+    async def _give(self, question: Question[BulkMessage]) -> Answer[BulkMessage]:
+        if not isinstance(question.message, FetchPiece):
+            raise PeerRefused("not a question")
+        self.asked.append(question.message.digest)
+        return await self.pieces.serve(question.message)
+
+
+class House:
+    """Two boxes with the store, a and b, and the settings of the one that pulls, c."""
+
+    def __init__(self, folder: Path, stores: dict[str, Path]) -> None:
+        self.folder, self.stores_dir = folder, folder / "stores"
+        ports = free_ports(len(stores))
+        keys = {node: generate(folder / f"{node}.key") for node in (*stores, "c")}
+        entries = [
+            f'[[peer]]\nnode = "{node}"\naddress = "127.0.0.1:{port}"\nkey = "{keys[node].public.decode()}"\n'
+            for node, port in zip(stores, ports, strict=True)
+        ]
+        (folder / "peers.toml").write_text("\n".join(entries))
+        guest = keys["c"].public.decode()
+        self.boxes = {
+            node: Box(node, keys[node], port, store, guest)
+            for (node, store), port in zip(stores.items(), ports, strict=True)
+        }
+        self.settings = ClusterSettings(
+            node="c",
+            key_file=str(folder / "c.key"),
+            listen="127.0.0.1:1",
+            peers_file=str(folder / "peers.toml"),
+        )
+
+    async def pull(self, model: str = "m", rate: float = 0.0) -> Path:
+        return await pull(self.settings, self.stores_dir, model, rate, silent)
+
+    def words(self, *more: str) -> list[str]:
+        given = {"model.store_dir": self.stores_dir} | {
+            f"cluster.{name}": getattr(self.settings, name) for name in ("node", "key_file", "listen", "peers_file")
+        }
+        settings = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+        return [sys.executable, "-m", "edgemoe", "pull", "--from-peers", "m", *more, *settings]
+
+
+@asynccontextmanager
+async def house(folder: Path, **stores: Path) -> AsyncIterator[House]:
+    made = House(folder, stores)
+    try:
+        yield made
+    finally:
+        for box in made.boxes.values():
+            await box.die()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    pack(tiny_checkpoint("qwen3_moe", folder / "tiny"), folder / NAME)
+    return folder / NAME
+
+
+@pytest.fixture
+def copy_of(packed: Path, tmp_path: Path) -> Callable[[str, float], Path]:
+    def make(name: str, share: float = 1.0) -> Path:
+        """Of a share of the experts, those first in line on one box and last on the other."""
+        present = np.zeros((3, 6), np.bool_)
+        present[:, : round(6 * share)] = True
+        found = partial_store(packed, tmp_path / name, present if name == "a" else present[:, ::-1])
+        for path in [path for path in found.rglob("*") if path.is_file()]:  # links so far
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(data)
+        return found
+
+    return make
+
+
+def files_of(store: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 4
+    path.write_bytes(data)
+
+
+async def test_a_store_comes_from_several_boxes_each_of_which_has_a_part(
+    tmp_path: Path, packed: Path, copy_of: Callable[..., Path]
+) -> None:
+    async with house(tmp_path, a=copy_of("a", 2 / 3), b=copy_of("b", 2 / 3)) as made:
+        store = await made.pull()
+        assert all(box.pieces.sent_bytes for box in made.boxes.values())
+    assert store.name == NAME
+    assert files_of(store) | {".lock": b""} == files_of(packed) | {".lock": b""}
+    assert verify(store) == []
+
+
+async def test_a_damaged_piece_names_its_box_and_is_taken_from_another(
+    tmp_path: Path, packed: Path, copy_of: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = copy_of("a")
+    manifest = Manifest.load(bad)
+    for expert in range(6):
+        flip(bad / manifest.layers[1].file, manifest.entry(1, expert).offset + 7)
+    flip(bad / "dense.safetensors", manifest.dense.bytes - 1)
+    flip(bad / "config.json", 3)
+    async with house(tmp_path, a=bad, b=copy_of("b")) as made:
+        with caplog.at_level(logging.ERROR):
+            store = await made.pull()
+    assert verify(store) == []
+    told = [record for record in caplog.records if "is damaged there" in record.message]
+    assert told
+    assert {record.box for record in told} == {"a"}  # type: ignore[attr-defined]
+
+
+async def test_what_is_damaged_everywhere_is_told_and_all_else_is_kept(
+    tmp_path: Path, copy_of: Callable[..., Path]
+) -> None:
+    stores = {name: copy_of(name) for name in ("a", "b")}
+    for store in stores.values():
+        flip(store / Manifest.load(store).layers[0].file, Manifest.load(store).entry(0, 3).offset)
+    async with house(tmp_path, **stores) as made:
+        with pytest.raises(StoreError, match=r"1 experts are damaged on every box that has them \(a, b\)"):
+            await made.pull()
+        assert describe(made.stores_dir / NAME).state == "17 of 18 experts"
+
+
+async def test_a_box_that_goes_while_it_gives_costs_nothing(tmp_path: Path, copy_of: Callable[..., Path]) -> None:
+    async with house(tmp_path, a=copy_of("a"), b=copy_of("b")) as made:
+        pulling = asyncio.ensure_future(made.pull(rate=100e3))
+        await until(lambda: len(made.boxes["a"].asked) > 8)
+        await made.boxes["a"].die()
+        store = await pulling
+        assert verify(store) == []
+
+
+async def test_a_pull_that_was_killed_goes_on_and_what_came_is_a_store_already(
+    tmp_path: Path, packed: Path, copy_of: Callable[..., Path]
+) -> None:
+    async with house(tmp_path, a=copy_of("a"), b=copy_of("b")) as made:
+        process = await asyncio.create_subprocess_exec(*made.words("--rate", "40KB/s"))
+        store = made.stores_dir / NAME
+        await until((store / MANIFEST).exists)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        kept = {entry.xxh3_128 for layer in Manifest.load(store).layers for entry in layer.experts}
+        assert 0 < len(kept) < 18
+        assert "of 18 experts" in describe(store).state
+        for box in made.boxes.values():
+            box.asked.clear()
+        process = await asyncio.create_subprocess_exec(*made.words(), stdout=asyncio.subprocess.PIPE)
+        out, _ = await process.communicate()
+        assert process.returncode == 0
+        assert Path(out.decode().strip()) == store
+        asked = {digest for box in made.boxes.values() for digest in box.asked}
+        assert not kept & asked, "what had come is not asked for again"
+        assert Manifest.load(packed).dense.xxh3_128 not in asked
+    assert verify(store) == []
+    assert not (store / "pulled").exists()
+
+
+async def test_a_pull_says_what_boxes_have_instead_and_how_much_room_it_lacks(
+    tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(tmp_path, a=copy_of("a")) as made:
+        with pytest.raises(StoreError, match=rf"no box has nonsense: a serves m \({NAME}\)"):
+            await made.pull("nonsense")
+        full = SimpleNamespace(f_bavail=10, f_frsize=4096)
+        monkeypatch.setattr(os, "statvfs", lambda _: full)
+        with pytest.raises(StoreError, match=r"needs \d+ bytes .* more than the disk has"):
+            await made.pull("tiny")
+        assert made.boxes["a"].manifest.dense.xxh3_128 not in made.boxes["a"].asked
+
+
+async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: Callable[..., Path]) -> None:
+    directory = copy_of("a", 1 / 3)
+    manifest = Manifest.load(directory)
+    with ExpertStore(directory, manifest) as store:
+        shelf = ExpertShelf(manifest, store, spec_of(manifest).geometry)
+        pieces, on_disk = ServedPieces(directory, manifest), shelf.on_disk()
+        growth = StoreGrowth(directory, store, shelf, pieces)
+        await growth.look(on_disk)
+        assert on_disk.sum() == 6
+        whole = Manifest.load(packed)
+        last = whole.entry(2, 5)
+        with pytest.raises(StoreError, match="has no piece"):
+            await pieces.part(last.xxh3_128, 0, 10)
+        whole.save(directory)
+        await growth.look(on_disk)
+        assert on_disk.all()
+        room = page_memory(padded(last.bytes))
+        store.read_into(2, 5, room)
+        part, size = await pieces.part(last.xxh3_128, 4, 1 << 20)
+        assert size == last.bytes
+        assert part == room[4 : last.bytes]
+
+
+async def test_a_pace_lets_so_many_bytes_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    pace = Pace(1000.0)
+    for _ in range(4):
+        await pace.take(500)
+    assert waited == pytest.approx([0.0, 0.5, 1.0, 1.5], abs=0.1)
+    pace.give_back(1500)
+    await pace.take(1)
+    assert waited[4] == pytest.approx(0.5, abs=0.1)
+    await Pace(0.0).take(1 << 40)
+    assert len(waited) == 5
