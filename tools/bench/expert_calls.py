@@ -37,6 +37,7 @@ from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Answer, Failure, Question
 from edgemoe.engine.prefix_transfer import ByteArray
+from edgemoe.errors import StoreError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute.dispatch import Group
 from edgemoe.experts.compute.peer_compute import PeerCompute
@@ -99,6 +100,13 @@ class NoPrefixes:
         return False
 
 
+class NoPieces:
+    """No store to pull."""
+
+    async def part(self, digest: str, offset: int, size_bytes: int) -> tuple[memoryview, int]:
+        raise StoreError("there is no store here")
+
+
 class RandomStore:
     """Experts of random weights."""
 
@@ -128,7 +136,7 @@ class Box:
         self.tiers = ExpertTiers(geometry, store, TierMemory(slots), policies, kernels, on_disk=here)
         host = PeerCompute(self.tiers.second(kernels, deadline_s=5), self.tiers.on_disk)
         holdings = lambda: (self.tiers.residency.resident_mask(), self.tiers.on_disk)  # noqa: E731
-        own = OwnExperts(ServedModel("m", geometry), holdings, host, NoShelf(), store, NoPrefixes())
+        own = OwnExperts(ServedModel("m", geometry), holdings, host, NoShelf(), store, NoPrefixes(), NoPieces())
         self.plane = DataPlane(node, f"boot-{node}", key, own, timeout_s=5)
         self.echo: Channel[Any] = Channel(self.plane.transport, "echo", ECHO, echo)
         self.ports = [*self.plane.bind("0.0.0.0"), self.echo.bind("0.0.0.0")]

@@ -3,50 +3,58 @@
     python -m tools.bench.pulling --scratch DIR [--width 1024] [--rounds 3]
 
 Needs root. Boxes are network namespaces with links of 500 Mbit/s in both directions; a and b run daemons, in c and d
-`edgemoe pull --from-peers` runs, at the same time. In the last round a is killed (SIGKILL) when c has a third of the
-store. Prints one JSON object for each round. The rate of a puller is the bytes
-of its store over the time from its start to its end, starting Python included, and those from the first megabyte on.
+`edgemoe pull --from-peers` runs, at the same time. Then c pulls once more, slowly, and a daemon is started there on
+what has come: it must answer as b does, and take up what comes. In the last round a is killed (SIGKILL) when c has a
+third of the store. Prints one JSON object for each. The rate of a puller is the bytes of its store over the time from
+its start to its end, starting Python included, and over that from its first megabyte on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgemoe.store.catalog import verify
-from edgemoe.store.manifest import Manifest
+from edgemoe.store.manifest import MANIFEST, Manifest
 from tools.bench.faults import common
 from tools.testbed.bed import Bed, BedError, Box
-from tools.testbed.daemons import Cluster, Daemon
+from tools.testbed.daemons import Cluster, Daemon, Settings
 from tools.testbed.model import float32_demo
 
 LINK_MBIT = 500.0
 PULLERS = ("c", "d")
 LIMIT_S = 300.0
+SLOWLY = "8MB/s"
+PROMPTS = ("Mia has a", "The capital of France is", "Once upon a time")
 
 
 class Puller:
     """`edgemoe pull --from-peers` in a box."""
 
-    def __init__(self, box: Box, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, box: Box, settings: Settings, folder: Path, *words: str) -> None:
         self.box, self.stores = box, folder / f"stores-{box.name}"
         shutil.rmtree(self.stores, ignore_errors=True)
-        given = {**cluster.settings_of(box), "model.store_dir": self.stores}
-        given["cluster.peers_file"] = cluster.peers_file("a")
-        words = [word for key, value in given.items() for word in ("--set", f"{key}={_word(value)}")]
-        command = [sys.executable, "-m", "edgemoe", "pull", "--from-peers", "m", *words]
+        given = {**settings, "model.store_dir": self.stores}
+        said = [word for key, value in given.items() for word in ("--set", f"{key}={_word(value)}")]
+        command = [sys.executable, "-m", "edgemoe", "pull", "--from-peers", "m", *words, *said]
         self.log = (folder / f"pull-{box.name}.log").open("w")
         self.before_bytes, self.began_s = box.received_bytes(), time.monotonic()
         self.first_s = 0.0
         self.took_s = 0.0
         self.child = box.spawn(command, stdout=self.log, stderr=self.log)
+
+    @property
+    def store(self) -> Path | None:
+        """Returns the store, once it is one."""
+        return next((path.parent for path in self.stores.glob(f"*/{MANIFEST}")), None)
 
     def look(self) -> int:
         """Returns the bytes that have come; notes when the first and the last did."""
@@ -60,48 +68,83 @@ class Puller:
     def result(self) -> dict[str, Any]:
         """Raises BedError where it did not end well."""
         self.log.close()
-        if self.child.returncode:
+        if self.child.returncode or self.store is None:
             raise BedError(f"{self.box.name}: {Path(self.log.name).read_text()[-2000:]}")
-        (store,) = (path for path in self.stores.iterdir() if path.is_dir())
-        size = Manifest.load(store).total_bytes
-        faults = verify(store)
+        size = Manifest.load(self.store).total_bytes
         return {
             "box": self.box.name,
             "mbit_per_s": round(8e-6 * size / self.took_s),
-            "from_first_byte_mbit_per_s": round(8e-6 * size / (self.took_s - self.first_s)),
+            "from_first_megabyte_mbit_per_s": round(8e-6 * size / (self.took_s - self.first_s)),
             "took_s": round(self.took_s, 1),
-            "damaged": len(faults),
+            "damaged": len(verify(self.store)),
         }
 
 
-def rounds(cluster: Cluster, folder: Path, store: Path, count: int) -> Iterator[dict[str, Any]]:
-    """Yields what each round measured; a dies in the last."""
-    bytes_of_store = Manifest.load(store).total_bytes
-    for number in range(count):
-        dies = number == count - 1
-        pullers = [Puller(cluster.bed[name], cluster, folder) for name in PULLERS]
-        ends = time.monotonic() + LIMIT_S
-        killed_at = 0
-        while not all(puller.took_s for puller in pullers):
-            came = [puller.look() for puller in pullers]
-            if dies and not killed_at and came[0] > bytes_of_store / 3:
-                cluster["a"].kill()
-                killed_at = came[0]
-            if time.monotonic() > ends:
-                raise BedError(f"the stores did not come within {LIMIT_S:.0f} s")
-            time.sleep(0.05)
-        found = [puller.result() for puller in pullers]
-        yield {"store_mb": round(bytes_of_store / 1e6), "killed_at_mb": round(killed_at / 1e6), "pullers": found}
+def both_pull(cluster: Cluster, folder: Path, store_bytes: int, *, dies: bool) -> dict[str, Any]:
+    """Returns how fast c and d had the store; where a dies, when c has a third."""
+    before_s, sources = _used_s(), [pid for name in "ab" for pid in cluster.bed[name].pids()]
+    sources_before_s = sum(map(_cpu_s, sources))
+    pullers = [Puller(cluster.bed[name], settings_of(cluster, name), folder) for name in PULLERS]
+    killed_at = 0
+    sources_s = 0.0
+
+    def all_came() -> bool:
+        nonlocal killed_at, sources_s
+        came = [puller.look() for puller in pullers]
+        if dies and not killed_at and came[0] > store_bytes / 3:
+            cluster["a"].kill()
+            killed_at = came[0]
+        return all(puller.took_s for puller in pullers)
+
+    _until(all_came)
+    if not dies:
+        sources_s = sum(map(_cpu_s, sources)) - sources_before_s
+    found: dict[str, Any] = {"store_mb": round(store_bytes / 1e6), "pullers": [puller.result() for puller in pullers]}
+    found |= {"killed_a_at_mb": round(killed_at / 1e6)} if dies else {"cpu_s_of_a_and_b": round(sources_s, 1)}
+    return found | {"cpu_s_of_pullers": round(_used_s() - before_s, 1)}
 
 
-def main() -> int:
+def serve_meanwhile(cluster: Cluster, folder: Path) -> dict[str, Any]:
+    """Returns what a daemon on a store that is still coming said, and whether it took up what came."""
+    puller = Puller(cluster.bed["c"], settings_of(cluster, "c"), folder, "--rate", SLOWLY)
+    store = _until(lambda: puller.store)
+    own = {**settings_of(cluster, "c"), "model.path": store}
+    daemon = Daemon(cluster.bed["c"], folder / "daemon-c", own)
+    try:
+        daemon.start()
+        daemon.wait_ready(LIMIT_S)
+        coming = puller.child.poll() is None
+        at_first = sum(len(layer.experts) for layer in Manifest.load(store).layers)
+        said = [[each.complete(prompt, 24).text for prompt in PROMPTS] for each in (daemon, cluster["b"])]
+        _until(lambda: puller.look() and puller.took_s)
+        whole = sum(len(layer.experts) for layer in Manifest.load(store).layers)
+        _until(lambda: any(e["event"] == "the store has grown" and e["experts"] == whole for e in daemon.events()))
+        fetched = daemon.metrics()["edgemoe_experts_fetched_total"]
+    finally:
+        daemon.close()
+    return {
+        "served_while_it_came": coming,
+        "experts_when_ready": at_first,
+        "experts_at_last": whole,
+        "experts_from_others": int(fetched),
+        "answers_like_b": said[0] == said[1] and all(said[0]),
+        **puller.result(),
+    }
+
+
+def settings_of(cluster: Cluster, name: str) -> dict[str, object]:
+    return {**cluster.settings_of(cluster.bed[name]), "cluster.peers_file": cluster.peers_file("a")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scratch", type=Path, required=True, help="for the model, stores and logs")
-    parser.add_argument("--width", type=int, default=1024, help="of the demo model's experts")
+    parser.add_argument("--width", type=int, default=1024, help="of the demo model's experts; 0: as they are")
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.scratch.mkdir(parents=True, exist_ok=True)
     store = float32_demo(args.scratch, args.width)
+    store_bytes = Manifest.load(store).total_bytes
     settings = common(store, 8) | {"cluster.migrate_s": 0, "cluster.coordination": "single", "cluster.leader": "a"}
     with tempfile.TemporaryDirectory(dir=args.scratch) as fresh, Bed(["alone"]) as bed:
         daemon = Daemon(bed["alone"], Path(fresh), common(store, 8))
@@ -113,9 +156,31 @@ def main() -> int:
         Bed("abcd", LINK_MBIT) as bed,
         Cluster(bed, Path(fresh) / "cluster", settings, empty=PULLERS) as cluster,
     ):
-        for row in rounds(cluster, Path(fresh), store, args.rounds):
-            print(json.dumps(row), flush=True)
+        for _ in range(args.rounds - 1):
+            print(json.dumps(both_pull(cluster, Path(fresh), store_bytes, dies=False)), flush=True)
+        print(json.dumps(serve_meanwhile(cluster, Path(fresh))), flush=True)
+        print(json.dumps(both_pull(cluster, Path(fresh), store_bytes, dies=True)), flush=True)
     return 0
+
+
+def _until(condition: Callable[[], Any]) -> Any:
+    ends = time.monotonic() + LIMIT_S
+    while not (found := condition()):
+        if time.monotonic() > ends:
+            raise BedError(f"it did not come about within {LIMIT_S:.0f} s")
+        time.sleep(0.05)
+    return found
+
+
+def _used_s() -> float:
+    """Processor time of children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _cpu_s(pid: int) -> float:
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / 100
 
 
 def _word(value: object) -> str:
