@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 SAVE_S = 60.0  # between two times that what was learned is saved
 RESTART_S, DOUBLED = 1.0, 6  # after a failure, doubled with each, so many times at most
-CLOSING_S = 30.0  # what is being compiled cannot be stopped
+CLOSING_S = 30.0  # that the thread has to save
 
 
 class Kept(NamedTuple):
@@ -124,17 +124,20 @@ class Controller:
         return self.foresight.metrics() if self.ready else {}
 
     def close(self) -> None:
-        """Ends the thread, which saves what was learned."""
+        """Ends the thread, which saves what was learned. One that still compiles has learned nothing, and is left."""
         self._closed.set()
         if self.ready:
             self.foresight.predictor.stop()
-        self._thread.join(CLOSING_S)
+            self._thread.join(CLOSING_S)
 
     # --- the thread's side
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
+                link_predictor(self._kept.kernels)  # compiles, perhaps for long; that cannot be stopped
+                if self._closed.is_set():
+                    return
                 self._begin()
                 self._serve()
             except Exception:
@@ -144,7 +147,6 @@ class Controller:
                 self.failures += 1
 
     def _begin(self) -> None:
-        link_predictor(self._kept.kernels)
         self.foresight.start(*restored(NextUsePredictor(*self._shape), self._kept.state))
 
     def _serve(self) -> None:
