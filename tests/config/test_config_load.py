@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from edgemoe.config.loading import default_socket, fill_paths, flatten, load
+from edgemoe.config.loading import default_keys, default_socket, fill_paths, flatten, load
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError
 
+BOX = "[cluster]\nnode = 'box'\nkey_file = 'k'\nlisten = '192.0.2.7:7540'\n"
 ENV = {"HOME": "/home/ada", "XDG_RUNTIME_DIR": "/run/user/1000"}
 
 
@@ -87,6 +88,8 @@ def test_a_single_device_table_is_a_device(tmp_path: Path) -> None:
         ),
         ("[engine\n", "edgemoe.toml is not TOML"),
         ("[api]\ntcp = '80'\napi_key_file = 'x'", "write HOST:PORT"),
+        ("[api]\ntcp = '127.0.0.1:http'\napi_key_file = 'x'", "write HOST:PORT"),
+        ("[api]\ntcp = '127.0.0.1:65536'\napi_key_file = 'x'", "write HOST:PORT"),
         ("[[device]]\nkind = 'emulated'\nexpert_bytes = 1000", "needs device.0.link_bytes_per_s"),
         ("[[device]]\nkind = 'emulated'\nlink_bytes_per_s = 1000", "needs device.0.expert_bytes"),
         ("[[device]]\nkind = 'cuda:0'\nlink_bytes_per_s = 1000", "has a real link"),
@@ -99,6 +102,38 @@ def test_a_single_device_table_is_a_device(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     assert message in refusal(tmp_path, text)
+
+
+def test_addresses_that_can_be_are_taken(tmp_path: Path) -> None:
+    text = "[api]\ntcp = '127.0.0.1:65535'\napi_key_file = 'x'\n"
+    assert settings_of(tmp_path, text).api.tcp == "127.0.0.1:65535"
+    for listen in ("192.0.2.7:1", "[2001:db8::7]:65535"):
+        assert settings_of(tmp_path, BOX, f"cluster.listen={listen}").cluster.listen == listen
+    etcd = settings_of(tmp_path, f"{BOX}coordination = 'etcd'\netcd = '192.0.2.9:2379'\n").cluster.etcd
+    assert etcd == "192.0.2.9:2379"
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("coordination = 'etcd'", "name its addresses in cluster.etcd"),
+        ("coordination = 'raft'\nleader = 'box'", "raft elects one"),
+        ("role = 'decode'\nshare_experts = false", "set cluster.share_experts"),
+        ("join = 'a,192.0.2.1:1,x'\npeers_file = 'y'", "drop one"),
+        ("address = '192.0.2.7:0'", "cluster.address is '192.0.2.7:0'; write HOST:PORT"),
+        ("address = '192.0.2.7:65536'", "write HOST:PORT"),
+        ("address = '192.0.2.7:x'", "write HOST:PORT"),
+        ("address = ':7540'", "write HOST:PORT"),
+    ],
+)
+def test_a_box_that_cannot_be_one_of_a_cluster_is_refused_by_name(tmp_path: Path, lines: str, message: str) -> None:
+    assert message in refusal(tmp_path, BOX + lines)
+
+
+def test_a_box_of_a_cluster_has_a_name_a_key_and_an_address(tmp_path: Path) -> None:
+    assert "cluster.node is not: name this box" in refusal(tmp_path, "[cluster]\nkey_file = 'k'")
+    assert "needs cluster.key_file" in refusal(tmp_path, "[cluster]\nnode = 'box'")
+    assert "cluster.listen is ''; write HOST:PORT" in refusal(tmp_path, "[cluster]\nnode = 'box'\nkey_file = 'k'")
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
@@ -121,6 +156,8 @@ def test_paths_follow_the_user_or_the_service() -> None:
     assert served.api.socket == "/run/edgemoe/edgemoe.sock"
     assert served.model.store_dir == "/var/lib/edgemoe/stores"
     assert default_socket({"XDG_RUNTIME_DIR": "/r"}) == Path("/r/edgemoe.sock")
+    assert default_keys(service) == Path("/var/lib/edgemoe/api-keys")
+    assert default_keys(ENV) == Path("/home/ada/.config/edgemoe/api-keys")
 
 
 def test_every_setting_has_a_flat_name_and_an_origin(tmp_path: Path) -> None:

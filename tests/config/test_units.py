@@ -29,4 +29,4 @@ def test_nonsense_is_not_a_size(text: str) -> None:
 
 def test_sizes_and_rates_print_in_their_own_powers() -> None:
     assert [format_size(n) for n in (812, 12 << 30, 640 << 20)] == ["812 B", "12.0 GiB", "640 MiB"]
-    assert [format_rate(n) for n in (500, 8e9, 1.3e9)] == ["500.0 B/s", "8.0 GB/s", "1.3 GB/s"]
+    assert [format_rate(n) for n in (500, 8e9, 1.3e9, 999e9)] == ["500.0 B/s", "8.0 GB/s", "1.3 GB/s", "999.0 GB/s"]

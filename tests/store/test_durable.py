@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from support.power import Disk
 
 from edgemoe.durable import replace_file
@@ -23,3 +25,22 @@ def test_a_small_file_that_is_replaced_survives_a_power_loss(tmp_path: Path, dis
     for data in (b"before", b"after"):
         replace_file(tmp_path / "file", data)
         assert disk.after_power_loss(tmp_path / "file") == data
+
+
+def test_a_small_file_gets_the_owner_that_it_is_to_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(os, "fchown", lambda fd, *owner: asked.append((os.readlink(f"/proc/self/fd/{fd}"), *owner)))
+    replace_file(tmp_path / "file", b"x", owner=(12, 34))
+    replace_file(tmp_path / "nobodys", b"x")
+    assert asked == [(f"{tmp_path}/file.tmp", 12, 34)]
+
+
+def test_small_files_that_are_replaced_leave_none_open(tmp_path: Path) -> None:
+    def ours() -> list[str]:
+        paths = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return [path for path in paths if path.startswith(os.path.realpath(tmp_path))]
+
+    replace_file(tmp_path / "file", b"x")
+    assert not ours()
+    with (tmp_path / "file").open():
+        assert ours() == [os.path.realpath(tmp_path / "file")]

@@ -151,7 +151,7 @@ def test_a_recording_of_an_older_release_is_read(tmp_path: Path) -> None:
         assert not len(after.meta.conversations)
 
 
-@pytest.mark.parametrize("where", ["magic", "stream", "shape", "expert"])
+@pytest.mark.parametrize("where", ["magic", "stream", "end", "shape", "expert"])
 def test_a_damaged_recording_is_refused(where: str, tmp_path: Path) -> None:
     (file,) = record(tmp_path, [step(0)])
     data = bytearray(file.read_bytes())
@@ -159,6 +159,11 @@ def test_a_damaged_recording_is_refused(where: str, tmp_path: Path) -> None:
         data[0] ^= 1
     elif where == "stream":
         data[len(MAGIC) + 6] ^= 0xFF
+    elif where == "end":  # of the last block, which says that it is so short
+        (length,) = struct.unpack("<I", data[len(MAGIC) : len(MAGIC) + 4])
+        at = len(MAGIC) + 4 + length
+        (length,) = struct.unpack("<I", data[at : at + 4])
+        data = data[:at] + struct.pack("<I", length - 4) + data[at + 4 : at + length]
     else:
         header = Header("digest", 3, 16, 3) if where == "shape" else Header("digest", 3, 4, 2)
         block, rest = zlib.compress(msgspec.msgpack.encode(header)), data[len(MAGIC) :]

@@ -1,0 +1,29 @@
+"""What a box gives up while homes move, as arrays. That no last copy goes is held in tests/cluster/control."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgemoe.policy.migration import Migration
+from edgemoe.types.arrays import BoolArray
+
+HEAT = np.array([[4.0, 1.0, 3.0, 2.0]])
+
+
+def homes(*rows: str) -> BoolArray:
+    """One layer: a row of marks for each node."""
+    return np.array([[[mark == "x" for mark in row]] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("pinned", "left"),
+    [
+        ("xxxx", "x.x."),  # the coldest go
+        ("xx.x", "x..x"),  # what is not there goes before what is
+    ],
+)
+def test_a_box_with_less_room_than_it_had_leaves_out_what_costs_least(pinned: str, left: str) -> None:
+    now = homes("xxxx", "xxxx")
+    migration = Migration(now, homes(pinned, "xxxx"), goal=now, room=np.array([2, 4]), heat=HEAT)
+    assert np.array_equal(migration.next_homes(), homes(left, "xxxx"))
