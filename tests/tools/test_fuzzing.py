@@ -57,7 +57,7 @@ def test_the_largest_message_that_can_be_read_is_found_ahead_of_all() -> None:
 @pytest.mark.parametrize("channel", LANGUAGES)
 def test_every_message_of_a_channel_is_drawn_so_that_it_can_be_read(channel: str) -> None:
     messages, kinds = ChannelMessages(channel, random.Random(2)), set[type]()
-    for _ in range(2000):
+    for _ in range(8000):
         frames = messages.draw()
         with contextlib.suppress(WireError):
             kinds.add(type(LANGUAGES[channel].read(envelope.unseal(frames).body)))
@@ -71,4 +71,4 @@ def test_no_listed_peer_ends_a_daemon_or_changes_what_it_answers() -> None:
     assert seen["ok"], seen
     control = seen["channels"]["control"]
     assert control["answers"]["RequestGrant"]  # its offers are those of a box that lives
-    assert control["asked"].keys() >= {"Announce", "Beat", "Tokens"}
+    assert control["asked"].keys() >= {"Announce", "Beat"}

@@ -28,22 +28,32 @@ from edgemoe.errors import WireError
 from tools.fuzzing.values import Values
 
 LANGUAGES: dict[str, Language[Any]] = {"control": CONTROL, "calls": CALLS, "bulk": BULK}
-SURE = ("seen",)  # a box that leads gives that back at a higher one, which is to happen now and then only
+SURE = ("boot", "model", "seen")  # without which a peer's engine takes no requests, or nobody leads
+MOOD = 1000
+VERSIONS: tuple[list[int], ...] = ([1, 255], [200, 255], [255, 1], [0, 0], [])
 HELLO = ("model", "layers", "experts", "row_bytes", "expert_bytes", "ram", "disk")
 PASSED_ON = (Emissions, LastChunk, PrefixPulled)  # what a box takes of another one's engine
 
 
 class ChannelMessages:
-    """Draws messages by `rng`. `hints` are values by field name that mean something to the box."""
+    """Draws messages by `rng`. `hints` are values by field name that mean something to the box.
+
+    Of every MOOD messages about half of the types are left out, so that what one undoes lasts a while [swarm testing].
+    """
 
     def __init__(self, channel: str, rng: random.Random, hints: Mapping[str, Sequence[Any]] | None = None) -> None:
         self._channel, self._rng, self._hints = channel, rng, hints or {}
         self._values = Values(rng, hints, SURE)
-        self._kinds = list(LANGUAGES[channel].messages.values())
+        self._all = list(LANGUAGES[channel].messages.values())
+        self._kinds, self._left, self._foreign = self._all, 0, False  # the mood, and for how many messages
 
     def draw(self, asked: int = 0) -> list[bytes]:
         """The next message, as frames; the answer to the question of that id, if there is one."""
         rng = self._rng
+        if not self._left:
+            self._kinds = [kind for kind in self._all if rng.random() < 0.5] or self._all
+            self._left, self._foreign = MOOD, rng.random() < 0.3
+        self._left -= 1
         body = self._values.message(rng.choice(self._kinds))
         tensors = self._tensors(body)
         try:
@@ -54,7 +64,7 @@ class ChannelMessages:
         row: list[Any] = [
             asked or rng.choice((0, rng.randrange(1, 1 << 20), (1 << 62) - 1)),
             rng.random() < (0.97 if asked else 0.03),
-            list(SPOKEN) if rng.random() < 0.95 else rng.choice(([1, 255], [200, 255], [255, 1], [0, 0], [])),
+            rng.choice(VERSIONS) if self._foreign and rng.random() < 0.1 else list(SPOKEN),
             rng.choice((0.0, 1.0, 2000.0, 600_000.0)),
             sizes,
             sums,
@@ -72,12 +82,14 @@ class ChannelMessages:
 
         Reading one takes many times its bytes for a moment, one that cannot be read is dropped at its first fault.
         """
-        state, found, most = self._rng.getstate(), list[bytes](), 0
+        state = self._rng.getstate(), self._kinds, self._left, self._foreign
+        found, most = list[bytes](), 0
         for _ in range(count):
             frames = self.draw()
             if (size := sum(map(len, frames))) > most and _is_readable(self._channel, frames):
                 found, most = frames, size
-        self._rng.setstate(state)
+        self._rng.setstate(state[0])
+        _, self._kinds, self._left, self._foreign = state
         return found
 
     def _tensors(self, body: dict[str, Any]) -> list[bytes]:

@@ -65,7 +65,7 @@ class Presence:
         beat_s = time.monotonic()
         while not self._over.is_set():
             if (now := time.monotonic()) >= beat_s:
-                beat_s = now + BEAT_S
+                beat_s = now + BEAT_S / 4  # others than these words are said in between
                 self._speak(now)
             if self._ear.poll(max(1, int(1000 * (beat_s - time.monotonic())))):
                 self._answer(*self._ear.recv_multipart())

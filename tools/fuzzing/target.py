@@ -68,10 +68,17 @@ class Target:
         return [sys.executable, "-m", "edgemoe", "serve", "--config", str(self.folder / "empty.toml"), *words]
 
     def ask(self) -> str:
-        """A greedy answer."""
-        body = {"model": "m", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = self.http.post("/v1/completions", json=body)
-        return str(answer.json()["choices"][0]["text"]) if answer.status_code == 200 else f"status {answer.status_code}"
+        """A greedy answer. Raises httpx.HTTPStatusError where there is none."""
+        body = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = self.http.post("/v1/completions", json=body).raise_for_status()
+        return str(answer.json()["choices"][0]["text"])
+
+    def still_answers(self, right: str) -> bool:
+        """Whether the same answer comes."""
+        try:
+            return self.ask() == right
+        except httpx.HTTPError:
+            return False
 
     def health(self) -> dict[str, Any]:
         return dict(self.http.get("/health").json())
