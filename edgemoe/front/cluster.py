@@ -160,7 +160,7 @@ class ClusterFront:
         """It takes requests now, or no longer; what one that has ended held is held no more."""
         if self._door.place != self._engine.boot:
             self._engine.ended()
-            self._meter.forget()
+            self._meter.forget(engine=True)
             self.hosted_requests.engine_ended()
             self._announce()
         self.plane.beat()

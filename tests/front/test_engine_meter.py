@@ -59,6 +59,7 @@ def test_users_and_prefixes_are_told_once_within_the_bounds_of_a_message_and_aga
     assert [len(users) for users, _, _ in said] == [MAX_USERS, 0, 0, 0]
     assert [len(keys) // 8 for _, keys, _ in said] == [MAX_PREFIX_KEYS] * 3 + [0]
     assert [choices for _, _, choices in said] == [CHOICES, None, None, None]
+    assert engine.meter.news(again=True)[2] == CHOICES
     use = msgspec.structs.replace(engine.meter.use(), users=said[0][0], prefixes=said[0][1], choices=CHOICES)
     assert CONTROL.read(msgspec.msgpack.encode(use)) == use
     engine.meter.retell()

@@ -137,7 +137,8 @@ async def test_one_boxs_full_queue_turns_nobody_away_and_answers_are_the_same_by
             assert await texts(a, 10) == expected
             assert offers.forecast > 0, "what a user's prompts chose before is known"
             leader = next(cluster_of(one) for one in (a, b) if cluster_of(one).plane.leading)
-            assert all(view.union is not None for view in leader.plane.desk.queue._dispatches.views())
+            views = leader.plane.desk.queue._dispatches.views
+            await until(lambda: all(view.union is not None for view in views()))
 
 
 async def test_who_waits_for_a_leader_that_dies_is_answered_all_the_same(two: tuple[Settings, Settings]) -> None:

@@ -106,12 +106,15 @@ class EngineMeter:
         reserve = OUTPUT_RESERVE * (use.remaining_tokens + expected) / BLOCK_TOKENS
         return not use.running or len(request.prompt) // BLOCK_TOKENS + 1 + reserve <= use.free_blocks
 
-    def news(self) -> tuple[tuple[int, ...], bytes, EngineChoices | None]:
-        """Returns users, prefixes and choices that have not been told yet, as many as fit, and counts them as told."""
+    def news(self, again: bool = False) -> tuple[tuple[int, ...], bytes, EngineChoices | None]:
+        """Returns users, prefixes and choices that have not been told yet, as many as fit, and counts them as told.
+
+        With `again` choices are among them in any case: the leader may not have known the engine when it was told.
+        """
         untold = self._untold_prefixes
         prefixes = [untold.popitem(last=False)[0] for _ in range(min(len(untold), MAX_PREFIX_KEYS))]
         users, self._untold_users = tuple(self._untold_users), OrderedDict()
-        choices = None if self.choices == self._told else self.choices
+        choices = self.choices if again or self.choices != self._told else None
         self._told = self.choices
         return users, b"".join(prefixes), choices
 
@@ -120,11 +123,12 @@ class EngineMeter:
         self._untold_users, self._untold_prefixes = self._users.copy(), self._prefixes.copy()
         self._told = None
 
-    def forget(self) -> None:
-        """Forgets users and prefixes: they were hashed with another secret, or an engine had them that is gone."""
+    def forget(self, *, engine: bool = False) -> None:
+        """Forgets users and prefixes, hashed with another secret, or with `engine` all of one that is gone."""
         for known in (self._users, self._untold_users, self._prefixes, self._untold_prefixes):
             known.clear()
-        self.choices = self._told = None
+        if engine:
+            self.choices = self._told = None
 
 
 def _note(known: OrderedDict[K, None], untold: OrderedDict[K, None], key: K, most: int) -> None:

@@ -287,8 +287,8 @@ class OfferedRequests:
             return
         if self._told[0][:1] != marks[:1]:
             self._meter.retell()
-        self._told = marks, now
-        users, prefixes, choices = self._meter.news()
+        again, self._told = marks == self._told[0], (marks, now)
+        users, prefixes, choices = self._meter.news(again)
         news = structs.replace(use, users=users, prefixes=prefixes, choices=choices)
         if leader == self._plane.state.node:
             self._plane.desk.hear(leader, news)
