@@ -13,6 +13,7 @@ from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import CoordError, EpochLeap, PeerRefused, StaleEpoch
 
 log = logging.getLogger(__name__)
+MAX_HEARSAY = 1000  # epochs above what is known: so often no leader starts without keeping its state
 
 
 class Obedience:
@@ -42,16 +43,24 @@ class Obedience:
         if self.leader == node:
             self.leader = ""
 
+    def _is_told(self, epoch: int) -> bool:
+        """Returns whether to believe that epoch of a box that may not lead, whose word would end whoever leads.
+
+        A fixed leader that lost its state has nobody else to ask.
+        """
+        return self._agreement.is_fixed and epoch <= self._fence.highest + MAX_HEARSAY
+
     def _obeys(self, member: Member, before: Beat) -> bool:
         node, beat = member.peer.node, member.beat
         if member.refused or member.card is None or member.card_boot != member.boot:
             return False
+        may_lead = self._agreement.lets_lead(node, member.card.agreement)
         try:
-            if beat.seen > self._fence.highest:
+            if self._fence.highest < beat.seen and (may_lead or self._is_told(beat.seen)):
                 self._fence.admit(beat.seen)
             if not beat.leading:
                 return False
-            if not self._agreement.lets_lead(node, member.card.agreement):
+            if not may_lead:
                 self.unentitled += 1
                 raise PeerRefused(f"{node} is none of those that may lead")
             self._fence.admit(beat.leading)

@@ -242,6 +242,8 @@ class ControlState:
         self._actions += actions
         for node in gone:
             self.obedience.leave(node)
+        if actions:
+            self._actions.append(Changed())
         self._change_card(msgspec.structs.replace(self.card, listed=self._admission.announced_list()))
 
     def _change_card(self, card: Announce) -> None:

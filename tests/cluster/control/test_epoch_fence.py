@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.coordination.epoch_fence import EpochFence
+from edgemoe.cluster.control.coordination.epoch_fence import MAX_LEAP, EpochFence
 from edgemoe.cluster.control.plan_store import PlanStore
 from edgemoe.errors import CoordUnavailable, ServiceError, StaleEpoch
 from edgemoe.types.placement import PlacementPlan, pack_bits
@@ -25,10 +25,27 @@ def test_a_lower_epoch_is_refused_even_after_a_restart(tmp_path: Path) -> None:
     assert (tmp_path / "epoch").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_damaged_file_is_an_error_and_not_epoch_zero(tmp_path: Path) -> None:
-    (tmp_path / "epoch").write_text("12x\n")
-    with pytest.raises(ServiceError, match="holds no epoch"):
+@pytest.mark.parametrize("text", ["12x\n", "", "13 SUM\n", "12 SU\n"])
+def test_a_damaged_file_is_an_error_and_not_epoch_zero(text: str, tmp_path: Path) -> None:
+    EpochFence(tmp_path / "epoch").admit(12)
+    its_sum = (tmp_path / "epoch").read_text().split()[1]
+    (tmp_path / "epoch").write_text(text.replace("SUM", its_sum).replace("SU", its_sum[:2]))
+    with pytest.raises(ServiceError, match="is damaged"):
         EpochFence(tmp_path / "epoch")
+
+
+def test_whoever_was_led_far_up_in_leaps_starts_again(tmp_path: Path) -> None:
+    fence = EpochFence(tmp_path / "epoch")
+    for leap in range(1, 4):
+        fence.admit(leap * MAX_LEAP)
+    assert EpochFence(tmp_path / "epoch").highest == 3 * MAX_LEAP
+
+
+def test_a_file_without_a_sum_is_believed_near_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "epoch").write_text(f"{MAX_LEAP + 7}\n")
+    assert EpochFence(tmp_path / "epoch", known=7).highest == MAX_LEAP + 7
+    with pytest.raises(ServiceError, match="far above that of the plan"):
+        EpochFence(tmp_path / "epoch", known=6)
 
 
 def test_an_epoch_that_cannot_be_kept_is_not_obeyed(tmp_path: Path) -> None:

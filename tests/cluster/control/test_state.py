@@ -104,6 +104,7 @@ class AnyWords(RuleBasedStateMachine):
         before = self.state.obedience.leader
         highest = self.fence.highest
         self.hear(node, boot, Beat(leading=leading, seen=leading, engine=f"engine-{node}", unmet=unmet))
+        assert node != "d" or self.fence.highest == highest  # who may not lead ends nobody's leadership
         if self.state.obedience.leader == node and before != node:
             member = self.state.members[node]
             assert 0 < leading >= highest

@@ -1,14 +1,21 @@
-"""The highest epoch that this box has seen, kept in a small fsynced file: no lower one is ever obeyed again."""
+"""The highest epoch that this box has seen, kept in a small fsynced file: no lower one is ever obeyed again.
+
+    EPOCH SUM     in the file: the number, and the xxh3-64 sum of its digits in hexadecimal
+
+A file without a sum, as 0.1's first builds wrote it, is believed where its number is not far above what else is known.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import xxhash
+
 from edgemoe.durable import replace_file
 from edgemoe.errors import CoordUnavailable, EpochLeap, ServiceError, StaleEpoch
 
 MAX_LEAP = 10**6  # above what is known: more elections than that nobody has missed
-MAX_FILE_BYTES = 32
+MAX_FILE_BYTES = 64
 
 
 class EpochFence:
@@ -35,7 +42,7 @@ class EpochFence:
             raise StaleEpoch(f"a command of epoch {epoch} is not obeyed: epoch {self._highest} has been seen")
         if epoch > self._highest:
             try:
-                replace_file(self._path, f"{epoch}\n".encode())
+                replace_file(self._path, _line(epoch))
             except OSError as error:
                 raise CoordUnavailable(f"{self._path}: epoch {epoch} cannot be kept: {error.strerror}") from error
             self._highest = epoch
@@ -55,9 +62,17 @@ class EpochFence:
                 text = file.read(MAX_FILE_BYTES).strip()
         except FileNotFoundError:
             return 0
-        if not text.isdigit() or int(text) > self._known + MAX_LEAP:
+        digits, _, its_sum = text.partition(b" ")
+        if not digits.isdigit() or (its_sum != b"") != (_line(int(digits)).strip() == text):
+            raise ServiceError(f"{self._path}: is damaged; restore it, or remove it if the whole cluster is new")
+        if not its_sum and int(digits) > self._known + MAX_LEAP:
             raise ServiceError(
-                f"{self._path}: holds no epoch, or one far above that of the plan kept beside it ({self._known}); "
+                f"{self._path}: holds an epoch far above that of the plan kept beside it ({self._known}); "
                 "restore it, or remove it if the whole cluster is new"
             )
-        return int(text)
+        return int(digits)
+
+
+def _line(epoch: int) -> bytes:
+    digits = str(epoch).encode()
+    return digits + b" " + xxhash.xxh3_64_hexdigest(digits).encode() + b"\n"

@@ -38,6 +38,11 @@ class Agreement:
         """Returns the words that the others are told; a box that joins has none of its own."""
         return "" if self._joins else self._words
 
+    @property
+    def is_fixed(self) -> bool:
+        """Returns whether nobody leads but the one box that is named."""
+        return self._leaders is not None and len(self._leaders) == 1
+
     def lets_lead(self, node: str, words: str) -> bool:
         """Returns whether a box that said `words` of its agreement may lead."""
         return words != "" and words == self._words and (self._leaders is None or node in self._leaders)
