@@ -405,6 +405,13 @@ def test_a_lease_in_a_snapshot_counts_from_its_arrival(abc: World) -> None:
     assert member.renewed_at == abc.now
 
 
+@pytest.mark.parametrize("lease_s", [0.3, 60.0])
+async def test_every_lease_that_can_be_set_is_one_to_start_with(lease_s: float, tmp_path: Path) -> None:
+    store = RaftStore("a", ["b", "c"], tmp_path, FakeNet(list(ABC)).links["a"], lease_s)
+    await store.start()
+    await store.close()
+
+
 async def test_no_operation_is_proposed_that_a_voter_does_not_read(tmp_path: Path) -> None:
     transport = FakeNet(list(ABC))
     store = RaftStore("a", ["b", "c"], tmp_path, transport.links["a"], readable=lambda: 0)

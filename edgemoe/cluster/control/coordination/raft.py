@@ -69,6 +69,7 @@ class Replica(SyncObj):  # type: ignore[misc]
             raftMinTimeout=lease_s / 3,
             raftMaxTimeout=lease_s * 2 / 3,
             leaderFallbackTimeout=lease_s * 2 / 3,
+            connectionTimeout=lease_s,  # of connections that it does not make here; it wants more than raftMaxTimeout
             commandsWaitLeader=False,
             commandsQueueSize=1000,
             dynamicMembershipChange=False,
