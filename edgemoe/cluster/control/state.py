@@ -228,6 +228,7 @@ class ControlState:
         """Takes note of who has come and gone."""
         if self._admission.is_due():
             self._let_in()
+            self._actions.append(Changed())
         for node in self.members.watch():
             alive = self.members.is_alive(node)
             self._say(logging.INFO, "box is here" if alive else "box is gone", node)
@@ -242,8 +243,6 @@ class ControlState:
         self._actions += actions
         for node in gone:
             self.obedience.leave(node)
-        if actions:
-            self._actions.append(Changed())
         self._change_card(msgspec.structs.replace(self.card, listed=self._admission.announced_list()))
 
     def _change_card(self, card: Announce) -> None:
