@@ -97,6 +97,7 @@ class OwnEngine:
             encodings=model.encodings,
             plan=holds.plan,
             layer_bytes=model.layer_bytes,
+            rooms=holds.rooms,
         )
 
     def report(self) -> Report | None:

@@ -11,6 +11,7 @@ next. Eq. 4 adds calls to seconds; here both sides are seconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +26,10 @@ class Migration:
     now: BoolArray  # [N, L, E] at home by the version in force
     pinned: BoolArray  # [N, L, E] of these, pinned, verified and acknowledged at that version
     goal: BoolArray  # [N, L, E]
-    room: IntArray  # [N] experts
+    room: IntArray  # [N, C] experts of each size
     heat: FloatArray  # [L, E] how often each is chosen
     on_disk: BoolArray | None = None  # [L, E] at home on a disk: no copy in memory has to stay
+    sizes: Sequence[IntArray | slice] = (slice(None),)  # [C] the layers whose experts are of that size
 
     @property
     def late(self) -> BoolArray:
@@ -45,6 +47,19 @@ class Migration:
 
     def next_homes(self) -> BoolArray:
         """Returns the homes [N, L, E] of the next version; `now` where nothing can be moved."""
+        homes = self.now.copy()
+        for number, layers in enumerate(self.sizes):
+            homes[:, layers] = self._of_size(number, layers)._next()
+        return homes
+
+    def _of_size(self, number: int, layers: IntArray | slice) -> Migration:
+        of_all = (self.now, self.pinned, self.goal)
+        now, pinned, goal = (np.ascontiguousarray(each[:, layers]) for each in of_all)  # so that ravel is a view
+        room = self.room[:, number : number + 1]
+        return Migration(now, pinned, goal, room, self.heat[layers], self._on_disk[layers])
+
+    def _next(self) -> BoolArray:
+        """Returns the next homes where all experts are of one size."""
         arrived = (self.goal.any(axis=0) | self._on_disk) & (~self.goal | self.now & self.pinned).all(axis=0)
         homes = self.now & (self.goal | ~arrived)
         wanted = self.goal & ~homes
@@ -55,13 +70,13 @@ class Migration:
             self._fit(homes, node)
             self._make_room(homes, node, int(np.count_nonzero(wanted[node])))
             new = first[wanted[node].ravel()[first]]
-            free = int(self.room[node]) - int(np.count_nonzero(homes[node]))
+            free = int(self.room[node, 0]) - int(np.count_nonzero(homes[node]))
             homes[node].ravel()[new[: max(0, free)]] = True
         return homes
 
     def _fit(self, homes: BoolArray, node: int) -> None:
         """Leaves out what a box cannot hold that has less room than it had: what is not there, then the coldest."""
-        over = int(np.count_nonzero(homes[node])) - int(self.room[node])
+        over = int(np.count_nonzero(homes[node])) - int(self.room[node, 0])
         if over > 0:
             held = np.flatnonzero(homes[node])
             keys = (self.heat.ravel()[held], self.goal[node].ravel()[held], self.pinned[node].ravel()[held])
@@ -72,7 +87,7 @@ class Migration:
 
         What is to be in no memory is given up too.
         """
-        lacking = wanted - (int(self.room[node]) - int(np.count_nonzero(homes[node])))
+        lacking = wanted - (int(self.room[node, 0]) - int(np.count_nonzero(homes[node])))
         others = homes & self.pinned
         others[node] = False
         spare = np.flatnonzero(homes[node] & ~self.goal[node] & (others.any(axis=0) | ~self.goal.any(axis=0)))

@@ -47,6 +47,7 @@ LongText = Annotated[str, Meta(max_length=64 << 10)]
 Grammar = Annotated[str, Meta(max_length=32 << 20)]
 Bitmap = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts
 Words = Annotated[tuple[Word, ...], Meta(max_length=16)]
+Counts = Annotated[tuple[Count, ...], Meta(max_length=1 << 12)]  # a number of each size of experts
 LayerCounts = Annotated[tuple[Small, ...], Meta(max_length=1 << 12)]  # a number of each layer
 LayerBytes = Annotated[tuple[Bytes, ...], Meta(max_length=1 << 12)]  # a size of each layer
 ShareTable = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts, two bytes each

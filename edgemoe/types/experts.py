@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -34,6 +35,12 @@ class Activation(NamedTuple):
 
 
 SILU = Activation()
+
+
+def layers_of_sizes(layer_bytes: Sequence[int]) -> list[IntArray]:
+    """Returns the layers whose experts are of each size, the smallest first, from the size of one expert by layer."""
+    sizes = np.array(layer_bytes, np.int64)
+    return [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
 
 
 @dataclass(frozen=True, slots=True)

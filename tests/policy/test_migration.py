@@ -25,5 +25,14 @@ def homes(*rows: str) -> BoolArray:
 )
 def test_a_box_with_less_room_than_it_had_leaves_out_what_costs_least(pinned: str, left: str) -> None:
     now = homes("xxxx", "xxxx")
-    migration = Migration(now, homes(pinned, "xxxx"), goal=now, room=np.array([2, 4]), heat=HEAT)
+    migration = Migration(now, homes(pinned, "xxxx"), goal=now, room=np.array([[2], [4]]), heat=HEAT)
     assert np.array_equal(migration.next_homes(), homes(left, "xxxx"))
+
+
+def test_each_size_of_experts_moves_in_the_room_that_there_is_for_it() -> None:
+    now = np.array([[[1, 1, 0, 0], [1, 1, 0, 0]], [[0, 0, 1, 1], [0, 0, 1, 1]]], np.bool_)
+    room, sizes = np.array([[4, 2], [3, 2]]), [np.array([0]), np.array([1])]
+    heat = np.array([[1.0, 2.0, 4.0, 3.0]] * 2)
+    homes = Migration(now, now, ~now, room, heat, sizes=sizes).next_homes()
+    assert np.array_equal(homes[:, 0], [[1, 1, 1, 1], [0, 1, 1, 1]])  # layer 0: room for two more, and for one
+    assert np.array_equal(homes[:, 1], now[:, 1])  # layer 1: full on both boxes, and no expert has another copy

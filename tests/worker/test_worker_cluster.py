@@ -139,10 +139,11 @@ async def check_what_it_says_of_choices(a: Child) -> None:
     request = Request(id="long", prompt=(3, 30, 60, 9), sampling=sampling, seed=1)
     a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
     read = await a.hear(PromptRead)
-    assert (read.request, read.attempt, read.signature.tokens) == ("long", 1, 16)  # the prompt's one block is full
+    assert (read.request, read.attempt) == ("long", 1)
+    assert 4 <= read.signature.tokens <= 16  # the prompt, and what has filled its one block meanwhile
     counts = counts_of(read.signature.tokens, read.signature.chosen, SIZES)
     assert counts is not None
-    np.testing.assert_allclose(counts.sum(axis=1), 16 * TOP_K, rtol=1e-3)
+    np.testing.assert_allclose(counts.sum(axis=1), read.signature.tokens * TOP_K, rtol=1e-3)
     here = await a.hear(Choosing)
     while set(here.choices.absent) == {255}:
         here = await a.hear(Choosing)

@@ -57,8 +57,7 @@ def placed_by(setting: Setting, tasks: list[Task], servers: list[int]) -> Placem
     problem = PlacementProblem(tuple((room,) * gpus for gpus in servers), np.stack([counts[kind] for kind in kinds]))
     top_k = seen[0].shape[2]
     routes = routes_for(problem, [pairs[kind] for kind in kinds], top_k, np.random.default_rng(setting.seed))
-    sizes = np.full(counts[0].shape[0], 1)
-    return place(setting.policy, problem, Wishes(routes, RendezvousCosts(), 1), sizes)
+    return place(setting.policy, problem, Wishes(routes, RendezvousCosts(), 1), [1] * len(counts[0]), [])
 
 
 def cluster_of(setting: Setting, placement: Placement, servers: list[int], costs: Costs) -> Cluster:

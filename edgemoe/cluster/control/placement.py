@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.types.arrays import BoolArray, FloatArray
+from edgemoe.types.experts import layers_of_sizes
 from edgemoe.types.placement import PLAN_FORMAT, PlacementPlan, PlacementPolicy, pack_bits, unpack_bits
 
 
@@ -16,7 +19,7 @@ class ExpertHome:
     """A box as a home of experts, and which it has. Without `disk` nothing is known of it yet."""
 
     node: str
-    room: int = 0  # experts
+    rooms: tuple[int, ...] = ()  # experts of each size, the smallest first
     disk: BoolArray | None = None  # [L, E]
     ram: BoolArray | None = None
     absent_s: float = 0.0
@@ -53,8 +56,8 @@ class HomesView:
                 self._bare.pop(node, None)
             else:  # nothing to go by: as good as away
                 away_s = max(away_s, now_s - self._bare.setdefault(node, now_s), 1e-3)
-            room, plan = (engine.budget_experts, engine.plan) if engine is not None else (0, "")
-            boxes.append(ExpertHome(node, room, disk, ram, away_s, card is not None and card.leaving, plan))
+            rooms, plan = (_rooms(engine, serving), engine.plan) if engine is not None else ((), "")
+            boxes.append(ExpertHome(node, rooms, disk, ram, away_s, card is not None and card.leaving, plan))
         return tuple(boxes)
 
 
@@ -72,7 +75,7 @@ class PlanTask:
     @property
     def there(self) -> list[ExpertHome]:
         """Returns the boxes that can be homes now, in order of their names."""
-        return [box for box in sorted(self.boxes, key=lambda box: box.node) if box.there and box.room]
+        return [box for box in sorted(self.boxes, key=lambda box: box.node) if box.there and any(box.rooms)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,13 +106,20 @@ def why_anew(plan: PlacementPlan | None, engine: EngineCard, boxes: Sequence[Exp
             return f"{node} leaves"
         if box.absent_s >= absent_s:
             return f"{node} is gone"
-        if box.disk is not None and int(plan.homes_of(node).sum()) > box.room:
+        if box.disk is not None and (np.array(_taken(plan, node, engine)) > box.rooms).any():
             return f"{node} has less room"
     if any(not box.there and not box.leaving and box.node in plan.nodes for box in boxes):
         return ""  # one of them may come back in a moment; then all is decided at once
     return next(
-        (f"{box.node} has joined" for box in boxes if box.there and box.room and box.node not in plan.nodes), ""
+        (f"{box.node} has joined" for box in boxes if box.there and any(box.rooms) and box.node not in plan.nodes),
+        "",
     )
+
+
+def _taken(plan: PlacementPlan, node: str, engine: EngineCard) -> list[int]:
+    """Returns how many experts of each size are at home at a node."""
+    homes = plan.homes_of(node)
+    return [int(homes[layers].sum()) for layers in layers_of_sizes(engine.bytes_of_layers)]
 
 
 def plan_of(engine: EngineCard, target: Target, epoch: int, version: int) -> PlacementPlan:
@@ -126,6 +136,14 @@ def plan_of(engine: EngineCard, target: Target, epoch: int, version: int) -> Pla
         disk=tuple(map(pack_bits, target.disk)) if target.disk.any() else (),
         policy=target.policy,
     )
+
+
+def _rooms(engine: EngineCard, serving: EngineCard) -> tuple[int, ...]:
+    """Returns how many experts of each size of the serving model can be at home there; none where that is not said."""
+    sizes = len(set(serving.bytes_of_layers))
+    if len(engine.rooms) == sizes:
+        return engine.rooms
+    return (engine.budget_experts,) if sizes == 1 else (0,) * sizes
 
 
 def _has(engine: EngineCard, serving: EngineCard) -> tuple[BoolArray | None, BoolArray | None]:

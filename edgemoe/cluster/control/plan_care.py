@@ -28,6 +28,7 @@ from edgemoe.cluster.rpc.control_messages import EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
 from edgemoe.types.arrays import BoolArray, FloatArray
+from edgemoe.types.experts import layers_of_sizes
 from edgemoe.types.placement import PlacementPlan, pack_bits
 
 log = logging.getLogger(__name__)
@@ -222,8 +223,9 @@ def _migration(look: Look, plan: PlacementPlan | None, target: Target) -> Migrat
         now[n] = plan.homes_of(node) if plan is not None and named else ram
         if named and look.agreed is not None and box.plan == look.agreed.digest:
             pinned[n] = ram & now[n]
-    room = np.array([boxes[node].room for node in nodes], np.int64)
-    return Migration(now, pinned, goal, room, target.heat, np.asarray(target.disk.any(axis=0)))
+    sizes = layers_of_sizes(look.engine.bytes_of_layers)
+    room = np.array([boxes[node].rooms or (0,) * len(sizes) for node in nodes], np.int64)
+    return Migration(now, pinned, goal, room, target.heat, np.asarray(target.disk.any(axis=0)), sizes)
 
 
 def _rates(look: Look, nodes: tuple[str, ...]) -> FloatArray:

@@ -37,6 +37,7 @@ from edgemoe.types.bounds import (
     Bitmap,
     Bytes,
     Count,
+    Counts,
     LayerBytes,
     LayerCounts,
     Milliseconds,
@@ -103,6 +104,7 @@ class EngineCard(msgspec.Struct, frozen=True):
     plan: Text = ""  # digest of the one by which `ram` is at home
     encodings: Words = ()  # that experts are stored in, the commonest first
     layer_bytes: LayerBytes = ()  # of an expert of each layer; (): `expert_bytes`
+    rooms: Counts = ()  # of `budget_experts` for each size, the smallest first; () where there is one
 
     @property
     def experts_of_layers(self) -> tuple[int, ...]:

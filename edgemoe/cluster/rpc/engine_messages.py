@@ -31,6 +31,7 @@ from edgemoe.types.bounds import (
     Attempt,
     Bitmap,
     Count,
+    Counts,
     Finite,
     LongText,
     Milliseconds,
@@ -52,8 +53,6 @@ MAGIC = b"EMOE"
 FRAMING = 2
 _HEADER_BYTES = len(MAGIC) + 3
 MAX_FRAME_BYTES = 64 << 20  # a prompt of a million tokens with a large grammar stays well below
-
-
 MAX_EMISSIONS = 1 << 16  # in one message
 MAX_METRICS = 1 << 14
 
@@ -143,13 +142,14 @@ class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
     """Experts as bitmaps of L * E bits (`types.pack_bits`): readable from the disk, and at home in memory.
 
     What is at home in memory was verified and stays there; `plan` is the digest of the plan that says so.
-    `budget_experts` is how many can be at home here. Sent when it has changed, at most once a second.
+    `rooms` is how many of each size can be at home here, the smallest first. Sent on change, at most once a second.
     """
 
     disk: Bitmap
     ram: Bitmap
     budget_experts: Count
     plan: Text = ""
+    rooms: Counts = ()
 
 
 class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):

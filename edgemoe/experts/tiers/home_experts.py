@@ -45,16 +45,9 @@ class HomeExperts:
         return here
 
     @property
-    def slots(self) -> int:
-        """Returns how many experts, spread evenly over the layers, can be at home here. Some slots stay for others."""
-        counts = self._ram.layout.classes.counts
-        if len(counts) == 1:
-            return self._room(0)
-        layers: list[int] = np.bincount(
-            self._ram.layer_class
-        ).tolist()  # of each class; the share of each is rounded by itself
-        rooms = [max(0, self._room(size_class) - n) for size_class, n in enumerate(layers)]
-        return min(room * sum(counts) // count for room, count in zip(rooms, counts, strict=True))
+    def rooms(self) -> tuple[int, ...]:
+        """Returns how many experts of each size can be at home here, the smallest first. Some slots stay for others."""
+        return tuple(map(self._room, range(len(self._ram.classes))))
 
     def _room(self, size_class: int) -> int:
         """Returns how many experts of a class can be at home here, as memory was divided at first."""

@@ -1,8 +1,4 @@
-"""Placement policies by name, over experts of several sizes. Imports Numba: for processes that solve.
-
-Policies count memory in slots of one expert. Where layers' experts differ in size, memory is divided among the sizes as
-engines divide it, in proportion to the bytes that all experts of a size take, and each size is placed by itself.
-"""
+"""Placement policies by name, over experts of several sizes. Imports Numba: for processes that solve."""
 
 from __future__ import annotations
 
@@ -17,11 +13,11 @@ from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.prism_published import published
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, placed
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, by_size
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous
 from edgemoe.policy.placement.smartmoe import smartmoe
 from edgemoe.policy.placement.uniform import redundance, uniform
-from edgemoe.types.arrays import BoolArray, IntArray
+from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import PlacementPolicy
 
 
@@ -47,32 +43,19 @@ POLICIES: dict[PlacementPolicy, Policy] = {
 }
 
 
-def place(policy: PlacementPolicy, problem: PlacementProblem, wishes: Wishes, layer_bytes: IntArray) -> Placement:
-    """Returns the policy's placement of experts of these sizes [L]. Raises PlacementInfeasible."""
-    homes, disk = np.zeros(problem.activations.shape, np.bool_), np.zeros(problem.activations.shape, np.bool_)
-    for size in np.unique(layer_bytes):
-        layers = np.flatnonzero(layer_bytes == size)
-        part = _part(problem, layers, int(size))
+def place(
+    policy: PlacementPolicy,
+    problem: PlacementProblem,
+    wishes: Wishes,
+    layer_bytes: Sequence[int],
+    rooms: Sequence[Sequence[int]],
+) -> Placement:
+    """Returns the policy's placement; see `by_size`. Raises PlacementInfeasible."""
+
+    def solve(part: PlacementProblem, layers: IntArray) -> Placement:
         found = POLICIES[policy](part, replace(wishes, routes=[each[:, layers] for each in wishes.routes]))
         kept = found.homes.copy()
         protect(part, kept, wishes.replicas)
-        homes[:, layers], disk[:, layers] = kept, found.disk
-    return placed(problem, homes, disk)
+        return replace(found, homes=kept)
 
-
-def _part(problem: PlacementProblem, layers: IntArray, size_bytes: int) -> PlacementProblem:
-    """The problem for the layers of one size of experts."""
-    count, total = int(problem.experts[layers].sum()), int(problem.experts.sum())
-
-    def of(which: BoolArray | None) -> BoolArray | None:
-        return None if which is None else which[:, layers]
-
-    return replace(
-        problem,
-        slots=tuple(tuple(-(-slots * count // total) for slots in devices) for devices in problem.slots),
-        activations=problem.activations[:, layers],
-        expert_bytes=size_bytes,
-        on_disk=of(problem.on_disk),
-        in_ram=of(problem.in_ram),
-        exists=None if problem.exists is None else problem.exists[layers],
-    )
+    return by_size(problem, layer_bytes, rooms, solve)

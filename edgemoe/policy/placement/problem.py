@@ -6,8 +6,8 @@ cannot hold every expert, the ones least asked for may be left to the disks that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.placement.packing import pack, shares
 from edgemoe.types.arrays import BoolArray, IntArray
+from edgemoe.types.experts import layers_of_sizes
 
 Values = npt.NDArray[np.float64]
 TIE = 1e-6  # of what a node asks for: what it counts that the others ask for it, too
@@ -142,3 +143,42 @@ def placed(problem: PlacementProblem, homes: BoolArray, disk: BoolArray) -> Plac
                 device[node, layer, here[members]] = each
             free -= part
     return Placement(homes, device, disk)
+
+
+Solve = Callable[[PlacementProblem, IntArray], Placement]  # of the layers of one size
+
+
+def by_size(
+    problem: PlacementProblem, layer_bytes: Sequence[int], rooms: Sequence[Sequence[int]], solve: Solve
+) -> Placement:
+    """Returns the placements of all sizes as one, each placed by itself in the room that boxes have for it.
+
+    `rooms` [N, C] counts experts of each size, the smallest first; it is not looked at where there is one size. Raises
+    PlacementInfeasible.
+    """
+    homes, disk = np.zeros(problem.activations.shape, np.bool_), np.zeros(problem.activations.shape, np.bool_)
+    sizes = layers_of_sizes(layer_bytes)
+    for number, layers in enumerate(sizes):
+        part = problem
+        if len(sizes) > 1:
+            part = _part(problem, layers, layer_bytes[layers[0]], [room[number] for room in rooms])
+        found = solve(part, layers)
+        homes[:, layers], disk[:, layers] = found.homes, found.disk
+    return placed(problem, homes, disk)
+
+
+def _part(problem: PlacementProblem, layers: IntArray, size_bytes: int, rooms: Sequence[int]) -> PlacementProblem:
+    """Returns the problem for the layers of one size of experts."""
+
+    def of(which: BoolArray | None) -> BoolArray | None:
+        return None if which is None else which[:, layers]
+
+    return replace(
+        problem,
+        slots=tuple((room,) for room in rooms),
+        activations=problem.activations[:, layers],
+        expert_bytes=size_bytes,
+        on_disk=of(problem.on_disk),
+        in_ram=of(problem.in_ram),
+        exists=None if problem.exists is None else problem.exists[layers],
+    )

@@ -1,13 +1,15 @@
-"""The leader's plan is of the experts that the model has."""
+"""The leader's plan is of the experts that the model has, in the room that boxes have for each size of them."""
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
-from edgemoe.cluster.control.placement import ExpertHome, PlanTask
+from edgemoe.cluster.control.placement import ExpertHome, HomesView, PlanTask, plan_of, why_anew
 from edgemoe.cluster.control.planning.targets import make_target
-from edgemoe.cluster.rpc.control_messages import EngineCard
+from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
+from edgemoe.types.placement import pack_bits
 
 
 def card(layer_experts: tuple[int, ...]) -> EngineCard:
@@ -17,13 +19,43 @@ def card(layer_experts: tuple[int, ...]) -> EngineCard:
 def test_what_a_layer_does_not_have_is_nobody_s() -> None:
     engine = card((6, 2, 4))
     exists = np.arange(6) < np.array([6, 2, 4])[:, None]
-    boxes = tuple(ExpertHome(node, 6, exists) for node in "ab")
+    boxes = tuple(ExpertHome(node, (6,), exists) for node in "ab")
     homes = make_target(PlanTask(engine, boxes, 1)).homes
     assert (homes[0] ^ homes[1] == exists).all()
 
 
 @pytest.mark.parametrize("stated", [(), (6,), (6, 6, 6, 6)])
 def test_without_a_number_for_each_layer_all_have_as_many(stated: tuple[int, ...]) -> None:
-    boxes = tuple(ExpertHome(node, 9, np.ones((3, 6), np.bool_)) for node in "ab")
+    boxes = tuple(ExpertHome(node, (9,), np.ones((3, 6), np.bool_)) for node in "ab")
     homes = make_target(PlanTask(card(stated), boxes, 1)).homes
     assert (homes[0] ^ homes[1]).all()
+
+
+SIZES = (4096, 8192, 4096)  # of an expert, by layer
+
+
+@pytest.mark.parametrize("rooms", [((9, 4), (6, 5)), ((12, 1), (2, 6)), ((5, 2), (7, 4))])
+def test_experts_of_each_size_are_placed_in_the_room_for_that_size(rooms: tuple[tuple[int, ...], ...]) -> None:
+    engine = msgspec.structs.replace(card(()), layer_bytes=SIZES)
+    boxes = tuple(ExpertHome(node, room, np.ones((3, 6), np.bool_)) for node, room in zip("ab", rooms, strict=True))
+    homes = make_target(PlanTask(engine, boxes, 1)).homes
+    assert homes.any(axis=0).all()
+    for box, (small, large) in zip(homes, rooms, strict=True):
+        assert box[[0, 2]].sum() <= small
+        assert box[1].sum() <= large
+
+
+@pytest.mark.parametrize(("rooms", "why"), [((12, 6), ""), ((11, 7), "a has less room"), ((13, 5), "a has less room")])
+def test_a_plan_goes_on_while_there_is_room_for_each_size(rooms: tuple[int, ...], why: str) -> None:
+    engine = msgspec.structs.replace(card(()), layer_bytes=SIZES)
+    whole = np.ones((3, 6), np.bool_)
+    plan = plan_of(engine, make_target(PlanTask(engine, (ExpertHome("a", (12, 6), whole),), 1)), 1, 1)
+    assert why_anew(plan, engine, (ExpertHome("a", rooms, whole),), 5.0) == why
+
+
+@pytest.mark.parametrize(("rooms", "seen"), [((7, 3), (7, 3)), ((), (0, 0)), ((10,), (0, 0)), ((1, 2, 3), (0, 0))])
+def test_room_that_is_not_told_by_size_is_none(rooms: tuple[int, ...], seen: tuple[int, ...]) -> None:
+    bits = pack_bits(np.ones((3, 6), np.bool_))
+    engine = msgspec.structs.replace(card(()), layer_bytes=SIZES, rooms=rooms, disk=bits, ram=bits)
+    (box,) = HomesView().look({"a": Announce("1", "box", "", engine=engine)}, lambda _: 0.0, engine, 0.0)
+    assert box.rooms == seen

@@ -354,7 +354,7 @@ def test_where_memory_is_full_copies_of_copies_make_room() -> None:
     goal = np.stack([second, second, first])
     steps = [homes]
     while (homes != goal).any():
-        homes = Migration(homes, homes, goal, np.array([1, 1, 1]), np.zeros((1, 2), np.float32)).next_homes()
+        homes = Migration(homes, homes, goal, np.array([[1], [1], [1]]), np.zeros((1, 2), np.float32)).next_homes()
         assert homes.any(axis=0).all()
         steps.append(homes)
     assert len(steps) == 4
@@ -362,7 +362,7 @@ def test_where_memory_is_full_copies_of_copies_make_room() -> None:
 
 def test_without_room_for_another_copy_nothing_is_moved() -> None:
     now, goal = np.array([[[True, False]], [[False, True]]]), np.array([[[False, True]], [[True, False]]])
-    moving = Migration(now, now, goal, np.array([1, 1]), np.zeros((1, 2), np.float32))
+    moving = Migration(now, now, goal, np.array([[1], [1]]), np.zeros((1, 2), np.float32))
     assert (moving.next_homes() == now).all()
 
 
@@ -371,7 +371,7 @@ def test_the_hottest_is_moved_first_and_what_nobody_has_before_it() -> None:
     now[1, 0, :3] = True
     goal[0] = True
     heat = np.array([[1.0, 5.0, 2.0, 0.0]], np.float32)
-    moving = Migration(now, now, goal, np.array([2, 4]), heat)
+    moving = Migration(now, now, goal, np.array([[2], [4]]), heat)
     assert moving.next_homes()[0].tolist() == [[False, True, False, True]]
 
 
@@ -388,5 +388,5 @@ def test_what_is_at_home_on_a_disk_gives_up_its_memory() -> None:
     now, goal = np.zeros((2, 1, 1, 3), np.bool_)
     now[0, 0, 0], goal[0, 0, 1] = True, True
     heat, on_disk = np.zeros((1, 3), np.float32), np.array([[True, False, True]])
-    assert Migration(now, now, goal, np.array([2]), heat, on_disk).next_homes().tolist() == goal.tolist()
-    assert Migration(now, now, goal, np.array([2]), heat).next_homes().tolist() == (now | goal).tolist()
+    assert Migration(now, now, goal, np.array([[2]]), heat, on_disk).next_homes().tolist() == goal.tolist()
+    assert Migration(now, now, goal, np.array([[2]]), heat).next_homes().tolist() == (now | goal).tolist()

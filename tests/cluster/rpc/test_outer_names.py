@@ -55,6 +55,10 @@ def changed(path: list[str], value: Any = None) -> dict[str, Any]:
         (changed(["control", "Beat"]), "control.Beat: has gone"),
         (changed(["control", "Beat", "fields", "seen"]), "seen: has gone"),
         (changed(["control", "Beat", "fields", "mood"], {"is": "bool"}), "must have a default"),
+        (
+            changed(["control", "Announce", "fields", "engine", "is", "any of", 0, "fields", "mood"], {"is": "bool"}),
+            "engine.is.fields.mood: is new, and must have a default",
+        ),
         (changed(["control", "Wave"], {"since": 1, "fields": {}}), "says no `since`"),
         (changed(["control", "Announce", "fields", "release", "is"], "bool"), "release.is: was"),
         (changed(["manifest.json", "fields", "dtype"]), "dtype: has gone"),

@@ -12,7 +12,7 @@ from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
 from edgemoe.policy.baselines import LRU
 from edgemoe.types.arrays import IntArray
-from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, LivePolicy, Tier
+from edgemoe.types.experts import PAGE_BYTES, ExpertGeometry, LivePolicy, Tier, layers_of_sizes
 from edgemoe.types.size_classes import SlabLayout
 
 L, E = 4, 64
@@ -136,18 +136,20 @@ def test_homes_keep_their_slots() -> None:
 
 def test_homes_get_the_slots_that_went_to_another_size() -> None:
     box, rng = Box(0.5), np.random.default_rng(6)
-    announced = box.residency.homes.slots
+    announced = box.residency.homes.rooms
     for _ in range(60 * EVERY):
         box.step(rng, (E, E, 8, 8))
-    assert box.residency.homes.slots == announced, "others plan with it"
+    assert box.residency.homes.rooms == announced, "others plan with it"
     homes = np.zeros((L, E), np.bool_)
-    homes[:, : announced // L] = True
+    for layers, room in zip(layers_of_sizes(SIZES.strides_bytes.tolist()), announced, strict=True):
+        homes[layers, : room // len(layers)] = True
     box.residency.homes.keep(homes)
     for _ in range(120 * EVERY):
         box.step(rng, (E, E, 8, 8))
     for layer in range(L):  # as a box fetches what it is to have
-        for first in range(0, announced // L, 4):
-            box.use(layer, np.arange(first, min(first + 4, announced // L)))
+        count = int(homes[layer].sum())
+        for first in range(0, count, 4):
+            box.use(layer, np.arange(first, min(first + 4, count)))
     assert not box.residency.homes.missing()
     box.residency.check_integrity(idle=True)
 

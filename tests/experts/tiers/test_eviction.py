@@ -55,7 +55,7 @@ def test_a_home_that_was_listed_to_go_stays_when_homes_change_between_two_prefet
 
 def test_no_more_experts_are_at_home_than_leave_room_for_what_passes_through() -> None:
     desk = Desk(6)
-    assert desk.residency.homes.slots == 4
+    assert desk.residency.homes.rooms == (4,)
     desk.residency.homes.keep(homes(*((0, expert) for expert in range(4))))
     with pytest.raises(CapacityError, match="5 experts are to be at home here, RAM has room for 4"):
         desk.residency.homes.keep(homes(*((0, expert) for expert in range(5))))

@@ -137,7 +137,7 @@ class Bed:
         elif what == "use":
             self.use(layer)
         elif what == "keep" and rng.random() < 0.8:
-            homes = rng.random((L, E)) < residency.homes.slots / (3 * L * E)
+            homes = rng.random((L, E)) < min(residency.homes.rooms) / (3 * L * E)
             residency.homes.keep(homes)
             model.keep(homes)
         elif what == "keep":

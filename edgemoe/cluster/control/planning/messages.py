@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.control_messages import Report
-from edgemoe.types.bounds import MAX_NODES, Bitmap, Bytes, Count, LayerBytes, LayerCounts, LongText, Rate, Small
+from edgemoe.types.bounds import MAX_NODES, Bitmap, Bytes, Count, Counts, LayerBytes, LayerCounts, LongText, Rate, Small
 from edgemoe.types.placement import PlacementPolicy
 
 MAX_FRAME_BYTES = 64 << 20
@@ -22,7 +22,7 @@ LENGTH_BYTES = 4
 class QuestionedBox(msgspec.Struct, frozen=True):
     """Describes a box as a home of experts."""
 
-    room: Count  # experts
+    rooms: Counts  # experts of each size, the smallest first
     disk: Bitmap
     ram: Bitmap
     homes: Bitmap = b""  # of now; empty: there is no plan yet

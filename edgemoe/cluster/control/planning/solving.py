@@ -20,14 +20,14 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
     """Returns the placement by the policy that is asked for, and what it saves against the homes of now."""
     seen = observe([box.report for box in asked.boxes], asked.layers, asked.experts)
     problem = problem_of(asked, seen)
-    sizes = np.array(asked.layer_bytes)
     costs = RendezvousCosts(isolation=asked.isolation, node_cost=seen.call_s / seen.call_s.mean())
     routes: list[Routes] = []
     if seen.top_k:
         routes = routes_for(problem, seen.pairs, seen.top_k, np.random.default_rng(0))
     try:
         policy = asked.policy if routes else "uniform"  # where nothing is known of what is chosen
-        placement = place(policy, problem, Wishes(routes, costs, asked.replicas), sizes)
+        wishes = Wishes(routes, costs, asked.replicas)
+        placement = place(policy, problem, wishes, asked.layer_bytes, [box.rooms for box in asked.boxes])
     except PlacementInfeasible as error:
         return PlacementAnswer(asked.number, infeasible=str(error), missing_bytes=error.missing_bytes)
     second = float(seen.per_s * seen.call_s.mean())

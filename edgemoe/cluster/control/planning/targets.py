@@ -11,7 +11,7 @@ from edgemoe.cluster.control.planning.messages import PlacementAnswer, Placement
 from edgemoe.cluster.control.planning.observation import Observation, observe
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement.problem import PlacementProblem
+from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPolicy, pack_bits, unpack_bits
@@ -28,7 +28,7 @@ def question(
     none = np.zeros((layers, experts), np.bool_)
     boxes = tuple(
         QuestionedBox(
-            room=box.room,
+            rooms=box.rooms,
             disk=pack_bits(none if box.disk is None else box.disk),
             ram=pack_bits(none if box.ram is None else box.ram),
             homes=pack_bits(none if now is None else now.homes_of(box.node)),
@@ -58,7 +58,7 @@ def problem_of(asked: PlacementQuestion, seen: Observation) -> PlacementProblem:
     layers, experts = asked.layers, asked.experts
     exists: BoolArray = np.arange(experts) < np.array(asked.layer_experts, np.int64)[:, None]
     return PlacementProblem(
-        slots=tuple((box.room,) for box in asked.boxes),
+        slots=tuple((sum(box.rooms),) for box in asked.boxes),
         activations=np.where(exists, seen.activations, 0.0),
         expert_bytes=max(asked.layer_bytes),
         on_disk=np.stack([unpack_bits(box.disk, layers, experts) for box in asked.boxes]),
@@ -72,7 +72,8 @@ def make_target(task: PlanTask) -> Target:
     """Returns the uniform placement over the boxes that are there. Raises PlacementInfeasible."""
     asked = question(task)
     seen = observe([box.report for box in asked.boxes], asked.layers, asked.experts)
-    placement = uniform(problem_of(asked, seen), task.replicas)
+    rooms = [box.rooms for box in asked.boxes]
+    placement = by_size(problem_of(asked, seen), asked.layer_bytes, rooms, lambda part, _: uniform(part, task.replicas))
     return Target(tuple(box.node for box in task.there), placement.homes, placement.disk, _heat(seen), policy="uniform")
 
 

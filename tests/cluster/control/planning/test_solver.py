@@ -44,7 +44,7 @@ def task(room: int = 6, disk: BoolArray = ALL, *, urgent: bool = False, reports:
         for node in choices
         if reports
     }
-    boxes = tuple(ExpertHome(node, room, disk, np.zeros_like(disk)) for node in choices)
+    boxes = tuple(ExpertHome(node, (room,) if room else (), disk, np.zeros_like(disk)) for node in choices)
     plain = PlanTask(card("engine"), boxes, 1)
     now = plan_of(plain.engine, make_target(plain), 1, 1) if room else None
     return PlanTask(plain.engine, boxes, 1, told, now, urgent)
