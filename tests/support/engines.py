@@ -15,7 +15,7 @@ import numpy as np
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Listening, PeerEngine, PeerList, Plan
 from edgemoe.cluster.rpc.keys import Secret, generate
 from edgemoe.config.settings import ClusterSettings, EngineSettings, MemorySettings, ModelSettings, Settings
-from edgemoe.policy.placement.problem import PlacementProblem
+from edgemoe.policy.placement.problem import PlacementProblem, by_size
 from edgemoe.policy.placement.uniform import uniform
 from edgemoe.store.consistency import spec_of
 from edgemoe.store.manifest import Manifest
@@ -169,13 +169,15 @@ def meet(*boxes: EngineBox) -> None:
 def plan_for(boxes: Sequence[EngineBox], replicas: int = 1, version: int = 1) -> PlacementPlan:
     """The uniform plan, as a leader would make it of what the boxes say."""
     model = boxes[0].assembly.model
+    rooms = [box.tiers.residency.homes.rooms for box in boxes]
     problem = PlacementProblem(
-        slots=tuple((box.tiers.residency.homes.slots,) for box in boxes),
+        slots=tuple((sum(room),) for room in rooms),
         activations=np.zeros((len(boxes), model.layers, model.experts)),
         expert_bytes=model.expert_bytes,
         on_disk=np.stack([box.tiers.on_disk for box in boxes]),
     )
-    bits = tuple(pack_bits(homes) for homes in uniform(problem, replicas).homes)
+    placement = by_size(problem, model.layer_bytes, rooms, lambda part, _: uniform(part, replicas))
+    bits = tuple(pack_bits(homes) for homes in placement.homes)
     nodes = tuple(box.node for box in boxes)
     return PlacementPlan(1, version, model.digest, model.layers, model.experts, nodes, bits)
 

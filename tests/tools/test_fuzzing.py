@@ -57,7 +57,7 @@ def test_the_largest_message_that_can_be_read_is_found_ahead_of_all() -> None:
 @pytest.mark.parametrize("channel", LANGUAGES)
 def test_every_message_of_a_channel_is_drawn_so_that_it_can_be_read(channel: str) -> None:
     messages, kinds = ChannelMessages(channel, random.Random(2)), set[type]()
-    for _ in range(8000):
+    for _ in range(16000):
         frames = messages.draw()
         with contextlib.suppress(WireError):
             kinds.add(type(LANGUAGES[channel].read(envelope.unseal(frames).body)))

@@ -8,8 +8,8 @@ from tools.fuzzing.engine import Messages, frame_of, fuzz
 
 def test_the_same_seed_draws_the_same_messages_of_every_kind() -> None:
     one, two = Messages(5), Messages(5)
-    drawn = [one.draw() for _ in range(300)]
-    assert repr(drawn) == repr([two.draw() for _ in range(300)])
+    drawn = [one.draw() for _ in range(1000)]
+    assert repr(drawn) == repr([two.draw() for _ in range(1000)])
     assert TO_ENGINE.messages.keys() - {"Drain", "Stop"} <= {str(body.get("type")) for body in drawn}
 
 

@@ -196,6 +196,8 @@ def _attack(box: Target, child: subprocess.Popen[bytes], channel: str, count: in
     living = presence(box, peer, seed) if channel == "control" else contextlib.nullcontext()
     try:
         with living as half:
+            if half is not None:
+                half.wait_met()
             peer.send_largest(count)
             early = rss_mb(pids)
             began_s = time.monotonic()

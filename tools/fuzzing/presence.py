@@ -26,7 +26,7 @@ from tools.fuzzing.messages import ChannelMessages
 from tools.fuzzing.peer import dial, id_of, kind_of
 
 LATE_S = 5.0  # after which the box has long read that a request was turned away
-CLOSE_S = 10.0
+CLOSE_S, MEET_S = 10.0, 30.0
 
 
 class Presence:
@@ -53,6 +53,14 @@ class Presence:
         """Says these words over and over from now on."""
         self._words = words
         self._thread.start()
+
+    def wait_met(self) -> None:
+        """Waits until the box has announced itself and beaten, as to one that lives. Raises TimeoutError."""
+        ends_s = time.monotonic() + MEET_S
+        while not self.asked.keys() >= {"Announce", "Beat"}:
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"the box has said nothing to its peer for {MEET_S:g} s but {dict(self.asked)}")
+            time.sleep(0.02)
 
     def close(self) -> None:
         self._over.set()

@@ -18,6 +18,12 @@ ODDITIES: tuple[Any, ...] = (None, True, -1, 2**64 - 1, math.nan, "", "x", b"", 
 DEPTH = 600  # of what is nested for no reason
 
 
+MATCHING = {  # texts that match each pattern of the messages
+    "^[0-9a-f]{32}$": ("0" * 32, "f" * 32, "0123456789abcdef" * 2),
+    r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$": ("m", "_", "a..b", "A-1_2.3", "x" * 255),
+}
+
+
 @functools.cache
 def _type_info(kind: Any) -> inspect.Type:
     return inspect.type_info(kind)
@@ -71,6 +77,8 @@ class Values:
             case inspect.FloatType():
                 low, high = type_.ge if type_.ge is not None else -1.0, type_.le if type_.le is not None else 1e9
                 return rng.choice((low, high, rng.uniform(low, min(high, low + 10.0)), 0.5))
+            case inspect.StrType(pattern=str() as pattern):
+                return rng.choice(MATCHING[pattern])
             case inspect.StrType():
                 return self._text(type_.min_length or 0, type_.max_length or 64)
             case inspect.BytesType():

@@ -82,6 +82,7 @@ def protect(problem: PlacementProblem, homes: BoolArray, replicas: int) -> None:
             else:
                 out = spare(node)
                 kept[node, out] = False
+                place[node] += 1  # it is not there to be given up again
                 copies[out] -= 1
                 holders[out] -= not disks[node, out]
             kept[node, expert] = True

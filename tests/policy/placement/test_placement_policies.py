@@ -24,6 +24,8 @@ from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous, rou
 from edgemoe.policy.placement.score import remote_calls
 from edgemoe.policy.placement.smartmoe import smartmoe
 from edgemoe.policy.placement.uniform import redundance, uniform
+from edgemoe.types.experts import layers_of_sizes
+from edgemoe.types.placement import PlacementPolicy
 
 TOP_K = 2
 Policy = Callable[[PlacementProblem], Placement]
@@ -134,23 +136,26 @@ def test_a_nodes_devices_share_the_load_of_each_layer() -> None:
 @given(
     problem=problems(), replicas=st.integers(1, 3), sizes=st.lists(st.sampled_from([10, 25]), min_size=3, max_size=3)
 )
-def test_boxes_enough_hold_each_expert_where_there_is_room_and_sizes_share_memory_by_their_bytes(
+def test_boxes_enough_hold_each_expert_where_there_is_room_for_its_size(
     problem: PlacementProblem, replicas: int, sizes: list[int]
 ) -> None:
     nodes, layers, experts = problem.activations.shape
-    problem = replace(problem, slots=tuple((2 * layers * experts,) for _ in range(nodes)))
-    layer_bytes = np.array(sizes[:layers])
+    layer_bytes = sizes[:layers]
+    counts = [len(part) * experts for part in layers_of_sizes(layer_bytes)]
     wishes = Wishes(drawn(problem), RendezvousCosts(), replicas)
+
+    def placed(policy: PlacementPolicy, room: list[int]) -> Placement:
+        ours = replace(problem, slots=((sum(room),),) * nodes)
+        return place(policy, ours, wishes, layer_bytes, [room] * nodes)
+
     for policy in POLICIES_BY_NAME:
-        placement = place(policy, problem, wishes, layer_bytes)
+        placement = placed(policy, [2 * count for count in counts])
         assert ((placement.homes | problem.disks).sum(axis=0) >= min(replicas, nodes)).all()
-    tight = replace(problem, slots=tuple((-(-layers * experts // nodes) + 2,) for _ in range(nodes)))
-    placement = place("exact", tight, wishes, layer_bytes)
+    tight = [-(-count // nodes) + 2 for count in counts]
+    placement = placed("exact", tight)
     assert placement.homes.any(axis=0).all()
-    for size in set(layer_bytes.tolist()):
-        part = layer_bytes == size
-        for n in range(nodes):
-            assert placement.homes[n, part].sum() <= -(-tight.slots[n][0] * part.sum() // layers)
+    for part, room in zip(layers_of_sizes(layer_bytes), tight, strict=True):
+        assert (placement.homes[:, part].sum(axis=(1, 2)) <= room).all()
 
 
 def test_what_enough_others_hold_makes_way_for_what_only_one_box_has() -> None:
