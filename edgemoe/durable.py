@@ -18,7 +18,7 @@ def replace_file(path: Path, data: bytes, mode: int = 0o600, owner: tuple[int, i
     finally:
         os.close(fd)
     temporary.replace(path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_all(fd: int, data: bytes) -> None:
@@ -28,9 +28,9 @@ def write_all(fd: int, data: bytes) -> None:
         left = left[os.write(fd, left) :]
 
 
-def sync_directory(path: Path) -> None:
-    """What was renamed there stays so after power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Has a file's bytes, or what was renamed in a directory, outlast power loss. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from edgemoe.durable import replace_file, sync_directory
+from edgemoe.durable import replace_file, sync
 from edgemoe.errors import CheckpointError, ShardCutShort, StoreError
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.spec import ModelSpec
@@ -293,4 +293,4 @@ def _delete(path: Path) -> None:
     target = path.resolve()
     path.unlink()
     target.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    sync(path.parent)

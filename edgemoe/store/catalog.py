@@ -75,7 +75,9 @@ def resolve(name: str, store_dir: str | Path) -> Path:
 
 
 def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextManager[Progress]]) -> ModelSettings:
-    """`model` with its packed store as `path`, written now if it was a checkpoint; the demo model where none is named.
+    """`model` with its packed store as `path`, written now if it was a checkpoint, and with the store's name.
+
+    A name that is set stays. Where no model is named it is the demo model.
 
     `progress` makes, from a title, what shows how far packing is. Raises StoreError, CheckpointError.
     """
@@ -86,7 +88,7 @@ def store_of(model: ModelSettings, progress: Callable[[str], AbstractContextMana
         path = resolve(model.path, model.store_dir)
     with progress(f"packing {path.name}") as advance:
         store = ensure_store(path, model.store_dir, advance)
-    return msgspec.structs.replace(model, path=str(store.absolute()))
+    return msgspec.structs.replace(model, path=str(store.absolute()), name=model.name or Manifest.load(store).name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.durable import sync_directory
+from edgemoe.durable import sync
 from edgemoe.errors import CheckpointError
 from edgemoe.store.checkpoint import Tensor
 from edgemoe.store.files import (
@@ -156,7 +156,7 @@ class _Output:
         self._put_rest(memoryview(header), 0)
         os.fsync(self._fd)
         self._temporary.replace(self._path)
-        sync_directory(self._path.parent)
+        sync(self._path.parent)
 
     def _put(self, pages: memoryview, offset: int) -> None:
         """Writes whole pages past the page cache, as far as the file system has such a thing."""

@@ -184,8 +184,9 @@ class ClusterSide:
             # other experts in RAM may be evicted at any time, so plans cannot rely on them
             ram, disk = self._tiers.residency.homes.in_ram(), self._tiers.on_disk
             rooms = self._tiers.residency.homes.rooms
-            held = {"disk": pack_bits(disk), "ram": pack_bits(ram)}
-            holds = Holds(**held, budget_experts=sum(rooms), plan=self._digest, rooms=rooms)
+            holds = Holds(
+                disk=pack_bits(disk), ram=pack_bits(ram), budget_experts=sum(rooms), plan=self._digest, rooms=rooms
+            )
             if holds != announced:
                 announced = holds
                 log.debug("pins", extra={"by": self._digest, "experts": holds.ram.hex()})

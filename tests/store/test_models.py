@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from edgemoe.cli.serve import ready_text, show_progress
+from edgemoe.config.settings import ModelSettings, Settings
 from edgemoe.errors import CorruptExpert, StoreError
 from edgemoe.store import catalog as models
 from edgemoe.store.files import LOCK, note_use
@@ -111,6 +113,13 @@ def test_a_store_is_found_by_path_directory_or_model(checkpoint: Make, tmp_path:
     ensure_store(checkpoint(family="mixtral"), tmp_path)
     with pytest.raises(StoreError, match="several"):
         models.resolve("tiny", tmp_path)
+
+
+def test_a_store_given_by_its_path_is_served_under_the_name_in_its_manifest(store: Path) -> None:
+    named = models.store_of(ModelSettings(path=str(store)), show_progress)
+    assert named.name == Manifest.load(store).name
+    assert models.store_of(ModelSettings(path=str(store), name="ours"), show_progress).name == "ours"
+    assert ready_text(Settings(model=named)).startswith(f"{named.name} is ready at ")
 
 
 def test_a_removed_store_is_gone_and_nothing_else_is(store: Path) -> None:

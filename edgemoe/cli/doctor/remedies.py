@@ -19,7 +19,8 @@ class Finding:
 
 REMEDIES = {
     "settings": "`edgemoe config` shows every setting and where it comes from; correct the line that is named.",
-    "versions": "`pip install --upgrade edgemoe` installs what is missing, in the same environment as the command.",
+    "versions": "Install edgemoe again, in the same environment as the command (`pip install .` in a clone): it brings "
+    "what is missing.",
     "gpu": "Install NVIDIA's driver and a torch built for CUDA (`pip install torch`), then log in again; `nvidia-smi` "
     "must list the GPU. Without one, set device.0.kind to cpu.",
     "gpu-link": "Put the GPU into the slot that is wired for all its lanes (often the one next to the processor), "

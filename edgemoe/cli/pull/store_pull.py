@@ -11,8 +11,9 @@ from typing import Any
 
 from edgemoe.cli.pull.boxes import StoreBox, StoreFinder, experts_of
 from edgemoe.errors import PeerError, PeerRefused, StoreError
+from edgemoe.store.files import checksum
 from edgemoe.store.packer import Progress
-from edgemoe.store.peers.pulled import ExpertPiece, PulledStore, absent, is_checked
+from edgemoe.store.peers.pulled import ExpertPiece, PulledStore, absent
 
 log = logging.getLogger(__name__)
 LANES = 2  # pieces that come from one box at once
@@ -121,7 +122,7 @@ class StorePull:
 
     async def _small(self, box: StoreBox, digest: str, what: str) -> bytes:
         data = await self._finder.pieces.small(box.peer.node, digest, MOST_SMALL_BYTES)
-        if not is_checked(data, digest):
+        if checksum(data) != digest:
             self._damaged(box, digest, what)
             raise PeerRefused(f"{box.peer.node} has a damaged {what}")
         self._heard_s = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from edgemoe.durable import sync_directory
+from edgemoe.durable import sync
 from edgemoe.errors import HubError, StoreError
 from edgemoe.store.files import BLOCK_BYTES
 from edgemoe.store.hub.listing import HubFile
@@ -83,7 +83,7 @@ class Partial:
         self._opened.flush()
         os.fsync(self._opened.fileno())
         self._temporary.replace(self._path)
-        sync_directory(self._path.parent)
+        sync(self._path.parent)
         return True
 
     def _count(self, data: bytes) -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from edgemoe.durable import replace_file, sync_directory
+from edgemoe.durable import replace_file, sync
 from edgemoe.errors import StoreError
 from edgemoe.store.checkpoint import COPIED_FILES
 from edgemoe.store.consistency import spec_of
-from edgemoe.store.files import LOCK, PageFile, checksum, lock_store, range_checksum
+from edgemoe.store.files import LOCK, PageFile, lock_store, range_checksum
 from edgemoe.store.manifest import DENSE, MANIFEST, Manifest, content_digest, layer_file
 from edgemoe.store.packer import JOURNAL, SPARE_BYTES, told_as_store_error
 from edgemoe.types.experts import padded
@@ -119,7 +119,7 @@ class PulledStore:
         if intact:
             sync(part)
             part.replace(self.directory / DENSE)
-            sync_directory(self.directory)
+            sync(self.directory)
         else:
             part.unlink()
         return intact
@@ -212,20 +212,6 @@ def absent(whole: Manifest) -> int:
     """Returns how many of the model's experts are not listed."""
     geometry = spec_of(whole).geometry
     return sum(geometry.experts_of(number) - len(layer.experts) for number, layer in enumerate(whole.layers))
-
-
-def is_checked(data: bytes, digest: str) -> bool:
-    """Returns whether these are the bytes with that checksum."""
-    return checksum(data) == digest
-
-
-def sync(path: Path) -> None:
-    """Returns when a file's data are on disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)
 
 
 def _bare(manifest: Manifest) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ import msgspec
 import pysyncobj.journal
 import xxhash
 
-from edgemoe.durable import replace_file, sync_directory, write_all
+from edgemoe.durable import replace_file, sync, write_all
 
 log = logging.getLogger(__name__)
 MAGIC = b"edgemoe raft 1\0\0"
@@ -190,7 +190,7 @@ class Journal(pysyncobj.journal.Journal):  # type: ignore[misc]
             write_all(fd, data)
             os.fsync(fd)
             temporary.replace(self._path)
-            sync_directory(self._path.parent)
+            sync(self._path.parent)
         except OSError:
             os.close(fd)
             temporary.unlink(missing_ok=True)
