@@ -6,6 +6,7 @@ import asyncio
 import faulthandler
 import gc
 import io
+import logging
 import os
 from collections.abc import Iterator
 
@@ -48,6 +49,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_unconfigure() -> None:
     """Shows every thread, and ends, where one that a test left behind keeps this process alive."""
     faulthandler.dump_traceback_later(60, exit=True)
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_put_back() -> Iterator[None]:
+    """Commands that run in this process send logs to a stream that is closed when their test ends."""
+    root, ours = logging.getLogger(), logging.getLogger("edgemoe")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], root.level, ours.level = before
+    logging.captureWarnings(False)
 
 
 @pytest.fixture

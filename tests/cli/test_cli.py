@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -148,9 +147,5 @@ def test_serve_says_which_settings_go_by_a_former_name(
 ) -> None:
     monkeypatch.setattr("edgemoe.store.catalog.store_of", lambda model, progress: model)
     monkeypatch.setattr("edgemoe.front.main.run", lambda settings, on_ready: 0)
-    root, kept = logging.getLogger(), logging.getLogger().handlers[:]
-    try:
-        assert exit_code("serve", "--set", "cache.policy=paper") == 0
-    finally:
-        root.handlers[:] = kept
+    assert exit_code("serve", "--set", "cache.policy=paper") == 0
     assert "WARNING --set: cache.policy = 'paper' is called 'published' now" in capfd.readouterr().err

@@ -3,21 +3,9 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
-
-import pytest
 
 from edgemoe.config.settings import LogSettings
 from edgemoe.telemetry.log import configure
-
-
-@pytest.fixture(autouse=True)
-def _logging_is_put_back() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("edgemoe")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:], root.level, ours.level = before
-    logging.captureWarnings(False)
 
 
 def lines(settings: LogSettings, *, journal: bool = False) -> list[str]:
