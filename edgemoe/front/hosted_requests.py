@@ -22,8 +22,9 @@ from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
 from edgemoe.cluster.rpc.messages.choices import PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
-from edgemoe.errors import PeerBusy, PeerError, WireError
+from edgemoe.errors import PeerBusy, PeerError, PeerRefused, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
+from edgemoe.types.bounds import REQUEST_CHARS, USER_CHARS
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,11 @@ class HostedRequests:
             yield HeldRequest(hosted.prompt_tokens, hosted.emitted, hosted.max_tokens)
 
     def submit(self, node: str, boot: str, message: Submit) -> None:
-        """Runs a request of that front, unless a later attempt of it is here. Raises PeerBusy where none can be run."""
+        """Runs a request of that front, unless a later attempt of it is here.
+
+        Raises PeerBusy where none can be run, PeerRefused where its user's name is too long here.
+        """
+        user = _named(node, message.request.user, USER_CHARS)
         front = self._fronts.get(node)
         if front is None or front.boot != boot:
             self.forget(node)
@@ -100,9 +105,7 @@ class HostedRequests:
             request.sampling.max_tokens,
             len(message.emitted),
         )
-        renamed = msgspec.structs.replace(
-            request, id=hosted.name, user=f"{node}/{request.user}" if request.user else ""
-        )
+        renamed = msgspec.structs.replace(request, id=hosted.name, user=user)
         if not self._send(msgspec.structs.replace(message, request=renamed)):
             raise PeerBusy("no engine takes requests here now")
         if before is not None:
@@ -137,8 +140,11 @@ class HostedRequests:
         return ours
 
     def pull(self, node: str, message: PullPrefix) -> None:
-        """Has our engine fetch the blocks of a request that this front means to hand over. Raises PeerBusy."""
-        if not self._send(msgspec.structs.replace(message, request=f"{node}/{message.request}")):
+        """Has our engine fetch the blocks of a request that this front means to hand over.
+
+        Raises PeerBusy where none can, PeerRefused where the request's name is too long here.
+        """
+        if not self._send(msgspec.structs.replace(message, request=_named(node, message.request, REQUEST_CHARS))):
             raise PeerBusy("no engine takes requests here now")
 
     def told_to(self, message: RequestNews) -> tuple[str, RequestNews] | None:
@@ -213,6 +219,14 @@ class HostedRequests:
             if isinstance(answer.message, Taken):
                 for request, attempt in answer.message.unwanted:
                     self.cancel(front.node, front.boot, request, attempt)
+
+
+def _named(node: str, name: str, most: int) -> str:
+    """Returns what our engine calls what has this name at that box. Raises PeerRefused where it would be too long."""
+    here = f"{node}/{name}" if name else ""
+    if len(here) > most:
+        raise PeerRefused(f"a name of {len(name)} characters is too long: {most} are read here, the box's in front")
+    return here
 
 
 def _too_large(emission: Emission, error: WireError) -> Emission:
