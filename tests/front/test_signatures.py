@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.front.requests.prefix_keys import PrefixKeys
-from edgemoe.front.requests.signatures import MAX_BYTES, Signatures
+from edgemoe.front.requests.signatures import ENTRY_BYTES, MAX_BYTES, Signatures
 
 KEYS = PrefixKeys()
 FIRST = KEYS.prefix(range(200))  # a turn
@@ -34,7 +34,7 @@ def test_another_prompt_is_taken_for_its_users_last_and_an_opening_alone_says_no
 
 
 def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first() -> None:
-    known, size = Signatures(), MAX_BYTES // 4
+    known, size = Signatures(), MAX_BYTES // 4 - ENTRY_BYTES
     for user in range(1, 5):
         known.note(user, b"", table(user, size))
     assert known.of(1, b"") == table(1, size)
@@ -44,5 +44,12 @@ def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first() -> No
     assert known.of(5, b"") == table(6, size)
     assert known.of(3, b"")
     known.forget()
-    known.note(1, b"", table(1, MAX_BYTES))
+    known.note(1, b"", table(1, MAX_BYTES - ENTRY_BYTES))
     assert known.of(1, b"")
+
+
+def test_tables_of_nothing_take_room_too() -> None:
+    known, room = Signatures(), MAX_BYTES // ENTRY_BYTES
+    for user in range(1, room + 2):
+        known.note(user, b"", table(1, 0))
+    assert [user for user in (1, 2, room + 1) if known.of(user, b"")] == [2, room + 1]

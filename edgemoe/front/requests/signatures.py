@@ -10,7 +10,8 @@ from collections import OrderedDict
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
 from edgemoe.front.requests.prefix_keys import KEY_BYTES
 
-MAX_BYTES = 16 << 20  # of all tables; the longest unused go first
+MAX_BYTES = 16 << 20  # of all that is remembered; the longest unused goes first
+ENTRY_BYTES = 256  # of an entry beside its table's bytes
 
 
 class Signatures:
@@ -26,7 +27,7 @@ class Signatures:
             if key:
                 self._drop(key)
                 self._known[key] = signature
-                self._bytes += len(signature.chosen)
+                self._bytes += _bytes(signature)
         while self._bytes > MAX_BYTES:
             self._drop(next(iter(self._known)))
 
@@ -46,4 +47,8 @@ class Signatures:
 
     def _drop(self, key: bytes | int) -> None:
         if (known := self._known.pop(key, None)) is not None:
-            self._bytes -= len(known.chosen)
+            self._bytes -= _bytes(known)
+
+
+def _bytes(signature: SignatureTable) -> int:
+    return ENTRY_BYTES + len(signature.chosen)
