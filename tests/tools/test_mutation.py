@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from textwrap import dedent
 
@@ -115,6 +116,26 @@ def test_tests_that_fail_anyway_say_nothing_about_mutants(root: Path, capsys: py
     (root / "tests/test_room.py").write_text("def test_it():\n    assert False\n")
     assert main(["house"], root, ROOM) == 2
     assert "without any change" in capsys.readouterr().err
+
+
+def test_a_modules_own_tests_come_first_and_the_others_meet_what_these_let_pass(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MET", str(root / "met"))
+    met = "import os, pathlib\n\ndef test_it():\n    pathlib.Path(os.environ['MET']).open('a').write('{} ')\n"
+    (root / "house/room.py").write_text("def two():\n    return 2\n\ndef one():\n    return 1\n")
+    (root / "tests/test_room.py").write_text(
+        met.format("own") + "    from house import room\n    assert room.two() == 2\n"
+    )
+    (root / "tests/test_every.py").write_text(
+        met.format("other") + "    import importlib\n    assert importlib.import_module('house').one() == 1\n"
+    )
+    (root / "house/__init__.py").write_text("from .room import one\n")
+    assert ROOM["house"].own_tests(root, "house/room.py") == ["tests/test_room.py"]
+    assert main(["house", "--count", "9", "--least-s", "20"], root, ROOM) == 0
+    killed = capsys.readouterr().out
+    assert "4 killed, 0 timed out, 0 survived of 4" in killed
+    assert Counter((root / "met").read_text().split()) == {"own": 1 + 4, "other": 1 + 2}
 
 
 def test_every_room_has_sources_and_tests() -> None:

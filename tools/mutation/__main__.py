@@ -3,8 +3,9 @@
     tools/mutate policy --count 20 --seed 1     twenty mutants, the same ones for the same seed and sources
     tools/mutate --list                         rooms, and how many mutants each has
 
-A mutant is killed (a test failed), survived (none did) or timed out. What was tried before on the same sources and
-tests is taken from the log, so that a run that was cut short goes on. Mutants that mean the same are named in
+A mutant is killed (a test failed), survived (none did) or timed out. The tests that import its module come first; the
+room's others only meet what these let pass. What was tried before on the same sources and tests is taken from the log,
+so that a run that was cut short goes on. Mutants that mean the same are named in
 equivalents.toml, with the reason. Exit status: 0 all were noticed, 1 some survived, 2 it could not begin.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,17 @@ class Room:
         every = (one for file in self.files(root) for one in mutants_of(file, str(file.relative_to(root))))
         return [one for one in every if one.key not in same]
 
-    def test_files(self, root: Path, mutated: str = "") -> list[str]:
-        """Those that name the mutated module come first: they are the likeliest to notice."""
-        module = mutated.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    def test_files(self, root: Path) -> list[str]:
+        """All of them."""
         found = sorted({path for pattern in self.tests for path in root.glob(pattern)})
-        found.sort(key=lambda path: module not in path.read_text())
         return [str(path.relative_to(root)) for path in found]
+
+    def own_tests(self, root: Path, mutated: str) -> list[str]:
+        """Those that import the mutated module: they are the likeliest to notice."""
+        module = mutated.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        package, _, name = module.rpartition(".")
+        imports = re.compile(rf"{re.escape(module)}\b|from {re.escape(package)} import .*\b{re.escape(name)}\b")
+        return [path for path in self.test_files(root) if imports.search((root / path).read_text())]
 
 
 FOLDERS = (
