@@ -9,10 +9,12 @@ import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1RotaryEmbedding
 
 from edgemoe.errors import CheckpointError, UnsupportedModel
 from edgemoe.families.config import spec_from_config
 from edgemoe.families.records import Attention, Block, FeedForward, Heads, Names, RopeSpec, RouterSpec
+from edgemoe.families.rope_config import read_rope
 from edgemoe.families.spec import ModelSpec, dense_shapes
 from edgemoe.families.table import FAMILIES, REFUSED
 from edgemoe.model.rope import frequencies
@@ -135,6 +137,8 @@ def test_names_of_older_checkpoints_are_known() -> None:
         YARN | {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
         YARN | {"attention_factor": 1.5},
         YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+        YARN | {"mscale": 0.7},
+        YARN | {"factor": 1.0},
     ],
 )
 def test_frequencies_equal_those_of_transformers(rope: dict[str, Any]) -> None:
@@ -146,6 +150,28 @@ def test_frequencies_equal_those_of_transformers(rope: dict[str, Any]) -> None:
     assert ours is not None
     torch.testing.assert_close(frequencies(ours), expected, rtol=1e-6, atol=0)
     assert ours.attention_factor == pytest.approx(factor)
+
+
+def test_hunyuans_dynamic_alpha_turns_as_in_transformers() -> None:
+    dynamic = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+    sizes = {"head_dim": 64, "hidden_size": 256, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model("hunyuan_v1_moe", rope_parameters=dynamic, **sizes)
+    rope, context_tokens = read_rope(config.to_dict(), {}, head_dim=64)
+    torch.testing.assert_close(frequencies(rope), HunYuanMoEV1RotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0)
+    assert (rope.attention_factor, context_tokens) == (1.0, config.max_position_embeddings)
+
+
+def test_layers_from_the_one_that_is_named_on_have_a_window_where_no_types_are_said() -> None:
+    qwen2 = {
+        **QWEN4,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 64,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+    }
+    windows = [each.heads.window for each in spec_from_config({**qwen2, "max_window_layers": 28}).attention]
+    assert windows == [0] * 28 + [4096] * 20
 
 
 def test_yarn_extends_the_context() -> None:
@@ -179,6 +205,7 @@ def test_what_the_decoder_lacks_is_refused_by_name(change: dict[str, Any], named
         {"num_experts_per_tok": 129},
         {"num_key_value_heads": 5},
         {"head_dim": 63},
+        {"head_dim": 65, "partial_rotary_factor": 0.5},
         {"rms_norm_eps": float("nan")},
         {"architectures": "Qwen3MoeForCausalLM"},
         {"rope_scaling": [1]},

@@ -53,7 +53,7 @@ async def test_tensors_come_back_as_they_were_sent() -> None:
     assert a.channel.mishaps.rejected == b.channel.mishaps.rejected == 0
 
 
-async def test_an_unlisted_key_never_gets_a_frame_through() -> None:
+async def test_an_unlisted_key_never_gets_a_frame_through_and_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
     b_key, known, stranger = secret(), secret(), secret()
     served: list[Question[Any]] = []
 
@@ -65,7 +65,8 @@ async def test_an_unlisted_key_never_gets_a_frame_through() -> None:
     a = Box("a", stranger, {"b": b_key})
     async with running(a, b):
         a.channel.connect(b.peer)
-        await until(lambda: b.transport.authenticator.refused > 0)
+        await until(lambda: "a peer refuses our key; list it there" in caplog.text)
+        assert b.transport.authenticator.refused > 0
         with pytest.raises(PeerUnavailable):
             await a.channel.ask("b", Echo("let me in"), timeout_s=0.5)
     assert served == []
