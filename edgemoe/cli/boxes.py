@@ -140,7 +140,17 @@ def offers(after: Mapping[str, float]) -> str:
         f"{select(after, names.OFFERS_OPEN):,.0f} wait for the leader's word, "
         f"{select(after, names.GRANTED):,.0f} of {select(after, names.OFFERED):,.0f} got it; "
         f"{select(after, names.OFFER_QUEUE):,.0f} of all boxes wait here, "
-        f"{select(after, names.OFFER_QUEUE_GRANTED):,.0f} were given out"
+        f"{select(after, names.OFFER_QUEUE_GRANTED):,.0f} were given out{clusters(after)}"
+    )
+
+
+def clusters(after: Mapping[str, float]) -> str:
+    """Returns how far the leader's expert clusters are; "" where it has none."""
+    if not (engines := select(after, names.EXPERT_CLUSTERS)):
+        return ""
+    return (
+        f", by expert clusters of {engines:,.0f} engines, fitted to "
+        f"{select(after, names.EXPERT_CLUSTER_REQUESTS):,.0f} requests"
     )
 
 

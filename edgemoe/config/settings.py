@@ -110,7 +110,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     restart_window_s: Seconds = 300.0
 
 
-Route = Literal["pull", "gimbal", "published", "local", "spread"]  # docs/cluster.md says what they are
+Route = Literal["pull", "eldr", "gimbal", "published", "local", "spread"]  # docs/cluster.md says what they are
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):

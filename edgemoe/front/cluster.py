@@ -152,7 +152,7 @@ class ClusterFront:
             case Activity():
                 self._engine.activity = message
             case Choosing():
-                self._meter.choices = message.choices
+                self._meter.hear(message)
             case LastChunk() | PrefixPulled() | PromptRead():
                 self._pass_on(message)
 

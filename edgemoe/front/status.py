@@ -53,7 +53,8 @@ def metrics(
     plane: ControlPlane, places: Router, hosted_requests: HostedRequests, offers: OfferedRequests
 ) -> dict[str, float]:
     """Returns numbers for /metrics by their final names."""
-    state, queue = plane.state, plane.desk.queue
+    state, queue, fitting = plane.state, plane.desk.queue, plane.desk.fitting
+    clusters = fitting.fitted if fitting is not None else None
     plan = state.plans.plan
     states = [state_of(state.members, member) for member in state.members]
     return {
@@ -72,6 +73,9 @@ def metrics(
         names.OFFERS_OPEN: offers.waiting,
         names.OFFER_QUEUE: len(queue),
         names.OFFER_QUEUE_GRANTED: queue.granted,
+        names.EXPERT_CLUSTERS: len(clusters.slots) if clusters is not None else 0,
+        names.EXPERT_CLUSTER_REQUESTS: clusters.requests if clusters is not None else 0,
+        names.EXPERT_CLUSTER_FITS: fitting.fits if fitting is not None else 0,
         **{names.named(names.ROUTED, to=to, why=why): count for (to, why), count in places.routed.items()},
         **{names.named(names.CLUSTER_BOXES, state=each): states.count(each) for each in STATES},
     }

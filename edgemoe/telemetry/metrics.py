@@ -88,6 +88,9 @@ GRANTED = "edgemoe_granted_requests_total"  # of these, with an engine named by 
 OFFERS_FORECAST = "edgemoe_forecast_offers_total"  # of these, with what prompts like theirs chose of the experts
 OFFERS_OPEN = "edgemoe_offered_requests"  # this box's, that wait for the leader's word
 OFFER_QUEUE = "edgemoe_leader_queue_requests"  # all boxes', that wait with this box, while it leads
+EXPERT_CLUSTERS = "edgemoe_expert_clusters"  # engines that have one, while this box leads by them
+EXPERT_CLUSTER_REQUESTS = "edgemoe_expert_cluster_requests"  # that these were fitted to
+EXPERT_CLUSTER_FITS = "edgemoe_expert_cluster_fits_total"
 OFFER_QUEUE_GRANTED = "edgemoe_leader_queue_granted_total"  # requests that this box has named an engine for
 
 _MODEL = re.compile(r',?model_name="(?:[^"\\]|\\.)*"')  # the same label on the whole page

@@ -1,8 +1,9 @@
 """Tells the front which experts prompts chose, and what this engine's requests are expected to choose in a step.
 
-By that requests go to engines whose steps load their experts anyway (`policy.routing.by_experts`). Looks at signatures
-and residency a few times a second, beside the event loop: the compute thread does nothing for it. Where a sequence
-lies may change under a look, so a table may be a little off; nothing but routing goes by it.
+By that requests go to engines whose steps load their experts anyway (`policy.routing.by_experts`). Where boxes go by
+expert clusters, it also tells of some requests that have ended what they chose, of answers whole blocks. Looks at
+signatures and residency a few times a second, beside the event loop: the compute thread does nothing for it. Where a
+sequence lies may change under a look, so a table may be a little off; nothing but routing goes by it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from edgemoe.cluster.rpc.engine_messages import FromEngine, Submit
-from edgemoe.cluster.rpc.messages.choices import Choosing, EngineChoices, PromptRead, SignatureTable
+from edgemoe.cluster.rpc.messages.choices import (
+    MOST_ENDED,
+    Choosing,
+    EndedRequest,
+    EngineChoices,
+    PromptRead,
+    SignatureTable,
+)
 from edgemoe.engine.engine import Engine
 from edgemoe.engine.sequence import Sequence, blocks_for
 from edgemoe.experts.build import ExpertTiers
@@ -25,6 +35,7 @@ from edgemoe.policy.routing.step_times import StepTimes
 from edgemoe.policy.routing.told import absent_bytes, shares_of
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import Tier
+from edgemoe.types.step import BLOCK_TOKENS
 
 LOOK_S = 0.25
 REPEAT_LOOKS = 8  # after which residency and times are looked at, whether or not anything has come or gone
@@ -34,16 +45,29 @@ IN_PLACE, IN_RAM, AT_PEER, ON_DISK = range(4)
 Key = tuple[str, int]  # request and attempt
 
 
+@dataclass(slots=True, eq=False)
+class Chosen:
+    """What a sequence has chosen so far."""
+
+    prompt: IntArray  # counts [L, E]
+    answer: IntArray  # of its full blocks [L, E]
+    blocks: int  # up to which these go
+
+
 class Choices:
     """Owns what is known of running sequences. `want` and `run` on the event loop."""
 
-    def __init__(self, engine: Engine, tiers: ExpertTiers, post: Callable[[FromEngine], None]) -> None:
+    def __init__(
+        self, engine: Engine, tiers: ExpertTiers, post: Callable[[FromEngine], None], ended: bool = False
+    ) -> None:
+        """With `ended` it tells what requests chose that have ended."""
         self._engine, self._tiers, self._post = engine, tiers, post
         geometry = tiers.geometry
         self._top_k = geometry.top_k
         self._forecast = PromptForecast(geometry.top_k)
         self._unread = absence(self._forecast.chance(np.zeros((geometry.layers, geometry.experts), np.float32)))
         self._known: dict[Key, FloatArray] = {}  # of prompts that are computed, the log of `expert_union.absence`
+        self._tells_ended, self._chosen = ended, dict[Key, Chosen]()
         self._wanted: OrderedDict[Key, None] = OrderedDict()
         self._times = StepTimes()
         self._said: EngineChoices | None = None
@@ -63,7 +87,7 @@ class Choices:
             there = self._there()
             read = {_key(seq) for seq in there if _is_read(seq)}
             looks += 1
-            if read != seen or looks >= REPEAT_LOOKS:
+            if read != seen or looks >= REPEAT_LOOKS or (read and self._tells_ended):
                 seen, looks = read, 0
                 for message in await asyncio.to_thread(self._look, there):
                     self._post(message)
@@ -89,11 +113,31 @@ class Choices:
             if absent is not None:
                 known[key] = absent
         self._known = known
-        choices = self._choices(union)
-        if choices != self._said:
+        choices, ended = self._choices(union), self._ended(there)
+        if ended or choices != self._said:
             self._said = choices
-            answer.append(Choosing(choices=choices))
+            answer.append(Choosing(choices=choices, ended=ended))
         return answer
+
+    def _ended(self, there: Iterable[Sequence]) -> tuple[EndedRequest, ...]:
+        """Reads on in what those here choose; returns what some chose that were here before."""
+        if not self._tells_ended:
+            return ()
+        before, self._chosen = self._chosen, {}
+        for seq in there:
+            one = before.pop(_key(seq), None)
+            if _is_read(seq):
+                self._chosen[_key(seq)] = self._read_on(seq, one)
+        told = (one for one in before.values() if one.prompt.any() and one.answer.any())
+        return tuple(EndedRequest(self._table(one.prompt), self._table(one.answer)) for one in islice(told, MOST_ENDED))
+
+    def _read_on(self, seq: Sequence, one: Chosen | None) -> Chosen:
+        if one is None:
+            one = Chosen(self._counts(seq), np.zeros(self._unread.shape, np.int64), blocks_for(seq.prompt_tokens))
+        full = seq.blocks[one.blocks : seq.computed // BLOCK_TOKENS]
+        one.answer += self._engine.blocks.signatures[full].sum(axis=0, dtype=np.int64)
+        one.blocks += len(full)
+        return one
 
     def signature_of(self, request: str) -> SignatureTable | None:
         """Returns what a running request's computed tokens chose. On the compute thread."""

@@ -68,7 +68,7 @@ class ClusterSide:
             ),
             timeout_s=settings.call_timeout_s,
         )
-        self.choices = Choices(assembly.engine, tiers, post)
+        self.choices = Choices(assembly.engine, tiers, post, ended=settings.route == "eldr")
         self._pulls = Pulls(assembly.engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.choices.signature_of)
         tiers.join(self.plane.calls)
@@ -84,7 +84,7 @@ class ClusterSide:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(self._pulls.run())
-            if self._settings.route == "pull":
+            if self._settings.route in ("pull", "eldr"):
                 group.create_task(self.choices.run())
             group.create_task(self._report())
             group.create_task(self._report_activity())

@@ -101,6 +101,7 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
     page = io.StringIO()
     console = Console(width=80, file=page)
     routed = {named(names.ROUTED, to="here", why="at once"): 7.0, names.OFFERS_OPEN: 3.0, names.OFFER_QUEUE: 5.0}
+    routed |= {names.EXPERT_CLUSTERS: 3.0, names.EXPERT_CLUSTER_REQUESTS: 640.0}
     console.print(boxes(health, {calls: 10.0, seconds: 1.0}, {calls: 110.0, seconds: 1.5, **routed}, 2.0))
     text = page.getvalue()
     assert "…" not in text
@@ -121,6 +122,7 @@ def test_the_picture_names_boxes_leader_trouble_and_rates() -> None:
         "5 of all boxes",
     ):
         assert part in text
+    assert "by expert clusters of 3 engines, fitted to 640 requests" in " ".join(text.split())
 
 
 def test_a_box_on_its_own_has_no_picture() -> None:

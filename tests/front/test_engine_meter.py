@@ -6,8 +6,9 @@ import msgspec
 
 from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, PREFIX_TOKENS
 from edgemoe.cluster.rpc.engine_messages import Submit
-from edgemoe.cluster.rpc.messages.choices import EngineChoices
-from edgemoe.front.requests.engine_use import EngineFacts, EngineMeter, HeldRequest
+from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
+from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices, SignatureTable
+from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.request import Request, Sampling
@@ -52,18 +53,33 @@ def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> Non
 
 def test_users_and_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_another_leader() -> None:
     engine = Engine()
-    engine.meter.choices = CHOICES
+    engine.meter.hear(Choosing(choices=CHOICES))
+    idle = engine.meter.use()
     for n in range(2 * MAX_TAKEN):
         engine.meter.note(Submit(request=request(3 * PREFIX_TOKENS, f"user {n}", n)), ("a", n))
-    said = [engine.meter.news() for _ in range(4)]
-    assert [len(users) for users, _, _ in said] == [MAX_USERS, 0, 0, 0]
-    assert [len(keys) // 8 for _, keys, _ in said] == [MAX_PREFIX_KEYS] * 3 + [0]
-    assert [choices for _, _, choices in said] == [CHOICES, None, None, None]
-    assert engine.meter.news(again=True)[2] == CHOICES
-    use = msgspec.structs.replace(engine.meter.use(), users=said[0][0], prefixes=said[0][1], choices=CHOICES)
-    assert CONTROL.read(msgspec.msgpack.encode(use)) == use
+    said = [engine.meter.news(idle) for _ in range(4)]
+    assert [len(one.users) for one in said] == [MAX_USERS, 0, 0, 0]
+    assert [len(one.prefixes) // 8 for one in said] == [MAX_PREFIX_KEYS] * 3 + [0]
+    assert [one.choices for one in said] == [CHOICES, None, None, None]
+    assert engine.meter.news(idle, again=True).choices == CHOICES
+    assert CONTROL.read(msgspec.msgpack.encode(said[0])) == said[0]
     engine.meter.retell()
-    assert engine.meter.news() == said[0]
+    assert engine.meter.news(idle) == said[0]
+
+
+def test_requests_that_have_ended_are_told_once_a_few_at_a_time_and_never_more_than_a_message_takes() -> None:
+    engine = Engine()
+    idle, small = engine.meter.use(), SignatureTable(1, bytes(2))
+    engine.meter.hear(Choosing(choices=CHOICES, ended=(EndedRequest(small, small),) * MOST_ENDED))
+    engine.meter.hear(Choosing(choices=CHOICES, ended=(EndedRequest(small, small),)))
+    assert [len(engine.meter.news(idle).ended) for _ in range(3)] == [MOST_ENDED, 1, 0]
+    large = SignatureTable(1, bytes(1 << 18))
+    for _ in range(100):
+        engine.meter.hear(Choosing(choices=CHOICES, ended=(EndedRequest(large, large),) * MOST_ENDED))
+    told = [engine.meter.news(idle) for _ in range(MAX_UNTOLD)]
+    assert [len(one.ended) for one in told] == [1] * MAX_UNTOLD
+    assert all(len(msgspec.msgpack.encode(one)) < MAX_ENVELOPE_BYTES for one in told)
+    assert engine.meter.news(idle).ended == ()
 
 
 def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the_secret() -> None:

@@ -21,6 +21,7 @@ from support.waiting import until
 from tokenizers import Tokenizer
 
 from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.control.requests.expert_fitting import FIRST
 from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decode_from_engine, encode
 from edgemoe.cluster.rpc.keys import generate
@@ -97,13 +98,14 @@ async def both(two: tuple[Settings, Settings]) -> AsyncIterator[tuple[Front, Fro
         yield a, b
 
 
-async def texts(front: Front, count: int = 4) -> list[str]:
-    """Streamed completions, all at once."""
+async def texts(front: Front, count: int = 4, users: int = 1) -> list[str]:
+    """Streamed completions, all at once, of so many users in turn."""
     async with openai_client(front.settings) as client:
 
         async def one(number: int) -> str:
+            user = f"user {number % users}" if users > 1 else ""
             stream = await client.completions.create(
-                model="tiny", prompt=f"prompt {number}", seed=number, max_tokens=TOKENS, stream=True
+                model="tiny", prompt=f"prompt {number}", seed=number, max_tokens=TOKENS, stream=True, user=user
             )
             return "".join([chunk.choices[0].text async for chunk in stream])
 
@@ -165,6 +167,27 @@ async def test_one_boxs_full_queue_turns_nobody_away_and_answers_are_the_same_by
             leader = next(cluster_of(one) for one in (a, b) if cluster_of(one).plane.leading)
             views = leader.plane.desk.queue._dispatches.views
             await until(lambda: all(view.union is not None for view in views()))
+
+
+@pytest.mark.slow
+async def test_requests_go_by_expert_clusters_once_these_are_fitted_and_answers_are_the_same(
+    two: tuple[Settings, Settings],
+) -> None:
+    """The solver's process is the real one. Of the two users each one's requests choose their own experts."""
+    async with both((routed(two[0], "eldr"), routed(two[1], "eldr"))) as (a, b):
+        leader = next(cluster_of(one) for one in (a, b) if cluster_of(one).plane.leading)
+        fitting = leader.plane.desk.fitting
+        expected = await texts(b, 10, users=2)
+        while fitting.kept < FIRST:
+            assert await texts(a, 10, users=2) == expected
+        await until(lambda: fitting.fits, 300)
+        before = cluster_of(a)._places.routed.copy()
+        assert await texts(a, 10, users=2) == expected
+        since = cluster_of(a)._places.routed - before
+        assert {to for to, _ in since} == {"here", "elsewhere"}
+        assert {why for _, why in since} <= {"nearest", "in band"}
+        assert since["here", "nearest"] + since["elsewhere", "nearest"] >= 8
+        assert (leader.metrics()[names.EXPERT_CLUSTERS], fitting.fits) == (2, 1)
 
 
 async def test_who_waits_for_a_leader_that_dies_is_answered_all_the_same(two: tuple[Settings, Settings]) -> None:

@@ -17,7 +17,7 @@ def table(mark: int, size: int = 8) -> SignatureTable:
 
 
 def test_a_conversations_next_turn_is_taken_for_the_one_before_whoever_asks() -> None:
-    known = Signatures()
+    known = Signatures(KEYS)
     known.note(7, FIRST, table(1))
     known.note(9, OTHER, table(2))
     assert known.of(9, NEXT) == table(1)
@@ -25,7 +25,7 @@ def test_a_conversations_next_turn_is_taken_for_the_one_before_whoever_asks() ->
 
 
 def test_another_prompt_is_taken_for_its_users_last_and_an_opening_alone_says_nothing() -> None:
-    known = Signatures()
+    known = Signatures(KEYS)
     known.note(7, FIRST, table(1))
     known.note(7, b"", table(3))
     assert known.of(7, OTHER) == table(3)
@@ -34,7 +34,7 @@ def test_another_prompt_is_taken_for_its_users_last_and_an_opening_alone_says_no
 
 
 def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first() -> None:
-    known, size = Signatures(), MAX_BYTES // 4 - ENTRY_BYTES
+    known, size = Signatures(KEYS), MAX_BYTES // 4 - ENTRY_BYTES
     for user in range(1, 5):
         known.note(user, b"", table(user, size))
     assert known.of(1, b"") == table(1, size)
@@ -43,13 +43,23 @@ def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first() -> No
     known.note(5, b"", table(6, size))
     assert known.of(5, b"") == table(6, size)
     assert known.of(3, b"")
-    known.forget()
     known.note(1, b"", table(1, MAX_BYTES - ENTRY_BYTES))
     assert known.of(1, b"")
+    assert known.of(5, b"") is None
 
 
 def test_tables_of_nothing_take_room_too() -> None:
-    known, room = Signatures(), MAX_BYTES // ENTRY_BYTES
+    known, room = Signatures(KEYS), MAX_BYTES // ENTRY_BYTES
     for user in range(1, room + 2):
         known.note(user, b"", table(1, 0))
     assert [user for user in (1, 2, room + 1) if known.of(user, b"")] == [2, room + 1]
+
+
+def test_another_secret_makes_all_of_it_unknown() -> None:
+    keys = PrefixKeys()
+    known = Signatures(keys)
+    known.note(7, b"", table(1))
+    keys.secret = bytes(16)
+    assert known.of(7, b"") is None
+    known.note(7, b"", table(2))
+    assert known.of(7, b"") == table(2)

@@ -39,16 +39,24 @@ from edgemoe.cluster.rpc.engine_messages import (
     Submit,
 )
 from edgemoe.cluster.rpc.ipc import EngineEnd
-from edgemoe.cluster.rpc.messages.choices import Choosing, EngineChoices, PromptRead, SignatureTable
+from edgemoe.cluster.rpc.messages.choices import Choosing, EndedRequest, EngineChoices, PromptRead, SignatureTable
 from edgemoe.config.settings import Settings
 from edgemoe.policy.routing.told import shares_of
 from edgemoe.types.glimpse import IN_RAM, ON_DISK, Glimpse, ShownRequest
 from edgemoe.types.model_info import ModelInfo
-from edgemoe.types.request import Emission, TokenLogprob
+from edgemoe.types.request import Emission, Request, TokenLogprob
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
 COMMAND = re.compile(r"(SAY|FAIL)\{(.*?)\}END|(DIE|HANG)@(\d+)|(DIE-ALWAYS)", re.S)
+
+CHOICES = EngineChoices(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)
+
+
+def signature(request: Request) -> SignatureTable:
+    """What its prompt chose: the first experts or the last, by the parity of its seed."""
+    chosen = [4, 4, 0, 0, 0, 0, 0, 0][:: -1 if request.seed % 2 else 1]
+    return SignatureTable(*shares_of(np.tile(chosen, (2, 1)), 2))
 
 
 @dataclass
@@ -91,7 +99,7 @@ class Scripted:
             none = bytes(2)
             self.end.post(Listening(calls_port=1, bulk_port=1, model=info))
             self.end.post(Holds(disk=none, ram=none, budget_experts=0))
-            self.end.post(Choosing(choices=EngineChoices(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)))
+            self.end.post(Choosing(choices=CHOICES))
         self.end.post(Ready(boot_id=self.boot.boot_id, model=info, limits=limits))
         stepping = asyncio.ensure_future(self.step_for_ever())
         async for message in self.end.messages():
@@ -100,9 +108,8 @@ class Scripted:
             if isinstance(message, Submit):
                 self.running[message.request.id] = self.accept(message)
                 if message.signature:
-                    table = SignatureTable(*shares_of(np.tile([4, 4, 0, 0, 0, 0, 0, 0], (2, 1)), 2))
                     name, attempt = message.request.id, message.attempt
-                    self.end.post(PromptRead(request=name, attempt=attempt, signature=table))
+                    self.end.post(PromptRead(request=name, attempt=attempt, signature=signature(message.request)))
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
             elif isinstance(message, Show):
@@ -124,9 +131,14 @@ class Scripted:
         steps = 0
         while True:
             await asyncio.sleep(STEP_S)
-            items = [item for one in list(self.running.values()) for item in self.emit(one)]
+            there = dict(self.running)
+            items = [item for one in there.values() for item in self.emit(one)]
             if items:
                 self.end.post(Emissions(items=items))
+            for name in there.keys() - self.running.keys():
+                if there[name].submit.signature:
+                    table = signature(there[name].submit.request)
+                    self.end.post(Choosing(choices=CHOICES, ended=(EndedRequest(table, table),)))
             if (steps := steps + 1) % 20 == 0:
                 self.end.post(Stats(values={"edgemoe_num_requests_running": float(len(self.running))}))
 

@@ -67,7 +67,9 @@ async def worker(node: str, store: Path, slots: int, runtime: Path) -> AsyncIter
         memory=MemorySettings(ram_bytes=slots * EXPERT_BYTES, kv_bytes=1 << 20),
         engine=EngineSettings(threads=1, max_sequences=4),
         log=LogSettings(level="error"),
-        cluster=ClusterSettings(node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=3),
+        cluster=ClusterSettings(
+            node=node, key_file=str(key_file), listen="127.0.0.1:7540", call_timeout_s=3, route="eldr"
+        ),
     )
     boot = Boot(
         boot_id=secrets.token_hex(8), address=wire.address, speaks=SPOKEN, settings=msgspec.to_builtins(settings)
@@ -151,7 +153,20 @@ async def check_what_it_says_of_choices(a: Child) -> None:
     assert 0 < (far == 0).sum() <= 4
     assert set(far[far > 0].tolist()) == {2}, "box b has the others in memory"
     assert here.choices.step_s > 0
-    a.tell(Cancel(request="long", attempt=1))
+    await a.tokens("long", 40)
+    looks = 0
+    while not here.ended:
+        here, looks = await a.hear(Choosing), looks + 1
+        if looks == 2:  # it has read on since
+            a.tell(Cancel(request="long", attempt=1))
+    (ended,) = here.ended
+    assert 4 <= ended.prompt.tokens <= 16
+    assert ended.answer.tokens >= 16
+    assert ended.answer.tokens % 16 == 0, "whole blocks"
+    for told in (ended.prompt, ended.answer):
+        counts = counts_of(told.tokens, told.chosen, SIZES)
+        assert counts is not None
+        np.testing.assert_allclose(counts.sum(axis=1), told.tokens * TOP_K, rtol=1e-3)
     while set(here.choices.absent) != {255}:
         here = await a.hear(Choosing)
 

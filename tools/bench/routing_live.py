@@ -24,10 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from edgemoe.config.settings import Route
 from edgemoe.telemetry import metrics as names
 from tools.bench.arrivals import Arrival, Shape, from_trace
 from tools.bench.faults import EXPERTS, common
@@ -38,7 +39,7 @@ from tools.testbed.model import float32_demo
 
 NODES = ("a", "b", "c")
 ROLES = {"a": "prefill", "b": "decode", "c": "decode"}
-RULES = ("local", "spread", "pull", "gimbal", "published")
+RULES = get_args(Route)
 SLOTS = 4
 VOCAB = (3, 4096)
 SAME, SAME_TOKENS = 8, 48  # requests at each box, twice; tokens of each answer

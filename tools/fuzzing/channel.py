@@ -31,7 +31,7 @@ WHATS = CHANNELS
 LATE = 0.2  # of the messages, at the end, in which a channel's memory is measured last,
 LOOK_EVERY = 100  # messages
 PAUSE_S = 0.1  # between two requests
-ROUTES = ("pull", "gimbal")
+ROUTES = ("pull", "gimbal", "eldr")
 AGREEMENT = "single: box"
 ENGINE = "x"  # boot of the engine that a peer says it has
 
@@ -92,7 +92,7 @@ class Looker:
 
 def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
     """Sends `count` messages to the channel, or to each of the three."""
-    with target(ROUTES[seed % 2]) as (box, child):
+    with target(ROUTES[seed % len(ROUTES)]) as (box, child):
         health, right = box.health(), box.ask()
         others, looker = Others(box, right), Looker(box)
         seen: dict[str, Any] = {"channels": {}}

@@ -32,8 +32,7 @@ from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.reach import PortReach
 from edgemoe.cluster.control.reporter import Reporter
 from edgemoe.cluster.control.requests.desk import RequestDesk
-from edgemoe.cluster.control.requests.offer_queue import OfferQueue
-from edgemoe.cluster.control.requests.policies import make_policy
+from edgemoe.cluster.control.requests.policies import make_queue
 from edgemoe.cluster.control.state import (
     Action,
     BeatHeard,
@@ -111,9 +110,9 @@ class ControlPlane:
         self._reporter = Reporter(self.state, self.channel, self._local.report)
         self.reach = PortReach(self.state, self.channel)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
-        queue = OfferQueue(lambda: make_policy(settings), clock)
-        self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.granted)
         self._solver = PlanSolver(settings)
+        queue, fitting = make_queue(settings, self._solver.fit, clock)
+        self.desk = RequestDesk(self.state, self.channel, queue, lambda: self.leading, self._local.granted, fitting)
         self._leader: Leader | None = None
         try:
             if (store := make_store(settings, peers, fence, self._link, clock)) is not None:
@@ -144,7 +143,7 @@ class ControlPlane:
         """Runs until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                tells = [self._announcer.run, self._reporter.run, self._beat_on]
+                tells = [self._announcer.run, self._reporter.run, self._beat_on, self.desk.run]
                 leads = [self._leader.run] if self._leader is not None else []
                 for run in [self._transport.run, self.channel.run, *tells, *leads]:
                     self._group.create_task(run())

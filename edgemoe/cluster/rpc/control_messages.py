@@ -4,8 +4,7 @@
     Announce     asked on change, or where a Beat wants it; answered Welcome (or refused): what the box is and has
     Report       sent to the leader every ten seconds, without an answer: what requests choose, how the links are
     EngineUse    sent to the leader when it has changed, without an answer: what a box's engine has to do
-    RequestOffer asked of the leader for a request that waits, answered RequestGrant: where it is to run. With an empty
-                 place it waits on, and another RequestGrant is sent, without an answer, once an engine has room
+    RequestOffer asked of the leader for a request that waits, answered RequestGrant: where it runs, or sent one later
     Withdrawal   sent to the leader, without an answer: offers that do not stand, or whose engine would not take them
     GetPlan      answered PlanIs, with the plan as a tensor
     Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
@@ -27,7 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.keys import Peer
-from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
+from edgemoe.cluster.rpc.messages.choices import EndedRequests, EngineChoices, SignatureTable
 from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
 from edgemoe.cluster.rpc.messages.reach import Reach, Reached
 from edgemoe.cluster.rpc.protocol import Language, Message
@@ -180,6 +179,7 @@ class EngineUse(Message, frozen=True, tag="EngineUse"):
     users: Annotated[tuple[Sum64, ...], Meta(max_length=MAX_USERS)] = ()
     prefixes: PrefixKeys = b""
     choices: EngineChoices | None = None  # where they have changed
+    ended: EndedRequests = ()  # some of the requests that have
 
 
 class RequestOffer(Message, frozen=True, tag="RequestOffer"):
@@ -204,11 +204,12 @@ class RequestOffer(Message, frozen=True, tag="RequestOffer"):
 
 
 class RequestGrant(Message, frozen=True, tag="RequestGrant"):
-    """Says which engine takes the request of that offer: NODE:BOOT, or "" while none has room."""
+    """Says which engine takes the request of that offer: NODE:BOOT, or "" while none has room; perhaps why."""
 
     since = 2
     number: Count
     place: Text = ""
+    why: Text = ""
 
 
 class Withdrawal(Message, frozen=True, tag="Withdrawal"):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
+
+from msgspec import structs
 
 from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, EngineUse
 from edgemoe.cluster.rpc.engine_messages import Submit
-from edgemoe.cluster.rpc.messages.choices import EngineChoices
+from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices
 from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.request import Request
@@ -22,6 +24,8 @@ from edgemoe.types.step import BLOCK_TOKENS
 K = TypeVar("K", int, bytes)
 TAKEN_S = 3.0  # for which an offer is named that has reached the engine
 OUTPUT_RESERVE = 0.25  # of expected output, kept free in KV by engines
+MAX_UNTOLD = 4 * MOST_ENDED  # requests that have ended; the oldest go
+MOST_BYTES = 1 << 19  # of what they chose, in one message
 MAX_PREFIXES = 8 * MAX_PREFIX_KEYS  # keys that are remembered; of more, the longest unused go
 
 
@@ -59,6 +63,12 @@ class EngineMeter:
         self._untold_prefixes: OrderedDict[bytes, None] = OrderedDict()
         self.choices: EngineChoices | None = None  # as the engine said last
         self._told: EngineChoices | None = None
+        self._ended: deque[EndedRequest] = deque(maxlen=MAX_UNTOLD)  # not told yet
+
+    def hear(self, message: Choosing) -> None:
+        """Takes what the engine says of its requests' choices."""
+        self.choices = message.choices
+        self._ended.extend(message.ended)
 
     def note(self, message: Submit, offer: tuple[str, int] | None = None) -> None:
         """Takes note of a request that goes to our engine, by that offer of a front."""
@@ -71,7 +81,7 @@ class EngineMeter:
             _note(self._prefixes, self._untold_prefixes, prefix[at : at + KEY_BYTES], MAX_PREFIXES)
 
     def use(self) -> EngineUse:
-        """Returns what the engine has to do. Users and prefixes are added by `news`."""
+        """Returns what the engine has to do. What else there is to tell is added by `news`."""
         facts = self._facts()
         if facts is None:
             return EngineUse()
@@ -106,17 +116,28 @@ class EngineMeter:
         reserve = OUTPUT_RESERVE * (use.remaining_tokens + expected) / BLOCK_TOKENS
         return not use.running or len(request.prompt) // BLOCK_TOKENS + 1 + reserve <= use.free_blocks
 
-    def news(self, again: bool = False) -> tuple[tuple[int, ...], bytes, EngineChoices | None]:
-        """Returns users, prefixes and choices that have not been told yet, as many as fit, and counts them as told.
+    def news(self, use: EngineUse, again: bool = False) -> EngineUse:
+        """Returns that with users, prefixes, choices and ended requests not told yet, and counts these as told.
 
-        With `again` choices are among them in any case: the leader may not have known the engine when it was told.
+        As many as fit. With `again` choices are among them in any case: the leader may not have known the engine when
+        it was told.
         """
         untold = self._untold_prefixes
         prefixes = [untold.popitem(last=False)[0] for _ in range(min(len(untold), MAX_PREFIX_KEYS))]
         users, self._untold_users = tuple(self._untold_users), OrderedDict()
         choices = self.choices if again or self.choices != self._told else None
         self._told = self.choices
-        return users, b"".join(prefixes), choices
+        ended = tuple(self._take_ended())
+        return structs.replace(use, users=users, prefixes=b"".join(prefixes), choices=choices, ended=ended)
+
+    def _take_ended(self) -> Iterator[EndedRequest]:
+        size = 0
+        for _ in range(min(len(self._ended), MOST_ENDED)):
+            one = self._ended[0]
+            size += len(one.prompt.chosen) + len(one.answer.chosen)
+            if size > MOST_BYTES:
+                return
+            yield self._ended.popleft()
 
     def retell(self) -> None:
         """Counts all that is known as not told yet: there is another leader."""
@@ -129,6 +150,7 @@ class EngineMeter:
             known.clear()
         if engine:
             self.choices = self._told = None
+            self._ended.clear()
 
 
 def _note(known: OrderedDict[K, None], untold: OrderedDict[K, None], key: K, most: int) -> None:

@@ -27,6 +27,7 @@ from edgemoe.front.requests.engine_use import EngineMeter
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.signatures import Signatures
 from edgemoe.policy.route import Rule
+from edgemoe.policy.routing.locality_band import BAND_REASONS
 from edgemoe.types.request import Request
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class OpenOffer:
     leader: str
     until_s: float
     place: str = ""  # that was granted
+    why: str = ""  # that place
     over: str = ""  # why it does not stand any more
     used: bool = False  # the request went where it was granted
 
@@ -88,7 +90,7 @@ class OfferedRequests:
         self.offered = self.granted = self.forecast = 0
         self._plane, self._route, self._requests = plane, route, requests
         self._meter, self._keys, self._spawn = meter, keys, spawn
-        self._signatures, self._secret = Signatures(), keys.secret
+        self._signatures = Signatures(keys)
         self._numbers = itertools.count(secrets.randbits(48) + 1)
         self._offers: dict[str, OpenOffer] = {}  # by request
         self._by_number: dict[int, OpenOffer] = {}
@@ -113,7 +115,7 @@ class OfferedRequests:
         if request not in self._offers:
             if message.attempt > 1:
                 return RouteChoice("", "again")
-            if own_place and self._route == "pull" and self._meter.starts_at_once(message.request):
+            if own_place and self._may_stay(message.request) and self._meter.starts_at_once(message.request):
                 return RouteChoice(own_place, "at once")
             if not self._plane.leader:
                 return RouteChoice("", "no leader")
@@ -134,20 +136,18 @@ class OfferedRequests:
         if one is None or one.over:
             self._withdraw([grant.number])
         elif grant.place and not one.place:
-            one.place = grant.place
-            self.granted += 1
+            self._grant(one, grant)
             self._requests.submit_waiting(one.request)
 
     @property
     def learns(self) -> bool:
         """Returns whether engines are to say what prompts chose."""
-        return self._route == "pull"
+        return self._route in ("pull", "eldr")
 
     def learn(self, message: PromptRead) -> None:
         """Remembers what a prompt of ours chose, for those that are alike."""
         if (request := self._requests.request_of(message.request)) is not None:
-            keys = self._keys.user(request.user), self._keys.prefix(request.prompt)
-            self._signatures_now().note(*keys, message.signature)
+            self._signatures.note(*self._hashes(request), message.signature)
 
     def failed(self, request: str) -> None:
         """Tells the leader that an engine did not take the request that was granted."""
@@ -165,6 +165,14 @@ class OfferedRequests:
 
     # --- offering ---------------------------------------------------------------------------------------------
 
+    def _may_stay(self, request: Request) -> bool:
+        """Returns whether a request need not be offered that our engine can begin at once."""
+        unknown = self._route == "eldr" and self._signatures.of(*self._hashes(request)) is None
+        return unknown or self._route == "pull"
+
+    def _hashes(self, request: Request) -> tuple[int, bytes]:
+        return self._keys.user(request.user), self._keys.prefix(request.prompt)
+
     def _offer(self, message: Submit) -> None:
         request, plane = message.request, self._plane
         one = OpenOffer(request.id, next(self._numbers), plane.leader, time.monotonic() + WAIT_S)
@@ -176,15 +184,18 @@ class OfferedRequests:
             self._spawn(self._ask(one, offer))
             return
         try:
-            one.place = plane.desk.ask(one.leader, offer).place
-            self.granted += bool(one.place)
+            self._grant(one, plane.desk.ask(one.leader, offer))
         except PeerError:
             one.over = "unanswered"
+
+    def _grant(self, one: OpenOffer, grant: RequestGrant) -> None:
+        one.place, one.why = grant.place, grant.why if grant.why in BAND_REASONS else "granted"
+        self.granted += bool(grant.place)
 
     def _told_of(self, message: Submit, number: int, signature: SignatureTable | None) -> RequestOffer:
         """Returns what the leader is told of a request; without a signature that of a prompt like it, if known."""
         request = message.request
-        user, prefix = self._keys.user(request.user), self._keys.prefix(request.prompt)
+        user, prefix = self._hashes(request)
         return RequestOffer(
             number,
             self._plane.state.model,
@@ -195,14 +206,8 @@ class OfferedRequests:
             prefix=prefix,
             waited_ms=message.waited_ms,
             remaining_ms=WAIT_S * 1e3,
-            signature=signature or self._signatures_now().of(user, prefix),
+            signature=signature or self._signatures.of(user, prefix),
         )
-
-    def _signatures_now(self) -> Signatures:
-        if self._secret != self._keys.secret:
-            self._secret = self._keys.secret
-            self._signatures.forget()
-        return self._signatures
 
     async def _ask(self, one: OpenOffer, offer: RequestOffer) -> None:
         try:
@@ -243,7 +248,7 @@ class OfferedRequests:
         if one.used:
             return RouteChoice("", "again")
         if one.place and not one.over:
-            return RouteChoice(one.place, "granted")
+            return RouteChoice(one.place, one.why)
         if not one.over and one.leader != self._plane.leader:
             one.over = "no leader"
         if not one.over and time.monotonic() > one.until_s:
@@ -288,8 +293,7 @@ class OfferedRequests:
         if self._told[0][:1] != marks[:1]:
             self._meter.retell()
         again, self._told = marks == self._told[0], (marks, now)
-        users, prefixes, choices = self._meter.news(again)
-        news = structs.replace(use, users=users, prefixes=prefixes, choices=choices)
+        news = self._meter.news(use, again)
         if leader == self._plane.state.node:
             self._plane.desk.hear(leader, news)
         else:

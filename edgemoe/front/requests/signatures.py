@@ -8,21 +8,23 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from edgemoe.cluster.rpc.messages.choices import SignatureTable
-from edgemoe.front.requests.prefix_keys import KEY_BYTES
+from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
 
 MAX_BYTES = 16 << 20  # of all that is remembered; the longest unused goes first
 ENTRY_BYTES = 256  # of an entry beside its table's bytes
 
 
 class Signatures:
-    """Owns the signatures of prompts that were computed, by keyed hashes."""
+    """Owns the signatures of prompts that were computed, by keyed hashes; knows none of those by a former secret."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: PrefixKeys) -> None:
+        self._keys, self._secret = keys, keys.secret
         self._known: OrderedDict[bytes | int, SignatureTable] = OrderedDict()
         self._bytes = 0
 
     def note(self, user: int, prefix: bytes, signature: SignatureTable) -> None:
         """Remembers what a prompt chose; `user` and `prefix` are hashes as they are offered."""
+        self._look()
         for key in (prefix[-KEY_BYTES:], user):
             if key:
                 self._drop(key)
@@ -33,6 +35,7 @@ class Signatures:
 
     def of(self, user: int, prefix: bytes) -> SignatureTable | None:
         """Returns what the prompt of a request is likely to choose."""
+        self._look()
         keys: list[bytes | int] = [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
         known = next((key for key in (*reversed(keys), user) if key in self._known), None)
         if known is None:
@@ -40,10 +43,10 @@ class Signatures:
         self._known.move_to_end(known)
         return self._known[known]
 
-    def forget(self) -> None:
-        """Forgets all: hashes are made with another secret now."""
-        self._known.clear()
-        self._bytes = 0
+    def _look(self) -> None:
+        if self._secret != self._keys.secret:
+            self._secret, self._bytes = self._keys.secret, 0
+            self._known.clear()
 
     def _drop(self, key: bytes | int) -> None:
         if (known := self._known.pop(key, None)) is not None:

@@ -14,10 +14,15 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
+from edgemoe.cluster.control.planning.fitting import fit
 from edgemoe.cluster.control.planning.messages import (
     LENGTH_BYTES,
     MAX_FRAME_BYTES,
+    ClusterAnswer,
+    ClusterQuestion,
+    PlacementAnswer,
     PlacementQuestion,
+    Question,
     QuestionedBox,
     frame,
 )
@@ -37,8 +42,12 @@ def serve(asked: BinaryIO, answers: BinaryIO) -> None:
             return
         size = int.from_bytes(length, "big")
         assert size <= MAX_FRAME_BYTES, "its parent sends no more"
-        answers.write(frame(solve(msgspec.msgpack.decode(asked.read(size), type=PlacementQuestion))))
+        answers.write(frame(_answer(msgspec.msgpack.decode(asked.read(size), type=Question))))
         answers.flush()
+
+
+def _answer(question: Question) -> PlacementAnswer | ClusterAnswer:
+    return fit(question) if isinstance(question, ClusterQuestion) else solve(question)
 
 
 def compile_all() -> None:

@@ -2,6 +2,8 @@
 
 PlacementQuestion  to the solver: the boxes, what they report, the homes of now
 PlacementAnswer    back: homes, and how long requests wait for others by them; or why there are none
+ClusterQuestion    to the solver: what requests chose, and which engines there are
+ClusterAnswer      back: expert clusters, one for each engine
 """
 
 from __future__ import annotations
@@ -12,11 +14,27 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.control_messages import Report
-from edgemoe.types.bounds import MAX_NODES, Bitmap, Bytes, Count, Counts, LayerBytes, LayerCounts, LongText, Rate, Small
+from edgemoe.cluster.rpc.messages.choices import EndedRequest
+from edgemoe.types.bounds import (
+    MAX_NODES,
+    Bitmap,
+    Bytes,
+    Count,
+    Counts,
+    Finite,
+    LayerBytes,
+    LayerCounts,
+    LongText,
+    Rate,
+    Small,
+    Word,
+)
 from edgemoe.types.placement import PlacementPolicy
 
 MAX_FRAME_BYTES = 64 << 20
 LENGTH_BYTES = 4
+MAX_REQUESTS = 1000  # that clusters are fitted to
+Table = Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
 
 
 class QuestionedBox(msgspec.Struct, frozen=True):
@@ -29,7 +47,7 @@ class QuestionedBox(msgspec.Struct, frozen=True):
     report: Report | None = None
 
 
-class PlacementQuestion(msgspec.Struct, frozen=True):
+class PlacementQuestion(msgspec.Struct, frozen=True, tag=True):
     """Asks for a placement."""
 
     number: Count
@@ -57,7 +75,41 @@ class PlacementAnswer(msgspec.Struct, frozen=True):
     missing_bytes: Bytes = 0
 
 
-def frame(message: PlacementQuestion | PlacementAnswer) -> bytes:
+class ClusterQuestion(msgspec.Struct, frozen=True, tag=True):
+    """Asks for expert clusters of these requests.
+
+    `before` has the engine whose cluster each was in till now, -1 where that is gone; () where there were no clusters.
+    """
+
+    number: Count
+    layers: Small
+    experts: Small
+    requests: Annotated[tuple[EndedRequest, ...], Meta(max_length=MAX_REQUESTS)]
+    slots: Annotated[tuple[Small, ...], Meta(max_length=MAX_NODES)]  # of each engine
+    before: Annotated[tuple[Annotated[int, Meta(ge=-1, lt=MAX_NODES)], ...], Meta(max_length=MAX_REQUESTS)] = ()
+
+
+class ClusterAnswer(msgspec.Struct, frozen=True):
+    """Answers with clusters: float32 tables of weights [L, E], centroids [K, L * E] and what is decoded [K, L, E].
+
+    `similarity` and `spread` are those of the requests to the nearest, `nearest` how many of them each is.
+    """
+
+    number: Count
+    weights: Table
+    centroids: Table
+    decode: Table
+    similarity: Finite
+    spread: Finite
+    nearest: Annotated[tuple[Small, ...], Meta(max_length=MAX_NODES)]
+    chosen: Word  # which weights these are
+    rho: Finite  # how well they foretold, for requests that they were not chosen by, who decodes alike
+
+
+Question = PlacementQuestion | ClusterQuestion
+
+
+def frame(message: Question | PlacementAnswer | ClusterAnswer) -> bytes:
     """Returns the message as it is sent."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body

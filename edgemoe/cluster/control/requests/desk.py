@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
+from edgemoe.cluster.control.requests.expert_fitting import ExpertFitting
 from edgemoe.cluster.control.requests.offer_queue import (
     Action,
     Grants,
@@ -22,6 +24,8 @@ from edgemoe.cluster.rpc.control_messages import ControlMessage, EngineUse, Requ
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.policy.routing.told import ModelSizes
 
+FIT_LOOK_S = 1.0  # between looks whether clusters are to be fitted
+
 
 class RequestDesk:
     """One owner, one event loop. Does nothing while this box does not lead."""
@@ -33,13 +37,24 @@ class RequestDesk:
         queue: OfferQueue,
         epoch: Callable[[], int],
         granted: Callable[[RequestGrant], None],
+        fitting: ExpertFitting | None = None,
     ) -> None:
-        """`epoch` is the one in which this box leads, or 0; `granted` tells our own front."""
-        self.queue = queue
+        """`epoch` is the one in which this box leads, or 0; `granted` tells our own front.
+
+        `fitting` keeps clusters where the queue goes by them.
+        """
+        self.queue, self.fitting = queue, fitting
         self._state, self._channel = state, channel
         self._epoch, self._granted = epoch, granted
         self._led = 0
         self._served: Serving | None = None
+
+    async def run(self) -> None:
+        """Keeps clusters fitted while this box leads. Until cancelled, if at all."""
+        while self.fitting is not None:
+            await asyncio.sleep(FIT_LOOK_S)
+            if self._leads():
+                await self.fitting.look()
 
     def look(self) -> None:
         """Takes note of time, of who leads, and of who is here."""
@@ -59,7 +74,7 @@ class RequestDesk:
             if isinstance(action, TurnsDown):
                 raise PeerBusy("too many requests of that box wait here")
             if (action.node, action.number) == (node, offer.number):
-                answer = RequestGrant(action.number, action.place)
+                answer = RequestGrant(action.number, action.place, action.why)
             else:
                 others.append(action)
         self._perform(others)
@@ -74,6 +89,8 @@ class RequestDesk:
         """Takes note of what an engine has to do."""
         if self._leads():
             self._perform(self.queue.handle(Uses(node, use)))
+            if self.fitting is not None:
+                self.fitting.hear(use.ended)
 
     def _leads(self) -> bool:
         epoch = self._epoch()
@@ -81,6 +98,8 @@ class RequestDesk:
             self._led = epoch
             self._perform(self.queue.handle(Led(epoch)))
             self._served = None
+            if self.fitting is not None:
+                self.fitting.forget()
         if epoch and (serving := self._serving()) != self._served:
             self._served = serving
             self._perform(self.queue.handle(serving))
@@ -101,7 +120,7 @@ class RequestDesk:
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Grants(node, number, place) if node == self._state.node:
-                    self._granted(RequestGrant(number, place))
-                case Grants(node, number, place):
-                    self._channel.tell(node, RequestGrant(number, place))
+                case Grants(node, number, place, why) if node == self._state.node:
+                    self._granted(RequestGrant(number, place, why))
+                case Grants(node, number, place, why):
+                    self._channel.tell(node, RequestGrant(number, place, why))

@@ -27,9 +27,10 @@ import numpy as np
 
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
 from edgemoe.cluster.rpc.control_messages import PREFIX_TOKENS, EngineUse, RequestOffer
-from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
-from edgemoe.policy.routing.by_experts import UNMEASURED, PromptForecast, UnionChoice
+from edgemoe.cluster.rpc.messages.choices import EngineChoices
+from edgemoe.policy.routing.by_experts import PromptForecast
 from edgemoe.policy.routing.dispatches import Dispatches
+from edgemoe.policy.routing.locality_band import LocalityBand
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
 from edgemoe.policy.routing.told import MOST_S, ModelSizes, counts_of, resident_of, union_of
 from edgemoe.types.arrays import FloatArray
@@ -75,6 +76,7 @@ class Grants(NamedTuple):
     node: str
     number: int
     place: str
+    why: str = ""  # in a word, if anything is to be said of it
 
 
 class TurnsDown(NamedTuple):
@@ -99,10 +101,10 @@ Action = Grants | TurnsDown
 class OfferQueue:
     """One owner, one event loop."""
 
-    def __init__(self, policy: Callable[[], RoutingPolicy], clock: Callable[[], float]) -> None:
-        """`policy` makes one that remembers nothing yet."""
+    def __init__(self, policy: Callable[[], RoutingPolicy], band: LocalityBand, clock: Callable[[], float]) -> None:
+        """`policy` makes one that remembers nothing yet; `band` says who goes on with what is prefilled."""
         self.granted = 0
-        self._make, self._clock = policy, clock
+        self._make, self._band, self._clock = policy, band, clock
         self._serving = Serving(frozenset(), frozenset())
         self._forget()
 
@@ -134,14 +136,23 @@ class OfferQueue:
             return ""
         now_s = self._clock()
         offered = self._offered(_name(node, offer.number), offer, now_s)
-        views = [view for view in self._dispatches.views() if view.place in self._serving.writing]
+        views = self.writing()
         open_ = [view for view in views if view.requests < min(view.slots, view.capacity)]
         if not open_:
             return ""
-        place = UnionChoice(UNMEASURED)(offered, open_, now_s).place
+        place = self._band(offered, open_, now_s).place
         self._dispatches.dispatch(offered, place, now_s)
         self._memories[place].note([offered.user] if offered.user else [], offered.prefix)
         return place
+
+    def writing(self) -> list[EngineView]:
+        """Returns how engines are that write answers."""
+        return [view for view in self._dispatches.views() if view.place in self._serving.writing]
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """Returns those of the model that is served."""
+        return self._serving.sizes
 
     def _forget(self) -> None:
         self._policy = self._make()
@@ -162,6 +173,8 @@ class OfferQueue:
         return True
 
     def _offered(self, name: str, offer: RequestOffer, now_s: float) -> Offered:
+        told = offer.signature
+        counts = None if told is None else counts_of(told.tokens, told.chosen, self._serving.sizes)
         return Offered(
             name,
             offer.prompt_tokens,
@@ -171,7 +184,8 @@ class OfferQueue:
             user=str(offer.user) if offer.user else "",
             prefix=tuple(_keys(offer.prefix)),
             key_tokens=PREFIX_TOKENS,
-            chance=self._chance(offer.signature),
+            signature=counts,
+            chance=None if told is None or counts is None else _chance(counts, told.tokens),
         )
 
     def _hear(self, node: str, use: EngineUse, now_s: float) -> None:
@@ -207,13 +221,6 @@ class OfferQueue:
             )
         )
 
-    def _chance(self, told: SignatureTable | None) -> FloatArray | None:
-        """Returns how likely a request's tokens choose each expert; None where nothing is known of it."""
-        counts = None if told is None else counts_of(told.tokens, told.chosen, self._serving.sizes)
-        if told is None or counts is None:
-            return None
-        return PromptForecast(max(1, round(float(counts.sum()) / (len(counts) * told.tokens)))).chance(counts)
-
     def _look_at(self, serving: Serving) -> None:
         for place in self._memories.keys() - serving.places - serving.writing:
             self._drop(place)
@@ -232,7 +239,8 @@ class OfferQueue:
         while self._waiting and (views := self._reading()):
             assigned = self._policy.assign(self._heads(views, now_s), views, now_s)
             for name, place in assigned:
-                actions.append(self._grant(self._waiting.pop(name), place, now_s))
+                why = self._band.why(self._waiting[name].offered, views, place)
+                actions.append(self._grant(self._waiting.pop(name), place, why, now_s))
             if not assigned:
                 break
         return actions
@@ -240,7 +248,7 @@ class OfferQueue:
     def _reading(self) -> list[EngineView]:
         return [view for view in self._dispatches.views() if view.place in self._serving.places]
 
-    def _grant(self, one: Waiting, place: str, now_s: float) -> Grants:
+    def _grant(self, one: Waiting, place: str, why: str, now_s: float) -> Grants:
         self.granted += 1
         offered = one.offered
         self._dispatches.dispatch(offered, place, now_s)
@@ -249,7 +257,7 @@ class OfferQueue:
         self._turns.move_to_end(offered.user)
         if len(self._turns) > MAX_TURNS:
             self._turns.popitem(last=False)
-        return Grants(one.node, one.number, place)
+        return Grants(one.node, one.number, place, why)
 
     def _heads(self, views: list[EngineView], now_s: float) -> list[Offered]:
         """Returns the next request of each user, the oldest first; none is older than his last turn."""
@@ -273,6 +281,11 @@ class OfferQueue:
         here = self._serving.places | self._serving.writing
         assert self._memories.keys() <= here, "engines are remembered that are gone"
         assert len(self._waiting) <= MAX_OFFERS * len(self._serving.nodes), "more offers than there is room for"
+
+
+def _chance(counts: FloatArray, tokens: int) -> FloatArray:
+    """Returns how likely a request's tokens choose each expert."""
+    return PromptForecast(max(1, round(float(counts.sum()) / (len(counts) * tokens)))).chance(counts)
 
 
 def _name(node: str, number: int) -> str:

@@ -1,7 +1,8 @@
 """Which experts requests choose, as an engine tells its front, and a front the leader: counts, no tokens, no order.
 
     PromptRead  engine -> front  what a prompt chose, once it is computed, where its front asked
-    Choosing    engine -> front  what all that run there are expected to choose in a step, and what that costs
+    Choosing    engine -> front  what all that run there are expected to choose in a step, what that costs, and
+                                 where boxes go by expert clusters, what requests chose that have ended
 
 Between boxes the first travels as Emissions do, the second within EngineUse.
 """
@@ -19,6 +20,7 @@ from edgemoe.types.bounds import Attempt, Name, Seconds, ShareTable, Small
 ByteTable = Annotated[bytes, Meta(max_length=1 << 17)]  # of a model's experts, a byte each
 FAR = 3  # places of an expert beside the fastest: RAM, a peer's memory, the disk
 FarSeconds = Annotated[tuple[Seconds, ...], Meta(max_length=FAR)]
+MOST_ENDED = 4  # requests that one message tells of; there is no need to know all
 
 
 class SignatureTable(msgspec.Struct, frozen=True):
@@ -26,6 +28,16 @@ class SignatureTable(msgspec.Struct, frozen=True):
 
     tokens: Small
     chosen: ShareTable
+
+
+class EndedRequest(msgspec.Struct, frozen=True):
+    """What a request chose that has ended. Which one that was is not said."""
+
+    prompt: SignatureTable
+    answer: SignatureTable
+
+
+EndedRequests = Annotated[tuple[EndedRequest, ...], Meta(max_length=MOST_ENDED)]
 
 
 class EngineChoices(msgspec.Struct, frozen=True):
@@ -52,3 +64,4 @@ class Choosing(Message, frozen=True, kw_only=True, tag="Choosing"):
 
     since = 2
     choices: EngineChoices
+    ended: EndedRequests = ()

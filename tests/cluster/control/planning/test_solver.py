@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -15,8 +16,11 @@ from support.reports import report
 from support.waiting import until
 
 from edgemoe.cluster.control.placement import ExpertHome, PlanTask, plan_of
+from edgemoe.cluster.control.planning.fitting import fit
+from edgemoe.cluster.control.planning.messages import ClusterQuestion
 from edgemoe.cluster.control.planning.solver import COMMAND, NICE, PlanSolver
 from edgemoe.cluster.control.planning.targets import make_target
+from edgemoe.cluster.rpc.messages.choices import EndedRequest, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible, PlanningFailed
 from edgemoe.types.arrays import BoolArray
@@ -73,6 +77,28 @@ async def test_without_reports_nothing_is_said_of_what_it_saves(solver: PlanSolv
     assert found.homes.any(axis=0).all()
 
 
+def cluster_question() -> ClusterQuestion:
+    """Forty requests that choose the first two experts, and forty that choose the last."""
+    tables = [SignatureTable(30, np.tile(np.array(shares, "<u2"), (LAYERS, 1)).tobytes()) for shares in KINDS]
+    requests = tuple(EndedRequest(table, table) for table in tables) * 40
+    return ClusterQuestion(0, LAYERS, EXPERTS, requests, (4, 4), (1, 0) * 40)
+
+
+KINDS = ([40_000, 25_535, 0, 0, 0, 0], [0, 0, 0, 0, 25_535, 40_000])
+
+
+async def test_expert_clusters_are_fitted_there_between_placements(solver: PlanSolver) -> None:
+    asked = cluster_question()
+    found = await solver.fit(asked)
+    here = fit(msgspec.structs.replace(asked, number=found.number))
+    assert found == here
+    centroids = np.frombuffer(found.centroids, np.float32).reshape(2, LAYERS, EXPERTS)
+    assert centroids[0, :, 4:].all()
+    assert centroids[1, :, :2].all(), "the first engine had the second kind before"
+    assert found.nearest == (40, 40)
+    assert (await solver.solve(task())).homes.any()
+
+
 async def test_it_is_kept_and_takes_what_others_leave(solver: PlanSolver) -> None:
     await solver.solve(task())
     first = solver.pid
@@ -108,6 +134,18 @@ async def test_one_that_was_killed_is_started_again() -> None:
     finally:
         await mortal.close()
     assert mortal.pid is None
+
+
+@pytest.mark.parametrize("engines", [0, 3])
+async def test_clusters_of_another_number_of_engines_are_no_answer(engines: int) -> None:
+    code = (
+        "import sys; from edgemoe.cluster.control.planning.messages import ClusterAnswer, frame; "
+        f"sys.stdout.buffer.write(frame(ClusterAnswer(1, b'', b'', b'', 0.0, 0.0, (1,) * {engines}, 'counts', 0.0)))"
+    )
+    hopeless = PlanSolver(SETTINGS, [sys.executable, "-c", code], deadline_s=20.0)
+    with pytest.raises(PlanningFailed, match="solver's process"):
+        await hopeless.fit(cluster_question())
+    assert hopeless.pid is None
 
 
 async def test_what_is_urgent_does_without_the_process() -> None:

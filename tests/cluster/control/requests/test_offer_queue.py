@@ -10,6 +10,7 @@ from hypothesis import settings as chosen
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import (
     MAX_OFFERS,
     Action,
@@ -23,10 +24,11 @@ from edgemoe.cluster.control.requests.offer_queue import (
     Waited,
     Withdraws,
 )
-from edgemoe.cluster.control.requests.policies import make_policy
+from edgemoe.cluster.control.requests.policies import make_queue
 from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
 from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
 from edgemoe.config.settings import ClusterSettings
+from edgemoe.errors import PlanningFailed
 from edgemoe.policy.routing.dispatches import FORGET_S
 from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
 
@@ -67,9 +69,15 @@ class Clock:
         return self.now_s
 
 
+async def _never(asked: ClusterQuestion) -> ClusterAnswer:
+    raise PlanningFailed("nobody fits clusters here")
+
+
 def queue_of(route: str = "pull", *gone: str) -> tuple[OfferQueue, Clock]:
     clock = Clock()
-    queue = OfferQueue(lambda: make_policy(ClusterSettings(route=route)), clock)  # type: ignore[arg-type]
+    settings = ClusterSettings(route=route)  # type: ignore[arg-type]
+    queue, fitting = make_queue(settings, _never, clock)
+    assert (fitting is not None) == (route == "eldr")
     queue.handle(Led(1))
     queue.handle(everybody(*gone))
     return queue, clock
@@ -248,7 +256,7 @@ OFFERS = st.builds(
 )
 
 
-@pytest.mark.parametrize("route", ["pull", "gimbal", "published"])
+@pytest.mark.parametrize("route", ["pull", "eldr", "gimbal", "published"])
 @given(said=st.lists(st.one_of(USES, OFFERS), min_size=2, max_size=6))
 @chosen(max_examples=40, deadline=None)
 def test_whatever_a_box_may_say_the_queue_goes_on(route: str, said: list[EngineUse | RequestOffer]) -> None:

@@ -1,0 +1,41 @@
+"""From what requests chose to expert clusters. Imports SciPy: for the solver's process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
+from edgemoe.cluster.rpc.messages.choices import SignatureTable
+from edgemoe.policy.routing.cluster_fit import RecordedTraffic, fit_clusters
+from edgemoe.policy.routing.told import ModelSizes, counts_of
+from edgemoe.types.arrays import FloatArray
+
+
+def fit(asked: ClusterQuestion) -> ClusterAnswer:
+    """Returns clusters of the requests, as large as their engines have slots. All tables are of the model's sizes."""
+    sizes, requests = ModelSizes(asked.layers, asked.experts), asked.requests
+    traffic = RecordedTraffic(
+        _counts((one.prompt for one in requests), sizes),
+        _counts((one.answer for one in requests), sizes),
+        np.array([one.answer.tokens for one in requests], np.int64),
+    )
+    slots, before = np.array(asked.slots, np.int64), np.array(asked.before, np.int64)
+    clusters, choice = fit_clusters(traffic, slots, np.random.default_rng(0), before if len(before) else None)
+    return ClusterAnswer(
+        number=asked.number,
+        weights=clusters.weights.tobytes(),
+        centroids=clusters.centroids.tobytes(),
+        decode=clusters.decode.tobytes(),
+        similarity=clusters.fit.similarity,
+        spread=clusters.fit.spread,
+        nearest=tuple(clusters.fit.nearest.tolist()),
+        chosen=choice.name,
+        rho=choice.rho[choice.name],
+    )
+
+
+def _counts(tables: Iterable[SignatureTable], sizes: ModelSizes) -> FloatArray:
+    found = [counts_of(table.tokens, table.chosen, sizes) for table in tables]
+    return np.stack([counts for counts in found if counts is not None])
