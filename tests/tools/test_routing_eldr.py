@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from tools.bench.routing_eldr import pool_study
+from tools.bench.routing_plots import by_policy, by_rate
+from tools.bench.routing_residency import table
 from tools.simulate.decode_pool import DecodeCosts, DecodePool, DecodeRequests
 from tools.simulate.decode_study import fitted, outcome
 from tools.simulate.decode_traffic import Source, Traffic, counted, scene_of
@@ -66,8 +68,25 @@ def test_two_requests_of_one_source_never_meet() -> None:
 
 def test_routing_by_experts_loads_fewer_and_by_others_signatures_no_fewer() -> None:
     traffic = Traffic(workers=4, batch=5, slots=8, requests=300)
-    rows = {row["policy"]: row for row in pool_study(sources(60), COSTS, traffic, seeds=1)}
+    rows = {row["policy"]: row for row in pool_study(sources(60), COSTS, traffic, seeds=range(1))}
     gained = {name: -row["experts/jsq"] for name, row in rows.items()}
     assert min(gained[name] for name in ("domain", "ELDR", "union")) > 10
     assert gained["union, no clusters"] > 5
     assert max(gained[name] for name in ("ELDR, placebo", "union, placebo")) < 3
+
+
+@pytest.mark.parametrize("how", ["by domain", "by chance"])
+def test_who_knows_where_experts_are_spends_less_on_those_that_are_not_in_place(how: str) -> None:
+    rows = {row["policy"]: row for row in table(sources(60), COSTS, how, 8.0, range(1))}
+    assert rows["union"]["p50/jsq"] < rows["union, unaware"]["p50/jsq"] - (10 if how == "by domain" else 0)
+
+
+def test_plots_show_every_policy_of_a_study() -> None:
+    rows = pool_study(sources(60), COSTS, Traffic(workers=2, batch=4, slots=6, requests=60), seeds=range(2))
+    drawn = by_policy({"model": {"8 workers, batch 8": rows}})
+    assert [len(axes.patches) for axes in drawn.axes] == [len(rows)] * 3
+    policies = ("SJF, 5 s", "algorithm 1", "Gimbal", "join shortest queue", "least requests", "pull")
+    some = [{"policy": name, "ttft_mean_s_change": "-1.0 ± 0.5"} for name in policies]
+    found = {f"lengths random, {kv} KV, {rate}% of 9": some for kv in ("ample", "tight") for rate in (80, 100)}
+    drawn = by_rate({"fit": {}, **found})
+    assert [len(axes.containers) for axes in drawn.axes] == [len(policies)] * 2

@@ -4,6 +4,7 @@
     python -m tools.bench.routing --study gimbal DATA    # whole engines: TTFT, TPOT and prefix hits [Gimbal]
     python -m tools.bench.routing --study both DATA      # whole engines whose steps take what their experts do
     python -m tools.bench.routing --study known DATA     # the same, by what is known of a request when it is offered
+    python -m tools.bench.routing --study residency DATA # decode workers that have half of the experts in place
 
 DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated, so other
 work on the machine changes no figure. The last line is one JSON object.
@@ -21,13 +22,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench import routing_both, routing_eldr, routing_gimbal, routing_known
+from tools.bench import routing_both, routing_eldr, routing_gimbal, routing_known, routing_residency
 
-STUDIES: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+STUDIES: dict[str, Callable[[Path, range], dict[str, Any]]] = {
     "eldr": routing_eldr.study,
     "gimbal": routing_gimbal.study,
     "both": routing_both.study,
     "known": routing_known.study,
+    "residency": routing_residency.study,
 }
 console = Console(stderr=True, width=200)
 
@@ -52,10 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("--study", choices=sorted(STUDIES), required=True)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--json", action="store_true", help="only the JSON line, no tables")
     args = parser.parse_args(argv)
-    found = STUDIES[args.study](args.data, args.seeds)
+    found = STUDIES[args.study](args.data, range(args.first, args.first + args.seeds))
     if not args.json:
         show("", found)
     print(json.dumps(found))

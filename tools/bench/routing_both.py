@@ -130,14 +130,14 @@ def changes(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def study(data: Path, seeds: int, models: Sequence[str] = tuple(MODELS)) -> dict[str, Any]:
+def study(data: Path, seeds: range, models: Sequence[str] = tuple(MODELS)) -> dict[str, Any]:
     """Returns a table for each model, KV and rate."""
     trace: Trace = azure(data)
     answer: dict[str, Any] = {}
     for model in models:
         sources = sources_of(data, model)
         costs = step_costs(data, model, sources)
-        runs = [run_of(trace, sources, sources[0].routes.shape[2], seed) for seed in range(seeds)]
+        runs = [run_of(trace, sources, sources[0].routes.shape[2], seed) for seed in seeds]
         for kv, tokens in KV_TOKENS.items():
             full = outcome(runs[0], costs, 1e9, tokens, "round robin")["ended_per_s"]
             for share in RATES:

@@ -45,17 +45,15 @@ class PulledUnion:
         return open_[int(np.argmin(costs[:, 0] - self.pull * near * now.mean()))]
 
 
-def design(sources: Sequence[Source], costs: DecodeCosts, late: str, seeds: int) -> dict[str, Any]:
+def design(sources: Sequence[Source], costs: DecodeCosts, late: str, seeds: range) -> dict[str, Any]:
     """Returns the tables of one model. `late` is the domain that is new in the study of drift."""
-    scenes = [scene_of(sources, costs, Traffic(seed=seed)) for seed in range(seeds)]
+    scenes = [scene_of(sources, costs, Traffic(seed=seed)) for seed in seeds]
     known = [fitted(scene) for scene in scenes]
     return {
         "domains": domains(sources, costs),
         "rho": rho(scenes),
         "parts": compared([parts(each) for each in known]),
-        "drift": [
-            drift(scene_of(sources, costs, Traffic(late=late, seed=seed)), sources, late) for seed in range(seeds)
-        ],
+        "drift": [drift(scene_of(sources, costs, Traffic(late=late, seed=seed)), sources, late) for seed in seeds],
         "overhead": [overhead(26, 64, 6), overhead(48, 128, 8)],
     }
 

@@ -19,11 +19,11 @@ FEW = ("round robin", "JSQ", "domain", "ELDR", "union, no clusters", "union")
 
 
 def pool_study(
-    sources: Sequence[Source], costs: DecodeCosts, traffic: Traffic, seeds: int, names: Sequence[str] = FEW
+    sources: Sequence[Source], costs: DecodeCosts, traffic: Traffic, seeds: range, names: Sequence[str] = FEW
 ) -> list[dict[str, Any]]:
     """Returns the policies' rows for one kind of traffic, and those of two with other requests' signatures."""
     runs = []
-    for seed in range(seeds):
+    for seed in seeds:
         known = fitted(scene_of(sources, costs, replace(traffic, seed=seed)))
         run = {name: figures(known.scene, outcome(name, known)) for name in names}
         for name in ("ELDR", "union"):
@@ -32,7 +32,7 @@ def pool_study(
     return compared(runs)
 
 
-def study(data: Path, seeds: int) -> dict[str, Any]:
+def study(data: Path, seeds: range) -> dict[str, Any]:
     """Returns every table, by model and traffic."""
     answer: dict[str, Any] = {}
     for model, routed in MODELS.items():

@@ -118,10 +118,10 @@ def saturation(setting: Setting, count: int) -> float:
     return float(3 * fifth / (ends[4 * fifth - 1] - ends[fifth - 1]))
 
 
-def compared(setting: Setting, variants: dict[str, Variant], rate: float, seeds: int) -> list[dict[str, Any]]:
+def compared(setting: Setting, variants: dict[str, Variant], rate: float, seeds: range) -> list[dict[str, Any]]:
     """Figures of every variant, and their changes against the first, paired over seeds, with 95 % intervals."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
-    for seed in range(seeds):
+    for seed in seeds:
         load = at_rate(setting.load(seed, setting.requests), rate)
         for name, variant in variants.items():
             found[name].append(outcome(setting, variant, load))
@@ -140,7 +140,7 @@ def lengths(trace: Trace, distribution: str) -> Callable[[int, int], Load]:
     return lambda seed, count: drawn(trace, distribution, count, np.random.default_rng((seed, 11)))
 
 
-def of_lengths(trace: Trace, shape: EngineShape, seeds: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def of_lengths(trace: Trace, shape: EngineShape, seeds: range) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Five distributions at three rates, with ample and tight KV; and what old reports change."""
     for kv, tokens in KV_TOKENS.items():
         sized = replace(shape, blocks=tokens // BLOCK)
@@ -155,7 +155,7 @@ def of_lengths(trace: Trace, shape: EngineShape, seeds: int) -> Iterator[tuple[s
                     yield f"age, {where}", compared(setting, {BASE: ALL[BASE]} | AGED, share * full, seeds)
 
 
-def sizes(trace: Trace, shape: EngineShape, seeds: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def sizes(trace: Trace, shape: EngineShape, seeds: range) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Other numbers of engines, with as many requests for each, and other numbers of slots."""
     for engines, slots in ((8, SLOTS), (16, SLOTS), (32, SLOTS), (64, SLOTS), (ENGINES, 16), (ENGINES, 64)):
         setting = Setting(ENGINES, replace(shape, slots=slots), lengths(trace, "random"))
@@ -163,10 +163,13 @@ def sizes(trace: Trace, shape: EngineShape, seeds: int) -> Iterator[tuple[str, l
         setting = setting._replace(
             engines=engines, requests=REQUESTS * engines // ENGINES // (2 if engines > 16 else 1)
         )
-        yield f"size {engines} engines of {slots} slots, 90 %", compared(setting, FEW, 0.9 * full, max(2, seeds // 3))
+        yield (
+            f"size {engines} engines of {slots} slots, 90 %",
+            compared(setting, FEW, 0.9 * full, seeds[: max(2, len(seeds) // 3)]),
+        )
 
 
-def prefixes(data: Path, shape: EngineShape, seeds: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def prefixes(data: Path, shape: EngineShape, seeds: range) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Prefix hits with Mooncake's hashes, in caches of two sizes."""
     for name in ("conversation", "synthetic"):
         for kv_tokens in (200_000, 800_000):
@@ -180,11 +183,11 @@ def prefixes(data: Path, shape: EngineShape, seeds: int) -> Iterator[tuple[str, 
             full = saturation(setting, MOONCAKE_REQUESTS)
             yield (
                 f"prefix {name}, KV of {kv_tokens} tokens, 90 %",
-                compared(setting, FEW, 0.9 * full, max(2, seeds // 2)),
+                compared(setting, FEW, 0.9 * full, seeds[: max(2, len(seeds) // 2)]),
             )
 
 
-def study(data: Path, seeds: int) -> dict[str, Any]:
+def study(data: Path, seeds: range) -> dict[str, Any]:
     """Returns all figures, by part and setting."""
     measured = read(data)
     costs, front_s = fit(measured)

@@ -32,7 +32,7 @@ class DecodeRequests:
     routes: Sequence[Ids]  # [N] each [T, L, k], of the tokens to decode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodeCosts:
     """States what a step takes. Seconds."""
 
@@ -40,6 +40,7 @@ class DecodeCosts:
     token_s: float  # of each request that runs
     expert_s: float  # of each distinct expert of each layer
     experts: int
+    far_s: npt.NDArray[np.float32] | None = None  # [W, L, E] more, of each that is not in place at a worker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,8 +139,11 @@ class DecodePool:
         self._stepping[worker] = list(self._running[worker])
         who = np.array(self._stepping[worker])
         costs, rows = self._costs, self._at[who]
-        distinct = np.count_nonzero(np.bincount(self._places[rows].ravel(), minlength=self._layers * costs.experts))
+        loaded = np.bincount(self._places[rows].ravel(), minlength=self._layers * costs.experts) > 0
+        distinct = np.count_nonzero(loaded)
         took = costs.step_s + costs.token_s * len(who) + costs.expert_s * distinct
+        if costs.far_s is not None:
+            took += float(costs.far_s[worker].ravel()[loaded].sum())
         heapq.heappush(self._events, (now + took, worker))
         self._begin[who[rows + self._lengths[who] == self._last[who] + 1]] = now
         self._active[who] += distinct / self._layers

@@ -35,8 +35,18 @@ class SimulatedRouter:
     def choose(self, request: int, room: npt.NDArray[np.bool_], running: npt.NDArray[np.int64], now_s: float) -> int:
         """Returns the worker that the policy chooses of those with room."""
         slots = self._scene.traffic.slots
+        far_s = self._scene.costs.far_s
         views = [
-            EngineView(place(w), slots, slots, BLOCKS, BLOCKS, running=int(running[w]), union=self._unions[w])
+            EngineView(
+                place(w),
+                slots,
+                slots,
+                BLOCKS,
+                BLOCKS,
+                running=int(running[w]),
+                union=self._unions[w],
+                resident=None if far_s is None else far_s[w],
+            )
             for w in np.flatnonzero(room).tolist()
         ]
         offered = Offered(
