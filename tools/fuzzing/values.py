@@ -62,7 +62,8 @@ class Values:
             case inspect.ListType() | inspect.VarTupleType():
                 most = min(type_.max_length or 8, rng.choice((0, 1, 2, 3, 3, 8, 200 if spoilt else 8)))
                 items = [self.of(type_.item_type, spoilt, name) for _ in range(min(most, 3))]
-                return (items * (most // 3 + 1))[: most + (rng.random() < 0.1)]  # some of it more than once
+                more = spoilt > 0 and rng.random() < 0.1
+                return (items * (most // 3 + 1))[: most + more]  # some of it more than once
             case inspect.TupleType():
                 return [self.of(item, spoilt) for item in type_.item_types]
             case inspect.DictType():
