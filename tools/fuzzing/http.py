@@ -35,9 +35,11 @@ EARLY = 0.2  # of the bodies are sent before memory is measured first
 REFUSALS = {400, 404, 429}  # 413 and 408 are for bodies longer and slower than any here
 AT_ONCE = 8
 LONG_RUN = 5_000  # bodies, from which on growth means something
-WORDS, WORD_LETTERS = 12_000, 40  # the tokenizer remembers 10,000
+# Sent before memory is measured. The engine remembers 64 grammars, the tokenizer 10,000 words.
+PROMPTS, GRAMMARS, WORDS, WORD_LETTERS = 400, 80, 12_000, 40
+BODIES_BEFORE, AT_ONCE_BEFORE = 5_000, 32
 MOST_TOKENS, MOST_CHOICES = 3, 3
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
+SCHEMA: Any = {"type": "object", "properties": {"a": {"enum": [1, "x"]}, "b": {"type": "boolean"}}, "required": ["a"]}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 CALL = {"type": "function", "function": FUNCTION}
 ODD_SCHEMAS: list[Any] = [{}, False, {"$ref": "#/x"}, {"anyOf": []}]
@@ -163,10 +165,10 @@ class Attack:
         self.complaints: list[str] = []
         self._client, self._bodies = client, bodies
 
-    async def send(self, count: int) -> None:
+    async def send(self, count: int, at_once: int = AT_ONCE) -> None:
         """Sends `count` bodies. Nothing is raised: what went wrong is a complaint."""
         left = iter(range(count))
-        await asyncio.gather(*(self._send_some(left) for _ in range(AT_ONCE)))
+        await asyncio.gather(*(self._send_some(left) for _ in range(at_once)))
 
     async def _send_some(self, left: Any) -> None:
         for _ in left:
@@ -194,18 +196,33 @@ def fuzz(what: str, count: int, seed: int) -> dict[str, Any]:
         return seen
 
 
-async def _fill(client: httpx.AsyncClient) -> None:
-    """Has memory that is only taken once taken before it is measured.
+async def _fill(client: httpx.AsyncClient, attack: Attack) -> None:
+    """Has memory that is only taken once, or up to a bound, taken before it is measured.
 
-    That is every block of keys and values, and the words that the tokenizer remembers, which are never forgotten.
+    That is every block of keys and values; code for prompts of so many lengths as are remembered, and the heap of
+    steps with many of them; compiled grammars; the words that the tokenizer remembers, which it never forgets; and
+    what more bodies at once take than there will be.
     """
     rng = random.Random(0)
-    for _ in range(60):
-        prompt = [rng.randrange(10, 4000) for _ in range(1500)]
-        (await client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})).raise_for_status()
+    prompts = [[rng.randrange(10, 4000) for _ in range(rng.randrange(1, 2000))] for _ in range(PROMPTS)]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": one, "max_tokens": 1, "logprobs": 5, "n": 1}) for one in prompts
+    ]
+    for n in range(GRAMMARS):
+        schema = {**SCHEMA, "properties": {**SCHEMA["properties"], f"text {n}": {"type": "string"}}}
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        bodies.append(("/v1/completions", {"prompt": "once", "max_tokens": 1, "response_format": form}))
     for _ in range(WORDS // 1000):
         words = " ".join("".join(rng.choices("abcdefghij", k=WORD_LETTERS)) for _ in range(1000))
-        (await client.post("/tokenize", json={"prompt": words})).raise_for_status()
+        bodies.append(("/tokenize", {"prompt": words}))
+    left = iter(bodies)
+
+    async def send() -> None:
+        for path, body in left:
+            (await client.post(path, json=body)).raise_for_status()
+
+    await asyncio.gather(*(send() for _ in range(AT_ONCE_BEFORE)))
+    await attack.send(BODIES_BEFORE, AT_ONCE_BEFORE)
 
 
 async def _attack(box: Target, pids: tuple[int, int], bodies: Bodies, count: int) -> dict[str, Any]:
@@ -213,9 +230,10 @@ async def _attack(box: Target, pids: tuple[int, int], bodies: Bodies, count: int
     transport = httpx.AsyncHTTPTransport(uds=str(box.folder / "api.sock"))
     memory: list[tuple[float, ...]] = []
     async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=120.0) as client:
+        attack = Attack(client, bodies)
         if count >= LONG_RUN:
-            await _fill(client)
-        attack, began_s = Attack(client, bodies), time.monotonic()
+            await _fill(client, attack)
+        began_s = time.monotonic()
         for part in (EARLY, 1 - EARLY):
             await attack.send(round(count * part))
             memory.append(tuple(rss_mb((pid,)) for pid in pids))
