@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -65,4 +66,5 @@ def main(words: list[str] | None = None, root: Path = ROOT, rooms: dict[str, Roo
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that tests which run end, too
     sys.exit(main())
