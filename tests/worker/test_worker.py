@@ -18,6 +18,7 @@ from support.checkpoints import tiny_checkpoint
 from support.kept import STORES
 from support.waiting import wait_until
 
+from edgemoe.cluster.rpc.control_messages import Show, Shown
 from edgemoe.cluster.rpc.engine_messages import (
     Boot,
     Cancel,
@@ -28,6 +29,8 @@ from edgemoe.cluster.rpc.engine_messages import (
     Loading,
     Ping,
     Ready,
+    Reload,
+    Reloaded,
     Stats,
     Stop,
     Submit,
@@ -184,6 +187,12 @@ async def check_manners(child: Child) -> None:
     assert values['edgemoe_requests_finished_total{reason="cancelled"}'] == 1
     assert values['edgemoe_tier_hits_total{tier="nvme"}'] > 0
     assert values['edgemoe_tier_slots{tier="vram"}'] == 4
+    child.tell(Reload())
+    reloaded = await child.hear(Reloaded)
+    assert reloaded.refused
+    assert "cache.scoutgate is not set" in reloaded.message
+    child.tell(Show())
+    assert len((await child.hear(Shown)).glimpse.cells) == 3 * 6
     child.process.send_signal(signal.SIGTERM)  # the front's business alone
     child.tell(Stop())
     assert await asyncio.wait_for(child.process.wait(), ANSWER_S) == 0

@@ -22,7 +22,7 @@ from edgemoe.cluster.rpc import keys
 from edgemoe.cluster.rpc import transport as net_module
 from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import ASKED_AT_ONCE, Channel
-from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, MAX_ENVELOPE_BYTES, seal, unseal
+from edgemoe.cluster.rpc.envelope import FRAMING, MAGIC, MAX_ENVELOPE_BYTES, MAX_TENSOR_BYTES, seal, unseal
 from edgemoe.cluster.rpc.protocol import Message
 from edgemoe.cluster.rpc.transport import FAILURE_CHARS, Answer, Question, Transport
 from edgemoe.errors import ConfigError, PeerBusy, PeerRefused, PeerUnavailable, WireError, WireVersionError
@@ -434,6 +434,17 @@ async def test_an_answer_that_is_too_large_is_that_questions_failure(answer: str
         with pytest.raises(PeerRefused, match="fit into an envelope"):
             await a.channel.ask("b", Echo("poison"), timeout_s=5)
         assert (await a.channel.ask("b", Echo("?"), timeout_s=5)).message.text == "on"
+
+
+async def test_the_largest_tensor_that_is_sent_is_read() -> None:
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        return Answer(Echo(str(question.tensors[0].nbytes)))
+
+    a, b = pair(serve, message_bytes=MAX_TENSOR_BYTES + (1 << 20))
+    async with running(a, b):
+        await connected(a, b)
+        answer = await a.channel.ask("b", Echo("?"), [bytes(MAX_TENSOR_BYTES)], timeout_s=30)
+    assert answer.message.text == str(MAX_TENSOR_BYTES)
 
 
 async def test_a_question_that_is_too_large_is_refused_to_whoever_asks() -> None:
