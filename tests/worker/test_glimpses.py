@@ -70,13 +70,13 @@ def test_use_is_what_the_blocks_say_that_were_filled_last(tiers: ExpertTiers, ch
 def test_requests_are_shown_by_how_far_they_are(tiers: ExpertTiers) -> None:
     drive = Drive(step_tokens=32, max_sequences=1)
     eyes = looking(drive, tiers)
-    for name, length in (("first", 40), ("second", 20)):
+    for name, length in (("first", 40), ("second", 50)):
         drive.submit(prompt(length), name)
     told = []
     for _ in range(3):
         drive.step()
         told.append([(one.phase, one.prompt_tokens, one.computed, one.emitted) for one in eyes.glimpse().requests])
-    waiting = ("waiting", 20, 0, 0)
+    waiting = ("waiting", 50, 0, 0)
     assert told == [
         [("prefill", 40, 32, 0), waiting],
         [("decode", 40, 40, 1), waiting],

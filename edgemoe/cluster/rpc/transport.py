@@ -22,6 +22,7 @@ from edgemoe.types.bounds import Word
 M = TypeVar("M")
 HWM_MESSAGES = 256  # to be sent to one peer
 DEAF_MS = 3000  # without a TCP acknowledgement, after which a connection counts as broken
+CURVE_BYTES = 33  # that encryption adds to a frame
 FAILURE_CHARS = 1024  # of a failure's text; the rest is cut
 
 
@@ -119,7 +120,7 @@ class Transport:
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HWM_MESSAGES)
         socket.set(zmq.RCVHWM, 0)  # see intake, which bounds it
-        socket.set(zmq.MAXMSGSIZE, min(settings.message_bytes, MAX_TENSOR_BYTES) + 1)
+        socket.set(zmq.MAXMSGSIZE, min(settings.message_bytes, MAX_TENSOR_BYTES) + CURVE_BYTES)
         socket.set(zmq.HANDSHAKE_IVL, 3000)
         socket.set(zmq.TCP_MAXRT, DEAF_MS)
         socket.set(zmq.CURVE_SECRETKEY, self.secret.secret)
