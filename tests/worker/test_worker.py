@@ -37,6 +37,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     ToEngine,
 )
 from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import (
     DeviceSettings,
     EngineSettings,
@@ -107,7 +108,8 @@ async def worker(store: Path, runtime: Path) -> AsyncIterator[Child]:
         record=RecordSettings(dir=str(runtime / "routes")),
         log=LogSettings(level="warning"),
     )
-    boot = Boot(boot_id=secrets.token_hex(8), address=wire.address, settings=msgspec.to_builtins(settings))
+    boot_id, values = secrets.token_hex(8), msgspec.to_builtins(settings)
+    boot = Boot(boot_id=boot_id, address=wire.address, speaks=SPOKEN, settings=values)
     command = (sys.executable, "-m", "edgemoe.worker")
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
     assert process.stdin is not None
