@@ -6,9 +6,10 @@ peer. Results never depend on the way that was taken.
 
     finish = max( max_c opening_c [c is used] + sum of what the chosen ways load c with,  max_i time way i takes alone )
 
-Unrelated machines with opening costs are NP-hard. Experts are placed one after the other, the longest first, and the
-best few partial assignments are kept. Of many peers that could compute an expert a few are chosen beforehand, so that
-what there is to try does not grow with the cluster.
+Unrelated machines with opening costs are NP-hard. What is tried first is the way in which each expert by itself is done
+soonest: a way that takes longer than all of that is part of nothing better, and most often no other way is left. Else
+experts are placed one after the other, the longest first, and the best few partial assignments are kept. Of many peers
+that could compute an expert a few are chosen beforehand, so that what there is to try does not grow with the cluster.
 """
 
 from __future__ import annotations
@@ -64,11 +65,16 @@ def resolve(ways: Ways) -> Resolution:
     if not possible.any(axis=1).all():
         raise ValueError(f"no way to compute the expert in row {int(np.argmin(possible.any(axis=1)))}")
     n, _, channels = ways.load.shape
-    if not n:
-        return Resolution(np.empty(0, np.int64), finish_s(ways, np.empty(0, np.int64)))
+    soonest = np.where(possible, ways.alone, np.inf)
+    first: npt.NDArray[np.int64] = soonest.argmin(axis=1)
+    late_s = finish_s(ways, first)
+    possible = soonest < late_s
+    possible[np.arange(n), first] = True
+    if np.count_nonzero(possible) == n:
+        return Resolution(first, late_s)
     busy = np.zeros((1, channels)) if ways.busy is None else ways.busy[None].astype(np.float64)  # [b, c]
     waits = np.zeros(1)  # [b] the longest way alone, so far
-    order = np.argsort(-np.where(possible, ways.alone, np.inf).min(axis=1), kind="stable")
+    order = np.argsort(-soonest[np.arange(n), first], kind="stable")
     loaded: npt.NDArray[np.bool_] = np.where(possible[:, :, None], ways.load, 0.0).max(axis=1) > 0  # [n, c]
     trail: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []  # per expert: [b] came from, [b] way
     finish = waits
@@ -90,6 +96,8 @@ def resolve(ways: Ways) -> Resolution:
         busy[:, own] = more[source, choice]
         trail.append((source, choices[choice]))
     best = int(np.argmin(finish))
+    if finish[best] >= late_s:
+        return Resolution(first, late_s)
     return Resolution(_follow(trail, order, best), float(finish[best]))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from edgemoe.errors import MissingExpert
@@ -98,7 +99,7 @@ class PeerLayerStep:
     jobs: dict[RemoteCall, PendingCall] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # by peer, why it was of no help
     prefill_only_of: BoolArray | None = None  # [E]
-    host: torch.Tensor | None = None
+    host: npt.NDArray[np.uint8] | None = None  # the hidden states' bytes
 
     def run(self, group: Group) -> torch.Tensor | None:
         if self.prefill_only is not None:
@@ -148,7 +149,9 @@ class PeerLayerStep:
         rows = counts * _share(len(self.hidden), counts.sum() / (1 + len(offers)))
         its_s, open_s = _seconds(offers, missing, rows, units[missing].astype(np.float64))
         near = candidates(its_s, open_s)  # [k, n]
-        asked, channel = np.unique(near, return_inverse=True)
+        asked, channel = np.arange(len(offers)), near
+        if len(near) < len(offers):
+            asked, channel = np.unique(near, return_inverse=True)
         load = remote.costs.load(layer, wanted, tier, units[missing], (len(near), len(asked)))
         if away.any():
             load[away, TOP, DISK] = 0.0
@@ -170,21 +173,21 @@ class PeerLayerStep:
 
     def _ask(self, offer: Offer, group: Group, chosen: BoolArray, tried: Tried) -> None:
         """Sends one call for all experts of the peer, or several where there are many rows."""
-        tokens = np.unique(group.tokens)
+        tokens = np.unique(group.tokens) if len(self.hidden) > 1 else group.tokens[:1]
         least, most = (max(1, size // self.remote.geometry.row_bytes) for size in CALL_BYTES)
         most = int(min(most, max(least, CALL_S / max(offer.row_s, 1e-9))))
         parts = -(-len(tokens) // most)
         units = parts * float(work_units(-(-group.offsets // parts)).sum())
         expected_s = offer.open_s + len(tokens) * offer.row_s + float(offer.wait_s[chosen].sum()) + offer.unit_s * units
         late_s = time.monotonic() + max(LATE_S, LATE_FACTOR * expected_s)
-        for rows in np.array_split(tokens, parts):  # each is sent before the next one is put together
+        for rows in np.array_split(tokens, parts) if parts > 1 else (tokens,):  # each is sent before the next is made
             part = group if parts == 1 else group.within(rows)
             self._call(PendingCall(part, rows, late_s, dict(tried)), offer.node)
 
     def _call(self, job: PendingCall, node: str) -> None:
         if self.host is None:
-            self.host = self.hidden.detach().to("cpu")
-        hidden = self.host.index_select(0, torch.from_numpy(job.rows)).view(torch.uint8).numpy()  # a copy
+            self.host = self.hidden.detach().to("cpu").contiguous().view(torch.uint8).numpy()
+        hidden = self.host[job.rows]  # a copy
         index = np.searchsorted(job.rows, job.group.tokens)
         work = ExpertWork(self.layer, job.group.experts, job.group.offsets, index, job.group.weights, hidden)
         job.tried[node] = np.inf
