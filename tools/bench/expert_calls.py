@@ -6,7 +6,9 @@
 Two boxes of the test bed (needs root), a 500 Mbit/s link between them; the one has the experts in memory, the other
 calls. Calls and echoes alternate; both go through ROUTER and DEALER, CURVE and the envelope's checksums. A call is
 timed on the compute thread, from the call to its answer, an echo likewise, with the same hand-over to the loop and
-back. `--fill` measures how much of the link a prefill's layer-steps of so many tokens use, as the link counts bytes.
+back. Then calls alone, one after the other: calls a second, and what of a core a call takes on either side. `--fill`
+measures how much of the link a prefill's layer-steps of so many tokens use, as the link counts bytes. `--plain` leaves
+CURVE out, to see what it costs.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import zmq
 from edgemoe.cluster.data.expert_fetch import PeerStore
 from edgemoe.cluster.data.messages import Call
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
+from edgemoe.cluster.rpc import question_server
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
@@ -46,9 +49,23 @@ from edgemoe.policy.baselines import LRU
 from edgemoe.types.experts import ExpertGeometry, Tier
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, RemoteCall
+from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
 
 EXPERTS = 16
+
+
+def leave_out_curve(peer_key: str) -> None:
+    """Has this process encrypt nothing from now on, and take whoever asks for the owner of that key."""
+    options = {zmq.CURVE_SECRETKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SERVERKEY, zmq.CURVE_SERVER}
+    really_set = zmq.Socket.set
+
+    def set_others(socket: Any, option: int, value: Any) -> None:
+        if option not in options:
+            really_set(socket, option, value)
+
+    zmq.Socket.set = set_others  # type: ignore[assignment, method-assign]
+    question_server.key_of = lambda frame: peer_key.encode()  # type: ignore[attr-defined]
 
 
 class Echo(Message, frozen=True, tag="Echo"):
@@ -157,14 +174,20 @@ def told() -> dict[str, Any]:
     return dict(json.loads(sys.stdin.readline()))
 
 
-async def serve(geometry: ExpertGeometry, threads: int) -> None:
+async def serve(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
     """One process: reads both keys, says its ports, serves until killed."""
     keys = told()
+    if args.plain:
+        leave_out_curve(keys["client"]["public"])
     box = Box(
-        "server", Secret(*(keys["server"][name].encode() for name in ("secret", "public"))), geometry, threads, EXPERTS
+        "server",
+        Secret(*(keys["server"][name].encode() for name in ("secret", "public"))),
+        geometry,
+        args.threads,
+        EXPERTS,
     )
     box.plane.transport.allowed.allow("client", keys["client"]["public"])
-    print(json.dumps({"ports": box.ports}), flush=True)
+    print(json.dumps({"ports": box.ports, "pid": os.getpid()}), flush=True)
     await box.run()
 
 
@@ -180,7 +203,27 @@ def work_of(geometry: ExpertGeometry, rows: int, experts: int, rng: np.random.Ge
     )
 
 
-def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds: int) -> dict[str, float]:
+def calls_alone(box: Box, pid: int, works: Sequence[ExpertWork]) -> dict[str, float]:
+    """One after the other; `pid` is the peer's process. On the compute thread."""
+    answers: SimpleQueue[RemoteCall] = SimpleQueue()
+    took: list[float] = []
+    here, there, began_s = time.process_time(), core_s(pid), time.perf_counter()
+    for work in works:
+        asked_s = time.perf_counter()
+        box.plane.calls.call("server", work, answers)
+        assert answers.get(timeout=10).error is None
+        took.append(time.perf_counter() - asked_s)
+    here, there, took_s = time.process_time() - here, core_s(pid) - there, time.perf_counter() - began_s
+    return {
+        "calls_per_s": round(len(works) / took_s, 1),
+        "alone_p50_ms": round(float(np.median(took)) * 1e3, 3),
+        "alone_p99_ms": round(float(np.quantile(took, 0.99)) * 1e3, 3),
+        "caller_core_ms": round(here / len(works) * 1e3, 3),
+        "peer_core_ms": round(there / len(works) * 1e3, 3),
+    }
+
+
+def measure(box: Box, pid: int, geometry: ExpertGeometry, rows: int, experts: int, rounds: int) -> dict[str, float]:
     """On the compute thread."""
     rng = np.random.default_rng(0)
     peer = box.plane.calls.peers["server"]
@@ -201,6 +244,7 @@ def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds:
         asked = box.echo.ask("server", Echo(0, rows, experts, rows * experts), tensors, timeout_s=5)
         asyncio.run_coroutine_threadsafe(asked, box.loop).result(10)
         echoes.append(time.perf_counter() - began_s)
+    alone = calls_alone(box, pid, [work_of(geometry, rows, experts, rng) for _ in range(rounds)])
     best = {name: float(np.quantile(x, 0.05)) * 1e3 for name, x in (("call", calls), ("echo", echoes))}
     p50 = {name: float(np.median(x)) * 1e3 for name, x in (("call", calls), ("echo", echoes), ("served", served))}
     return {
@@ -214,6 +258,7 @@ def measure(box: Box, geometry: ExpertGeometry, rows: int, experts: int, rounds:
         "echo_p5_ms": round(best["echo"], 3),
         "call_p99_ms": round(float(np.quantile(calls, 0.99)) * 1e3, 3),
         "echo_p99_ms": round(float(np.quantile(echoes, 0.99)) * 1e3, 3),
+        **alone,
     }
 
 
@@ -256,6 +301,8 @@ def link_bytes() -> tuple[int, int]:
 async def call(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
     """The other process: reads keys and where the server is, measures, says what it found."""
     keys = told()
+    if args.plain:
+        leave_out_curve(keys["server"]["public"])
     box = Box("client", Secret(*(keys["client"][name].encode() for name in ("secret", "public"))), geometry, 1, 0)
     server = told()
     running = asyncio.create_task(box.run())
@@ -271,8 +318,8 @@ async def call(args: argparse.Namespace, geometry: ExpertGeometry) -> None:
         found = await asyncio.to_thread(fill, box, geometry, args.experts, rows, args.seconds)
         print(json.dumps(found), flush=True)
     for rows in args.rows if not args.fill else ():
-        await asyncio.to_thread(measure, box, geometry, rows, args.experts, 20)
-        found = await asyncio.to_thread(measure, box, geometry, rows, args.experts, args.rounds)
+        await asyncio.to_thread(measure, box, server["pid"], geometry, rows, args.experts, 20)
+        found = await asyncio.to_thread(measure, box, server["pid"], geometry, rows, args.experts, args.rounds)
         print(json.dumps(found), flush=True)
     running.cancel()
 
@@ -315,6 +362,7 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=500.0, help="Mbit/s")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="without CURVE")
     parser.add_argument("--role", choices=["client", "server"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role is None:
@@ -323,7 +371,7 @@ def main() -> None:
     geometry = ExpertGeometry(
         1, EXPERTS, args.experts, args.hidden, args.width, dtype="float32" if args.float32 else "bfloat16"
     )
-    asyncio.run(serve(geometry, args.threads) if args.role == "server" else call(args, geometry))
+    asyncio.run(serve(args, geometry) if args.role == "server" else call(args, geometry))
     sys.stdout.flush()
     os._exit(0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import numpy.typing as npt
 from scipy.stats import t
@@ -12,3 +14,8 @@ def interval(values: npt.ArrayLike) -> tuple[float, float]:
     array = np.asarray(values, np.float64)
     spread = array.std(ddof=1) / array.size**0.5
     return float(array.mean()), float(t.ppf(0.975, array.size - 1) * spread)
+
+
+def core_s(pid: int) -> float:
+    """What of a core a process has used so far."""
+    return time.clock_gettime((~pid << 3) | 2)  # the clock of another process, see clock_getcpuclockid(3)

@@ -13,7 +13,7 @@ has the same share of the processor and the same rate of disk reads (control gro
 With `--width` the demo model's experts are padded with zeros to the size of a larger model's: they say the same, but
 read and compute as slowly. Before, one box with all experts in memory answers every prompt: all arms must say the
 same, token by token. DIR has one file of prompts per task (JSON lines, gzip). Clients send the next request when the
-last is answered. Prints one JSON object for each arm.
+last is answered. Prints one JSON object for each arm, with what of a core a token took in all boxes together.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.faults import EXPERTS, common
+from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Answer, Cluster, Daemon
 from tools.testbed.limits import Limits
@@ -107,10 +108,11 @@ def run_arm(arm: str, bed: Bed, folder: Path, store: Path, prompts: dict[str, li
             time.sleep(3)
         load(daemons, prompts, args.tokens, args.seconds / 4)
         before = [daemon.metrics() for daemon in daemons]
-        began_s = time.monotonic()
+        pids = [pid for daemon in daemons for pid in daemon.box.pids()]
+        used_s, began_s = sum(map(core_s, pids)), time.monotonic()
         done = load(daemons, prompts, args.tokens, args.seconds)
-        took_s = time.monotonic() - began_s
-        return done, took_s, [_moved(b, d.metrics()) for b, d in zip(before, daemons, strict=True)]
+        took_s, used_s = time.monotonic() - began_s, sum(map(core_s, pids)) - used_s
+        return done, took_s, used_s, [_moved(b, d.metrics()) for b, d in zip(before, daemons, strict=True)]
     finally:
         for daemon in daemons:
             daemon.close()
@@ -160,8 +162,10 @@ def main() -> int:
         wanted = references(Path(scratch), store, prompts, args.tokens)
         for number, arm in enumerate(args.arms.split(",")):
             with Bed(list(TASKS), limits=limits) as bed:
-                done, took_s, moved = run_arm(arm, bed, Path(scratch) / f"{number}-{arm}", store, prompts, args)
-            found = summary(arm, done, wanted, args.tokens, took_s) | {"boxes": dict(zip(TASKS, moved, strict=True))}
+                done, took_s, used_s, moved = run_arm(arm, bed, Path(scratch) / f"{number}-{arm}", store, prompts, args)
+            found = summary(arm, done, wanted, args.tokens, took_s)
+            found |= {"core_ms_per_token": round(used_s * 1e3 / (len(done) * args.tokens), 2)}
+            found |= {"boxes": dict(zip(TASKS, moved, strict=True))}
             print(json.dumps(found), flush=True)
     return 0
 

@@ -1,7 +1,7 @@
 """Asks peers to compute experts: implements `ExpertPeers` over the calls channel.
 
 The compute thread reads snapshots and posts calls; everything else happens on the engine's event loop. One hop leads
-from the compute thread to the loop, and one queue leads back.
+from the compute thread to the loop, and one queue leads back. A call has no task of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 from edgemoe.cluster.data.messages import Call, CallMessage, Hello, Result
 from edgemoe.cluster.data.peer_estimate import SMALL_BYTES, PeerEstimate
 from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.envelope import Buffer
 from edgemoe.cluster.rpc.sparing_log import SparingLog
+from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.model_info import ServedModel
@@ -65,13 +67,13 @@ class ExpertClient:
     def call(self, node: str, work: ExpertWork, answers: SimpleQueue[RemoteCall]) -> RemoteCall:
         """Sends work to a peer. Puts the call into `answers` when it has a result or an error."""
         call = RemoteCall(node, work, time.monotonic())
-        self._loop.call_soon_threadsafe(self._begin, call, answers)
+        self._loop.call_soon_threadsafe(self._ask, call, *Call.of(work), answers)
         return call
 
     # --- the loop's side ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Sends a hello to every peer each HELLO_S, until cancelled; pending calls then fail."""
+        """Sends a hello to every peer each HELLO_S, until cancelled; calls that are made later fail."""
         try:
             async with asyncio.TaskGroup() as self._group:
                 for count in itertools.count():
@@ -137,48 +139,54 @@ class ExpertClient:
             peer.measure_way(size if probe else min(size, SMALL_BYTES), time.monotonic() - began_s)
             peer.ready, peer.silent, peer.refused, peer.heard_s = True, False, "", time.monotonic()
 
-    def _begin(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
-        if self._group is not None:
-            self._spawn(self._ask(call, answers))
-        else:
-            call.error = PeerUnavailable("the engine is stopping")
-            answers.put(call)
-
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         if self._group is not None:
             self._group.create_task(work)
         else:
             work.close()
 
-    async def _ask(self, call: RemoteCall, answers: SimpleQueue[RemoteCall]) -> None:
-        peer, number, served_s, absent = self.peers.get(call.node), next(self._numbers), 0.0, 0
-        try:
-            if peer is None:
-                raise PeerUnavailable(f"{call.node} is no member any more")
-            peer.under_way[number] = call
-            absent = peer.absent(call.work)  # counted now: afterwards they are in its memory
-            body, tensors = Call.of(call.work)
-            answer = await self._channel.ask(call.node, body, tensors, timeout_s=self.timeout_s)
-            sizes = [tensor.nbytes for tensor in answer.tensors]
-            if not isinstance(answer.message, Result) or sizes != [call.work.hidden.nbytes]:
-                raise PeerRefused(f"{call.node} answered a call with something else")
-            call.result, served_s = answer.tensors[0], answer.message.served_s
-        except EdgemoeError as error:
-            call.error = error
-            if peer is not None:
-                self._note_failure(peer, call, error)
-        except asyncio.CancelledError:
-            call.error = PeerUnavailable("the engine is stopping")
-            raise
-        except Exception as error:  # the compute thread must get an answer in any case
-            self._say(logging.ERROR, "an expert call went wrong", call.node, exc_info=True)
-            call.error = PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
-        finally:
+    def _ask(self, call: RemoteCall, body: Call, tensors: Sequence[Buffer], answers: SimpleQueue[RemoteCall]) -> None:
+        peer, number = self.peers.get(call.node), next(self._numbers)
+        if peer is None or self._group is None:
+            why = f"{call.node} is no member any more" if peer is None else "the engine is stopping"
+            call.error = PeerUnavailable(why)
             answers.put(call)
-            if peer is not None:
-                peer.under_way.pop(number, None)
-        if peer is not None and call.result is not None:
-            self._measure(peer, call, served_s, absent)
+            return
+        absent = peer.absent(call.work)  # counted now: afterwards they are in its memory
+        peer.under_way[number] = call
+
+        def done(outcome: Answer[CallMessage] | EdgemoeError) -> None:
+            if peer.under_way.pop(number, None) is None:
+                return
+            try:
+                self._end(peer, call, absent, outcome)
+            except Exception as error:  # the compute thread must get an answer in any case
+                call.error = self._unexpected(call, error)
+            answers.put(call)
+
+        try:
+            self._channel.post(call.node, body, tensors, timeout_s=self.timeout_s, done=done)
+        except EdgemoeError as error:
+            done(error)
+        except Exception as error:
+            done(self._unexpected(call, error))
+
+    def _unexpected(self, call: RemoteCall, error: Exception) -> PeerUnavailable:
+        self._say(logging.ERROR, "an expert call went wrong", call.node, exc_info=True)
+        return PeerUnavailable(f"the call to {call.node} went wrong: {error!r}")
+
+    def _end(
+        self, peer: PeerEstimate, call: RemoteCall, absent: int, outcome: Answer[CallMessage] | EdgemoeError
+    ) -> None:
+        if isinstance(outcome, Answer):
+            sizes = [tensor.nbytes for tensor in outcome.tensors]
+            if isinstance(outcome.message, Result) and sizes == [call.work.hidden.nbytes]:
+                call.result = outcome.tensors[0]
+                self._measure(peer, call, outcome.message.served_s, absent)
+                return
+            outcome = PeerRefused(f"{call.node} answered a call with something else")
+        call.error = outcome
+        self._note_failure(peer, call, outcome)
 
     def _measure(self, peer: PeerEstimate, call: RemoteCall, served_s: float, absent: int) -> None:
         now_s, before_s, size = time.monotonic(), peer.answered_s, call.work.hidden.nbytes

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -80,8 +80,8 @@ class ExpertServer:
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
 
-    async def serve(self, question: Question[CallMessage]) -> Answer[CallMessage]:
-        """Returns the answer to a Call. Raises PeerBusy, PeerRefused."""
+    def serve(self, question: Question[CallMessage]) -> Answer[CallMessage] | Coroutine[Any, Any, Answer[CallMessage]]:
+        """Returns the answer to a Call, at once where it is small. Raises PeerBusy, PeerRefused."""
         began_s = time.monotonic()
         call: Any = question.message
         work = call.work(question.tensors, self._geometry)
@@ -96,18 +96,23 @@ class ExpertServer:
         self._pending += 1
         self._units += job.units
         self._bytes += work.hidden.nbytes
+        job.done.add_done_callback(lambda _: self._leave(job))
+        self._inbox.put(job)
+        return self._answer(job, began_s)
+
+    async def _answer(self, job: QueuedCall, began_s: float) -> Answer[CallMessage]:
         try:
-            self._inbox.put(job)
             sums = await job.done
         except PeerBusy:
             self.shed += 1
             raise
-        finally:
-            self._pending -= 1
-            self._units -= job.units
-            self._bytes -= work.hidden.nbytes
         self.served += 1
         return Answer(Result(time.monotonic() - began_s), [sums])
+
+    def _leave(self, job: QueuedCall) -> None:
+        self._pending -= 1
+        self._units -= job.units
+        self._bytes -= job.work.hidden.nbytes
 
     def _compute_at_once(self, work: ExpertWork, units: float) -> Any | None:
         """Computes on the loop: for small work, switching threads twice would take longer than the work."""

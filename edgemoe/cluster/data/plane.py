@@ -19,6 +19,7 @@ from edgemoe.cluster.rpc.auth import AllowList
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.engine_messages import PeerEngine
 from edgemoe.cluster.rpc.keys import Peer, Secret
+from edgemoe.cluster.rpc.question_server import Later
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.errors import PeerRefused
@@ -118,10 +119,10 @@ class DataPlane:
         self.server.close()
         self.transport.close()
 
-    async def _serve(self, question: Question[CallMessage]) -> Answer[CallMessage]:
+    def _serve(self, question: Question[CallMessage]) -> Answer[CallMessage] | Later[CallMessage]:
         match question.message:
             case Call():
-                return await self.server.serve(question)
+                return self.server.serve(question)
             case Hello() as hello:
                 return Answer(self.calls.learn(question.peer, hello))
             case _:

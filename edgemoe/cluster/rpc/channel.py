@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import msgspec
@@ -21,12 +22,12 @@ from edgemoe.cluster.rpc.envelope import MAX_REMAINING_MS, Buffer
 from edgemoe.cluster.rpc.intake import Intake
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.peer_links import PeerLinks
+from edgemoe.cluster.rpc.peer_links import PeerLink, PeerLinks
 from edgemoe.cluster.rpc.protocol import Language
-from edgemoe.cluster.rpc.question_server import QuestionServer
+from edgemoe.cluster.rpc.question_server import QuestionServer, Serve
 from edgemoe.cluster.rpc.sockets import hand
-from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
-from edgemoe.errors import PeerRefused, PeerUnavailable, WireError
+from edgemoe.cluster.rpc.transport import Answer, Asked, ChannelSettings, Transport
+from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable, WireError
 
 M = TypeVar("M")
 ASKED_AT_ONCE = 48  # questions to one peer; further ones wait for credits
@@ -44,7 +45,7 @@ class Channel(Generic[M]):
         transport: Transport,
         name: str,
         language: Language[M],
-        serve: Callable[[Question[M]], Awaitable[Answer[M] | None]],
+        serve: Serve[M],
         settings: ChannelSettings | None = None,
     ) -> None:
         settings = settings or ChannelSettings()
@@ -75,13 +76,13 @@ class Channel(Generic[M]):
 
     async def run(self) -> None:
         """Serves and reads answers until cancelled, then closes every socket."""
-        try:
-            async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as group:
+            try:
                 self._links.start(group)
-                group.create_task(self.intake.run())
-                await self._questions.run(group)
-        finally:
-            self.close()
+                self._questions.start(group)
+                await self.intake.run()
+            finally:
+                self.close()  # before tasks end: nothing that comes now could be served
 
     def close(self) -> None:
         """Closes every socket; `run` does so itself."""
@@ -124,36 +125,63 @@ class Channel(Generic[M]):
 
         Raises PeerRefused also for a message that is too large, and PeerOutdated for one that the peer does not know.
         """
-        link = self._links[node]
-        size = max(sum(memoryview(t).nbytes for t in tensors), self._settings.credits_bytes // ASKED_AT_ONCE + 1)
-        taken, id = 0, next(self._ids)
         future: asyncio.Future[Answer[M]] = asyncio.get_running_loop().create_future()
-        ends = asyncio.get_running_loop().time() + timeout_s
+
+        def done(outcome: Answer[M] | EdgemoeError) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, Answer):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
+
+        withdraw = self.post(node, body, tensors, timeout_s=timeout_s, done=done)
         try:
-            async with asyncio.timeout_at(ends):
-                taken = await link.credits.take(size)
-                link.pending[id] = future
-                left_ms = max(0.0, ends - asyncio.get_running_loop().time()) * 1000
-                hand(
-                    link.socket,
-                    self._codec.seal(node, body, tensors, id=id, remaining_ms=min(left_ms, MAX_REMAINING_MS)),
-                )
-                return await future
-        except WireError as error:
-            raise PeerRefused(f"{node} cannot be asked: {error}") from error
-        except TimeoutError as error:
-            raise PeerUnavailable(f"{node} did not answer within {timeout_s:.3g} s ({self.name})") from error
-        except zmq.ZMQError as error:
-            raise PeerUnavailable(f"{node} cannot be reached on {self.name}: {error}") from error
-        finally:
-            link.pending.pop(id, None)
-            if taken:
-                await link.credits.give(taken)
+            return await future
+        except asyncio.CancelledError:
+            withdraw(PeerUnavailable("nobody waits for it any more"))
+            raise
+
+    def post(
+        self,
+        node: str,
+        body: msgspec.Struct,
+        tensors: Sequence[Buffer] = (),
+        *,
+        timeout_s: float,
+        done: Callable[[Answer[M] | EdgemoeError], None],
+    ) -> Callable[[EdgemoeError], None]:
+        """Asks, and calls `done` once, with the answer or what `ask` would raise; perhaps before this returns.
+
+        Returns what to call to have it end with that error now. Raises PeerUnavailable where it is not connected.
+        """
+        link, loop = self._links[node], asyncio.get_running_loop()
+        ends, id = loop.time() + timeout_s, next(self._ids)
+
+        def send() -> None:
+            left_ms = min(max(0.0, ends - loop.time()) * 1000, MAX_REMAINING_MS)
+            try:
+                hand(link.socket, self._codec.seal(node, body, tensors, id=id, remaining_ms=left_ms))
+            except WireError as error:
+                raise PeerRefused(f"{node} cannot be asked: {error}") from error
+            except zmq.ZMQError as error:
+                raise PeerUnavailable(f"{node} cannot be reached on {self.name}: {error}") from error
+
+        asked = Asked(id, send, done)
+        asked.deadline = loop.call_at(ends, self._late, link, id, timeout_s)
+        size = max(sum(memoryview(t).nbytes for t in tensors), self._settings.credits_bytes // ASKED_AT_ONCE + 1)
+        link.ask(asked, size)
+        return partial(link.end, id)
+
+    def _late(self, link: PeerLink[M], id: int, timeout_s: float) -> None:
+        link.end(id, PeerUnavailable(f"{link.node} did not answer within {timeout_s:.3g} s ({self.name})"))
 
     def tell(self, node: str, body: msgspec.Struct, tensors: Sequence[Buffer] = ()) -> bool:
         """Sends a message that needs no answer. Returns False where it cannot be sent, or the peer does not know it."""
         try:
-            hand(self._links[node].socket, self._codec.seal(node, body, tensors))
+            link = self._links[node]
+            hand(link.socket, self._codec.seal(node, body, tensors))
+            link.look()
         except (zmq.ZMQError, WireError, PeerRefused, PeerUnavailable):
             return False
         return True

@@ -80,7 +80,8 @@ class Intake:
 
     def heard(self, fd: int, peer: str) -> None:
         """Takes note that the connection has this peer's key."""
-        known = self._known.setdefault(fd, _Connection(_inode(fd), _host(fd)))
+        if (known := self._known.get(fd)) is None:
+            known = self._known[fd] = _Connection(_inode(fd), _host(fd))
         if known.peer != peer:
             known.peer = peer
             self._keep(peer, "", CONNECTIONS)

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import zmq
-import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from edgemoe.cluster.rpc import intake
@@ -22,9 +21,9 @@ from edgemoe.cluster.rpc.codec import Codec
 from edgemoe.cluster.rpc.intake import Intake
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.sockets import until_closed, waiting, watch
+from edgemoe.cluster.rpc.sockets import MessageReader, Socket, until_closed, watch
 from edgemoe.cluster.rpc.sparing_log import SparingLog
-from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Credits, Failure, Transport
+from edgemoe.cluster.rpc.transport import Answer, Asked, ChannelSettings, Credits, Failure, Transport
 from edgemoe.errors import EdgemoeError, PeerUnavailable, WireError
 
 log = logging.getLogger(__name__)
@@ -38,31 +37,65 @@ EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSED | NOT_
 class PeerLink(Generic[M]):
     """Owns the DEALER to one peer, which expects the peer's first key, and its pending questions."""
 
-    def __init__(self, peer: Peer, socket: zmq.asyncio.Socket, credits_bytes: int) -> None:
+    def __init__(self, peer: Peer, socket: Socket, credits_bytes: int) -> None:
         self.peer = peer
         self.node, self.address = peer.node, f"tcp://{peer.address}"
         self.socket = socket
         self.monitor = watch(socket, EVENTS)
-        self.credits = Credits(credits_bytes)
-        self.pending: dict[int, asyncio.Future[Answer[M]]] = {}
+        self.pending: dict[int, Asked[M]] = {}
+        self.reader: MessageReader | None = None
+        self._credits = Credits(credits_bytes)
         self.up = False
         self.fd = -1  # of the connection
         self.apart = False  # left, and not connected again yet
         self.refusals = 0
         self.turning = False  # to the peer's other key, in a moment
-        self.tasks: list[asyncio.Task[None]] = []
+        self.task: asyncio.Task[None] | None = None
+
+    def ask(self, asked: Asked[M], size_bytes: int) -> None:
+        """Sends a question as soon as so many more bytes may be under way."""
+        self.pending[asked.id] = asked
+        self._credits.take(size_bytes, partial(self._send, asked))
+
+    def end(self, id: int, outcome: Answer[M] | EdgemoeError) -> None:
+        """Ends a pending question. Does nothing where it has ended."""
+        if (asked := self.pending.pop(id, None)) is not None:
+            self._end(asked, outcome)
 
     def fail(self, error: EdgemoeError) -> None:
         """Fails all pending questions with `error`."""
         pending, self.pending = self.pending, {}
-        for future in pending.values():
-            if not future.done():
-                future.set_exception(error)
+        for asked in pending.values():
+            self._end(asked, error)
+
+    def _send(self, asked: Asked[M], credits_bytes: int) -> None:
+        if asked.id not in self.pending:
+            self._credits.give(credits_bytes)
+            return
+        asked.credits_bytes = credits_bytes
+        try:
+            asked.send()
+        except EdgemoeError as error:
+            self.end(asked.id, error)
+        self.look()
+
+    def look(self) -> None:
+        """Must follow whatever is done with the socket."""
+        if self.reader is not None:
+            self.reader.look()
+
+    def _end(self, asked: Asked[M], outcome: Answer[M] | EdgemoeError) -> None:
+        if asked.deadline is not None:
+            asked.deadline.cancel()
+        self._credits.give(asked.credits_bytes)
+        asked.done(outcome)
 
     def close(self) -> None:
         """Fails pending questions and frees the socket."""
-        for task in self.tasks:
-            task.cancel()
+        if self.task is not None:
+            self.task.cancel()
+        if self.reader is not None:
+            self.reader.close()
         self.fail(PeerUnavailable("the connection was closed"))
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
@@ -162,6 +195,7 @@ class PeerLinks(Generic[M]):
         link.apart = False
         link.socket.set(zmq.IDENTITY, f"{self._transport.node}:{self._transport.boot}:{secrets.token_hex(8)}".encode())
         link.socket.connect(link.address)
+        link.look()
 
     def disconnect(self, node: str) -> None:
         """Leaves that peer; what was asked of it fails."""
@@ -178,8 +212,9 @@ class PeerLinks(Generic[M]):
             link.fail(PeerUnavailable(why))
 
     def _start(self, link: PeerLink[M], group: asyncio.TaskGroup) -> None:
-        for read in (self._read_answers, self._read_events):
-            link.tasks.append(group.create_task(until_closed(partial(read, link))))
+        link.task = group.create_task(until_closed(partial(self._read_events, link)))
+        link.reader = MessageReader(link.socket, partial(self._take_answer, link))
+        link.reader.start()
 
     async def _read_events(self, link: PeerLink[M]) -> None:
         while True:
@@ -222,6 +257,7 @@ class PeerLinks(Generic[M]):
         link.apart = True
         with contextlib.suppress(zmq.ZMQError):
             link.socket.disconnect(link.address)
+        link.look()
         asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._connect_again, link)
         if link.up:
             link.up = False
@@ -240,26 +276,20 @@ class PeerLinks(Generic[M]):
         if self._links.get(link.node) is link:
             self._connect(link)
 
-    async def _read_answers(self, link: PeerLink[M]) -> None:
-        while True:
-            frames = await link.socket.recv_multipart(copy=False)
-            self._intake.delivered(link.fd, frames, waiting(link.socket))
-            try:
-                self._take_answer(link, [frame.buffer for frame in frames])
-            except WireError as error:
-                self._mishaps.reject(link.node, error)
-            except Exception:  # a bad answer affects that answer alone
-                self._mishaps.fail(link.node)
+    def _take_answer(self, link: PeerLink[M], frames: Sequence[zmq.Frame], waiting: bool) -> None:
+        try:
+            self._intake.delivered(link.fd, frames, waiting)
+            self._settle(link, [frame.buffer for frame in frames])
+        except WireError as error:
+            self._mishaps.reject(link.node, error)
+        except Exception:  # a bad answer affects that answer alone
+            self._mishaps.fail(link.node)
 
-    def _take_answer(self, link: PeerLink[M], frames: Sequence[memoryview]) -> None:
+    def _settle(self, link: PeerLink[M], frames: Sequence[memoryview]) -> None:
         envelope = self._codec.open(link.node, frames)
         message: Any = self._codec.read(envelope)
         if isinstance(message, Failure) and not envelope.id:
             raise WireError(f"{link.node} could not read it: {message.message}")
-        future = link.pending.pop(envelope.id, None) if envelope.answer else None
-        if future is None or future.done():
-            return
-        if isinstance(message, Failure):
-            future.set_exception(message.error(link.node))
-        else:
-            future.set_result(Answer(message, frames[1:]))
+        if envelope.answer:
+            failed = isinstance(message, Failure)
+            link.end(envelope.id, message.error(link.node) if failed else Answer(message, frames[1:]))

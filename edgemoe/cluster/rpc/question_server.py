@@ -7,11 +7,11 @@ many bytes in them; beyond that they are sent away.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -21,14 +21,15 @@ from edgemoe.cluster.rpc.codec import Codec
 from edgemoe.cluster.rpc.envelope import Buffer, Envelope
 from edgemoe.cluster.rpc.intake import EVENTS, Intake
 from edgemoe.cluster.rpc.mishaps import Mishaps
-from edgemoe.cluster.rpc.sockets import fd_of, hand, key_of, until_closed, waiting, watch, who
+from edgemoe.cluster.rpc.sockets import MessageReader, fd_of, hand, key_of, until_closed, watch, who
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Failure, Question, Transport
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerRefused, WireError, WireVersionError
 
 log = logging.getLogger(__name__)
 M = TypeVar("M")
+Later = Coroutine[Any, Any, Answer[M] | None]
+Serve = Callable[[Question[M]], Answer[M] | Later[M] | None]  # at once, or in a task
 SERVED_AT_ONCE = 64  # questions of one peer; further ones are refused as busy
-BURST = 16  # messages read before other tasks run
 
 
 class QuestionServer(Generic[M]):
@@ -41,7 +42,7 @@ class QuestionServer(Generic[M]):
         settings: ChannelSettings,
         intake: Intake,
         mishaps: Mishaps,
-        serve: Callable[[Question[M]], Awaitable[Answer[M] | None]],
+        serve: Serve[M],
         on_foreign: Callable[[str, str], None],
     ) -> None:
         """`on_foreign` is told who speaks another version."""
@@ -54,6 +55,7 @@ class QuestionServer(Generic[M]):
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.set(zmq.CURVE_SERVER, 1)
         self._monitor = watch(self._router, EVENTS)
+        self._reader: MessageReader | None = None
 
     def bind(self, host: str, port: int = 0) -> int:
         """Listens; returns the port. Raises PeerRefused where the address cannot be had."""
@@ -64,24 +66,16 @@ class QuestionServer(Generic[M]):
             raise PeerRefused(f"cannot listen on {host}:{port} for {self._codec.channel}: {error}") from error
         return int(bytes(self._router.get(zmq.LAST_ENDPOINT)).rstrip(b"\0").rsplit(b":", 1)[1])
 
-    async def run(self, group: asyncio.TaskGroup) -> None:
-        """Reads questions until cancelled; `group` serves them."""
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Reads questions from now on; `group` serves them."""
         group.create_task(until_closed(self._watch_connections))
-        for count in itertools.count(1):
-            if count % BURST == 0:  # reading waiting messages does not yield to other tasks
-                await asyncio.sleep(0)
-            first, *frames = await self._router.recv_multipart(copy=False)
-            identity = bytes(first.buffer)
-            self._intake.delivered(fd_of(first if not frames else frames[0]), frames, waiting(self._router))
-            try:
-                self._take_question(identity, frames, group)
-            except WireError as error:
-                self._mishaps.reject(who(identity)[0], error)
-            except Exception:  # a bad message affects that message alone
-                self._mishaps.fail(who(identity)[0])
+        self._reader = MessageReader(self._router, partial(self._take, group))
+        self._reader.start()
 
     def close(self) -> None:
         """Closes the socket."""
+        if self._reader is not None:
+            self._reader.close()
         self._router.disable_monitor()
         self._monitor.close(linger=0)
         self._router.close(linger=0)
@@ -90,6 +84,17 @@ class QuestionServer(Generic[M]):
         while True:
             event = parse_monitor_message(await self._monitor.recv_multipart())
             self._intake.note(event["event"], event["value"])
+
+    def _take(self, group: asyncio.TaskGroup, message: Sequence[zmq.Frame], waiting: bool) -> None:
+        first, *frames = message
+        identity = bytes(first.buffer)
+        try:
+            self._intake.delivered(fd_of(first if not frames else frames[0]), frames, waiting)
+            self._take_question(identity, frames, group)
+        except WireError as error:
+            self._mishaps.reject(who(identity)[0], error)
+        except Exception:  # a bad message affects that message alone
+            self._mishaps.fail(who(identity)[0])
 
     def _take_question(self, identity: bytes, frames: Sequence[zmq.Frame], group: asyncio.TaskGroup) -> None:
         peer, boot = who(identity)
@@ -120,29 +125,44 @@ class QuestionServer(Generic[M]):
             return
         wait_s = min(envelope.remaining_ms / 1000, self._settings.longest_s)
         deadline = asyncio.get_running_loop().time() + wait_s
+        question = Question(peer, boot, envelope, message, parts[1:], deadline)
+        try:
+            served = self._serve(question)
+            if served is None or isinstance(served, Answer):
+                self._answer(identity, question, served)
+                return
+        except Exception as error:  # affects this question alone
+            self._fail_question(identity, question, error)
+            return
         self._serving[peer] += 1
         self._held_bytes[peer] += size
-        group.create_task(self._answer(identity, Question(peer, boot, envelope, message, parts[1:], deadline), size))
+        task = group.create_task(self._answer_later(identity, question, served, size))
+        task.add_done_callback(lambda _: served.close())  # where it was cancelled before its first step
 
-    async def _answer(self, identity: bytes, question: Question[M], size: int) -> None:
-        asked, peer = question.envelope, question.peer
+    async def _answer_later(self, identity: bytes, question: Question[M], served: Later[M], size: int) -> None:
+        peer = question.peer
         try:
-            answer = await self._serve(question)
-            if answer is not None and asked.id:
-                assert isinstance(answer.message, msgspec.Struct)
-                self._send_back(
-                    identity, self._codec.seal(peer, answer.message, answer.tensors, id=asked.id, answer=True)
-                )
-        except EdgemoeError as error:
-            self._fail(identity, asked, error)
+            self._answer(identity, question, await served)
         except Exception as error:  # affects this question alone
-            self._mishaps.fail(peer)
-            self._fail(identity, asked, error)
+            self._fail_question(identity, question, error)
         finally:
             self._serving[peer] -= 1
             self._held_bytes[peer] -= size
             if not self._serving[peer]:
                 del self._serving[peer], self._held_bytes[peer]
+
+    def _answer(self, identity: bytes, question: Question[M], answer: Answer[M] | None) -> None:
+        asked = question.envelope
+        if answer is not None and asked.id:
+            assert isinstance(answer.message, msgspec.Struct)
+            self._send_back(
+                identity, self._codec.seal(question.peer, answer.message, answer.tensors, id=asked.id, answer=True)
+            )
+
+    def _fail_question(self, identity: bytes, question: Question[M], error: Exception) -> None:
+        if not isinstance(error, EdgemoeError):
+            self._mishaps.fail(question.peer)
+        self._fail(identity, question.envelope, error)
 
     def _fail(self, identity: bytes, asked: Envelope, error: Exception) -> None:
         """Answers with a Failure. A message without id is answered only where it could not be read, with id 0."""
@@ -154,3 +174,5 @@ class QuestionServer(Generic[M]):
             hand(self._router, [identity, *frames])
         except zmq.ZMQError as error:
             log.debug("an answer could not be sent", extra={"channel": self._codec.channel, "why": str(error)})
+        if self._reader is not None:
+            self._reader.look()

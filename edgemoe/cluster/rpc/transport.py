@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -16,6 +17,7 @@ from edgemoe.cluster.rpc.auth import AllowList, Authenticator
 from edgemoe.cluster.rpc.envelope import MAX_TENSOR_BYTES, Envelope
 from edgemoe.cluster.rpc.keys import Secret
 from edgemoe.cluster.rpc.protocol import Message, Versions
+from edgemoe.cluster.rpc.sockets import Socket
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerOutdated, PeerRefused, UnknownMessage
 from edgemoe.types.bounds import Word
 
@@ -68,25 +70,45 @@ class Answer(Generic[M]):
     tensors: Sequence[memoryview] = ()
 
 
+@dataclass(slots=True, eq=False)
+class Asked(Generic[M]):
+    """A question of ours that has not ended: it waits for credits, and then for its answer.
+
+    `send` sends it, and may raise EdgemoeError. `done` is called once.
+    """
+
+    id: int
+    send: Callable[[], None]
+    done: Callable[[Answer[M] | EdgemoeError], None]
+    deadline: asyncio.TimerHandle | None = None
+    credits_bytes: int = 0  # that it has taken
+
+
 class Credits:
     """Limits the bytes under way to one peer. A question larger than the limit takes all credits."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = self._free = limit_bytes
-        self._changed = asyncio.Condition()
+        self._waiting: deque[tuple[int, Callable[[int], None]]] = deque()
+        self._passing = False
 
-    async def take(self, size_bytes: int) -> int:
-        """Waits until `size_bytes` may be sent; returns what to give back."""
-        size_bytes = min(size_bytes, self._limit)
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._free >= size_bytes)
-            self._free -= size_bytes
-        return size_bytes
+    def take(self, size_bytes: int, then: Callable[[int], None]) -> None:
+        """Calls `then` with what to give back once `size_bytes` may be sent: now, or after those who wait."""
+        self._waiting.append((min(size_bytes, self._limit), then))
+        self.give(0)
 
-    async def give(self, size_bytes: int) -> None:
-        async with self._changed:
-            self._free += size_bytes
-            self._changed.notify_all()
+    def give(self, size_bytes: int) -> None:
+        self._free += size_bytes
+        if self._passing:  # whoever is called below gave back at once
+            return
+        self._passing = True
+        try:
+            while self._waiting and self._waiting[0][0] <= self._free:
+                size_bytes, then = self._waiting.popleft()
+                self._free -= size_bytes
+                then(size_bytes)
+        finally:
+            self._passing = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +136,10 @@ class Transport:
         """Authenticates connections until cancelled. Without it no peer can connect."""
         await self.authenticator.run()
 
-    def socket(self, kind: int, settings: ChannelSettings) -> zmq.asyncio.Socket:
+    def socket(self, kind: int, settings: ChannelSettings) -> Socket:
         """One of ours, with our keys. Raises zmq.ZMQError where there are none left."""
-        socket = self.context.socket(kind)
+        context: zmq.Context[Any] = self.context  # of which this one is no asyncio socket
+        socket: Socket = context.socket(kind, zmq.Socket)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, HWM_MESSAGES)
         socket.set(zmq.RCVHWM, 0)  # see intake, which bounds it

@@ -154,7 +154,7 @@ async def test_another_version_of_the_protocol_is_shown_as_refused_until_it_spea
     a, b = three["a"].plane, three["b"].plane
     head = bytearray(seal(Beat())[0])
     head[len(MAGIC)] = FRAMING + 1
-    await a.channel._links["b"].socket.send_multipart([bytes(head)])
+    a.channel._links["b"].socket.send_multipart([bytes(head)])
     await until(lambda: f"framing {FRAMING + 1}" in b.state.members["a"].refused)
     assert about.state_of(b.state.members, b.state.members["a"]) == "refused"
     three["a"].has(card("engine-a", room=5))

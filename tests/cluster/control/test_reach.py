@@ -40,7 +40,7 @@ async def test_a_port_that_is_dead_is_told_by_lane_and_direction_and_clocks_are_
         a.has(msgspec.structs.replace(card("one"), **alive | {"bulk_port": 1}))
         b.has(msgspec.structs.replace(card("two"), **alive | {"calls_port": 1}))
         b.plane.reach.wall = lambda: time.time() + AHEAD_S
-        await until(lambda: heard(a, "b") and heard(b, "a"))
+        await until(lambda: heard(a, "b") and heard(b, "a") and heard(c, "a"))
         await until(lambda: a.plane.state.members.is_alive("c"))
         row, other = await a.plane.reach.look()
         assert (other["node"], other["from_here"], other["from_there"]) == ("c", [], ["bulk"])

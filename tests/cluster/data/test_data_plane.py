@@ -105,14 +105,20 @@ def question(asked: ExpertWork, within_s: float = 10.0) -> Question[Any]:
     return Question("peer", "boot", envelope, call, tensors, asyncio.get_running_loop().time() + within_s)
 
 
+def served(server: ExpertServer, asked: Question[Any]) -> asyncio.Future[Answer[Any]]:
+    """The answer to a call that is not computed at once."""
+    answer = server.serve(asked)
+    assert not isinstance(answer, Answer)
+    return asyncio.create_task(answer)
+
+
 async def test_waiting_calls_of_a_layer_are_computed_together() -> None:
     host = Gate()
     server = ExpertServer(SIZES, host)
     server.start()
-    first = asyncio.create_task(server.serve(question(work(0))))
+    first = served(server, question(work(0)))
     await asyncio.to_thread(host.started.wait, 10)
-    rest = [asyncio.create_task(server.serve(question(work(n % 2, seed=n)))) for n in range(6)]
-    await asyncio.sleep(0)
+    rest = [served(server, question(work(n % 2, seed=n))) for n in range(6)]
     host.open.set()
     answers = await asyncio.gather(first, *rest)
     assert host.batches == [[0], [0, 0, 0], [1, 1, 1]]
@@ -128,17 +134,16 @@ async def test_what_would_come_too_late_is_sent_away_at_once() -> None:
     server.start()
     server._unit_time.measure(5.0, time.monotonic())
     with pytest.raises(PeerBusy, match="in time"):
-        await server.serve(question(work(), within_s=1.5))
+        server.serve(question(work(), within_s=1.5))
     server._unit_time.mean_s = 1e-9
-    under_way = asyncio.create_task(server.serve(question(work())))
+    under_way = served(server, question(work()))
     await asyncio.to_thread(host.started.wait, 10)
     too_late = question(work(), within_s=0.5)
-    late = asyncio.create_task(server.serve(too_late))
-    await asyncio.sleep(0)  # it is let in before the others are made, which may take longer than it has
-    rest = [asyncio.create_task(server.serve(question(work()))) for _ in range(QUEUE_CALLS - 2)]
-    await until(lambda: server._pending == QUEUE_CALLS)
+    late = served(server, too_late)  # let in before the others are made, which may take longer than it has
+    rest = [served(server, question(work())) for _ in range(QUEUE_CALLS - 2)]
+    assert server._pending == QUEUE_CALLS
     with pytest.raises(PeerBusy):
-        await server.serve(question(work()))
+        server.serve(question(work()))
     await until(lambda: asyncio.get_running_loop().time() > too_late.deadline)
     host.open.set()
     with pytest.raises(PeerBusy, match="too late"):
@@ -161,15 +166,15 @@ async def test_a_server_that_was_slow_once_does_not_send_big_calls_away_for_ever
         return asked.hidden.data.cast("B")
 
     host.compute_at_once = slow  # type: ignore[assignment]
-    await server.serve(question(work()))
+    server.serve(question(work()))
     with pytest.raises(PeerBusy, match="in time"):
-        await server.serve(question(work(rows=10_000), within_s=10))
+        server.serve(question(work(rows=10_000), within_s=10))
     monkeypatch.setattr(unit_time, "FADE_S", 1e-3)  # much later
-    big = asyncio.create_task(server.serve(question(work(rows=10_000), within_s=10)))
+    big = served(server, question(work(rows=10_000), within_s=10))
     await asyncio.to_thread(host.started.wait, 10)
     server._unit_time.measure(0.02, time.monotonic())
     with pytest.raises(PeerBusy, match="in time"):  # while something is computed, nothing fades
-        await server.serve(question(work(rows=10_000), within_s=10))
+        server.serve(question(work(rows=10_000), within_s=10))
     host.open.set()
     assert isinstance((await big).message, Result)
     await asyncio.to_thread(server.close)
@@ -179,7 +184,7 @@ async def test_what_the_host_has_not_is_refused() -> None:
     server = ExpertServer(SIZES, Gate())
     asked = work()._replace(experts=np.array([2, 7]))
     with pytest.raises(PeerRefused, match="expert 7"):
-        await server.serve(question(asked))
+        server.serve(question(asked))
 
 
 def test_a_peer_that_stops_answering_costs_more_with_every_moment() -> None:
@@ -254,8 +259,8 @@ class SlowReader:
     def is_up(self, node: str) -> bool:
         return False
 
-    async def ask(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float) -> Answer[Any]:
-        return Answer(Result(2.0), [memoryview(tensors[0])])
+    def post(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float, done: Any) -> None:
+        done(Answer(Result(2.0), [memoryview(tensors[0])]))
 
 
 async def test_what_a_peer_read_for_a_call_does_not_make_its_computing_look_slow() -> None:

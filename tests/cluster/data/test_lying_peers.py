@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_data_plane import MODEL, SIZES, Gate, question, work
+from test_data_plane import MODEL, SIZES, Gate, question, served, work
 
 from edgemoe.cluster.data import expert_server as server
 from edgemoe.cluster.data.expert_client import ExpertClient
@@ -35,6 +35,9 @@ class LyingChannel:
 
     async def ask(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float) -> Answer[Any]:
         return self.reply(body, tensors)
+
+    def post(self, node: str, body: Any, tensors: Sequence[Any], *, timeout_s: float, done: Any) -> None:
+        done(self.reply(body, tensors))
 
 
 def honest(body: Any, tensors: Sequence[Any]) -> Answer[Any]:
@@ -158,11 +161,10 @@ async def test_a_call_that_fails_costs_none_of_those_that_were_to_be_computed_wi
     host = Picky()
     serving = ExpertServer(SIZES, host)
     serving.start()
-    first = asyncio.create_task(serving.serve(question(work(0))))
+    first = served(serving, question(work(0)))
     await asyncio.to_thread(host.started.wait, 10)
     bad = work(rows=2)._replace(experts=np.array([2, 6]))
-    rest = [asyncio.create_task(serving.serve(question(asked))) for asked in (work(rows=1), bad, work(rows=3))]
-    await asyncio.sleep(0)
+    rest = [served(serving, question(asked)) for asked in (work(rows=1), bad, work(rows=3))]
     host.open.set()
     await first
     answers = await asyncio.gather(*rest, return_exceptions=True)
@@ -183,14 +185,13 @@ async def test_calls_wait_up_to_so_many_bytes_and_are_computed_up_to_so_many_row
     host = Picky()
     serving = ExpertServer(SIZES, host)
     serving.start()
-    first = asyncio.create_task(serving.serve(question(work(0, rows=1))))
+    first = served(serving, question(work(0, rows=1)))
     await asyncio.to_thread(host.started.wait, 10)
-    waiting = [asyncio.create_task(serving.serve(question(work(rows=2)))) for _ in range(3)]
-    await asyncio.sleep(0)
+    waiting = [served(serving, question(work(rows=2))) for _ in range(3)]
     with pytest.raises(PeerBusy):
-        await serving.serve(question(work(rows=1)))
+        serving.serve(question(work(rows=1)))
     host.open.set()
     await asyncio.gather(first, *waiting)
     assert host.batches == [[1], [2, 2], [2]]
-    await serving.serve(question(work(rows=1)))
+    await served(serving, question(work(rows=1)))
     await asyncio.to_thread(serving.close)

@@ -305,6 +305,40 @@ async def test_bytes_under_way_to_a_peer_are_bounded() -> None:
     assert most == 200_000
 
 
+async def test_a_posted_question_ends_once_by_whatever_comes_first() -> None:
+    def serve(question: Question[Any]) -> Any:
+        return Answer(question.message) if question.message.text == "now" else asyncio.sleep(60)
+
+    a, b = pair(serve, credits_bytes=100_000)
+    ends: list[Any] = []
+    async with running(a, b):
+        await connected(a, b)
+
+        def post(text: str, timeout_s: float = 20.0) -> Any:
+            return a.channel.post("b", Echo(text), [bytes(60_000)], timeout_s=timeout_s, done=ends.append)
+
+        withdraw = post("never")
+        post("now")  # waits for credits
+        await asyncio.sleep(0)
+        assert not ends
+        for _ in range(2):
+            withdraw(PeerUnavailable("enough"))
+        await until(lambda: len(ends) == 2)
+        assert str(ends[0]) == "enough"
+        assert ends[1].message == Echo("now")
+        post("never", timeout_s=0.05)
+        post("now")
+        await until(lambda: len(ends) == 4)
+        assert "did not answer within 0.05 s" in str(ends[2])
+        assert ends[3].message == Echo("now")
+        assert a.channel.waiting() == 0
+        post("never")
+        a.channel.disconnect("b")
+        assert "was closed" in str(ends[4])
+        with pytest.raises(PeerUnavailable):
+            post("now")
+
+
 async def test_mutated_frames_are_counted_and_nothing_more() -> None:
     a, b = pair()
     rng = random.Random(1)
@@ -348,7 +382,7 @@ async def test_another_version_is_refused_with_a_message_on_both_sides(caplog: p
         await connected(a, b)
         head = bytearray(seal(Echo("x"))[0])
         head[len(MAGIC)] = FRAMING + 1
-        await a.channel._links["b"].socket.send_multipart([bytes(head)])
+        a.channel._links["b"].socket.send_multipart([bytes(head)])
         await until(lambda: bool(a.channel.mishaps.rejected and b.channel.mishaps.rejected))
         told = [str(vars(record)["why"]) for record in caplog.records if record.message == "message dropped"]
         assert len(told) == 2

@@ -98,16 +98,36 @@ async def test_an_answer_to_nothing_is_served_to_nobody(frames: list[bytes]) -> 
     assert b.channel.mishaps.rejected == 1
 
 
-async def test_a_question_larger_than_all_credits_goes_alone() -> None:
-    credits_ = Credits(100)
-    async with asyncio.timeout(5):
-        taken = await credits_.take(1000)
-    waiting = asyncio.create_task(credits_.take(1))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await credits_.give(taken)
-    async with asyncio.timeout(5):
-        assert await waiting == 1
+def test_a_question_larger_than_all_credits_goes_alone() -> None:
+    credits_, taken = Credits(100), list[int]()
+    for size_bytes in (1000, 1, 2, 1000, 3):
+        credits_.take(size_bytes, taken.append)
+    assert taken == [100]
+    credits_.give(100)
+    assert taken == [100, 1, 2]
+    credits_.give(1)
+    assert taken == [100, 1, 2]
+    credits_.give(2)
+    assert taken == [100, 1, 2, 100]
+    credits_.give(100)
+    assert taken == [100, 1, 2, 100, 3]
+
+
+def test_any_number_of_questions_may_give_their_credits_back_at_once() -> None:
+    credits_, turns = Credits(100), list[int]()
+
+    def fails(taken: int) -> None:
+        turns.append(taken)
+        credits_.give(taken)
+
+    held: list[int] = []
+    credits_.take(100, held.append)
+    for _ in range(5000):
+        credits_.take(60, fails)
+    credits_.give(100)
+    assert turns == [60] * 5000
+    credits_.take(100, held.append)
+    assert held == [100, 100]
 
 
 @pytest.mark.parametrize("tensors", [[b""] * (MAX_FRAMES + 1), [bytes(MAX_TENSOR_BYTES + 1)]], ids=["many", "large"])
