@@ -19,6 +19,7 @@ from edgemoe.policy.routing.cluster_fit import fit_clusters
 from edgemoe.policy.routing.expert_clusters import ExpertClusters
 from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
+from edgemoe.policy.routing.locality_band import BandRouting, LocalityBand
 from edgemoe.policy.routing.offers import RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.types.arrays import FloatArray
@@ -42,12 +43,15 @@ def variants(clusters: ExpertClusters, times: DecodeTimes) -> dict[str, tuple[Ro
     """Returns policies, and what changes in engines with them."""
     places = [f"{n:03}" for n in range(ENGINES)]
     alone = replace(PullLimits(), crowding_s=0.0)
+    band = LocalityBand(fewest)
+    band.follow(clusters, places)
     return {
         "round robin": (Push(Turns()), {}),
         "JSQ": (Push(fewest), {}),
         "least requests": (Push(least_requests), {}),
         "Gimbal": (Push(GimbalChoice(GimbalThresholds())), {"order": "gimbal"}),
         "ELDR": (Push(BandChoice(clusters, places)), {}),
+        "ELDR, to free slots": (BandRouting(band, Pull(PullLimits())), PULLED),  # as daemons have it
         "union": (Push(UnionChoice(times)), {}),
         "pull": (Pull(PullLimits()), PULLED),
         "pull + union": (Pull(alone, UnionTerm(times)), PULLED),

@@ -33,13 +33,13 @@ def by_rate(found: dict[str, Any]) -> Figure:
     """Returns mean TTFT of Gimbal's parts, of pull and of baselines."""
     settings = [(*match.groups(), rows) for name, rows in found.items() if (match := LENGTHS.match(name))]
     kinds = list(dict.fromkeys(kv for kv, _, _ in settings))
-    figure = Figure(figsize=(4.5 * len(kinds), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.5 * len(kinds), 4.0), layout="constrained")
     for axes, kv in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
         mine = [(float(rate), rows) for kind, rate, rows in settings if kind == kv]
         for number, policy in enumerate(POLICIES):
             points = [(rate, _row(rows, policy)) for rate, rows in mine]
             change = [[float(part) for part in row["ttft_mean_s_change"].split("±")] for _, row in points]
-            places = [rate + 0.4 * (number - len(POLICIES) / 2) for rate, _ in points]
+            places = [rate + 0.4 * (number - (len(POLICIES) - 1) / 2) for rate, _ in points]
             axes.errorbar(
                 places, [mean for mean, _ in change], [half for _, half in change], marker="o", capsize=2, label=policy
             )
@@ -47,7 +47,7 @@ def by_rate(found: dict[str, Any]) -> Figure:
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
         axes.set_ylabel("mean TTFT, % against round robin")
-    figure.axes[-1].legend(fontsize=8)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
