@@ -43,4 +43,4 @@ class StepTimes:
         weight, y = weight + ASSUMED, y + ASSUMED * (1 - EXPERTS_SHARE) * mean_s
         slope = (weight * xy - x * y) / max(weight * xx - x * x, 1e-12)
         expert_s = min(max(slope, 0.0), mean_s / loaded)
-        return DecodeTimes(mean_s - expert_s * loaded, expert_s)
+        return DecodeTimes(max(0.0, mean_s - expert_s * loaded), expert_s)  # which may round to less than 0

@@ -80,7 +80,18 @@ def test_step_times_stay_within_what_steps_took(stretches: list[tuple[float, flo
     step_s, expert_s = fit.times()
     longest = max(seconds for seconds, _ in stretches)
     assert expert_s >= 0
-    assert -1e-6 * longest <= step_s <= longest * (1 + 1e-6)
+    assert 0 <= step_s <= longest * (1 + 1e-6)
+
+
+def test_time_that_grows_faster_than_experts_do_leaves_none_for_the_rest_of_a_step() -> None:
+    for n in range(1, 300):
+        fit = StepTimes()
+        fit.look(1, 1e-3, 1)
+        fit.look(2, 1e-3 + n / 7, 1 + 3 + n % 11)
+        step_s, expert_s = fit.times()
+        assert step_s == pytest.approx(0.0, abs=1e-12)
+        assert step_s >= 0
+        assert expert_s > 0
 
 
 def test_where_all_steps_were_alike_half_of_their_time_counts_as_the_experts() -> None:
