@@ -32,12 +32,12 @@ def nextuse(directory: Path) -> Maker:
     """`learned` with the trained network that was exported to `directory`. Raises ConfigError where there is none."""
     import torch  # takes seconds
 
-    from edgemoe.experts.predict.next_use_export import read
+    from edgemoe.experts.predict.next_use_model import read_export
     from edgemoe.experts.predict.next_use_network import NetworkPolicy
 
     torch.set_num_threads(1)  # its products are small
     try:
-        network = read(directory)
+        network = read_export(directory)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return lambda trace, batch: NetworkPolicy(network, trace.layers, trace.experts, trace.top_k)

@@ -60,6 +60,7 @@ class Replay:
         self._geometry = geometry
         self._begin, self._end = getattr(policy, "begin", None), getattr(policy, "end", None)
         self._route, self._loaded = getattr(policy, "route", None), getattr(policy, "loaded", None)
+        self._prefilled = getattr(policy, "prefilled", None)
 
     def add(self, capacity_bytes: int, machine: BoxSpec, *, prefetch: bool) -> ReplayBox:
         """Returns a new box; one that prefetches does so by the policy's plans, too."""
@@ -86,6 +87,8 @@ class Replay:
             for box in self.boxes:
                 box.run(layer, ids, hint)
         routings = [box.end() for box in self.boxes]
+        if self._prefilled and not meta.decode.all():
+            self._prefilled(meta, step.ids)
         if self._end:
             self._end(*routings[:1])
         for box in self.boxes:

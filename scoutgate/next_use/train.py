@@ -20,8 +20,16 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from edgemoe.errors import EdgemoeError
-from edgemoe.experts.predict import next_use_export as nextuse_export
-from edgemoe.experts.predict.next_use_model import AFTER, FROM_HERE, PAST, NextUseNet, NextUseShape
+from edgemoe.experts.predict.next_use_model import (
+    AFTER,
+    FROM_HERE,
+    PAST,
+    RECORD,
+    WEIGHTS,
+    NextUseNet,
+    NextUseShape,
+    write_export,
+)
 from edgemoe.replay.trace import Trace, first, in_turn, load
 from scoutgate.module import KeepBest, Recipe, Scheduled
 from scoutgate.next_use.data import Glances, NextUseBatch, Routing
@@ -128,7 +136,7 @@ def train(options: argparse.Namespace) -> NextUseNet:
     network = NextUseNet(shape)
     network.load_state_dict(load_file(options.out / "best.safetensors"))
     metrics = {"log_loss": keep.best, "tokens": routing.count}
-    nextuse_export.write(options.to, network, {"digest": options.model}, metrics)
+    write_export(options.to, network, {"digest": options.model}, metrics)
     return network
 
 
@@ -138,7 +146,7 @@ def main() -> None:
         train(options)
     except (ValueError, EdgemoeError) as error:
         raise SystemExit(str(error)) from error
-    print(f"wrote {options.to / nextuse_export.WEIGHTS} and {options.to / nextuse_export.RECORD}")
+    print(f"wrote {options.to / WEIGHTS} and {options.to / RECORD}")
 
 
 if __name__ == "__main__":

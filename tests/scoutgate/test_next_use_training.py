@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from edgemoe.errors import ConfigError
-from edgemoe.experts.predict import next_use_export as nextuse_export
-from edgemoe.experts.predict.next_use_model import AFTER, FROM_HERE, NextUseNet, NextUseShape
+from edgemoe.experts.predict.next_use_model import (
+    AFTER,
+    FROM_HERE,
+    RECORD,
+    WEIGHTS,
+    NextUseNet,
+    NextUseShape,
+    write_export,
+)
 from edgemoe.experts.predict.next_use_network import NetworkPolicy
 from edgemoe.replay.box import BoxSpec
 from edgemoe.replay.command import main as replay_command
@@ -65,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_learns_what_an_untrained_one_does_not_know(folder: Path) -> None:
-    told = json.loads((folder / "export" / nextuse_export.RECORD).read_text())["metrics"]["log_loss"]
+    told = json.loads((folder / "export" / RECORD).read_text())["metrics"]["log_loss"]
     routing = Routing(cycles()[:30], NextUseShape(L, E, K, looks=3))
     module = nextuse_train.NextUseModule(routing.shape, Recipe(), 0.0, 1, 0.0).eval()
     batches = nextuse_data.Glances(routing, seed=None, batches=nextuse_train.VALIDATION_BATCHES)
@@ -96,10 +103,10 @@ def test_a_killed_training_goes_on_where_it_ended(tmp_path: Path) -> None:
 def test_an_export_is_refused_where_it_is_damaged_or_for_another_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a next-use network export"):
         nextuse(tmp_path)
-    nextuse_export.write(tmp_path, NextUseNet(SHAPE), {}, {})
+    write_export(tmp_path, NextUseNet(SHAPE), {}, {})
     with pytest.raises(ConfigError, match=r"3 layers of 12 experts.* 5 of 12"):
         nextuse(tmp_path)(Trace([np.zeros((4, 5, K), np.int16)], E), 1)
-    (tmp_path / nextuse_export.WEIGHTS).write_bytes(b"torn")
+    (tmp_path / WEIGHTS).write_bytes(b"torn")
     with pytest.raises(ConfigError, match="damaged"):
         nextuse(tmp_path)
     with pytest.raises(ConfigError, match="--next-use"):

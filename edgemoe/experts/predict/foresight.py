@@ -18,6 +18,7 @@ import numpy as np
 
 from edgemoe.experts.predict.fusion import NEXT_LAYER, NEXT_STEP, AwaitedForecast, Blend, ExpertForecast, Forecaster
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
+from edgemoe.experts.predict.next_use_step import TRACKS
 from edgemoe.experts.predict.planning.prefetch_planner import Plans, PrefetchRequests
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.tiers.residency import Residency
@@ -31,6 +32,11 @@ SHARE = 0.03  # of a step's time that `work` may cost, on average,
 STALL_SHARE = 0.2  # but of its stall, in which a core has nothing else to do
 SAVED_STEPS, OWED_STEPS = 8, 8  # of that: what may be saved up, and owed
 PROBES = 8  # every so many steps a layer's hints are learned from
+
+
+def share_of(routing: StepRouting) -> float:
+    """The processor time that learning from a step may cost."""
+    return SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s
 
 
 class Foresight:
@@ -59,6 +65,7 @@ class Foresight:
         self._plans: list[Plans] = []
         self._running: NextUsePredictor | None = None  # of the running step, where it is learned from
         self._ranked = 0  # layer that ranks were wanted for last
+        self._prompted, self._prompts_s = False, 0.0  # whether the step was a prompt's; what such steps may cost
         self._shares_s: dict[int, float] = {}  # what steps that have ended may cost; those that failed, nothing
         self._gates: deque[tuple[int, AwaitedForecast]] = deque(maxlen=4 * layers)  # of gates, and in which step
 
@@ -90,7 +97,7 @@ class Foresight:
     def begin(self, sequences: Sequence[Hashable], ids: Ids, rows: IntArray) -> None:
         """The same where these sequences decode, whose last tokens are `rows`."""
         self.step += 1
-        self._ranked, self._running = 0, None
+        self._ranked, self._running, self._prompted = 0, None, False
         if self.ready and len(rows):
             if self.predictor.begin(sequences, ids, rows):
                 self._running = self.predictor
@@ -123,14 +130,27 @@ class Foresight:
 
     def observe(self, routing: StepRouting) -> bool:
         """A step ended. Returns whether it is learned from."""
-        return self.end(SHARE * (routing.step_s - routing.stall_s) + STALL_SHARE * routing.stall_s)
+        self.prefilled(routing.meta, routing.ids)
+        return self.end(share_of(routing))
+
+    def prefilled(self, meta: StepMeta, ids: Ids) -> None:
+        """What prompts chose in a step that ends now, of its choices [L, T, k]."""
+        decoding = int(np.count_nonzero(meta.decode))
+        if not self.ready or decoding >= TRACKS:
+            return
+        ends = np.cumsum(meta.query_lens)
+        for at in np.flatnonzero(~meta.decode)[: TRACKS - decoding].tolist():
+            first, last = ends[at] - meta.query_lens[at], ends[at]
+            self._prompted = self.predictor.tell(meta.requests[at], ids[:, first:last], alone=not decoding)
 
     def end(self, share_s: float) -> bool:
-        """The same where learning from it may cost so much processor time."""
+        """The same where it may cost so much processor time, and prompts were told of."""
         running, self._running = self._running, None
         if running is None:
+            self._prompts_s += share_s if self._prompted else 0.0
             return False
-        self._shares_s[running.begun] = share_s
+        self._shares_s[running.begun] = share_s + self._prompts_s
+        self._prompts_s = 0.0
         running.end()
         return True
 

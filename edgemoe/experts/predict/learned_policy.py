@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.experts.predict.foresight import Foresight
+from edgemoe.experts.predict.foresight import Foresight, share_of
 from edgemoe.experts.predict.fusion import Blend
 from edgemoe.experts.predict.next_use import Ids, NextUsePredictor
 from edgemoe.types.arrays import FloatArray, IntArray
-from edgemoe.types.routing import StepRouting
+from edgemoe.types.routing import StepMeta, StepRouting
 
 Clock = Callable[[], float]
 
@@ -61,9 +61,13 @@ class LearnedPolicy:
         """What each sequence chooses in the layer that is touched next, [S, k]."""
         self._routed = ids
 
+    def prefilled(self, meta: StepMeta, ids: Ids) -> None:
+        """What prompts chose in the step that was begun, of its choices [L, T, k]; before it is over."""
+        self.foresight.prefilled(meta, ids)
+
     def end(self, routing: StepRouting | None = None) -> None:
         """The step that was begun is over. Where `routing` says how long it took, work is held to a share of that."""
-        learned = self.foresight.end(math.inf) if routing is None else self.foresight.observe(routing)
+        learned = self.foresight.end(math.inf if routing is None else share_of(routing))
         if not learned:
             self.foresight.withdraw()
         self.foresight.work()

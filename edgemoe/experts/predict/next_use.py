@@ -18,11 +18,13 @@ import numpy.typing as npt
 
 from edgemoe.experts.predict import online_mlp as learner
 from edgemoe.experts.predict import saved_state
+from edgemoe.experts.predict.alignment import MOST, PROMPT, PROMPTS
 from edgemoe.experts.predict.fusion import BINS as SHARES
 from edgemoe.experts.predict.fusion import FORESEE, HORIZONS, SAMPLE, AwaitedForecast
 from edgemoe.experts.predict.next_use_step import FOLLOW, LOG_DECAY, MARK, START, STATE, STEP, TRACKS, WIDEST
 from edgemoe.experts.predict.next_use_work import AWAITED, FINISHED, WORK
-from edgemoe.experts.predict.online_mlp import FEATURES, RATES, OnlineMLP
+from edgemoe.experts.predict.online_mlp import FEATURES, OnlineMLP
+from edgemoe.experts.predict.own_history import OwnHistory
 from edgemoe.experts.predict.routing_memory import (
     ALIGNED,
     APPEND,
@@ -64,10 +66,7 @@ class NextUsePredictor:
         self.ranks = np.zeros(each, np.float32)  # the same with forecasts blended in; any thread reads
         self.memory = RoutingMemory(layers, experts, min(MOST_SLOTS, MEMORY_BYTES // (layers * experts)))
         self.learner = OnlineMLP(layers, experts, seed)
-        self.rates = np.full((layers, len(RATES), experts), top_k / experts, np.float32)
-        self.count = np.full(each, 4 * top_k / experts, np.float32)
-        self.visits = np.full(layers, 4.0, np.float32)
-        self.last: IntArray = np.full(each, -1000, np.int64)  # step of the latest need
+        self.history = OwnHistory(layers, experts, top_k)
         self.visited: IntArray = np.full(layers, NONE, np.int64)  # step in which each layer ran last
         self.known = np.zeros((layers, FEATURES, experts), np.float32)
         self.later = (np.arange(layers) / layers * LOG_DECAY).astype(np.float32)  # [L]
@@ -81,10 +80,10 @@ class NextUsePredictor:
         self._awaited_values = np.zeros((AWAITED, 2, SAMPLE), np.float32)
         self._trust, self._deadline = np.ones(1, np.float32), np.zeros(2, np.int64)
         self._steps: npt.NDArray[Any] = np.zeros(2, STEP)
+        self._prompts: npt.NDArray[Any] = np.zeros(PROMPTS, PROMPT)
         self._arrays: dict[str, npt.NDArray[Any]] = {
             "steps": self._steps, "match_step": match_step, "scores": self.scores, "ranks": self.ranks,
-            "known": self.known, "rates": self.rates, "count": self.count, "visits": self.visits, "last": self.last,
-            "visited": self.visited, "locks": np.zeros(of_layer, np.int64), "later": self.later,
+            "known": self.known, "visited": self.visited, "locks": np.zeros(of_layer, np.int64), "later": self.later,
             "odds": learner.odds(1 - share), "scratch": np.zeros((layers, 3, experts), np.float32),
             "same": np.zeros((layers, 3), np.float32),
             "match": np.zeros((TRACKS, 2, slots), np.float32), "half": np.zeros(TRACKS, np.int64),
@@ -95,12 +94,13 @@ class NextUsePredictor:
             "shares": np.zeros((HORIZONS, SHARES), np.float32), "etas": np.zeros(HORIZONS, np.float32),
             "awaited_keys": self._awaited_keys, "awaited_horizon": self._awaited_horizon,
             "awaited_values": self._awaited_values,
-            "semaphore": np.zeros(8, np.int64), "deadline": self._deadline,
+            "prompts": self._prompts, "semaphore": np.zeros(8, np.int64), "deadline": self._deadline,
         }  # fmt: skip
         self._record = np.zeros(1, STATE)
         self._view = self._record.view(np.int64)
         self.address = self._record.ctypes.data
         numbers = {"layers": layers, "experts": experts, "stride": stride, "memory": self.memory.address}
+        numbers |= {"history": self.history.address}
         numbers |= {"learner": self.learner.address, "allowed": LOOKS, "looking": LOOKS}
         numbers |= dict.fromkeys(("begun", "ended", "finished", "heard", "adopted", "listened"), NONE)
         numbers |= {name: array.ctypes.data for name, array in self._arrays.items()}
@@ -110,6 +110,7 @@ class NextUsePredictor:
         self._tracks: OrderedDict[Hashable, int] = OrderedDict()
         self._kept: list[Any] = [None, None]  # what the two steps' records refer to
         self._forecasts: list[Any] = [None, None]
+        self._told: list[Any] = [None] * PROMPTS  # what prompts' records refer to
         START.call(self.address)
 
     # --- for the thread that runs the steps
@@ -149,6 +150,21 @@ class NextUsePredictor:
         self._trust[0] = trust
         self._view[PLACES["probs"]] = probs.ctypes.data
         self._mark("heard", int(self._view[PLACES["begun"]]))
+
+    def tell(self, name: Hashable, ids: Ids, alone: bool) -> bool:
+        """Tokens of a sequence's prompt chose `ids` [L, T, k]; before `end`, if a step runs. `alone` where none does.
+
+        False where too many prompts wait for `work`: then this one is not learned from.
+        """
+        told = int(self._view[PLACES["told"]])
+        if told - self._view[PLACES["taken"]] == PROMPTS:
+            return False
+        track, fresh = self._track(name)
+        ids = np.ascontiguousarray(ids[:, -(self.memory.slots // MOST) :], np.int16)
+        self._told[told % PROMPTS] = ids
+        self._prompts[told % PROMPTS] = (ids.ctypes.data, *ids.shape[1:], track, fresh, alone)
+        self._mark("told", told + 1)
+        return True
 
     def end(self) -> None:
         """The step that was begun is over."""
@@ -241,26 +257,23 @@ class NextUsePredictor:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> bool:
-        """Goes on from what was kept, before the first step; False, and nothing changed, where that does not fit."""
+        """Goes on from what was kept, before the first step; False, and nothing changed, where that does not fit.
+
+        What another release kept gives its memory at least, which is what takes long to learn.
+        """
         memory = self.memory
         shape = [self.layers, self.experts, self.top_k]
-        if not saved_state.fits(saved, shape, self._adapted(), memory.words, memory.slots):
+        if not saved_state.remembers(saved, shape, memory.words, memory.slots):
             return False
         saved_state.refill(saved, memory)
-        self.rates[:], self.count[:], self.visits[:] = saved["rates"], saved["count"], saved["visits"]
-        self.last[:] = self.step - saved["age"]
-        self.learner.weights[:] = saved["weights"]
+        if saved_state.fits(saved, self._adapted()):
+            self.history.restore(saved, self.step)
+            self.learner.weights[:] = saved["weights"]
         START.call(self.address)
         return True
 
     def _adapted(self) -> dict[str, Any]:
-        return {
-            "rates": self.rates,
-            "count": self.count,
-            "visits": self.visits,
-            "age": np.clip(self.step - self.last, 0, 1 << 20),
-            "weights": self.learner.weights,
-        }
+        return self.history.learned(self.step) | {"weights": self.learner.weights}
 
     # --- inside
 

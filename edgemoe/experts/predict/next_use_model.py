@@ -18,12 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from torch import Tensor, nn
 from torch.nn import functional
 
+from edgemoe.experts.predict.scoutgate.export import get, put
+
+WEIGHTS, RECORD = "nextuse.safetensors", "nextuse.json"  # of an export, beside ScoutGate's
 LAGS = 4  # tokens before the running one that are seen each for itself
 PAST = 24  # tokens of the decaying mean; the latest ones of a sequence that recall does not ask
 RATE = 0.15  # of that mean
@@ -147,3 +152,22 @@ class NextUseNet(nn.Module):
         x = torch.cat([torch.stack([parametric, odds], -1), own, last[..., None]], -1)
         out: Tensor = self.direct(x) + self.hidden_out(functional.relu(self.hidden(x)))
         return out.squeeze(-1)
+
+
+def write_export(directory: Path, network: NextUseNet, model: dict[str, str], metrics: dict[str, Any]) -> None:
+    """Writes an export; the JSON last, so that a half-written one is refused."""
+    record = {"shape": network.shape.as_dict(), "model": model, "metrics": metrics}
+    put(directory / WEIGHTS, directory / RECORD, network.state_dict(), record)
+
+
+def read_export(directory: Path) -> NextUseNet:
+    """Raises ValueError, saying what is wrong, where the directory holds no whole export of this format."""
+    record, data = get(directory / WEIGHTS, directory / RECORD, "next-use network")
+    try:
+        network = NextUseNet(NextUseShape.from_dict(record["shape"]))
+        network.load_state_dict(load(data))
+        if not all(t.isfinite().all() for t in network.state_dict().values()):
+            raise ValueError("it holds numbers that are not finite")
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{directory} holds a next-use network that cannot be used: {error}") from error
+    return network.eval().requires_grad_(False)

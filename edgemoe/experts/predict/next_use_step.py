@@ -8,6 +8,8 @@ Steps are counted from 0. At most two are under way: the one that runs, and the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from edgemoe.experts.predict.fusion import BINS as SHARES
@@ -18,10 +20,9 @@ from edgemoe.experts.predict.online_mlp import (
     FLAT,
     HORIZON_STEPS,
     LEARNER,
-    RATES,
-    describe,
     score,
 )
+from edgemoe.experts.predict.own_history import OWN, add, describe
 from edgemoe.experts.predict.routing_memory import LOOKS, recall
 from edgemoe.kernels.cpu.intrinsics import (
     INT,
@@ -55,28 +56,27 @@ LOG_DECAY = np.float32(np.log(DECAY))
 STEP = fields("ids", "tokens", "k", "sequences", "rows", "tracked", "tracks", "fresh", "failed")
 # The predictor; arrays are addresses, see `NextUsePredictor`. Of the flow: `begun`, `ended`, `finished` are the latest
 # such step; `looking` how many looks the running one gets, `allowed` the next one; `looked` of them are done, `seen`
-# layers are in the match; `adopted` is the latest step whose sequences are known to the alignment.
+# layers are in the match; `adopted` is the latest step whose sequences are known to the alignment. `taken` of the
+# prompts that it was `told` of are a part of the memory.
 STATE = fields(
     *("layers", "experts", "stride", "memory", "learner", "steps", "match_step"),
-    *("scores", "ranks", "known", "rates", "count", "visits", "last", "visited", "locks", "later", "odds", "same"),
+    *("scores", "ranks", "known", "history", "visited", "locks", "later", "odds", "same"),
     *("scratch", "near", "near_weights", "near_n", "stats", "counts", "running", "latest", "half", "token", "match"),
     *("probs", "trust", "shares", "etas", "awaited_keys", "awaited_horizon", "awaited_values"),
     *("semaphore", "deadline", "waits", "result"),
     *("begun", "ended", "finished", "followed", "current", "marks", "handled", "idle", "stop", "nudged", "heard"),
-    *("allowed", "looking", "looked", "seen", "adopted", "listened", "awaited"),
+    *("allowed", "looking", "looked", "seen", "adopted", "listened", "awaited", "prompts", "told", "taken"),
 )
 STEP_BYTES = STEP.itemsize
 
 
-def _offset(name: str) -> int:
+def offset(name: str) -> int:
     return 8 * place_of(STATE, name)
 
 
-BEGUN, ENDED, DONE, FOLLOWED, CURRENT = (
-    _offset(name) for name in ("begun", "ended", "finished", "followed", "current")
-)
-MARKS, HANDLED, AT_REST = _offset("marks"), _offset("handled"), _offset("idle")
-STOP, NUDGED, HEARD = _offset("stop"), _offset("nudged"), _offset("heard")
+BEGUN, ENDED, DONE, FOLLOWED, CURRENT = (offset(name) for name in ("begun", "ended", "finished", "followed", "current"))
+MARKS, HANDLED, AT_REST = offset("marks"), offset("handled"), offset("idle")
+STOP, NUDGED, HEARD, ADOPTED = offset("stop"), offset("nudged"), offset("heard"), offset("adopted")
 
 
 @code(INT, INT, INT)
@@ -112,7 +112,7 @@ def _has_run(step: int, layer: int) -> bool:
 
 @jit
 def _visit(state: int, number: int, layer: int) -> None:
-    """Tells EWMAs, counts and ages of a layer [E] what it needed in a step, and makes features of them."""
+    """Tells the history of a layer's experts what it needed in a step, and makes features of it."""
     s, p = record(state, STATE), record(step_of(state, number), STEP)
     experts = s.experts
     needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers, experts))
@@ -121,23 +121,16 @@ def _visit(state: int, number: int, layer: int) -> None:
     for row in range(p.sequences):
         for choice in range(p.k):
             needs[ids[(layer * p.tokens + rows[row]) * p.k + choice]] = 1
-    rates = carray(f32_at(s.rates), (s.layers, RATES.shape[0], experts))[layer]
-    count = carray(f32_at(s.count), (s.layers, experts))[layer]
-    last = carray(i64_at(s.last), (s.layers, experts))[layer]
-    visits = f32_at(s.visits)
-    visits[layer] += np.float32(1)
-    for i in range(RATES.shape[0]):
-        for expert in range(experts):
-            rates[i, expert] *= np.float32(1) - RATES[i]
-            if needs[expert]:
-                rates[i, expert] += RATES[i]
-    for expert in range(experts):
-        if needs[expert]:
-            count[expert] += np.float32(1)
-            last[expert] = number
-    known = carray(f32_at(s.known), (s.layers, FEATURES, experts))[layer]
-    describe(known, rates, last, number, count, visits[layer])
+    add(s.history, layer, needs, number)
+    describe(s.history, layer, own_features(state, layer), number)
     i64_at(s.visited)[layer] = number
+
+
+@jit
+def own_features(state: int, layer: int) -> Any:
+    """Those of a layer that its experts' own history makes, [OWN features, E]."""
+    s = record(state, STATE)
+    return carray(f32_at(s.known), (s.layers, FEATURES, s.experts))[layer, 1 : 1 + OWN]
 
 
 @jit
@@ -251,12 +244,5 @@ def START(state: int) -> None:
     """Describes and scores all experts, before the first step and after what was learned has been restored."""
     s = record(state, STATE)
     for layer in range(s.layers):
-        describe(
-            carray(f32_at(s.known), (s.layers, FEATURES, s.experts))[layer],
-            carray(f32_at(s.rates), (s.layers, RATES.shape[0], s.experts))[layer],
-            carray(i64_at(s.last), (s.layers, s.experts))[layer],
-            s.finished,
-            carray(f32_at(s.count), (s.layers, s.experts))[layer],
-            f32_at(s.visits)[layer],
-        )
+        describe(s.history, layer, own_features(state, layer), s.finished)
     refresh_all(state, s.finished + 1)

@@ -7,10 +7,10 @@ engine leaves, and returns when a step is finished and the next one has been loo
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
+from edgemoe.experts.predict.alignment import begin_sequence, begin_token, match_of, remember, take_prompts
 from edgemoe.experts.predict.fusion import NEXT_STEP, SAMPLE
 from edgemoe.experts.predict.next_use_step import (
     AT_REST,
@@ -41,15 +41,12 @@ from edgemoe.experts.predict.routing_memory import (
     BINS,
     LOOKS,
     MEMORY,
-    NONE,
     SHARE_OF_PAST,
     TEMPERATURE,
-    append,
     move_on,
     pack,
     see,
     select,
-    shift,
 )
 from edgemoe.kernels.cpu.intrinsics import (
     INT,
@@ -81,6 +78,7 @@ def WORK(state: int) -> None:
     while True:
         marks = atomic_load(state + MARKS)
         number = s.finished + 1
+        take_prompts(state)
         if atomic_load(state + ENDED) >= number:
             _finish(state, number)
             s.result = FINISHED
@@ -102,22 +100,6 @@ def WORK(state: int) -> None:
 
 
 @jit
-def _match(state: int, track: int, running: bool) -> Any:
-    """The match of a track's running token, or of its latest whole one, with each slot."""
-    s = record(state, STATE)
-    half = i64_at(s.half)[track] if running else 1 - i64_at(s.half)[track]
-    return carray(f32_at(s.match), (TRACKS, 2, record(s.memory, MEMORY).slots))[track, half]
-
-
-@jit
-def _begin(state: int, track: int) -> None:
-    """A token of the track begins."""
-    m = record(record(state, STATE).memory, MEMORY)
-    before, filled = carray(i64_at(m.before), (m.slots,)), min(m.written, m.slots)
-    shift(_match(state, track, True), _match(state, track, False), before, filled)
-
-
-@jit
 def _adopt(state: int, number: int) -> None:
     """Aligns the sequences that the step has, where they are others than was presumed."""
     s, p = record(state, STATE), record(step_of(state, number), STEP)
@@ -131,11 +113,10 @@ def _adopt(state: int, number: int) -> None:
         same = same and running[i] == tracks[i] and not fresh[i]
         running[i] = tracks[i]
         if fresh[i]:
-            i64_at(s.latest)[tracks[i]] = NONE
-            _match(state, tracks[i], False)[:] = 0
+            begin_sequence(state, tracks[i])
     if not same:
         for i in range(p.tracked):
-            _begin(state, tracks[i])
+            begin_token(state, tracks[i])
 
 
 @jit
@@ -153,7 +134,7 @@ def _see(state: int, number: int, last: int) -> None:
             pack(words[track, layer], ids[layer, i64_at(p.rows)[i]])
             if layer % s.stride == 0:
                 share = f32_at(s.match_step)[0]
-                see(_match(state, track, True), chosen[layer], words[track, layer], filled, share)
+                see(match_of(state, track, True), chosen[layer], words[track, layer], filled, share)
     s.seen = last
 
 
@@ -176,7 +157,7 @@ def _look(state: int, number: int) -> None:
     temperature = np.float32(TEMPERATURE) * known
     n[:], best, spread = 0, np.float32(0), np.float32(0)
     for i in range(running[TRACKS]):
-        match = _match(state, running[i], True)
+        match = match_of(state, running[i], True)
         n[i], top, count = select(s.memory, match, wanted, temperature, slots[i], weights[i], counts)
         best += top / known
         spread += count
@@ -223,7 +204,8 @@ def _finish(state: int, number: int) -> None:
     _adopt(state, number)
     if not p.failed and atomic_load(state + FOLLOWED) == s.layers:
         _see(state, number, s.layers)
-        _remember(state)
+        for i in range(i64_at(s.running)[TRACKS]):
+            remember(state, i64_at(s.running)[i])
     needed = carray(u8_at(record(s.learner, LEARNER).needed), (HORIZON_STEPS + 2, s.layers * s.experts))
     needed[(number + 1) % (HORIZON_STEPS + 2)] = 0
     scores, ranks = f32_at(s.scores), f32_at(s.ranks)
@@ -233,10 +215,11 @@ def _finish(state: int, number: int) -> None:
     s.looked, s.seen, s.looking = 0, 0, s.allowed
     atomic_store(state + FOLLOWED, 0)
     atomic_store(state + DONE, number)
+    take_prompts(state)
     if atomic_load(state + BEGUN) > number:
         _adopt(state, number + 1)
     for i in range(i64_at(s.running)[TRACKS]):
-        _begin(state, i64_at(s.running)[i])
+        begin_token(state, i64_at(s.running)[i])
     if s.looking:
         _look(state, number + 1)
     else:
@@ -259,19 +242,3 @@ def _move_on(state: int) -> None:
             s.finished,
             carray(i64_at(s.visited), (s.layers,)),
         )
-
-
-@jit
-def _remember(state: int) -> None:
-    """The running tokens are whole: they become a part of the memory."""
-    s = record(state, STATE)
-    m = record(s.memory, MEMORY)
-    words, latest = carray(u64_at(s.token), (TRACKS, m.layers, m.words)), i64_at(s.latest)
-    for i in range(i64_at(s.running)[TRACKS]):
-        track = i64_at(s.running)[i]
-        latest[track] = slot = append(s.memory, words[track], latest[track])
-        i64_at(s.half)[track] = 1 - i64_at(s.half)[track]
-        for other in range(TRACKS):
-            _match(state, other, False)[slot] = 0
-            if other != track and latest[other] == slot:
-                latest[other] = NONE

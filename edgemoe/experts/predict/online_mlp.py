@@ -1,6 +1,6 @@
 """One small network for all experts: from what is known of an expert to how soon it is needed, learned while serving.
 
-Two layers over EWMAs at three rates, age, popularity and what follows what; its target is decay^steps to the next use.
+Two layers over each expert's own history and what follows what; its target is decay^steps to the next use.
 "What follows what" is `recall`, and the network decides how far to believe it. It learns from a bounded window of the
 recent past, by Adam [Adam] on minibatches.
 """
@@ -12,14 +12,13 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from edgemoe.experts.predict.own_history import OWN
 from edgemoe.kernels.cpu.intrinsics import carray, f32_at, fields, i64_at, jit, place_of, record, u8_at
-from edgemoe.kernels.cpu.vector import log32
 from edgemoe.types.arrays import FloatArray, IntArray
 
 Bytes = npt.NDArray[np.uint8]
 
-RATES = np.array([0.25, 0.05, 0.01], np.float32)  # of the EWMAs, per visit of the layer
-FEATURES = 10  # recall, three EWMAs, age, used now, popularity, best match, how many count, layer is done
+FEATURES = 4 + OWN  # recall, the expert's own history, best match, how many count, layer is done
 HIDDEN = 16
 DECAY = 0.85  # target: worth of being needed one step later
 HORIZON_STEPS = 40  # beyond them "never"
@@ -77,32 +76,6 @@ class OnlineMLP:
 def odds(p: FloatArray) -> FloatArray:
     """The recall feature's transform."""
     return (np.log((p + 0.02) / (1.02 - p)) / 2).astype(np.float32)
-
-
-@jit
-def logit(p: np.float32, floor: np.float32) -> np.float32:
-    """Half the log odds of `p`, finite from 0 to 1."""
-    return np.float32(0.5) * log32((p + floor) / (np.float32(1) + floor - p))  # type: ignore[no-any-return]
-
-
-@jit
-def describe(
-    known: FloatArray, rates: FloatArray, last: IntArray, now: int, count: FloatArray, visits: np.float32
-) -> None:
-    """Fills the features of one layer [F, E] that change only when it runs, in step `now`.
-
-    `rates` [3, E]; `last` [E], the step of each expert's latest need.
-    """
-    floor = np.float32(3e-3)
-    for i in range(3):
-        for expert in range(known.shape[1]):
-            known[1 + i, expert] = logit(rates[i, expert], floor)
-    for expert in range(known.shape[1]):
-        age = now - last[expert]
-        known[4, expert] = np.float32(0.33) * log32(np.float32(1 + age)) - np.float32(0.6)
-        known[5, expert] = np.float32(1) if age == 0 else np.float32(0)
-    for expert in range(known.shape[1]):
-        known[6, expert] = logit(count[expert] / visits, floor)
 
 
 @jit

@@ -30,17 +30,14 @@ def read(path: Path) -> Arrays | None:
     return arrays
 
 
-def fits(saved: Arrays, shape: Sequence[int], learned: Arrays, words: int, slots: int) -> bool:
-    """Whether a state is of this model, complete and sound: `learned` are arrays like those that it should have."""
-    if any(name not in saved for name in (*learned, "shape", "chosen", "before", "written")):
+def remembers(saved: Arrays, shape: Sequence[int], words: int, slots: int) -> bool:
+    """Whether a state has a sound memory of this model's tokens."""
+    if any(name not in saved for name in ("shape", "chosen", "before", "written")):
         return False
     before, chosen = saved["before"], saved["chosen"]
     filled = before.size
     return (
         saved["shape"].tolist() == list(shape)
-        and all(saved[name].shape == ours.shape and saved[name].dtype == ours.dtype for name, ours in learned.items())
-        and all(np.isfinite(saved[name]).all() for name in learned)
-        and bool((saved["visits"] > 0).all())
         and before.dtype == chosen.dtype == np.int64
         and chosen.shape == (shape[0], words, filled)
         and filled <= slots
@@ -48,6 +45,17 @@ def fits(saved: Arrays, shape: Sequence[int], learned: Arrays, words: int, slots
         and saved["written"].shape == (1,)
         and not _beyond(chosen, shape[1])
     )
+
+
+def fits(saved: Arrays, learned: Arrays) -> bool:
+    """Whether the rest of it is whole and sound: `learned` are arrays like those that it should have."""
+    return all(
+        name in saved
+        and saved[name].shape == ours.shape
+        and saved[name].dtype == ours.dtype
+        and np.isfinite(saved[name]).all()
+        for name, ours in learned.items()
+    ) and bool((saved["visits"] > 0).all())
 
 
 def refill(saved: Arrays, memory: RoutingMemory) -> None:

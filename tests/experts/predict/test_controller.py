@@ -148,10 +148,10 @@ def test_every_layer_of_every_step_counts_once_whoever_decodes_and_what_fails(co
         step(controller, ids[:, : 1 + i % 3], (f"a{i // 5}", f"b{i // 3}", "c")[: 1 + i % 3])
     predictor = controller.foresight.predictor
     assert predictor.memory.filled == sum(1 + i % 3 for i in range(40))
-    assert (predictor.visits == 4 + 40).all()
+    assert (predictor.history.visits == 4 + 40).all()
 
 
-def test_prefill_alone_teaches_nothing(controller: Controller) -> None:
+def test_a_step_that_only_prefills_counts_as_none_but_its_choices_do(controller: Controller) -> None:
     both = StepMeta(
         ("a", "b"), np.ones(2, np.int64), np.zeros(2, np.bool_), np.zeros(2, np.int64), np.zeros(2, np.int64)
     )
@@ -160,7 +160,7 @@ def test_prefill_alone_teaches_nothing(controller: Controller) -> None:
     controller.observe(routing(text(3, 1, 2)[0], ("a", "b"), decode=False))
     assert controller.wait_idle(20)
     assert controller.foresight.predictor.step == 0
-    assert (controller.foresight.predictor.visits == 4).all()
+    assert (controller.foresight.predictor.history.visits == 4 + 2).all()
 
 
 def test_ranks_of_layers_that_ran_are_new_at_once_and_none_is_undefined_before_the_first_look() -> None:
@@ -187,7 +187,9 @@ def test_what_peers_have_computed_here_is_not_learned(controller: Controller) ->
         controller.policy.rank(layer)
         choices[layer] = row
         controller.policy.rank(layer)
-    assert (controller.foresight.predictor.last[:, 4 : 4 + K] == 0).sum() == np.isin(choices, np.arange(4, 4 + K)).sum()
+    assert (controller.foresight.predictor.history.last[:, 4 : 4 + K] == 0).sum() == np.isin(
+        choices, np.arange(4, 4 + K)
+    ).sum()
 
 
 def test_a_thread_that_is_late_is_not_waited_for(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_what_was_learned_survives_a_restart(tmp_path: Path) -> None:
     assert np.array_equal(after.memory.soon[:80], before.memory.soon[:80])
     assert np.array_equal(after.memory.before[:80], before.memory.before[:80])
     assert np.array_equal(after.learner.weights, before.learner.weights)
-    assert np.array_equal(after.rates, before.rates)
+    assert np.array_equal(after.history.rates, before.history.rates)
     for predictor in (before, after):
         begin(predictor, ("new",))
         predictor.work()
@@ -188,6 +188,18 @@ def test_a_ring_that_has_come_round_survives_too(tmp_path: Path, monkeypatch: py
     assert after.restore(state.read(tmp_path / "state"))
     turn = 75 % 32
     assert np.array_equal(after.memory.chosen, np.roll(before.memory.chosen, -turn, axis=2))
+
+
+@pytest.mark.parametrize("damage", ["weights", "rates"])
+def test_a_state_whose_weights_do_not_fit_gives_its_memory(damage: str) -> None:
+    before, after = NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
+    drive(before, text(17, 30))
+    learned = before.learned()
+    other = {"weights": learned["weights"][:-2], "rates": np.full_like(learned["rates"], np.nan)}
+    fresh = after.learner.weights.copy()
+    assert after.restore(learned | {damage: other[damage]})
+    assert np.array_equal(after.memory.soon[:30], before.memory.soon[:30])
+    assert np.array_equal(after.learner.weights, fresh)
 
 
 @pytest.mark.parametrize("damage", ["absent", "garbage", "other model", "out of range"])

@@ -40,7 +40,7 @@ class Plans:
         Requests nothing while the plans have not been right more often than what they would have replaced.
         """
         moves: list[Move] = []
-        self.ledger.settle(predictor.last.ravel())
+        self.ledger.settle(predictor.history.last.ravel())
         if self._watch(ranks, predictor) or self.ledger.trusted:
             moves = self._moves(ranks, predictor)
         self._request(moves)
@@ -72,7 +72,7 @@ class Plans:
 
     def _moves(self, ranks: FloatArray, predictor: NextUsePredictor) -> list[Move]:
         near = 1 / (1 + np.exp(predictor.phase[:, None] - ranks))  # [L, E] decay^steps to the next use
-        later = predictor.rates[:, 1]  # what is common lately
+        later = predictor.history.rates[:, 1]  # what is common lately
         chance = self.ledger.share
         moves = self._prices.moves(near, later)
         return [move._replace(score=float(ranks[move.expert]), chance=chance) for move in moves]

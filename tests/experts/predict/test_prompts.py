@@ -1,0 +1,148 @@
+"""What prompts chose is remembered like what was decoded, and what follows a prompt is foreseen from its end."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.kept import KERNELS
+
+from edgemoe.experts.predict.alignment import MOST, PROMPTS
+from edgemoe.experts.predict.controller import Controller, Kept
+from edgemoe.experts.predict.learned_policy import LearnedPolicy
+from edgemoe.experts.predict.next_use import NextUsePredictor, link_predictor
+from edgemoe.experts.predict.next_use_step import TRACKS
+from edgemoe.replay.run import Replay, ReplayedStep
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.routing import StepMeta, StepRouting
+
+L, E, K = 3, 70, 4  # more experts than a word has bits
+Ids = npt.NDArray[np.int16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    link_predictor(KERNELS)
+
+
+def text(seed: int, n: int) -> Ids:
+    """Routes of n tokens [L, n, K]."""
+    return np.argsort(np.random.default_rng(seed).random((L, n, E)), axis=2)[:, :, :K].astype(np.int16)
+
+
+def decode(predictor: NextUsePredictor, ids: Ids, name: str) -> None:
+    for token in ids.swapaxes(0, 1):
+        begin(predictor, name)[:] = token[:, None]
+        predictor.end()
+        assert predictor.work()
+
+
+def begin(predictor: NextUsePredictor, name: str) -> Ids:
+    choices = np.full((L, 1, K), -1, np.int16)
+    assert predictor.begin((name,), choices, np.zeros(1, np.int64))
+    return choices
+
+
+def tell(predictor: NextUsePredictor, ids: Ids, name: str) -> None:
+    assert predictor.tell(name, ids, alone=True)
+    predictor.work()
+
+
+def likeliest(predictor: NextUsePredictor, n: int = K) -> list[set[int]]:
+    return [set(row) for row in np.argsort(-predictor.scores, axis=1)[:, :n].tolist()]
+
+
+def chosen(ids: Ids, token: int) -> list[set[int]]:
+    return [set(row) for row in ids[:, token].tolist()]
+
+
+def test_a_prompt_is_remembered_as_if_it_had_been_decoded() -> None:
+    ids, told, decoded = text(1, 60), NextUsePredictor(L, E, K), NextUsePredictor(L, E, K)
+    tell(told, ids[:, :25], "a")
+    tell(told, ids[:, 25:50], "a")  # in two parts
+    decode(told, ids[:, 50:], "a")
+    decode(decoded, ids, "a")
+    for name in ("chosen", "soon", "before", "after"):
+        assert np.array_equal(getattr(told.memory, name), getattr(decoded.memory, name)), name
+    assert told.history.rates == pytest.approx(decoded.history.rates, rel=1e-5)
+    assert np.array_equal(told.history.count, decoded.history.count)
+
+
+def test_what_a_prompt_said_is_foreseen_when_it_is_said_again() -> None:
+    ids, predictor = text(2, 60), NextUsePredictor(L, E, K)
+    tell(predictor, ids, "prompt")
+    decode(predictor, text(3, 40), "between")
+    decode(predictor, ids[:, :20], "again")
+    assert likeliest(predictor) == chosen(ids, 20)
+
+
+def test_the_first_token_after_a_prompt_is_foreseen_before_its_first_layer_runs() -> None:
+    ids, predictor = text(4, 60), NextUsePredictor(L, E, K)
+    decode(predictor, ids, "before")
+    decode(predictor, text(5, 20), "between")
+    tell(predictor, ids[:, :30], "again")
+    begin(predictor, "again")
+    predictor.work()
+    assert likeliest(predictor) == chosen(ids, 30)
+
+
+def test_a_sequence_that_is_computed_anew_goes_on_from_its_prompt() -> None:
+    ids, predictor = text(6, 60), NextUsePredictor(L, E, K)
+    decode(predictor, ids, "before")
+    decode(predictor, text(7, 5), "a")
+    tell(predictor, ids[:, :30], "a")  # another text, in the place of what it had said
+    begin(predictor, "a")
+    predictor.work()
+    assert likeliest(predictor) == chosen(ids, 30)
+
+
+def test_prompts_beside_decoding_sequences_are_told_apart() -> None:
+    policy, ids, mine = LearnedPolicy(L, E, K), text(8, 40), text(9, 10)
+    replay = Replay(policy, ExpertGeometry(L, E, K, 1, 1, "float32"))
+    for token in range(10):
+        lengths = np.array([1, 4])
+        meta = StepMeta(("mine", "theirs"), lengths, np.array([True, False]), *np.zeros((2, 5), np.int64))
+        replay.step(ReplayedStep(meta, np.concatenate([mine[:, [token]], ids[:, 4 * token : 4 * token + 4]], axis=1)))
+    memory = policy.predictor.memory
+    assert memory.written == 50
+    alone = NextUsePredictor(L, E, K)
+    tell(alone, ids, "theirs")
+    theirs = np.flatnonzero(np.isin(memory.chosen[0, 0, :50], alone.memory.chosen[0, 0, :40]))
+    assert np.array_equal(memory.soon[theirs], alone.memory.soon[:40])
+    assert policy.predictor.history.visits.tolist() == [14.0] * L  # averages are of what decoded
+
+
+def test_one_prompt_does_not_push_out_all_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgemoe.experts.predict.next_use.MOST_SLOTS", 80)
+    predictor = NextUsePredictor(L, E, K)
+    tell(predictor, text(10, 400), "a")
+    assert predictor.memory.written == 80 // MOST
+
+
+def test_prompts_wait_until_there_is_no_more_room_for_them() -> None:
+    predictor, ids = NextUsePredictor(L, E, K), text(11, 2)
+    assert [predictor.tell(str(i), ids, alone=True) for i in range(PROMPTS + 1)] == [True] * PROMPTS + [False]
+    predictor.work()
+    assert predictor.memory.written == 2 * PROMPTS
+    assert predictor.tell("more", ids, alone=True)
+
+
+def test_the_controller_learns_from_steps_that_only_prefill() -> None:
+    controller, ids = Controller(L, E, K, kept=Kept(None, KERNELS)), text(12, 30)
+    assert controller.wait_idle(120)
+    lengths = np.array([10, 20])
+    meta = StepMeta(("a", "b"), lengths, np.zeros(2, np.bool_), *np.zeros((2, 30), np.int64))
+    controller.look(meta, ids)
+    controller.observe(StepRouting(meta, ids, np.zeros(ids.shape, np.float32), {}, 1.0, 0.0))
+    assert controller.wait_idle(20)
+    assert controller.foresight.predictor.memory.written == 30
+    assert (controller.foresight.predictor.memory.before[[0, 10]] == -1).all()
+    controller.close()
+
+
+def test_where_more_decode_than_are_aligned_prompts_are_not_told_of() -> None:
+    policy, ids = LearnedPolicy(L, E, K), text(13, TRACKS + 3)
+    lengths, decodes = np.array([1] * TRACKS + [3]), np.array([True] * TRACKS + [False])
+    meta = StepMeta(tuple(map(str, range(TRACKS + 1))), lengths, decodes, *np.zeros((2, TRACKS + 3), np.int64))
+    Replay(policy, ExpertGeometry(L, E, K, 1, 1, "float32")).step(ReplayedStep(meta, ids))
+    assert policy.predictor.memory.written == TRACKS
