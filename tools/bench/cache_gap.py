@@ -134,9 +134,8 @@ def run_all(args: argparse.Namespace) -> None:
             for name, make in makers.items():
                 to, began_s = args.out / f"{kind}.{order}.{name}.npz", time.process_time()
                 if not to.exists():
-                    steps = map(ReplayedStep.of, trace.steps(args.batch))
-                    if args.prompt:
-                        steps = with_prompts(trace, args.prompt)
+                    plain = map(ReplayedStep.of, trace.steps(args.batch))
+                    steps = with_prompts(trace, args.prompt) if args.prompt else plain
                     np.savez_compressed(to, **run(work, make(decoded, args.batch), steps))
                     print(f"{to.stem}: {time.process_time() - began_s:.0f} s", flush=True)
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgemoe.experts.predict.next_use_step import ADOPTED, STATE, TRACKS, offset, own_features
-from edgemoe.experts.predict.own_history import add, describe
+from edgemoe.experts.predict.next_use_step import ADOPTED, STATE, TRACKS, offset
 from edgemoe.experts.predict.routing_memory import MEMORY, NONE, append, pack, see, shift
 from edgemoe.kernels.cpu.intrinsics import (
     atomic_load,
-    atomic_replace,
     atomic_store,
     carray,
     f32_at,
     fields,
-    give_way,
     i16_at,
     i64_at,
     jit,
     record,
-    u8_at,
     u64_at,
 )
 
@@ -31,9 +27,8 @@ PROMPTS = 16  # parts of prompts that wait at once
 MOST = 4  # of the memory, a part of a prompt gets one such share at most
 ALIGNED_TOKENS = 3  # of a prompt, the last ones: what an earlier one adds to the match is nothing
 
-# A part of a prompt: `ids` [L, tokens, k] int16; its sequence's track, and whether that is new; whether nothing else
-# runs, so that averages go on with it.
-PROMPT = fields("ids", "tokens", "k", "track", "fresh", "alone")
+# A part of a prompt: `ids` [L, tokens, k] int16; its sequence's track, and whether that is new.
+PROMPT = fields("ids", "tokens", "k", "track", "fresh")
 PROMPT_BYTES = PROMPT.itemsize
 TOLD, TAKEN = offset("told"), offset("taken")
 
@@ -106,30 +101,9 @@ def _take(state: int, prompt: int) -> None:
                 filled = min(m.written, m.slots)
                 see(match_of(state, p.track, True), chosen[layer], words[layer], filled, f32_at(s.match_step)[0])
         remember(state, p.track)
-    if p.alone:
-        for layer in range(m.layers):
-            _count(state, layer, ids[layer, first:])
     running = i64_at(s.running)
     for i in range(running[TRACKS]):
         if running[i] == p.track:
             begin_token(state, p.track)
     if atomic_load(state + ADOPTED) <= s.finished:
         s.looked = 0  # the look before the next step knew nothing of this
-
-
-@jit
-def _count(state: int, layer: int, ids: Any) -> None:
-    """Tells the history of a layer's experts what tokens [T, k] chose, as if each had been a step."""
-    s = record(state, STATE)
-    tokens, k = ids.shape
-    lock = s.locks + 8 * layer
-    while not atomic_replace(lock, 0, 1):
-        give_way()
-    needed = carray(u8_at(s.scratch), (s.layers, 12 * s.experts))[layer, : s.experts]  # of 3 * 4 bytes an expert
-    for token in range(tokens):
-        needed[:] = 0
-        for choice in range(k):
-            needed[ids[token, choice]] = 1
-        add(s.history, layer, needed, s.finished - (tokens - 1 - token))
-    describe(s.history, layer, own_features(state, layer), s.finished)
-    atomic_store(lock, 0)

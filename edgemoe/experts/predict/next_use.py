@@ -151,8 +151,8 @@ class NextUsePredictor:
         self._view[PLACES["probs"]] = probs.ctypes.data
         self._mark("heard", int(self._view[PLACES["begun"]]))
 
-    def tell(self, name: Hashable, ids: Ids, alone: bool) -> bool:
-        """Tokens of a sequence's prompt chose `ids` [L, T, k]; before `end`, if a step runs. `alone` where none does.
+    def tell(self, name: Hashable, ids: Ids) -> bool:
+        """Tokens of a sequence's prompt chose `ids` [L, T, k]; before `end`, if a step runs.
 
         False where too many prompts wait for `work`: then this one is not learned from.
         """
@@ -162,7 +162,7 @@ class NextUsePredictor:
         track, fresh = self._track(name)
         ids = np.ascontiguousarray(ids[:, -(self.memory.slots // MOST) :], np.int16)
         self._told[told % PROMPTS] = ids
-        self._prompts[told % PROMPTS] = (ids.ctypes.data, *ids.shape[1:], track, fresh, alone)
+        self._prompts[told % PROMPTS] = (ids.ctypes.data, *ids.shape[1:], track, fresh)
         self._mark("told", told + 1)
         return True
 
