@@ -22,7 +22,7 @@ from edgemoe.model.attention import block_tables, paged
 from edgemoe.model.kv import DTYPES, KVCache
 from edgemoe.model.layers.blocks import DecoderLayer, SerialLayer
 from edgemoe.model.layers.dense_attention import DenseAttention
-from edgemoe.model.layers.matrix import Matrix
+from edgemoe.model.layers.matrix import FEW_TOKENS, Matrix
 from edgemoe.model.rope import Rope
 from edgemoe.model.scores import Scores
 from edgemoe.model.weights import Weights
@@ -77,6 +77,8 @@ class FusedDecoder:
         self._whole["step"], self._whole["count"] = self._step.ctypes.data, spec.layers
         self._whole["layers"] = self._layers.ctypes.data
         self._kv: KVCache | None = None  # whose addresses the layers' records have
+        self._room: list[npt.NDArray[Any]] = []  # of which records have addresses
+        self._lay_out(FEW_TOKENS)
 
     def _sizes(self) -> Record:
         step, spec, heads, router = np.zeros(1, STEP), self._spec, self._heads, self._spec.router
@@ -146,15 +148,9 @@ class FusedDecoder:
         self, experts: Experts, places: ExpertPlaces, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> None:
         """Runs all layers in one call; layers at which it stops have their experts computed by `experts`."""
-        whole, scratch, (layers, tokens, k) = self._whole, self._kernels.scratch, ids.shape
-        pairs = tokens * k
-        whole["places"], whole["next"], whole["served"] = places.address(tokens, pairs), 0, 0
+        whole, (layers, tokens, k) = self._whole, ids.shape
+        whole["places"], whole["next"], whole["served"] = places.address(tokens, tokens * k), 0, 0
         whole["ids"], whole["weights"] = ids.data_ptr(), weights.data_ptr()
-        whole["out"] = scratch("step.experts", tokens * self._spec.hidden)
-        for name in ("slots", "offsets", "index"):
-            whole[name] = scratch(f"step.{name}", pairs + 1, np.int64)
-        whole["shares"] = scratch("step.shares", pairs)
-        whole["counts"] = scratch("step.counts", self._spec.router.experts, np.int64)
         self._kernels.whole_step(whole.ctypes.data)
         while (layer := int(whole["next"][0])) < layers:
             mixed = experts.forward(layer, hidden, ids[layer], weights[layer]).float()
@@ -164,23 +160,36 @@ class FusedDecoder:
 
     def _begin(self, tokens: int, tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], kv: KVCache) -> None:
         """Writes the addresses of scratch memory, block tables and KV cache into the records."""
-        spec, step, heads, scratch = self._spec, self._step, self._heads, self._kernels.scratch
-        queries = heads.count * heads.dim
-        step["packed"] = scratch("step.packed", tokens * spec.hidden)
-        step["qkv"] = scratch("step.qkv", tokens * (queries + 2 * heads.kv_count * heads.dim))
-        step["attended"] = scratch("step.attended", tokens * queries)
-        step["turned"] = scratch("step.turned", tokens * queries)
-        step["mixed"] = scratch("step.mixed", tokens * spec.hidden)
-        step["probs"] = scratch("step.probs", tokens * spec.router.experts)
+        step, heads = self._step, self._heads
         attention = self._kernels.attention_record(tokens, tables, contexts, paged(heads.count, kv, 0, self._scores))
-        attention["queries"] = scratch("step.queries", tokens * queries)
+        attention["queries"] = self._queries
         attention["out"] = step["attended"]
         step["attention"] = attention.ctypes.data
         if kv is not self._kv:
             self._kv = kv
-            for layer in range(spec.layers):
+            for layer in range(self._spec.layers):
                 pages = paged(heads.count, kv, layer, self._scores)
                 self._layers[layer]["keys"], self._layers[layer]["values"] = pages.keys, pages.values
+
+    def _lay_out(self, most: int) -> None:
+        """Writes the addresses of scratch memory for as many tokens as a step may have into the records."""
+        spec, step, whole, heads = self._spec, self._step, self._whole, self._heads
+        queries, pairs = heads.count * heads.dim, most * spec.router.top_k
+        step["packed"] = self._address(most * spec.hidden)
+        step["qkv"] = self._address(most * (queries + 2 * heads.kv_count * heads.dim))
+        step["attended"], step["turned"] = self._address(most * queries), self._address(most * queries)
+        step["mixed"] = self._address(most * spec.hidden)
+        step["probs"] = self._address(most * spec.router.experts)
+        whole["out"], whole["shares"] = self._address(most * spec.hidden), self._address(pairs)
+        for name in ("slots", "offsets", "index"):
+            whole[name] = self._address(pairs + 1, np.int64)
+        whole["counts"] = self._address(spec.router.experts, np.int64)
+        self._queries = self._address(most * queries)
+
+    def _address(self, count: int, dtype: npt.DTypeLike = np.float32) -> int:
+        """Returns the address, a multiple of 64, of a new array that this object keeps."""
+        self._room.append(np.zeros(count * np.dtype(dtype).itemsize + 64, np.uint8))
+        return (self._room[-1].ctypes.data + 63) & ~63
 
     def _hint(self, experts: Experts, layer: int, hidden: torch.Tensor) -> None:
         """Applies the gates of the next layers to this layer's expert input, and passes the result to `experts`."""

@@ -7,8 +7,8 @@
 
 All run at once, each in a memory cgroup of its own (version 1, needs root), and decode random tokens in turns, so that
 noise hits all alike. With random weights the routing is nearly uniform: the worst case for any cache. The bound is the
-bytes that must come from disk for a token, at the disk's rate measured in the same run. `speed` is in times of the
-first store. The last line is one JSON object.
+bytes that must come from disk for a token, at the disk's rate, the median of what each round finds. `speed` is in times
+of the first store. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def accelerate_child(model: Path, ram_mib: int, scratch: Path) -> None:
 class Edgemoe:
     """This daemon, as a user runs it, answering over its socket."""
 
-    def __init__(self, store: Path, cgroup: Path, ram_mib: int, scratch: Path) -> None:
+    def __init__(self, store: Path, cgroup: Path, ram_mib: int, headroom_mib: int, scratch: Path) -> None:
         socket, started = str(scratch / "api.sock"), time.perf_counter()
         command = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--set", f"api.socket={socket}"]
         settings = (
             *([f"memory.ram_bytes={ram_mib}MiB"] if ram_mib else []),
             "memory.kv_bytes=32MiB",
-            "memory.headroom_bytes=0",
+            f"memory.headroom_bytes={headroom_mib}MiB",
             "device.0.kind=cpu",
             "engine.prefix_cache=false",
             "engine.context_tokens=2048",
@@ -138,7 +138,7 @@ class Edgemoe:
         self.rng = np.random.default_rng(0)
         self.model = self.client.get("/v1/models").json()["data"][0]["id"]
         self.filled_s = self._fill(started)
-        self.name = store.name
+        self.name, self.moved = store.name, dict[str, float]()  # metrics' growth while tokens were decoded
         self.experts = sum(len(layer.experts) for layer in Manifest.read(store).layers)
 
     def _wait(self, log: Path) -> None:
@@ -161,7 +161,7 @@ class Edgemoe:
         return time.perf_counter() - started
 
     def decode(self, tokens: int) -> float:
-        """Seconds per token, first token left out. A new random prompt each time; sampling is uniform."""
+        """Seconds per token, first token left out here and in `moved`. A new random prompt; sampling is uniform."""
         body = {
             "model": self.model,
             "prompt": self.rng.integers(0, 1000, 8).tolist(),
@@ -171,13 +171,17 @@ class Edgemoe:
             "temperature": 2.0,
             "stream": True,
         }
-        times = []
+        times = list[float]()
         with self.client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 raise SystemExit(f"the daemon refused: {response.read()!r}")
             for line in response.iter_lines():
                 if line.startswith("data: {") and '"finish_reason":null' in line.replace(" ", ""):
                     times.append(time.perf_counter())
+                    if len(times) == 1:
+                        before = self.metrics()
+        for key, value in self.metrics().items():
+            self.moved[key] = self.moved.get(key, 0.0) + value - before.get(key, 0.0)
         return (times[-1] - times[0]) / (len(times) - 1)
 
     def metrics(self) -> dict[str, float]:
@@ -189,7 +193,7 @@ class Edgemoe:
         self.log.close()
 
 
-def disk_bytes_per_s(path: Path, total_bytes: int = 1 << 30) -> float:
+def disk_bytes_per_s(path: Path, total_bytes: int = 1 << 28) -> float:
     """Rate of direct reads of 4 MiB, one after the other on two threads, from the largest file below `path`."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -212,7 +216,6 @@ def disk_bytes_per_s(path: Path, total_bytes: int = 1 << 30) -> float:
 
 def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     limit, names = args.memory_mib << 20, [str(store) for store in args.store]
-    disk = disk_bytes_per_s(args.store[0])
     with ExitStack() as stack:
         theirs = accelerate(args, scratch, stack) if args.checkpoint else None
         ours: dict[str, Edgemoe] = {}
@@ -220,20 +223,19 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         for number, name in enumerate(names):
             (scratch / f"run-{number}").mkdir()
             groups[name] = stack.enter_context(memory_cgroup(f"edgemoe-{number}", limit))
-            ours[name] = Edgemoe(Path(name), groups[name], args.ram_mib, scratch / f"run-{number}")
+            ours[name] = Edgemoe(Path(name), groups[name], args.ram_mib, args.headroom_mib, scratch / f"run-{number}")
             stack.callback(ours[name].close)
             ours[name].decode(args.tokens)  # fills the slab
-        before = {name: each.metrics() for name, each in ours.items()}
+            ours[name].moved.clear()
         rounds: dict[str, list[float]] = {name: [] for name in names}
-        accelerated = []
+        accelerated, disks = [], []
         for _ in track(range(args.rounds), "rounds", console=console):
+            disks.append(disk_bytes_per_s(args.store[0]))
             accelerated += [theirs.decode(args.accelerate_tokens)] if theirs else []
             for name, each in ours.items():
                 rounds[name].append(each.decode(args.tokens))
-        tokens = args.rounds * (args.tokens + 1)
-        found = [
-            summarise(each, before[name], tokens, disk, rounds[name], rounds[names[0]]) for name, each in ours.items()
-        ]
+        tokens, disk = args.rounds * args.tokens, median(disks)
+        found = [summarise(each, tokens, disk, rounds[name], rounds[names[0]]) for name, each in ours.items()]
         for name, one in zip(names, found, strict=True):
             one["peak_mib"] = int((groups[name] / "memory.max_usage_in_bytes").read_text()) >> 20
     result: dict[str, Any] = {"memory_mib": args.memory_mib, "disk_gb_per_s": round(disk / 1e9, 2), "stores": found}
@@ -251,15 +253,13 @@ def accelerate(args: argparse.Namespace, scratch: Path, stack: ExitStack) -> Acc
     return theirs
 
 
-def summarise(
-    daemon: Edgemoe, before: dict[str, float], tokens: int, disk: float, taken: list[float], first: list[float]
-) -> dict[str, Any]:
+def summarise(daemon: Edgemoe, tokens: int, disk: float, taken: list[float], first: list[float]) -> dict[str, Any]:
     """What one store took; `first` are the times of the store to compare with."""
-    after = daemon.metrics()
-    read = sum(v - before.get(k, 0.0) for k, v in after.items() if k.startswith(BYTES_MOVED) and 'from="nvme"' in k)
+    moved = daemon.moved
+    read = sum(value for key, value in moved.items() if key.startswith(BYTES_MOVED) and 'from="nvme"' in key)
     per_token, ms = read / tokens, median(taken) * 1000
-    slots, calls = after[named(TIER_SLOTS, tier="ram")], [named(TIER_HITS, tier=tier) for tier in ("ram", "nvme")]
-    hits, misses = (after[call] - before[call] for call in calls)
+    slots = daemon.metrics()[named(TIER_SLOTS, tier="ram")]
+    hits, misses = (moved[named(TIER_HITS, tier=tier)] for tier in ("ram", "nvme"))
     return {
         "store": daemon.name,
         "resident": round(slots / daemon.experts, 3),
@@ -291,6 +291,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--checkpoint", type=Path, help="Hugging Face checkpoint for transformers and accelerate")
     p.add_argument("--memory-mib", type=int, default=1200, help="memory limit of each side, page cache included")
     p.add_argument("--ram-mib", type=int, default=620, help="of it, our slab of experts; 0: what the daemon decides")
+    p.add_argument("--headroom-mib", type=int, default=150, help="of it, what the daemon leaves free beside its slabs")
     p.add_argument("--accelerate-ram-mib", type=int, default=500, help="of it, what accelerate keeps in RAM")
     p.add_argument("--tokens", type=int, default=24, help="tokens per round, ours")
     p.add_argument("--accelerate-tokens", type=int, default=3, help="tokens per round, theirs")

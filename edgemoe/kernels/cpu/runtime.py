@@ -83,7 +83,7 @@ class Kernels:
         self._prefill_experts, self._prefill, self._product = prefill_experts.call, prefill.call, product.call
         self.pool = ThreadPool(threads)
         self.close = self.pool.close
-        self._scratch: dict[str, npt.NDArray[Any]] = {}
+        self._scratch: dict[str, tuple[int, npt.NDArray[Any]]] = {}  # addresses, with what they are of
         self._iota = np.arange(MOST_TOKENS, dtype=np.int64)
         self.iota = self._iota.ctypes.data
         self._job, self.linear_record = np.zeros(1, EXPERTS), np.zeros(1, LINEAR)
@@ -99,9 +99,11 @@ class Kernels:
         The array stays until a larger one of this name is asked for.
         """
         size = count * np.dtype(dtype).itemsize + 64
-        if name not in self._scratch or self._scratch[name].nbytes < size:
-            self._scratch[name] = np.zeros(size, np.uint8)
-        return (self._scratch[name].ctypes.data + 63) & ~63
+        kept = self._scratch.get(name)
+        if kept is None or kept[1].nbytes < size:
+            memory = np.zeros(size, np.uint8)
+            kept = self._scratch[name] = (memory.ctypes.data + 63) & ~63, memory
+        return kept[0]
 
     def row_code(self, encoding: Encoding) -> RowCode:
         """Returns the code for rows of an encoding; compiles it, or reads it from disk, at the first use."""
