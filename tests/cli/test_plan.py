@@ -15,6 +15,7 @@ from edgemoe.cli.plan import speed
 from edgemoe.cli.plan.subject import find
 from edgemoe.demo import model_path
 from edgemoe.errors import EdgemoeError
+from edgemoe.experts.compute.cost_model import WORTH_S
 from edgemoe.store.manifest import Manifest
 from edgemoe.store.packer import pack
 from edgemoe.store.wanted import WantedEncodings
@@ -22,7 +23,8 @@ from edgemoe.store.wanted import WantedEncodings
 MODEL = model_path()
 MODEL_SIZES = speed.Model(layers=10, experts=64, top_k=4, expert_bytes=1 << 20)
 WORK = speed.StepWork(tokens=1, layer_s=1e-3, head_s=1e-3, read_bytes=0.0)
-ALL = speed.Places(top=1.0, ram=1.0, link_bytes_per_s=0.0, disk_bytes_per_s=1e9, memory_bytes_per_s=1e10)
+DISK_S = tuple(1e-4 + count * (1 << 20) / 1e9 for count in speed.READ_AT_ONCE)
+ALL = speed.Places(top=1.0, ram=1.0, link_bytes_per_s=0.0, disk_s=DISK_S, memory_bytes_per_s=1e10)
 
 
 @pytest.mark.parametrize("wanted", [("keep", "keep"), ("int8", "keep"), ("int4", "int8")])
@@ -51,14 +53,22 @@ def test_a_step_takes_its_layers_and_what_is_missing_on_its_way() -> None:
     resident = speed.step(MODEL_SIZES, WORK, ALL, "even")
     assert resident.total_s == pytest.approx(10 * 1e-3 + 1e-3 + speed.STEP_S)
     half = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5), "even")
-    assert half.disk_s == pytest.approx(10 * 4 * 0.5 * (1 << 20) / 1e9)
+    assert half.disk_s == pytest.approx(10 * DISK_S[1])  # two experts of each layer at once
     assert half.limit == "disk"
     skewed = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5), "usual")
-    assert skewed.disk_s == pytest.approx(half.disk_s * 0.13 / 0.5)
-    linked = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.25, link_bytes_per_s=1e8), "even")
-    assert (linked.disk_s, linked.limit) == (0.0, "link")
+    assert skewed.disk_s == pytest.approx(10 * 4 * 0.13 * DISK_S[0])
+    linked = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.25, link_bytes_per_s=1e10), "even")
+    assert linked.disk_s == 0.0
+    assert linked.link_s == pytest.approx(10 * 3 * (1 << 20) / 1e10)
+    slow = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.25, link_bytes_per_s=1e8), "even")
+    assert slow.link_s == pytest.approx(10 * WORTH_S), "the CPU computes what would take longer to bring up"
     together = speed.step(MODEL_SIZES, WORK, replace(ALL, top=0.5, ram=0.5, boxes=2), "even")
     assert (together.disk_s, together.boxes_s) == (0.0, 10 * speed.REMOTE_S)
+
+
+def test_experts_that_a_step_lacks_are_read_together_and_many_one_after_the_other() -> None:
+    assert speed.read_s(3, DISK_S) == pytest.approx((DISK_S[1] + DISK_S[2]) / 2)
+    assert speed.read_s(24, DISK_S) == pytest.approx(3 * DISK_S[3])
 
 
 def test_a_prompt_touches_nearly_every_expert_and_a_token_its_own() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from edgemoe.cli.plan import speed
-from edgemoe.cli.plan.disk import disk_rate
+from edgemoe.cli.plan.disk import read_times
 from edgemoe.cli.plan.paces import model_of, rest_bytes
 from edgemoe.cli.plan.rates import LayerBench, memory_rate
 from edgemoe.cli.plan.subject import Variant, find
@@ -77,5 +77,6 @@ def _places(
     count = variant.spec.geometry.count
     ram, vram = (min(1.0, select(metrics, names.TIER_SLOTS, tier=tier) / count) for tier in ("ram", "vram"))
     link = settings.device[0].link_bytes_per_s or select(metrics, names.LINK_RATE, link="0")
-    disk = disk_rate(Path(settings.model.store_dir)) if ram < 1 else 0.0
-    return speed.Places(vram or ram, ram, link if vram else 0.0, disk, memory_bytes_per_s)
+    size, directory = variant.spec.geometry.largest_bytes, Path(settings.model.store_dir)
+    (disk_s,) = read_times(directory, [size], speed.READ_AT_ONCE) if ram < 1 else [()]
+    return speed.Places(vram or ram, ram, link if vram else 0.0, disk_s, memory_bytes_per_s)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
-from edgemoe.cli.plan.disk import disk_rate
+from edgemoe.cli.plan.disk import disk_rate, read_times
 from edgemoe.cli.plan.paces import model_of, rest_bytes
 from edgemoe.cli.plan.rates import LayerTimes, Rates, measure_layers, memory_rate
 from edgemoe.cli.plan.subject import Subject, Variant, find
@@ -85,7 +85,7 @@ class Planner:
             return replace(found, why=str(error))
         if budgets.context_tokens < min(question.context_tokens, needs.context_tokens):
             found = replace(found, why=f"a context of {budgets.context_tokens} tokens fits; raise memory.kv_bytes")
-        places = self._places(budgets, boxes or question.boxes)
+        places = self._places(budgets, boxes or question.boxes, times.disk_s)
         below = min(1.0, places.ram * places.boxes)
         found = replace(
             found,
@@ -118,13 +118,13 @@ class Planner:
             limit=one.limit,
         )
 
-    def _places(self, budgets: Budgets, boxes: int) -> speed.Places:
+    def _places(self, budgets: Budgets, boxes: int, disk_s: tuple[float, ...]) -> speed.Places:
         device = next((device for device in budgets.devices if device.kind != "cpu"), None)
         ram = _share(budgets, budgets.ram_bytes)
         top = ram if device is None else _share(budgets, device.expert_bytes)
         link = device.link_bytes_per_s if device is not None else 0.0
         rates = self.rates
-        return speed.Places(top, ram, link, rates.disk_bytes_per_s, rates.memory_bytes_per_s, boxes)
+        return speed.Places(top, ram, link, disk_s, rates.memory_bytes_per_s, boxes)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,8 +142,12 @@ def run(args: argparse.Namespace) -> int:
     rates = Rates(memory_rate(kernels), disk_rate(Path(settings.model.store_dir)), settings.device[0].link_bytes_per_s)
     planner = Planner(question, settings, machine, rates)
     chunk = min(question.prompt_tokens, settings.engine.step_tokens)
+    variants = list(subject.variants())
+    sizes = [variant.spec.geometry.largest_bytes for variant in variants]
+    reads = read_times(Path(settings.model.store_dir), sizes, speed.READ_AT_ONCE)
     measured = [
-        (variant, measure_layers(variant.spec, kernels, question.sequences, chunk)) for variant in subject.variants()
+        (each, replace(measure_layers(each.spec, kernels, question.sequences, chunk), disk_s=disk_s))
+        for each, disk_s in zip(variants, reads, strict=True)
     ]
     forecasts = [planner.forecast(*each) for each in measured]
     advice = list(advise(planner, measured, forecasts))

@@ -4,23 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
+from edgemoe.types.experts import padded
 
+LEAST_READINGS, MOST_READINGS, READINGS_S = 5, 50, 0.3  # of each size and number
 DISK_BYTES, DISK_THREADS, ROUNDS = 256 << 20, 8, 3  # as many threads as the store reads with
 
 
 def disk_rate(directory: Path) -> float:
     """Returns the bytes a second that experts are read with from the disk of `directory`; 0 where there is no room."""
+    with probe_file(directory) as path:
+        return max(_reads(path)) if path is not None else 0.0
+
+
+def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[int]) -> list[tuple[float, ...]]:
+    """Returns for each size what so many experts take that are read at once, in seconds; (): there is no room."""
+    with probe_file(directory) as path:
+        if path is None:
+            return [()] * len(expert_bytes)
+        with PageFile(path) as file, ThreadPoolExecutor(DISK_THREADS) as threads:
+            return [tuple(_together_s(file, threads, size, count) for count in at_once) for size in expert_bytes]
+
+
+def _together_s(file: PageFile, threads: ThreadPoolExecutor, size: int, count: int) -> float:
+    """Returns the median of reading `count` experts at once, each from a place of its own."""
+    size = min(padded(size), DISK_BYTES // count)
+    rooms, taken = [page_memory(size) for _ in range(count)], list[float]()
+    places = range(0, DISK_BYTES - size + 1, padded(size))
+    ends_s = time.perf_counter() + READINGS_S
+    while len(taken) < LEAST_READINGS or (time.perf_counter() < ends_s and len(taken) < MOST_READINGS):
+        chosen = random.choices(places, k=count)
+        began_s = time.perf_counter()
+        list(threads.map(lambda room, place: _expert(file, room, place), rooms, chosen))
+        taken.append(time.perf_counter() - began_s)
+    return statistics.median(taken)
+
+
+def _expert(file: PageFile, room: memoryview, place: int) -> None:
+    for begin in range(0, len(room), BLOCK_BYTES):
+        size = min(BLOCK_BYTES, len(room) - begin)
+        file.fill(room[begin : begin + size], size, place + begin)
+
+
+@contextlib.contextmanager
+def probe_file(directory: Path) -> Iterator[Path | None]:
+    """Yields a file of DISK_BYTES that no cache of the system has; None where there is no room for it."""
     directory.mkdir(parents=True, exist_ok=True)
     status = os.statvfs(directory)
     if status.f_bavail * status.f_frsize < 4 * DISK_BYTES:
-        return 0.0
+        yield None
+        return
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as file:
         piece = os.urandom(BLOCK_BYTES)
         for _ in range(DISK_BYTES // BLOCK_BYTES):
@@ -29,7 +70,7 @@ def disk_rate(directory: Path) -> float:
         os.fsync(file.fileno())
         with contextlib.suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return max(_reads(Path(file.name)))
+        yield Path(file.name)
 
 
 def _reads(path: Path) -> Iterator[float]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from edgemoe.cli.plan.miniature import Ours, random_decoder, resident_tiers, stream_bytes_per_s
+from edgemoe.cli.plan.subject import layer_bytes
 from edgemoe.families.spec import ModelSpec
 from edgemoe.kernels.cpu.runtime import Kernels
 
-MINIATURE_BYTES = 128 << 20  # of experts: more than a processor caches
+COLD_BYTES = 128 << 20  # of weights that a step reads before it reads the same again: more than a processor caches
+DECODE_BYTES, PROMPT_BYTES = 256 << 20, 512 << 20  # of experts, as far as a step's own allow
 LEAST_LAYERS, MOST_LAYERS, VOCAB = 2, 8, 512  # the head is counted apart
 MEASURE_S, ROUNDS, MOST_STEPS = 1.0, 5, 200
 
@@ -26,6 +28,7 @@ class LayerTimes:
     sequences: int
     prompt_s: float  # `prompt_tokens` of one prompt
     prompt_tokens: int
+    disk_s: tuple[float, ...] = ()  # that speed.READ_AT_ONCE experts take from the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +56,33 @@ class LayerBench:
     """A few layers of a model's shapes, on random weights, whose times are those of one of them."""
 
     def __init__(self, spec: ModelSpec, kernels: Kernels) -> None:
-        small = miniature(spec)
-        self._model = Ours(small, kernels, random_decoder(small, kernels), resident_tiers(small, kernels))
+        self._spec, self._kernels = spec, kernels
+        self._decoding = self._made(cold(spec))
 
     def decode_s(self, sequences: int) -> float:
         """Returns the seconds of a token of each of so many sequences."""
-        return _decode_s(self._model, sequences) / self._model.spec.layers
+        return _decode_s(self._decoding, sequences) / self._decoding.spec.layers
 
     def prompt_s(self, tokens: int) -> float:
         """Returns the seconds of a prompt."""
-        return _prompt_s(self._model, tokens) / self._model.spec.layers
+        small = miniature(self._spec, _period(self._spec), PROMPT_BYTES)
+        return _prompt_s(self._made(small), tokens) / small.layers
+
+    def _made(self, spec: ModelSpec) -> Ours:
+        return Ours(spec, self._kernels, random_decoder(spec, self._kernels), resident_tiers(spec, self._kernels))
 
 
-def miniature(spec: ModelSpec) -> ModelSpec:
-    """Returns the last layers of a model, as many as repeat, with as many experts as a hundred MB hold."""
-    layers = _period(spec)
+def cold(spec: ModelSpec) -> ModelSpec:
+    """Returns a miniature of which a token finds no weights in the processor's cache, as in the whole model."""
+    period, experts = _period(spec), spec.router.top_k * spec.geometry.largest_bytes
+    periods = -(-COLD_BYTES // (period * (experts + layer_bytes(spec, spec.expert_layers[-1]))))
+    return miniature(spec, min(periods, len(spec.expert_layers) // period) * period, DECODE_BYTES)
+
+
+def miniature(spec: ModelSpec, layers: int, most_bytes: int) -> ModelSpec:
+    """Returns the last layers of a model, with as many experts as so many bytes hold."""
     expert_bytes = spec.geometry.largest_bytes
-    experts = min(spec.router.experts, max(2 * spec.router.top_k, MINIATURE_BYTES // (layers * expert_bytes)))
+    experts = min(spec.router.experts, max(2 * spec.router.top_k, most_bytes // (layers * expert_bytes)))
     groups = spec.router.groups
     return replace(
         spec,
@@ -83,7 +96,7 @@ def miniature(spec: ModelSpec) -> ModelSpec:
 
 def memory_rate(kernels: Kernels) -> float:
     """Returns the bytes a second that all threads together read from memory."""
-    return max(stream_bytes_per_s(kernels, MINIATURE_BYTES) for _ in range(ROUNDS))
+    return max(stream_bytes_per_s(kernels, COLD_BYTES) for _ in range(ROUNDS))
 
 
 def _period(spec: ModelSpec) -> int:
@@ -96,14 +109,14 @@ def _period(spec: ModelSpec) -> int:
 
 
 def _decode_s(model: Ours, sequences: int) -> float:
-    """Returns the least time of a step, which is the one that nothing else on the machine has delayed."""
+    """Returns the time of a step."""
     model.begin(sequences, MOST_STEPS + 8)
     _feed(model, sequences, 8)
-    return _least_s(lambda: _feed(model, sequences, 1))
+    return _time_s(lambda: _feed(model, sequences, 1))
 
 
 def _prompt_s(model: Ours, tokens: int) -> float:
-    """Returns the least time of a prompt, by all of torch's threads and by one, which waits for no other."""
+    """Returns the time of a prompt, by all of torch's threads or by one, which waits for no other: the lesser."""
 
     def prefill() -> float:
         model.begin(1, tokens)
@@ -112,17 +125,20 @@ def _prompt_s(model: Ours, tokens: int) -> float:
     threads, taken = torch.get_num_threads(), list[float]()
     for count in {threads, 1}:
         torch.set_num_threads(count)
-        taken.append(_least_s(prefill))
+        taken.append(_time_s(prefill))
     torch.set_num_threads(threads)
     return min(taken)
 
 
-def _least_s(timed: Callable[[], float]) -> float:
-    """Returns the least of what is measured in a second, and at least ROUNDS times."""
+def _time_s(timed: Callable[[], float]) -> float:
+    """Returns the lower quartile of what is measured in a second, and at least ROUNDS times.
+
+    It leaves out most of what others on the machine delay, and the steps that happen to find much in the cache.
+    """
     taken, began_s = list[float](), time.perf_counter()
     while len(taken) < ROUNDS or (time.perf_counter() - began_s < MEASURE_S and len(taken) < MOST_STEPS):
         taken.append(timed())
-    return min(taken)
+    return sorted(taken)[len(taken) // 4]
 
 
 def _feed(model: Ours, sequences: int, tokens: int) -> float:

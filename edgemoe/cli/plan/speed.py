@@ -8,13 +8,17 @@ gates choose evenly, as random weights do, misses what is not held: `even`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from edgemoe.experts.compute.cost_model import WORTH_S
+
 HELD = (0.0, 0.10, 0.25, 0.50, 0.75, 1.0)
 MISSES = {"usual": (1.0, 0.55, 0.31, 0.13, 0.04, 0.0), "even": tuple(1 - held for held in HELD)}
-STEP_S = 3e-4  # of a step that no layer takes: scheduling, and a message to the front
+READ_AT_ONCE = (1, 2, 4, 8)  # experts; more are read one after the other
+STEP_S = 1.1e-3  # of a step that no layer takes: scheduling, sampling, and messages; on two cores of an EPYC
 REMOTE_S = 1e-3  # that a layer waits for the boxes it calls, side by side
 
 
@@ -45,7 +49,7 @@ class Places:
     top: float  # held where they are computed
     ram: float  # held in RAM; the same as `top` without a device of its own memory
     link_bytes_per_s: float  # RAM to device; 0: there is none
-    disk_bytes_per_s: float
+    disk_s: tuple[float, ...]  # that READ_AT_ONCE experts take from the disk; (): none is read from there
     memory_bytes_per_s: float
     boxes: int = 1
 
@@ -81,10 +85,21 @@ def step(model: Model, work: StepWork, places: Places, curve: str) -> Times:
     held, below = min(1.0, places.top * places.boxes), min(1.0, places.ram * places.boxes)
     missed, absent = touched * _missed(held, curve), touched * _missed(below, curve)
     compute_s = STEP_S + model.layers * work.layer_s + work.head_s + work.read_bytes / places.memory_bytes_per_s
-    link_s = missed * model.expert_bytes / places.link_bytes_per_s if places.link_bytes_per_s else 0.0
-    disk_s = absent * model.expert_bytes / places.disk_bytes_per_s if absent and places.disk_bytes_per_s else 0.0
+    link_s = 0.0
+    if places.link_bytes_per_s:
+        by_link_s = missed / model.layers * model.expert_bytes / places.link_bytes_per_s
+        link_s = model.layers * min(by_link_s, WORTH_S)  # from there on the CPU computes what is in RAM
+    disk_s = model.layers * read_s(absent / model.layers, places.disk_s) if places.disk_s else 0.0
     boxes_s = model.layers * REMOTE_S if places.boxes > 1 and places.top < 1 else 0.0
     return Times(compute_s, link_s, disk_s, boxes_s)
+
+
+def read_s(experts: float, disk_s: Sequence[float]) -> float:
+    """Returns the seconds of reading so many experts that a layer lacks: few at once do not keep a disk busy."""
+    most = READ_AT_ONCE[-1]
+    if experts > most:
+        return disk_s[-1] * experts / most
+    return float(np.interp(experts, (0, *READ_AT_ONCE), (0.0, *disk_s)))
 
 
 def distinct(model: Model, tokens: int) -> float:

@@ -83,6 +83,12 @@ def dense_size(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> int:
     return size
 
 
+def layer_bytes(spec: ModelSpec, layer: int) -> int:
+    """Returns the bytes of a layer's dense tensors as they are stored."""
+    shapes = dense_shapes(spec).items()
+    return sum(dense_size(spec, name, shape) for name, shape in shapes if f".layers.{layer}." in name)
+
+
 def dense_encoding(spec: ModelSpec, name: str, columns: int) -> Encoding:
     """Returns what a dense tensor is stored in."""
     encoded = ENCODINGS[spec.dense_encoding or spec.dtype]
