@@ -47,8 +47,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_unconfigure() -> None:
-    """Shows every thread, and ends, where one that a test left behind keeps this process alive."""
-    faulthandler.dump_traceback_later(60, exit=True)
+    """Shows every thread, and ends, where one that a test left behind keeps this process alive.
+
+    What one of several processes waits for when it has run its tests are the others.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        faulthandler.dump_traceback_later(60, exit=True)
 
 
 @pytest.fixture(autouse=True)
