@@ -99,11 +99,10 @@ class Kernels:
         The array stays until a larger one of this name is asked for.
         """
         size = count * np.dtype(dtype).itemsize + 64
-        kept = self._scratch.get(name)
-        if kept is None or kept[1].nbytes < size:
+        if name not in self._scratch or self._scratch[name][1].nbytes < size:
             memory = np.zeros(size, np.uint8)
-            kept = self._scratch[name] = (memory.ctypes.data + 63) & ~63, memory
-        return kept[0]
+            self._scratch[name] = (memory.ctypes.data + 63) & ~63, memory
+        return self._scratch[name][0]
 
     def row_code(self, encoding: Encoding) -> RowCode:
         """Returns the code for rows of an encoding; compiles it, or reads it from disk, at the first use."""
