@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from support.kept import KERNELS
 
 from edgemoe.cli import main
-from edgemoe.cli.plan import speed
+from edgemoe.cli.plan import disk, speed
 from edgemoe.cli.plan.subject import find
 from edgemoe.demo import model_path
 from edgemoe.errors import EdgemoeError
@@ -69,6 +70,23 @@ def test_a_step_takes_its_layers_and_what_is_missing_on_its_way() -> None:
 def test_experts_that_a_step_lacks_are_read_together_and_many_one_after_the_other() -> None:
     assert speed.read_s(3, DISK_S) == pytest.approx((DISK_S[1] + DISK_S[2]) / 2)
     assert speed.read_s(24, DISK_S) == pytest.approx(3 * DISK_S[3])
+
+
+def test_an_expert_larger_than_what_is_read_takes_longer_in_proportion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = [0.0]
+
+    def read(file: object, room: memoryview, place: int) -> None:
+        clock_s[0] += len(room) / 1e9
+
+    monkeypatch.setattr(disk, "DISK_BYTES", 8 << 20)
+    monkeypatch.setattr(disk, "_expert", read)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_s[0])
+    small, large = disk.read_times(tmp_path, [1 << 20, 352 << 20], (1, 8))
+    assert small == pytest.approx([(1 << 20) / 1e9, (8 << 20) / 1e9])
+    assert large == pytest.approx([(352 << 20) / 1e9, 8 * (352 << 20) / 1e9])
+    assert disk.disk_rate(tmp_path) == pytest.approx(1e9)
 
 
 def test_a_prompt_touches_nearly_every_expert_and_a_token_its_own() -> None:

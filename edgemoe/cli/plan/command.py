@@ -15,7 +15,7 @@ from rich.table import Table
 
 from edgemoe.cli.output import console
 from edgemoe.cli.plan import speed
-from edgemoe.cli.plan.disk import disk_rate, read_times
+from edgemoe.cli.plan.disk import read_times
 from edgemoe.cli.plan.paces import model_of, rest_bytes
 from edgemoe.cli.plan.rates import LayerTimes, Rates, measure_layers, memory_rate
 from edgemoe.cli.plan.subject import Subject, Variant, find
@@ -139,12 +139,13 @@ def run(args: argparse.Namespace) -> int:
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)
     kernels = Kernels(threads, subject.spec.dtype == "bfloat16", Path(settings.model.store_dir).with_name("kernels"))
-    rates = Rates(memory_rate(kernels), disk_rate(Path(settings.model.store_dir)), settings.device[0].link_bytes_per_s)
-    planner = Planner(question, settings, machine, rates)
-    chunk = min(question.prompt_tokens, settings.engine.step_tokens)
     variants = list(subject.variants())
     sizes = [variant.spec.geometry.largest_bytes for variant in variants]
     reads = read_times(Path(settings.model.store_dir), sizes, speed.READ_AT_ONCE)
+    disk_bytes_per_s = speed.READ_AT_ONCE[-1] * sizes[0] / reads[0][-1] if reads[0] else 0.0
+    rates = Rates(memory_rate(kernels), disk_bytes_per_s, settings.device[0].link_bytes_per_s)
+    planner = Planner(question, settings, machine, rates)
+    chunk = min(question.prompt_tokens, settings.engine.step_tokens)
     measured = [
         (each, replace(measure_layers(each.spec, kernels, question.sequences, chunk), disk_s=disk_s))
         for each, disk_s in zip(variants, reads, strict=True)

@@ -16,13 +16,13 @@ from edgemoe.store.files import BLOCK_BYTES, PageFile, page_memory
 from edgemoe.types.experts import padded
 
 LEAST_READINGS, MOST_READINGS, READINGS_S = 5, 50, 0.3  # of each size and number
-DISK_BYTES, DISK_THREADS, ROUNDS = 256 << 20, 8, 3  # as many threads as the store reads with
+DISK_BYTES, DISK_THREADS = 256 << 20, 8  # as many threads as the store reads with
 
 
 def disk_rate(directory: Path) -> float:
     """Returns the bytes a second that experts are read with from the disk of `directory`; 0 where there is no room."""
-    with probe_file(directory) as path:
-        return max(_reads(path)) if path is not None else 0.0
+    (taken_s,) = read_times(directory, [BLOCK_BYTES], [DISK_THREADS])
+    return DISK_THREADS * BLOCK_BYTES / taken_s[0] if taken_s else 0.0
 
 
 def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[int]) -> list[tuple[float, ...]]:
@@ -35,17 +35,21 @@ def read_times(directory: Path, expert_bytes: Sequence[int], at_once: Sequence[i
 
 
 def _together_s(file: PageFile, threads: ThreadPoolExecutor, size: int, count: int) -> float:
-    """Returns the median of reading `count` experts at once, each from a place of its own."""
-    size = min(padded(size), DISK_BYTES // count)
+    """Returns the median of reading `count` experts at once, each from a place of its own.
+
+    Of experts that the file does not hold so many of, parts are read, and what is missing is reckoned.
+    """
+    whole = padded(size)
+    size = min(whole, DISK_BYTES // count)
     rooms, taken = [page_memory(size) for _ in range(count)], list[float]()
-    places = range(0, DISK_BYTES - size + 1, padded(size))
+    places = range(0, DISK_BYTES - size + 1, size)
     ends_s = time.perf_counter() + READINGS_S
     while len(taken) < LEAST_READINGS or (time.perf_counter() < ends_s and len(taken) < MOST_READINGS):
         chosen = random.choices(places, k=count)
         began_s = time.perf_counter()
         list(threads.map(lambda room, place: _expert(file, room, place), rooms, chosen))
         taken.append(time.perf_counter() - began_s)
-    return statistics.median(taken)
+    return statistics.median(taken) * whole / size
 
 
 def _expert(file: PageFile, room: memoryview, place: int) -> None:
@@ -71,18 +75,3 @@ def probe_file(directory: Path) -> Iterator[Path | None]:
         with contextlib.suppress(OSError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         yield Path(file.name)
-
-
-def _reads(path: Path) -> Iterator[float]:
-    """Yields the rate of each of a few readings."""
-    rooms = [page_memory(BLOCK_BYTES) for _ in range(DISK_THREADS)]
-    with PageFile(path) as file, ThreadPoolExecutor(DISK_THREADS) as threads:
-
-        def read(thread: int) -> None:
-            for block in range(thread, DISK_BYTES // BLOCK_BYTES, DISK_THREADS):
-                file.fill(rooms[thread], BLOCK_BYTES, block * BLOCK_BYTES)
-
-        for _ in range(ROUNDS):
-            began_s = time.perf_counter()
-            list(threads.map(read, range(DISK_THREADS)))
-            yield DISK_BYTES / (time.perf_counter() - began_s)
