@@ -120,7 +120,7 @@ class FusedDecoder:
         return int(self._matrices[-1].ctypes.data)
 
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
-        """Computes what `Decoder.forward` does, for at most one token of each sequence."""
+        """Computes what `Decoder.forward` does, for a token of each of FEW_TOKENS sequences at most."""
         spec, step, tokens = self._spec, self._step, len(batch.tokens)
         tables, contexts = block_tables(batch, list(range(tokens)))
         cos, sin = self._rope(batch.positions)

@@ -141,7 +141,7 @@ class Foresight:
         ends = np.cumsum(meta.query_lens)
         for at in np.flatnonzero(~meta.decode)[: TRACKS - decoding].tolist():
             first, last = ends[at] - meta.query_lens[at], ends[at]
-            self._prompted = self.predictor.tell(meta.requests[at], ids[:, first:last])
+            self._prompted |= self.predictor.tell(meta.requests[at], ids[:, first:last])
 
     def end(self, share_s: float) -> bool:
         """The same where it may cost so much processor time, and prompts were told of."""
