@@ -20,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EdgemoeError as error:
         print(f"edgemoe: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except PermissionError as error:
+        print(f"edgemoe: you may not use {error.filename}; run this as who may, or as root", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `edgemoe status | head -1`

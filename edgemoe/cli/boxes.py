@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from edgemoe.config.sizes import format_rate
 from edgemoe.errors import ServiceError
@@ -30,16 +30,18 @@ def boxes(health: Json, before: Mapping[str, float], after: Mapping[str, float],
     return Group(_heading(cluster), _boxes_table(cluster), "", links, "", _calls(before, after, seconds))
 
 
-def _heading(cluster: Json) -> str:
-    plan = cluster["plan"]
-    leader = f"[bold]{cluster['leader']}[/] leads" if cluster["leader"] else "[yellow]nobody leads[/]"
-    lines = [f"{leader} in epoch {cluster['epoch']}; {planned(cluster)}"]
+def _heading(cluster: Json) -> Text:
+    plan, leader = cluster["plan"], cluster["leader"]
+    heading = Text.assemble((leader, "bold"), " leads") if leader else Text.assemble(("nobody leads", "yellow"))
+    heading.append(f" in epoch {cluster['epoch']}; {planned(cluster)}\n")
     if plan and plan.get("on_disk_only"):
-        lines.append(f"{plan['on_disk_only']} experts have no room in any memory, and are read from disks")
+        heading.append(f"{plan['on_disk_only']} experts have no room in any memory, and are read from disks\n")
     if cluster["trouble"]:
-        lines.append(f"[yellow]No new plan: {escape(cluster['trouble'])}[/]")
-    lines += [f"[red]{escape(member['why'])}[/]" for member in cluster["members"] if member.get("why")]
-    return "\n".join(lines) + "\n"
+        heading.append(f"No new plan: {cluster['trouble']}\n", "yellow")
+    for member in cluster["members"]:
+        if why := member.get("why"):
+            heading.append(f"{why}\n", "red")
+    return heading
 
 
 def planned(cluster: Json) -> str:
@@ -96,15 +98,15 @@ def _columns(first: str, *others: str) -> Table:
     return table
 
 
-def _state(member: Json) -> str:
-    state = f"[{COLOURS[member['state']]}]{member['state']}[/]"
+def _state(member: Json) -> Text:
+    state = Text.assemble((member["state"], COLOURS[member["state"]]))
     if member["state"] == "gone":
         return state
     if member["role"] == "witness":
-        return f"{state}, witness"
+        return state.append(", witness")
     if not member["engine"]:
-        return f"{state}, no engine"
-    return state if member["serves"] == "both" else f"{state}, {member['serves']}"
+        return state.append(", no engine")
+    return state if member["serves"] == "both" else state.append(f", {member['serves']}")
 
 
 def _moving(member: Json) -> str:
@@ -130,7 +132,7 @@ def _calls(before: Mapping[str, float], after: Mapping[str, float], seconds: flo
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():
-        table.add_row(f"[bold]{name}[/]", text)
+        table.add_row(Text(name, "bold"), text)
     return table
 
 

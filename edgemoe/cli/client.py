@@ -26,7 +26,7 @@ def socket_of(args: argparse.Namespace) -> Path:
     if args.socket:
         return Path(args.socket)
     mine = Path(load(Path(args.config) if args.config else None, args.set).settings.api.socket)
-    return SERVICE_SOCKET if not mine.exists() and SERVICE_SOCKET.exists() else mine
+    return SERVICE_SOCKET if not _is_named(mine) and _is_named(SERVICE_SOCKET) else mine
 
 
 class Client:
@@ -112,6 +112,14 @@ class Client:
 
     def _broken_off(self, error: httpx.HTTPError) -> ServiceError:
         return ServiceError(f"the daemon at {self._socket} broke off: {error or type(error).__name__}")
+
+
+def _is_named(path: Path) -> bool:
+    """Returns whether something is there, or may be: in a directory that one may not look into."""
+    try:
+        return path.exists()
+    except PermissionError:
+        return True
 
 
 def _event(text: str) -> Json:

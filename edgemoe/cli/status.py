@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from edgemoe.cli.boxes import boxes
 from edgemoe.cli.client import Client, socket_of
@@ -98,17 +99,17 @@ def _heading(snapshot: StatusSnapshot) -> RenderableType:
     if loading := health.get("loading"):
         state += f" ({loading['phase']}, {loading['fraction']:.0%})"
     colour = {"ready": "green", "failed": "red"}.get(state, "yellow")
-    lines = [f"[bold]{model.get('id', 'edgemoe')}[/] is [{colour}]{state}[/] at {snapshot.socket}"]
+    name = model.get("id", "edgemoe")
+    heading = Text.assemble((name, "bold"), " is ", (state, colour), f" at {snapshot.socket}\n")
     if model:
-        lines.append(
+        heading.append(
             f"{model['family']}, {model['layers']} layers of {model['experts']} experts, {model['top_k']} a token, "
-            f"{format_size(model['expert_bytes'])} an expert; {_precision(model)}"
+            f"{format_size(model['expert_bytes'])} an expert; {_precision(model)}\n"
         )
     if engine.get("starts", 1) > 1:
-        lines.append(
-            f"[yellow]The engine has been started {engine['starts']} times; it last ended: {engine['last_end']}[/]"
-        )
-    return "\n".join(lines) + "\n"
+        why = f"The engine has been started {engine['starts']} times; it last ended: {engine['last_end']}\n"
+        heading.append(why, "yellow")
+    return heading
 
 
 def _precision(model: Json) -> str:
@@ -156,7 +157,7 @@ def _request_table(metrics: Mapping[str, float]) -> Table:
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, text in rows.items():
-        table.add_row(f"[bold]{name}[/]", text)
+        table.add_row(Text(name, "bold"), text)
     return table
 
 

@@ -81,8 +81,8 @@ def _read(config: Config, common: Given, given: Given) -> dict[str, Any]:
 
 def _family(config: Config) -> Family:
     named = config.get("architectures") or []
-    if not isinstance(named, list):
-        raise CheckpointError(f"config.json: architectures must be a list, not {named!r}")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(f"config.json: architectures must be a list of names, not {str(named)[:80]}")
     for family in FAMILIES.values():
         if family.architecture in named or (not named and config.get("model_type") == family.name):
             return family

@@ -35,7 +35,7 @@ P = ParamSpec("P")
 def progress_bar(title: str, console: Console | None = None) -> Iterator[Progress]:
     """Opens a bar with rate and time left; yields what `pack` and `verify` take as `progress`."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -139,7 +139,7 @@ def describe(path: Path) -> StoreCard:
         spec = spec_of(manifest)
     except (StoreError, CheckpointError) as error:
         return StoreCard(**known, state=str(error))
-    present, total = sum(len(layer.experts) for layer in manifest.layers), spec.geometry.layers * spec.geometry.experts
+    present, total = sum(len(layer.experts) for layer in manifest.layers), spec.geometry.count
     encodings = commonest_first([layer.encoding or spec.dtype for layer in manifest.layers])
     return StoreCard(
         **known,

@@ -136,15 +136,15 @@ def pack(
 
 
 @contextlib.contextmanager
-def told_as_store_error(dest: Path) -> Iterator[None]:
-    """Turns what the system refuses into a StoreError that says what to do."""
+def told_as_store_error(dest: Path, work: str = "packing") -> Iterator[None]:
+    """Turns what the system refuses into a StoreError that says which work stopped, and what to do."""
     try:
         yield
     except OSError as error:
         remedy = "run it again"
         if error.errno in NOT_WRITABLE:
             remedy = "name a directory that can be written with model.store_dir"
-        raise StoreError(f"{error.filename or dest}: {error.strerror}; packing stopped, {remedy}") from error
+        raise StoreError(f"{error.filename or dest}: {error.strerror}; {work} stopped, {remedy}") from error
 
 
 def finish(checkpoint: Checkpoint, wanted: WantedEncodings, store: Path, progress: Progress) -> Manifest:

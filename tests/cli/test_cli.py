@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from edgemoe.cli import main
+from edgemoe.cli.doctor.command import picture
+from edgemoe.cli.doctor.remedies import Finding
+from edgemoe.cli.output import console
 from edgemoe.cli.parser import build_parser, complete
 from edgemoe.cli.parser.options import CommandParser
 
@@ -96,6 +101,38 @@ def test_a_daemon_that_is_not_there_is_one_clear_line_and_1(capsys: pytest.Captu
     assert said.startswith("edgemoe: no daemon answers at ")
     assert "edgemoe serve" in said
     assert said.count("\n") == 1
+
+
+def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "a[bold]b-v2-0123456789ab"
+    store.mkdir()
+    (store / "packing.json").write_text("{}")
+    assert exit_code("models", "list", "--set", f"model.store_dir={tmp_path}") == 0
+    assert store.name in capsys.readouterr().out
+    found = [Finding("ports", "failure", "b at [fe80::1]:7540 [/] is not reached from here")]
+    console().print(picture(found))
+    assert found[0].said in capsys.readouterr().out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root")
+def test_what_one_may_not_use_is_one_clear_line_and_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        monkeypatch.setenv("XDG_CONFIG_HOME", made)
+        private = Path(made) / "private"
+        private.mkdir(mode=0o700)
+        Path(made).chmod(0o755)
+        try:
+            os.seteuid(65534)
+            assert exit_code("models", "list", "--set", f"model.store_dir={private}") == 1
+            assert exit_code("status", "--set", f"api.socket={private}/s.sock") == 1
+        finally:
+            os.seteuid(0)
+    said = capsys.readouterr().err.splitlines()
+    assert [str(private) in line for line in said] == [True, True]
+    assert "as root" in said[0]
+    assert "start a daemon of your own" in said[1]
 
 
 def test_config_prints_toml_that_means_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,29 @@ def test_a_socket_that_the_user_may_not_use_is_found(tmp_path: Path) -> None:
             os.seteuid(0)
             path.unlink()
     assert [(each.check, each.state) for each in found] == [("permission", "failure")]
+
+
+@as_root
+@pytest.mark.parametrize("private", ["stores", "stores/inside", "keys/file"])
+def test_what_the_user_may_not_look_at_is_told_and_all_else_is_looked_at(
+    private: str, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["doctor", "--json"])  # imports what else it needs, perhaps from where nobody else may read
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        folder.chmod(0o755)
+        (folder / private.partition("/")[0]).mkdir(mode=0o700)
+        for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+            monkeypatch.setenv(name, made)
+        setting = "api.api_key_file" if private.startswith("keys") else "model.store_dir"
+        try:
+            os.seteuid(NOBODY)
+            status, found = examined(capsys, "--set", f"{setting}={folder / private}", "--socket", f"{made}/none")
+        finally:
+            os.seteuid(0)
+    assert made in found["permission"]["said"]
+    assert {"permission", "daemon"} <= set(found)
+    assert status == 0
 
 
 @pytest.mark.slow

@@ -44,10 +44,20 @@ def test_a_configuration_alone_tells_the_sizes_that_the_store_will_have(
 
 
 def test_what_is_no_model_is_refused_by_name(tmp_path: Path) -> None:
-    for text, why in (("[1]", "no model's configuration"), ("{", "cannot be read"), ("{}", "architecture")):
+    for text, why in (
+        ("[1]", "no model's configuration"),
+        ("{", "cannot be read"),
+        ("{}", "architecture"),
+        ('{"architectures": [["Qwen3MoeForCausalLM"]]}', "a list of names"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(EdgemoeError, match=why):
             find(str(tmp_path), tmp_path)
+
+
+def test_more_sequences_than_can_be_measured_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(MODEL), "--sequences", "1000000"]) == 2
+    assert "1024 at most" in capsys.readouterr().err
 
 
 def test_a_step_takes_its_layers_and_what_is_missing_on_its_way() -> None:

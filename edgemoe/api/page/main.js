@@ -37,8 +37,7 @@ function asked() {
   $("key").value = "";
   dialog.showModal();
   return new Promise((resolve) => {
-    dialog.addEventListener("cancel", (event) => event.preventDefault(), { once: true });
-    $("key-form").addEventListener("submit", () => resolve(setKey($("key").value.trim())), { once: true });
+    dialog.addEventListener("close", () => resolve(setKey($("key").value.trim())), { once: true });
   });
 }
 

@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from edgemoe.cli.client import socket_of
 from edgemoe.cli.doctor import box
@@ -19,7 +20,7 @@ from edgemoe.cli.doctor.remedies import REMEDIES, Finding
 from edgemoe.cli.output import console
 from edgemoe.cli.plan.disk import disk_rate
 from edgemoe.config.loading import load
-from edgemoe.errors import ConfigError
+from edgemoe.errors import ConfigError, EdgemoeError
 from edgemoe.telemetry import probes
 
 COLOURS = {"pass": "green", "warning": "yellow", "failure": "red"}
@@ -32,38 +33,49 @@ def run(args: argparse.Namespace) -> int:
         rows = [asdict(each) | ({} if each.state == "pass" else {"remedy": REMEDIES[each.check]}) for each in found]
         print(json.dumps(rows, indent=2))
     else:
-        console().print(_picture(found))
+        console().print(picture(found))
     return int(any(each.state == "failure" for each in found))
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """Looks at everything that the settings name. Keys and users' text are in no finding."""
-    yield from box.software()
+    yield from looked("versions", box.software)
     machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    yield from box.gpus(machine)
-    yield from box.memory(machine)
+    yield from looked("gpu", lambda: box.gpus(machine))
+    yield from looked("memory", lambda: box.memory(machine))
     try:
         loaded = load(Path(args.config) if args.config else None, args.set)
         path = socket_of(args)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         yield Finding("settings", "failure", str(error))
         return
     settings = loaded.settings
     files = ", ".join(map(str, loaded.files)) or "no file; all defaults"
     yield Finding("settings", "warning" if loaded.warnings else "pass", "; ".join(loaded.warnings) or files)
-    yield from box.disk(Path(settings.model.store_dir), disk_rate)
-    yield from box.clock(box.dated(settings), time.time())
-    yield from box.stores(settings, verify=args.verify)
-    yield from box.keys(settings)
+    yield from looked("disk", lambda: box.disk(Path(settings.model.store_dir), disk_rate))
+    yield from looked("clock", lambda: box.clock(box.dated(settings), time.time()))
+    yield from looked("store", lambda: box.stores(settings, verify=args.verify))
+    yield from looked("keys", lambda: box.keys(settings))
     found, health = daemon(path)
     yield from found
-    yield from unit()
-    yield from boxes(settings.cluster, health)
+    yield from looked("unit", unit)
+    yield from looked("peer-list", lambda: boxes(settings.cluster, health))
 
 
-def _picture(found: list[Finding]) -> Table:
+def looked(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yields what one look finds; where it cannot go on, that is a finding, and the others go on."""
+    try:
+        yield from look()
+    except PermissionError as error:
+        yield Finding("permission", "warning", f"{check}: you may not look at {error.filename}")
+    except (EdgemoeError, OSError, LookupError, TypeError, ValueError) as error:
+        yield Finding(check, "failure", f"it cannot be looked at: {error or type(error).__name__}")
+
+
+def picture(found: list[Finding]) -> Table:
+    """Returns a line for each finding, with its remedy."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for each in found:
         remedy = "" if each.state == "pass" else f"\n{REMEDIES[each.check]}"
-        table.add_row(f"[{COLOURS[each.state]}]{each.state}[/]", f"[bold]{each.check}[/]", f"{each.said}{remedy}")
+        table.add_row(Text(each.state, COLOURS[each.state]), Text(each.check, "bold"), f"{each.said}{remedy}")
     return table

@@ -37,7 +37,8 @@ REMEDIES = {
     "store": "`edgemoe models verify NAME` lists what is damaged; packing the checkpoint again mends it.",
     "keys": "Keys are for their owner alone: `chmod 600 FILE`, and `chown` to the user of the daemon. `edgemoe key new "
     "NAME` makes one for a client, `edgemoe keygen FILE` one for a box.",
-    "permission": "Join the socket's group: `sudo usermod --append --groups edgemoe $USER`, then log in again.",
+    "permission": "Join the socket's group: `sudo usermod --append --groups edgemoe $USER`, then log in again. "
+    "Other files that you may not look at are looked at by `sudo edgemoe doctor`.",
     "daemon": "Start it with `edgemoe serve`, or `systemctl start edgemoe`; `journalctl --unit edgemoe` says why it "
     "ended.",
     "unit": "`systemctl status edgemoe` says why; `sudo edgemoe service install --model DIR` installs it anew.",

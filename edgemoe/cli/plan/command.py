@@ -30,6 +30,7 @@ from edgemoe.types.machine import Machine
 from edgemoe.types.size_classes import SlabLayout
 from edgemoe.worker.needs import needs_of
 
+MOST_SEQUENCES = 1024  # whose steps are measured
 MORE_BYTES = 16 << 30  # of RAM, in what would help
 
 
@@ -133,8 +134,10 @@ def run(args: argparse.Namespace) -> int:
     subject = find(args.model, Path(settings.model.store_dir))
     context = args.context or min(subject.spec.context_tokens, 4096)
     question = Wish(context, args.sequences, args.prompt, args.boxes, args.routing)
-    if min(context, args.sequences, args.prompt, args.boxes) < 1:
-        raise ConfigError("--context, --sequences, --prompt and --boxes are 1 at least")
+    if min(context, args.sequences, args.prompt, args.boxes) < 1 or args.sequences > MOST_SEQUENCES:
+        raise ConfigError(
+            f"--context, --sequences, --prompt and --boxes are 1 at least, --sequences {MOST_SEQUENCES} at most"
+        )
     machine = probes.look(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     threads = settings.engine.threads or machine.cpus
     torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from edgemoe.cluster.data.messages import CHUNK_BYTES, BulkMessage, Chunk, Fetch
 from edgemoe.cluster.data.peer_estimate import READ_BYTES_PER_S, PeerEstimate
@@ -17,6 +17,7 @@ from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import CorruptExpert, MissingExpert, PeerError, PeerRefused, PeerUnavailable
 from edgemoe.types.experts import ExpertGeometry, Store
 
+E = TypeVar("E", bound=Exception)
 log = logging.getLogger(__name__)
 WINDOW = 4  # chunks of one expert under way
 FETCHES = 4  # experts under way
@@ -180,7 +181,7 @@ class PeerStore:
         self._shelf.learn(layer, expert, wanted)
 
 
-def first_of(errors: BaseExceptionGroup[PeerError]) -> PeerError:
+def first_of(errors: BaseExceptionGroup[E]) -> E:
     """Returns the first error in a group, whose groups may be nested."""
     first = errors.exceptions[0]
     return first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -91,8 +91,8 @@ class PieceChannel:
         return bytes(whole)
 
     async def large(self, node: str, digest: str, size_bytes: int, take: Take, start: int = 0) -> None:
-        """Hands a piece of this size to `take`, in order from `start` on. Raises PeerError."""
-        failure: PeerError | None = None
+        """Hands a piece of this size to `take`, in order from `start` on. Raises PeerError, OSError as `take`."""
+        failure: PeerError | OSError | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 coming: deque[tuple[int, asyncio.Task[memoryview]]] = deque()
@@ -104,7 +104,7 @@ class PieceChannel:
                     coming.append((offset, group.create_task(part)))
                 for at, task in coming:
                     take(at, await task)
-        except* PeerError as errors:
+        except* (PeerError, OSError) as errors:
             failure = first_of(errors)
         if failure is not None:
             raise failure

@@ -52,7 +52,7 @@ def pull(
     store = place_of(directory, Checkpoint(source, {}, {}, (), listing.fingerprint), wanted)
     if (store / MANIFEST).is_file() and not source.exists():
         return store
-    with told_as_store_error(source):
+    with told_as_store_error(source, "pulling"):
         source.mkdir(parents=True, exist_ok=True)
         with lock_store(source, exclusive=True):
             if not (store / MANIFEST).is_file():

@@ -162,7 +162,7 @@ class PulledStore:
 @contextlib.contextmanager
 def opened(directory: Path, whole: Manifest) -> Iterator[PulledStore]:
     """Holds a store that is pulled against removal and a second pull; a daemon may serve it. Raises StoreError."""
-    with told_as_store_error(directory), contextlib.ExitStack() as held:
+    with told_as_store_error(directory, "pulling"), contextlib.ExitStack() as held:
         for folder in (FOLDER, "experts"):
             (directory / folder).mkdir(parents=True, exist_ok=True)
         held.enter_context(lock_store(directory / FOLDER, exclusive=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -35,6 +36,7 @@ from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import pack, silent
+from edgemoe.store.peers.pulled import PulledStore
 from edgemoe.store.peers.served import ServedPieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import padded
@@ -241,6 +243,21 @@ async def test_a_pull_says_what_boxes_have_instead_and_how_much_room_it_lacks(
         with pytest.raises(StoreError, match=r"needs \d+ bytes .* more than the disk has"):
             await made.pull("tiny")
         assert made.boxes["a"].manifest.dense.xxh3_128 not in made.boxes["a"].asked
+
+
+async def test_a_disk_that_fills_up_ends_a_pull_with_a_word_of_what_to_do(
+    tmp_path: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with house(tmp_path, a=copy_of("a"), b=copy_of("b")) as made:
+        for write in ("write", "add_dense"):
+            with monkeypatch.context() as planted:
+                planted.setattr(PulledStore, write, full)
+                with pytest.raises(StoreError, match="No space left on device; pulling stopped, run it again"):
+                    await made.pull()
+        assert verify(await made.pull()) == []
 
 
 async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: Callable[..., Path]) -> None:
