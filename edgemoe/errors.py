@@ -28,7 +28,8 @@
     |   |-- PeerUnavailable     not connected, or no answer in time
     |   |-- PeerBusy            it has too much to do to answer in time
     |   `-- PeerRefused         it will not: another version, model or epoch, or an error of its own
-    |       `-- PeerOutdated    it runs a release that does not know what is asked
+    |       |-- PeerOutdated    it runs a release that does not know what is asked
+    |       `-- Unsendable      what is asked is larger than any message; nothing was sent
     |-- CoordError              the boxes' agreement on leader, members and plan
     |   |-- CoordUnavailable    it cannot be reached; the outcome of a change is unknown
     |   |-- StaleEpoch          the epoch that a command or change was made in is over
@@ -222,6 +223,10 @@ class PeerRefused(PeerError):
 
 class PeerOutdated(PeerRefused):
     """The box runs a release that does not know what is asked."""
+
+
+class Unsendable(PeerRefused):
+    """What the other box was to be asked fits into no message; nothing was sent."""
 
 
 class HandOverFailed(PeerError):

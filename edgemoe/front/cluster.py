@@ -170,7 +170,7 @@ class ClusterFront:
     def take(self, items: list[Emission]) -> list[Emission]:
         """Passes on what our engine emits for other boxes; returns the rest."""
         if any(one.finish for one in items):
-            self._offers.news.set()
+            self._offers.news.changed()
         return self.hosted_requests.take(items)
 
     def granted(self, grant: RequestGrant) -> None:
@@ -180,14 +180,14 @@ class ClusterFront:
     def _submit_here(self, message: Submit, offer: int) -> str:
         if place := self._requests.submit_here(message):
             self._meter.note(message, (self.plane.state.node, offer) if offer else None)
-            self._offers.news.set()
+            self._offers.news.changed()
         return place
 
     def _host(self, question: Question[ControlMessage], submit: Submit, offer: int) -> Answer[ControlMessage]:
         self._check_room()
         self.hosted_requests.submit(question.peer, question.boot, submit)
         self._meter.note(submit, (question.peer, offer) if offer else None)
-        self._offers.news.set()
+        self._offers.news.changed()
         return Answer(Taken())
 
     def load(self) -> Beat:
@@ -237,7 +237,7 @@ class ClusterFront:
                 case Emissions(items=items):
                     return Answer(self._places.take(question.peer, items))
                 case LastChunk() | PrefixPulled() | PromptRead() as news:
-                    self._places.learn(news)
+                    self._places.learn(news, question.peer)
                     return Answer(Taken())
         else:
             match decode_to_engine(question.tensors[0]):

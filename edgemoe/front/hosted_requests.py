@@ -22,7 +22,7 @@ from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
 from edgemoe.cluster.rpc.messages.choices import PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
-from edgemoe.errors import PeerBusy, PeerError, PeerRefused, WireError
+from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerRefused, Unsendable, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
 from edgemoe.types.bounds import REQUEST_CHARS, USER_CHARS
 from edgemoe.types.request import Emission
@@ -200,6 +200,11 @@ class HostedRequests:
             try:
                 frame = encode(Emissions(items=batch))
                 answer = await self._channel.ask(front.node, Tokens(), [frame], timeout_s=ASK_S)
+            except (WireError, Unsendable) as error:
+                if len(batch) == 1:
+                    front.outbox[0] = _too_large(batch[0], error)
+                size = 1
+                continue
             except PeerError as error:
                 failing_s = failing_s or time.monotonic()
                 if time.monotonic() - failing_s > GIVEN_UP_S:
@@ -208,11 +213,6 @@ class HostedRequests:
                     self.forget(front.node)
                     return
                 await asyncio.sleep(RETRY_S)
-                continue
-            except WireError as error:
-                if len(batch) == 1:
-                    front.outbox[0] = _too_large(batch[0], error)
-                size = 1
                 continue
             failing_s = None
             del front.outbox[: len(batch)]
@@ -229,7 +229,7 @@ def _named(node: str, name: str, most: int) -> str:
     return here
 
 
-def _too_large(emission: Emission, error: WireError) -> Emission:
+def _too_large(emission: Emission, error: EdgemoeError) -> Emission:
     """What its front is told instead of an emission that no message can carry."""
     return Emission(
         request=emission.request,

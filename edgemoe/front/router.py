@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from edgemoe.cluster.control.plane import ControlPlane
-from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, Taken
+from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, RequestGrant, Taken
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, encode
 from edgemoe.cluster.rpc.messages.choices import PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
@@ -97,12 +97,10 @@ class Router:
 
     def submit(self, message: Submit) -> str:
         """Hands a request to the engine of choice, and names that; "" where there is none."""
-        now = time.monotonic()
-        self._avoid = {place: until for place, until in self._avoid.items() if until > now}
         others = self.elsewhere()
-        loads = self._loads(others)
-        place, why, offer = self.hand_overs.target_of(message, [load.place for load in loads]), "handed over", 0
+        (place, offer), why = self.hand_overs.target_of(message), "handed over"
         if not place:
+            loads = self._loads(others)
             reading = [load for load in loads if self._role(load.place) != "decode"] or loads
             choice = self._ask(message, reading) if others else RouteChoice("", "alone")
             if choice.waits:
@@ -116,30 +114,40 @@ class Router:
             if place and self._role(place) == "prefill":
                 node = others.get(place, self._plane.state.node)
                 message = self.hand_overs.expect(message, place, node)
-        self.routed["elsewhere" if place in others else "here", why] += 1
         if place in others:
             self._spawn(self._forward(place, others[place], message, offer))
-            return place
-        return self._submit_here(message, offer)
+            self.routed["elsewhere", why] += 1
+        elif place := self._submit_here(message, offer):
+            self.routed["here", why] += 1
+        return place
 
     def _ask(self, message: Submit, reading: Collection[EngineLoad]) -> RouteChoice:
         """Returns what the leader says of a request that these engines may take, or why it says nothing."""
         ours = f"{self._plane.state.node}:"
         choice = self._offers.choose(message, next((ours + load.place for load in reading if load.here), ""))
         place = choice.place.removeprefix(ours)
-        known = place in self.elsewhere() or any(load.here and load.place == place for load in reading)
-        return choice._replace(place=place if known else "")
+        if not place or place in self.elsewhere() or any(load.here and load.place == place for load in reading):
+            return choice._replace(place=place)
+        self._offers.failed(message.request.id)
+        return RouteChoice("", "gone")
 
-    def choose_decoder(self, moving: HandOver, then: Callable[[str], None]) -> None:
+    def choose_decoder(self, moving: HandOver, then: Callable[[str, int], None]) -> None:
         """Has the leader say which engine goes on with a request that is prefilled, or takes the least loaded one."""
 
-        def choose(granted: str) -> None:
+        def choose(granted: RequestGrant) -> None:
             writing = [load for load in self._loads(self.elsewhere()) if self._role(load.place) != "prefill"]
             others = [load for load in writing if load.place != moving.place]
-            place = granted.removeprefix(f"{self._plane.state.node}:")
-            then(place if any(load.place == place for load in others) else route(others, "spread"))
+            place = granted.place.removeprefix(f"{self._plane.state.node}:")
+            if any(load.place == place for load in others):
+                then(place, granted.number)
+            else:
+                then(route(others, "spread"), 0)
 
         self._offers.offer_again(moving.message, moving.signature, choose)
+
+    def is_open(self, place: str) -> bool:
+        """Returns whether the engine there takes requests now, as far as is known."""
+        return any(load.place == place for load in self._loads(self.elsewhere()))
 
     def send_pull(self, place: str, message: PullPrefix) -> None:
         """Asks the engine there to fetch a prompt's blocks."""
@@ -160,12 +168,12 @@ class Router:
         if (node := self.elsewhere().get(place)) is not None:
             self._spawn(self._recall(node, message))
 
-    def learn(self, message: RequestNews) -> None:
-        """Acts on what an engine says of a request of ours."""
+    def learn(self, message: RequestNews, node: str = "") -> None:
+        """Acts on what an engine says of a request of ours; `node` is its box, if that is another."""
         if isinstance(message, PromptRead):
             self._offers.learn(message)
         else:
-            self.hand_overs.hear(message)
+            self.hand_overs.hear(node, message)
 
     def take(self, node: str, items: list[Emission]) -> Taken:
         """Delivers what a request of ours has emitted over there; says which of it nobody waits for."""
@@ -199,7 +207,8 @@ class Router:
 
     def _loads(self, others: Mapping[str, str]) -> list[EngineLoad]:
         """Returns the engines that a request may go to, ours first."""
-        own = self._own()
+        own, now = self._own(), time.monotonic()
+        self._avoid = {place: until for place, until in self._avoid.items() if until > now}
         loads = [self._load(place, node) for place, node in others.items() if place not in self._avoid]
         return loads if own is None else [own, *loads]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 
-from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, PREFIX_TOKENS
+from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineUse
 from edgemoe.cluster.rpc.engine_messages import Submit
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
 from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices, SignatureTable
+from edgemoe.front.requests.engine_news import EngineNews
 from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.telemetry import metrics as names
@@ -17,9 +21,9 @@ from edgemoe.types.step import BLOCK_TOKENS
 CHOICES = EngineChoices(b"\xff" * 6, bytes(6), (0.0, 0.001, 0.01), 0.01, 1e-4)
 
 
-def request(tokens: int, user: str = "", first: int = 0) -> Request:
+def request(tokens: int, first: int = 0) -> Request:
     prompt = tuple(range(first, first + tokens))
-    return Request(id="r", prompt=prompt, sampling=Sampling(max_tokens=100), seed=1, user=user)
+    return Request(id="r", prompt=prompt, sampling=Sampling(max_tokens=100), seed=1)
 
 
 class Engine:
@@ -51,14 +55,13 @@ def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> Non
     assert engine.meter.use().free_blocks == 48
 
 
-def test_users_and_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_another_leader() -> None:
+def test_prefixes_are_told_once_within_the_bounds_of_a_message_and_again_to_another_leader() -> None:
     engine = Engine()
     engine.meter.hear(Choosing(choices=CHOICES))
     idle = engine.meter.use()
     for n in range(2 * MAX_TAKEN):
-        engine.meter.note(Submit(request=request(3 * PREFIX_TOKENS, f"user {n}", n)), ("a", n))
+        engine.meter.note(Submit(request=request(3 * PREFIX_TOKENS, n)), ("a", n))
     said = [engine.meter.news(idle) for _ in range(4)]
-    assert [len(one.users) for one in said] == [MAX_USERS, 0, 0, 0]
     assert [len(one.prefixes) // 8 for one in said] == [MAX_PREFIX_KEYS] * 3 + [0]
     assert [one.choices for one in said] == [CHOICES, None, None, None]
     assert engine.meter.news(idle, again=True).choices == CHOICES
@@ -94,3 +97,22 @@ def test_hashes_are_the_same_for_the_same_beginning_and_mean_nothing_without_the
     assert len(keys.prefix([1 << 31] * PREFIX_TOKENS)) == 8  # the largest that a message may name
     others.secret = keys.secret
     assert others.prefix(range(200)) == long
+
+
+def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -> None:
+    engine, told = Engine(), list[EngineUse]()
+    plane: Any = SimpleNamespace(
+        leader="b",
+        leading=0,
+        state=SimpleNamespace(node="a", members=["b"], obedience=SimpleNamespace(epoch=5)),
+        channel=SimpleNamespace(tell=lambda node, use: told.append(use)),
+    )
+    news = EngineNews(plane, engine.meter)
+    engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS)))
+    engine.meter.hear(Choosing(choices=CHOICES))
+    news.tell()
+    news.tell()
+    assert [len(one.prefixes) // 8 for one in told] == [2]
+    plane.state.obedience.epoch = 7  # the same box, which knows nothing any more
+    news.tell()
+    assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)] * 2

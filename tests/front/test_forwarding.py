@@ -16,6 +16,8 @@ from typing import Any, get_args
 import httpx
 import msgspec
 import pytest
+from support.boxes import Box, secret
+from support.boxes import running as boxes_running
 from support.front_kit import free_ports, http_client, openai_client, running, settings_for
 from support.waiting import until
 from tokenizers import Tokenizer
@@ -26,9 +28,9 @@ from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_UNWANTED, EngineCa
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decode_from_engine, encode
 from edgemoe.cluster.rpc.keys import generate
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
-from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.config.settings import ClusterSettings, Route, Settings
-from edgemoe.errors import PeerRefused, PeerUnavailable, WireError
+from edgemoe.errors import PeerRefused, PeerUnavailable
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front import restart_backoff
 from edgemoe.front.hosted_requests import HostedRequests
@@ -404,23 +406,25 @@ async def test_names_that_our_engine_could_not_read_are_refused_at_the_door(
 async def test_an_emission_that_no_message_can_carry_ends_its_request_alone() -> None:
     told: list[Emission] = []
 
-    class Channel:
-        async def ask(self, node: str, body: object, frames: list[bytes], timeout_s: float) -> Answer[Any]:
-            if any(len(frame) > 1000 for frame in frames):
-                raise WireError("too large")
-            message = decode_from_engine(frames[0])
-            assert isinstance(message, Emissions)
-            told.extend(message.items)
-            return Answer(Taken())
+    async def serve(question: Question[Any]) -> Answer[Any]:
+        message = decode_from_engine(question.tensors[0])
+        assert isinstance(message, Emissions)
+        told.extend(message.items)
+        return Answer(Taken())
 
-    hosted_requests = HostedRequests(Channel(), lambda message: True, asyncio.ensure_future)  # type: ignore[arg-type]
-    for name in ("large", "small"):
-        request = Request(id=name, prompt=(1,), sampling=Sampling(), seed=1)
-        hosted_requests.submit("b", "boot", Submit(request=request, remaining_ms=1000.0))
-    large = tuple((-1.0, ((token, -1.0),)) for token in range(1000))
-    hosted_requests.take([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
-    hosted_requests.take([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
-    await until(lambda: len(told) == 2)
+    keys = {"a": secret(), "b": secret()}
+    a, b = (Box(node, keys[node], keys, serve=serve, language=CONTROL, message_bytes=2000) for node in keys)
+    async with boxes_running(a, b):
+        a.channel.connect(b.peer)
+        await until(lambda: a.channel.is_up("b"))
+        hosted_requests = HostedRequests(a.channel, lambda message: True, asyncio.ensure_future)
+        for name in ("large", "small"):
+            request = Request(id=name, prompt=(1,), sampling=Sampling(), seed=1)
+            hosted_requests.submit("b", "boot", Submit(request=request, remaining_ms=1000.0))
+        large = tuple((-1.0, ((token, -1.0),)) for token in range(1000))
+        hosted_requests.take([Emission(request="b/1", attempt=1, index=0, token=1, prompt_logprobs=large)])
+        hosted_requests.take([Emission(request="b/2", attempt=1, index=0, token=1, finish="stop")])
+        await until(lambda: len(told) == 2)
     assert [(one.request, one.finish) for one in told] == [("large", "error"), ("small", "stop")]
 
 

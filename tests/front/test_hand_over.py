@@ -21,27 +21,33 @@ class Boxes:
     def __init__(self) -> None:
         self.log = RequestLog(8, self.submit, lambda place, message: self.recalled.append((place, message)))
         self.hand_overs = HandOvers(self.log, self)
-        self.target = "d:1"
-        self.late: list[Callable[[str], None]] | None = None  # those whose answer is still to come
+        self.target, self.gone = "d:1", False
+        self.late: list[Callable[[str, int], None]] | None = None  # those whose answer is still to come
         self.signatures: list[SignatureTable | None] = []
         self.submitted: list[tuple[str, Submit]] = []
+        self.offers: list[int] = []  # by which they were
         self.pulls: list[tuple[str, PullPrefix]] = []
         self.recalled: list[tuple[str, Cancel]] = []
 
     def submit(self, message: Submit) -> str:
-        place = self.hand_overs.target_of(message, ["p:1", self.target]) or "p:1"
-        if place == "p:1":
+        place, offer = self.hand_overs.target_of(message)
+        if not place:
+            place = "p:1"
             message = self.hand_overs.expect(message, place, "p")
         self.submitted.append((place, message))
+        self.offers.append(offer)
         return place
 
-    def choose_decoder(self, moving: HandOver, then: Callable[[str], None]) -> None:
+    def choose_decoder(self, moving: HandOver, then: Callable[[str, int], None]) -> None:
         assert moving.place == "p:1"
         self.signatures.append(moving.signature)
         if self.late is None:
-            then(self.target)
+            then(self.target, 7)
         else:
             self.late.append(then)
+
+    def is_open(self, place: str) -> bool:
+        return place == self.target and not self.gone
 
     def send_pull(self, place: str, message: PullPrefix) -> None:
         self.pulls.append((place, message))
@@ -58,19 +64,20 @@ def test_a_request_moves_with_its_tokens_once_the_other_box_has_its_blocks() -> 
     boxes = Boxes()
     with boxes.log.open([REQUEST], 60.0):
         assert boxes.submitted[0][1].hand_over
-        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
         ((place, pull),) = boxes.pulls
         assert (place, pull.node, pull.prompt, pull.attempt) == ("d:1", "p", PROMPT, 1)
         boxes.emit(1, 7, 8)
         assert len(boxes.submitted) == 1, "it goes on where it is until all is there"
-        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=2))
+        boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=1, blocks=2))
         place, moved = boxes.submitted[1]
         assert (place, moved.emitted, moved.attempt, moved.hand_over) == ("d:1", (7, 8), 2, False)
         assert boxes.recalled == [("p:1", Cancel(request="r", attempt=1))]
+        assert boxes.offers == [0, 7], "the leader hears by which offer it came"
         boxes.emit(1, 9, first=2)
         boxes.emit(2, 9, first=2)
         assert boxes.log.stale == 1
-        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=2))
+        boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=1, blocks=2))
         assert len(boxes.submitted) == 2
         assert (boxes.hand_overs.done, len(boxes.hand_overs)) == (1, 0)
         boxes.log.check_integrity()
@@ -79,17 +86,40 @@ def test_a_request_moves_with_its_tokens_once_the_other_box_has_its_blocks() -> 
 def test_a_hand_over_that_fails_leaves_the_request_where_it_is() -> None:
     boxes = Boxes()
     with boxes.log.open([REQUEST], 60.0):
-        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
-        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=1, why="corrupt"))
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
+        boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=1, blocks=1, why="corrupt"))
         assert boxes.log.place_of("r") == ("p:1", 1)
         assert (len(boxes.submitted), len(boxes.hand_overs), boxes.recalled) == (1, 0, [])
+
+
+def test_a_request_stays_where_it_is_if_the_box_that_has_its_blocks_takes_nothing_any_more() -> None:
+    boxes = Boxes()
+    with boxes.log.open([REQUEST], 60.0):
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
+        boxes.gone = True
+        boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=1, blocks=2))
+        assert boxes.log.place_of("r") == ("p:1", 1)
+        assert (len(boxes.submitted), len(boxes.hand_overs), boxes.hand_overs.done, boxes.recalled) == (1, 0, 0, [])
+
+
+def test_a_box_that_has_no_part_in_a_hand_over_moves_nothing() -> None:
+    boxes = Boxes()
+    with boxes.log.open([REQUEST], 60.0):
+        for node in ("", "d", "x"):
+            boxes.hand_overs.hear(node, LastChunk(request="r", attempt=1))
+            boxes.hand_overs.hear(node, PrefixPulled(request="r", attempt=1, blocks=2))
+        assert (boxes.pulls, len(boxes.submitted)) == ([], 1)
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
+        for why in ("", "missing"):
+            boxes.hand_overs.hear("x", PrefixPulled(request="r", attempt=1, blocks=2, why=why))
+        assert (len(boxes.pulls), len(boxes.submitted), len(boxes.hand_overs)) == (1, 1, 1)
 
 
 def test_without_a_box_that_decodes_nothing_moves() -> None:
     boxes = Boxes()
     boxes.target = ""
     with boxes.log.open([REQUEST], 60.0):
-        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
         assert (boxes.pulls, len(boxes.hand_overs)) == ([], 0)
 
 
@@ -97,14 +127,14 @@ def test_an_answer_that_comes_once_the_request_is_elsewhere_or_over_moves_nothin
     boxes, table = Boxes(), SignatureTable(40, b"ab")
     boxes.late = []
     with boxes.log.open([REQUEST], 60.0):
-        boxes.hand_overs.hear(LastChunk(request="r", attempt=1, signature=table))
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1, signature=table))
         boxes.log.turned_away("r", 1)
-        boxes.late[0]("d:1")
+        boxes.late[0]("d:1", 0)
         assert not boxes.pulls
-        boxes.hand_overs.hear(LastChunk(request="r", attempt=2))
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=2))
         assert boxes.signatures == [table, None]
     boxes.hand_overs.purge()
-    boxes.late[1]("d:1")
+    boxes.late[1]("d:1", 0)
     assert not boxes.pulls
     assert not len(boxes.hand_overs)
 
@@ -113,13 +143,13 @@ def test_news_of_an_earlier_attempt_move_nothing() -> None:
     """The box that prefilled died meanwhile, and the request is prefilled again."""
     boxes = Boxes()
     with boxes.log.open([REQUEST], 60.0):
-        boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
         boxes.log.replay()
         assert boxes.log.place_of("r") == ("p:1", 2)
-        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=1, blocks=2))
+        boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=1, blocks=2))
         assert len(boxes.submitted) == 2
-        boxes.hand_overs.hear(LastChunk(request="r", attempt=2))
-        boxes.hand_overs.hear(PrefixPulled(request="r", attempt=2, blocks=2))
+        boxes.hand_overs.hear("p", LastChunk(request="r", attempt=2))
+        boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=2, blocks=2))
         assert boxes.submitted[-1][0] == "d:1"
 
 
@@ -127,8 +157,8 @@ def test_hand_overs_are_no_fruitless_attempts_and_are_bounded() -> None:
     boxes = Boxes()
     with boxes.log.open([REQUEST], 60.0):
         for attempt in range(1, 2 * MOST_ATTEMPTS, 2):
-            boxes.hand_overs.hear(LastChunk(request="r", attempt=attempt))
-            boxes.hand_overs.hear(PrefixPulled(request="r", attempt=attempt, blocks=2))
+            boxes.hand_overs.hear("p", LastChunk(request="r", attempt=attempt))
+            boxes.hand_overs.hear("d", PrefixPulled(request="r", attempt=attempt, blocks=2))
             place, number = boxes.log.place_of("r")
             if place == "d:1":
                 boxes.log.turned_away("r", number)  # by the box that decodes
@@ -142,6 +172,6 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     boxes = Boxes()
     with boxes.log.open([REQUEST], 60.0):
         assert len(boxes.hand_overs) == 1
-    boxes.hand_overs.hear(LastChunk(request="r", attempt=1))
+    boxes.hand_overs.hear("p", LastChunk(request="r", attempt=1))
     boxes.hand_overs.purge()
     assert (boxes.pulls, len(boxes.hand_overs)) == ([], 0)

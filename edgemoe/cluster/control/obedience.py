@@ -25,16 +25,16 @@ class Obedience:
         self.stale = 0  # leaders of an epoch that is over, not obeyed
         self.unentitled = 0  # beats of boxes that lead though they may not, not obeyed
         self._fence, self._agreement, self._refuse = fence, agreement, refuse
-        self._epoch = 0  # in which it obeyed last
+        self.epoch = 0  # in which another box was obeyed last
         self._say = SparingLog(log)
 
     def hear(self, member: Member, before: Beat) -> None:
         """Takes note of whether that box leads, by its beat; `before` is the one before it."""
         node, epoch = member.peer.node, member.beat.leading
         if self._obeys(member, before):
-            if (node, epoch) != (self.leader, self._epoch):
+            if (node, epoch) != (self.leader, self.epoch):
                 log.info("leader", extra={"node": node, "epoch": epoch})
-            self.leader, self._epoch = node, epoch
+            self.leader, self.epoch = node, epoch
         else:
             self.leave(node)
 

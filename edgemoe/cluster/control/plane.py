@@ -159,9 +159,11 @@ class ControlPlane:
         self._handle(Listed(peers))
 
     def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Spawns a task that lives as long as `run`, at most."""
+        """Spawns a task that lives as long as `run`, at most. An unexpected exception ends that task alone."""
         assert self._group is not None
-        return self._group.create_task(work)
+        task = self._group.create_task(self.channel.mishaps.contain(self.state.node, work))
+        task.add_done_callback(lambda _: work.close())  # where it was cancelled before its first step
+        return task
 
     def say(self, announce: Announce) -> None:
         """Takes this for what the box is from now on."""

@@ -27,7 +27,7 @@ from edgemoe.cluster.rpc.protocol import Language
 from edgemoe.cluster.rpc.question_server import QuestionServer, Serve
 from edgemoe.cluster.rpc.sockets import hand
 from edgemoe.cluster.rpc.transport import Answer, Asked, ChannelSettings, Transport
-from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable, WireError
+from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable, Unsendable, WireError
 
 M = TypeVar("M")
 ASKED_AT_ONCE = 48  # questions to one peer; further ones wait for credits
@@ -123,7 +123,7 @@ class Channel(Generic[M]):
     ) -> Answer[M]:
         """Returns the peer's answer. Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`.
 
-        Raises PeerRefused also for a message that is too large, and PeerOutdated for one that the peer does not know.
+        Raises Unsendable for a message that is too large, and PeerOutdated for one that the peer does not know.
         """
         future: asyncio.Future[Answer[M]] = asyncio.get_running_loop().create_future()
 
@@ -163,7 +163,7 @@ class Channel(Generic[M]):
             try:
                 hand(link.socket, self._codec.seal(node, body, tensors, id=id, remaining_ms=left_ms))
             except WireError as error:
-                raise PeerRefused(f"{node} cannot be asked: {error}") from error
+                raise Unsendable(f"{node} cannot be asked: {error}") from error
             except zmq.ZMQError as error:
                 raise PeerUnavailable(f"{node} cannot be reached on {self.name}: {error}") from error
 

@@ -56,7 +56,7 @@ from edgemoe.types.phases import Phases
 
 MAX_PAYLOAD_BYTES = 1 << 20  # of the agreement in one message
 MAX_UNWANTED = 2000  # requests named in one answer; the rest with the next
-MAX_TAKEN, MAX_USERS = 256, 256  # offers named as taken or withdrawn in one message; users in one
+MAX_TAKEN = 256  # offers named as taken or withdrawn in one message
 MAX_PREFIX_KEYS = 512  # of one prompt, or in one message; eight bytes each
 PREFIX_TOKENS, SECRET_BYTES = 64, 16  # of a prompt that each key of its prefix adds to those before; of a secret
 PrefixKeys = Annotated[bytes, Meta(max_length=8 * MAX_PREFIX_KEYS)]
@@ -161,7 +161,7 @@ class Report(Message, frozen=True, tag="Report"):
 class EngineUse(Message, frozen=True, tag="EngineUse"):
     """Tells the leader, and nobody else, what a box's engine has to do; with an empty `engine`, that it takes nothing.
 
-    `users` and `prefixes` are new since the last one: keyed hashes of whose requests and which prompts it has had.
+    `prefixes` are new since the last one: keyed hashes of the prompts that it has had.
     """
 
     since = 2
@@ -176,7 +176,6 @@ class EngineUse(Message, frozen=True, tag="EngineUse"):
     free_blocks: Count = 0
     tokens_per_s: Rate = 0.0  # of prefill; 0 until measured
     taken: OfferNames = ()  # offers that have reached it lately
-    users: Annotated[tuple[Sum64, ...], Meta(max_length=MAX_USERS)] = ()
     prefixes: PrefixKeys = b""
     choices: EngineChoices | None = None  # where they have changed
     ended: EndedRequests = ()  # some of the requests that have

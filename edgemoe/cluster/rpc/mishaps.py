@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine
 
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import WireError
@@ -22,6 +23,13 @@ class Mishaps:
     def reject(self, peer: str, error: WireError) -> None:
         self.rejected += 1
         self._say(logging.WARNING, "message dropped", peer, channel=self._channel, why=str(error))
+
+    async def contain(self, peer: str, work: Coroutine[None, None, None]) -> None:
+        """Runs what one message or request has to do; what it raises ends nothing else."""
+        try:
+            await work
+        except Exception:
+            self.fail(peer)
 
     def fail(self, peer: str) -> None:
         """Counts and logs the unexpected exception that is being handled."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from msgspec import structs
 
-from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, MAX_TAKEN, MAX_USERS, EngineUse
+from edgemoe.cluster.rpc.control_messages import MAX_PREFIX_KEYS, MAX_TAKEN, EngineUse
 from edgemoe.cluster.rpc.engine_messages import Submit
 from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices
 from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
@@ -21,7 +21,6 @@ from edgemoe.telemetry import metrics as names
 from edgemoe.types.request import Request
 from edgemoe.types.step import BLOCK_TOKENS
 
-K = TypeVar("K", int, bytes)
 TAKEN_S = 3.0  # for which an offer is named that has reached the engine
 OUTPUT_RESERVE = 0.25  # of expected output, kept free in KV by engines
 MAX_UNTOLD = 4 * MOST_ENDED  # requests that have ended; the oldest go
@@ -57,10 +56,8 @@ class EngineMeter:
         """`facts` returns None while no engine takes requests; `held` what it has."""
         self._keys, self._facts, self._held = keys, facts, held
         self._taken: deque[tuple[float, tuple[str, int]]] = deque(maxlen=MAX_TAKEN)
-        self._users: OrderedDict[int, None] = OrderedDict()  # known, the latest last
-        self._prefixes: OrderedDict[bytes, None] = OrderedDict()
-        self._untold_users: OrderedDict[int, None] = OrderedDict()
-        self._untold_prefixes: OrderedDict[bytes, None] = OrderedDict()
+        self._prefixes: OrderedDict[bytes, None] = OrderedDict()  # known, the latest last
+        self._untold: OrderedDict[bytes, None] = OrderedDict()  # of these
         self.choices: EngineChoices | None = None  # as the engine said last
         self._told: EngineChoices | None = None
         self._ended: deque[EndedRequest] = deque(maxlen=MAX_UNTOLD)  # not told yet
@@ -74,11 +71,9 @@ class EngineMeter:
         """Takes note of a request that goes to our engine, by that offer of a front."""
         if offer is not None:
             self._taken.append((time.monotonic(), offer))
-        if user := self._keys.user(message.request.user):
-            _note(self._users, self._untold_users, user, MAX_USERS)
         prefix = self._keys.prefix(message.request.prompt)
         for at in range(0, len(prefix), KEY_BYTES):
-            _note(self._prefixes, self._untold_prefixes, prefix[at : at + KEY_BYTES], MAX_PREFIXES)
+            self._note_key(prefix[at : at + KEY_BYTES])
 
     def use(self) -> EngineUse:
         """Returns what the engine has to do. What else there is to tell is added by `news`."""
@@ -117,18 +112,27 @@ class EngineMeter:
         return not use.running or len(request.prompt) // BLOCK_TOKENS + 1 + reserve <= use.free_blocks
 
     def news(self, use: EngineUse, again: bool = False) -> EngineUse:
-        """Returns that with users, prefixes, choices and ended requests not told yet, and counts these as told.
+        """Returns that with prefixes, choices and ended requests not told yet, and counts these as told.
 
         As many as fit. With `again` choices are among them in any case: the leader may not have known the engine when
         it was told.
         """
-        untold = self._untold_prefixes
+        untold = self._untold
         prefixes = [untold.popitem(last=False)[0] for _ in range(min(len(untold), MAX_PREFIX_KEYS))]
-        users, self._untold_users = tuple(self._untold_users), OrderedDict()
         choices = self.choices if again or self.choices != self._told else None
         self._told = self.choices
         ended = tuple(self._take_ended())
-        return structs.replace(use, users=users, prefixes=b"".join(prefixes), choices=choices, ended=ended)
+        return structs.replace(use, prefixes=b"".join(prefixes), choices=choices, ended=ended)
+
+    def _note_key(self, key: bytes) -> None:
+        known, untold = self._prefixes, self._untold
+        if key not in known:
+            untold[key] = None
+        known[key] = None
+        known.move_to_end(key)
+        if len(known) > MAX_PREFIXES:
+            oldest, _ = known.popitem(last=False)
+            untold.pop(oldest, None)
 
     def _take_ended(self) -> Iterator[EndedRequest]:
         size = 0
@@ -141,26 +145,15 @@ class EngineMeter:
 
     def retell(self) -> None:
         """Counts all that is known as not told yet: there is another leader."""
-        self._untold_users, self._untold_prefixes = self._users.copy(), self._prefixes.copy()
-        self._told = None
+        self._untold, self._told = self._prefixes.copy(), None
 
     def forget(self, *, engine: bool = False) -> None:
-        """Forgets users and prefixes, hashed with another secret, or with `engine` all of one that is gone."""
-        for known in (self._users, self._untold_users, self._prefixes, self._untold_prefixes):
-            known.clear()
+        """Forgets prefixes, hashed with another secret, or with `engine` all of one that is gone."""
+        self._prefixes.clear()
+        self._untold.clear()
         if engine:
             self.choices = self._told = None
             self._ended.clear()
-
-
-def _note(known: OrderedDict[K, None], untold: OrderedDict[K, None], key: K, most: int) -> None:
-    if key not in known:
-        untold[key] = None
-    known[key] = None
-    known.move_to_end(key)
-    if len(known) > most:
-        oldest, _ = known.popitem(last=False)
-        untold.pop(oldest, None)
 
 
 def _blocks(one: HeldRequest) -> int:

@@ -23,6 +23,7 @@ from edgemoe.cluster.rpc.engine_messages import Submit
 from edgemoe.cluster.rpc.messages.choices import PromptRead, SignatureTable
 from edgemoe.config.settings import Route
 from edgemoe.errors import PeerError
+from edgemoe.front.requests.engine_news import EngineNews
 from edgemoe.front.requests.engine_use import EngineMeter
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.signatures import Signatures
@@ -33,9 +34,7 @@ from edgemoe.types.request import Request
 log = logging.getLogger(__name__)
 ASK_S = 1.0  # that the leader has to take note of an offer
 WAIT_S = 20.0  # that it has to decide
-LOOK_S = 0.05  # at most, between looks at what our engine has to do
-GAP_S = 0.01  # at least, between words about it
-REPEAT_S = 0.5  # after which what has hardly changed is said again
+NO_WORD = RequestGrant(0)
 
 
 class OfferingLog(Protocol):
@@ -94,8 +93,7 @@ class OfferedRequests:
         self._numbers = itertools.count(secrets.randbits(48) + 1)
         self._offers: dict[str, OpenOffer] = {}  # by request
         self._by_number: dict[int, OpenOffer] = {}
-        self.news = asyncio.Event()  # our engine has something more or less to do
-        self._told: tuple[tuple[object, ...], float] = ((), 0.0)  # to whom and what, and when
+        self.news = EngineNews(plane, meter)
 
     @property
     def rule(self) -> Rule:
@@ -131,9 +129,9 @@ class OfferedRequests:
         return one.number
 
     def hear(self, grant: RequestGrant) -> None:
-        """Takes the leader's word about an offer."""
+        """Takes the leader's word about an offer; that of one who leads no longer is none."""
         one = self._by_number.get(grant.number)
-        if one is None or one.over:
+        if one is None or one.over or one.leader != self._plane.leader:
             self._withdraw([grant.number])
         elif grant.place and not one.place:
             self._grant(one, grant)
@@ -158,10 +156,9 @@ class OfferedRequests:
     async def run(self) -> None:
         """Tells the leader what our engine has to do, and ends offers. Until cancelled."""
         while True:
-            await self._wait()
-            self._tell()
+            await self.news.wait()
+            self.news.tell()
             self._prune()
-            await asyncio.sleep(GAP_S)
 
     # --- offering ---------------------------------------------------------------------------------------------
 
@@ -220,29 +217,33 @@ class OfferedRequests:
         if isinstance(answer.message, RequestGrant):
             self.hear(answer.message)
 
-    def offer_again(self, message: Submit, signature: SignatureTable | None, then: Callable[[str], None]) -> None:
+    def offer_again(
+        self, message: Submit, signature: SignatureTable | None, then: Callable[[RequestGrant], None]
+    ) -> None:
         """Tells `then` which engine the leader has go on with a request that is prefilled; "" without its word."""
         leader, node = self._plane.leader, self._plane.state.node
         if self._route in ("local", "spread") or not leader:
-            then("")
+            then(NO_WORD)
             return
         offer = structs.replace(self._told_of(message, next(self._numbers), signature), stage="decode")
         if leader != node:
             self._spawn(self._ask_again(leader, offer, then))
             return
         try:
-            then(self._plane.desk.ask(node, offer).place)
+            granted = self._plane.desk.ask(node, offer)
         except PeerError:
-            then("")
+            granted = NO_WORD
+        then(granted)
 
-    async def _ask_again(self, leader: str, offer: RequestOffer, then: Callable[[str], None]) -> None:
-        place = ""
+    async def _ask_again(self, leader: str, offer: RequestOffer, then: Callable[[RequestGrant], None]) -> None:
+        granted = NO_WORD
         try:
-            answer = await self._plane.channel.ask(leader, offer, timeout_s=ASK_S)
-            place = answer.message.place if isinstance(answer.message, RequestGrant) else ""
+            answer = (await self._plane.channel.ask(leader, offer, timeout_s=ASK_S)).message
+            if isinstance(answer, RequestGrant) and self._plane.leader == leader:
+                granted = structs.replace(answer, number=offer.number)
         except PeerError as error:
             log.debug("a second offer was not answered", extra={"peer": leader, "why": str(error)})
-        then(place)
+        then(granted)
 
     def _look_up(self, one: OpenOffer) -> RouteChoice:
         if one.used:
@@ -270,31 +271,3 @@ class OfferedRequests:
             del self._offers[one.request], self._by_number[one.number]
         if idle := [one.number for one in ended if not one.used and not one.over]:
             self._withdraw(idle)
-
-    # --- telling ----------------------------------------------------------------------------------------------
-
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(LOOK_S):
-                await self.news.wait()
-        except TimeoutError:
-            return
-        self.news.clear()
-
-    def _tell(self) -> None:
-        """Tells the leader, where it has changed or is a while ago."""
-        leader, now = self._plane.leader, time.monotonic()
-        if not leader or not any(self._plane.state.members):
-            return
-        use = self._meter.use()
-        marks = leader, use.engine, use.running, use.waiting, use.prefill_tokens, self._meter.choices
-        if marks == self._told[0] and now - self._told[1] < REPEAT_S:
-            return
-        if self._told[0][:1] != marks[:1]:
-            self._meter.retell()
-        again, self._told = marks == self._told[0], (marks, now)
-        news = self._meter.news(use, again)
-        if leader == self._plane.state.node:
-            self._plane.desk.hear(leader, news)
-        else:
-            self._plane.channel.tell(leader, news)

@@ -12,7 +12,7 @@ stays there. No more is kept of a hand-over than what stands here, and that only
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,8 +40,11 @@ class MovableRequests(Protocol):
 class EngineWays(Protocol):
     """The ways to engines, ours and others'."""
 
-    def choose_decoder(self, moving: HandOver, then: Callable[[str], None]) -> None:
-        """Tells `then`, once, the place that is to go on with a request; "" where there is none."""
+    def choose_decoder(self, moving: HandOver, then: Callable[[str, int], None]) -> None:
+        """Tells `then`, once, where a request is to go on ("": nowhere), and the number of the offer by which."""
+
+    def is_open(self, place: str) -> bool:
+        """Returns whether the engine there takes requests now."""
 
     def send_pull(self, place: str, message: PullPrefix) -> None:
         """Asks the engine there to fetch a prompt's blocks."""
@@ -59,6 +62,7 @@ class HandOver:
     node: str  # of that place
     signature: SignatureTable | None = None  # of its prompt
     target: str = ""  # that fetches its blocks
+    offer: int = 0  # by which the leader named that; 0: by none
     whole: bool = False  # it has them
 
 
@@ -80,29 +84,29 @@ class HandOvers:
         self._under_way[message.request.id] = HandOver(message, place, node)
         return msgspec.structs.replace(message, hand_over=True)
 
-    def target_of(self, message: Submit, places: Collection[str]) -> str:
-        """Returns which of these places has the request's blocks and is to have it now; "" for other requests."""
+    def target_of(self, message: Submit) -> tuple[str, int]:
+        """Returns which engine has the request's blocks and is to have it now, by which offer; "" for others."""
         moving = self._under_way.get(message.request.id)
-        return moving.target if moving is not None and moving.whole and moving.target in places else ""
+        return (moving.target, moving.offer) if moving is not None and moving.whole else ("", 0)
 
-    def hear(self, message: LastChunk | PrefixPulled) -> None:
-        """Acts on what an engine says of a request of ours. News of another attempt are of no use any more."""
-        moving = self._under_way.get(message.request)
-        if moving is None or not self._is_current(moving) or moving.message.attempt != message.attempt:
+    def hear(self, node: str, message: LastChunk | PrefixPulled) -> None:
+        """Acts on what the engine of that box ("": our own) says of a request of ours.
+
+        News of another attempt, or of a box that has no part in it, are of no use.
+        """
+        if (moving := self._expected(message.request, message.attempt)) is None:
             return
         match message:
-            case LastChunk(signature=signature):
+            case LastChunk(signature=signature) if _is_of(moving.place, node):
                 moving.signature = signature
-                self._ways.choose_decoder(moving, lambda target: self._begin(moving, target))
-            case PrefixPulled(why=""):
-                self._move(moving)
-            case PrefixPulled(why=why):
-                log.info("a request stays where it was prefilled", extra={"at": moving.node, "why": why})
-                self._forget(moving)
+                self._ways.choose_decoder(moving, lambda target, offer: self._begin(moving, target, offer))
+            case PrefixPulled(why=why) if moving.target and _is_of(moving.target, node):
+                self._stay(moving, why) if why else self._move(moving)
 
     def failed(self, request: str, attempt: int) -> None:
         """Ends a hand-over whose PullPrefix did not arrive."""
-        self.hear(PrefixPulled(request=request, attempt=attempt, why="lost"))
+        if (moving := self._expected(request, attempt)) is not None:
+            self._stay(moving, "lost")
 
     def purge(self) -> None:
         """Forgets requests that have ended, or are elsewhere for another reason."""
@@ -111,14 +115,20 @@ class HandOvers:
     def _is_current(self, moving: HandOver) -> bool:
         return self._requests.place_of(moving.message.request.id) == (moving.place, moving.message.attempt)
 
-    def _begin(self, moving: HandOver, target: str) -> None:
+    def _expected(self, request: str, attempt: int) -> HandOver | None:
+        moving = self._under_way.get(request)
+        if moving is None or not self._is_current(moving) or moving.message.attempt != attempt:
+            return None
+        return moving
+
+    def _begin(self, moving: HandOver, target: str, offer: int) -> None:
         message = moving.message
         if self._under_way.get(message.request.id) is not moving or not self._is_current(moving):
             return
         if not target:
             self._forget(moving)
             return
-        moving.target = target
+        moving.target, moving.offer = target, offer
         pull = PullPrefix(
             request=message.request.id,
             attempt=message.attempt,
@@ -129,6 +139,9 @@ class HandOvers:
         self._ways.send_pull(moving.target, pull)
 
     def _move(self, moving: HandOver) -> None:
+        if not self._ways.is_open(moving.target):
+            self._stay(moving, "gone")
+            return
         name, attempt = moving.message.request.id, moving.message.attempt
         moving.whole = True
         self._requests.turned_away(name, attempt)
@@ -137,5 +150,14 @@ class HandOvers:
         if self._under_way.get(name) is moving:
             self._forget(moving)
 
+    def _stay(self, moving: HandOver, why: str) -> None:
+        log.info("a request stays where it was prefilled", extra={"at": moving.node, "why": why})
+        self._forget(moving)
+
     def _forget(self, moving: HandOver) -> None:
         del self._under_way[moving.message.request.id]
+
+
+def _is_of(place: str, node: str) -> bool:
+    """Returns whether the engine is that box's."""
+    return place.rpartition(":")[0] == node

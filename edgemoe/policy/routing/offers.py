@@ -31,7 +31,6 @@ class Offered:
     max_tokens: int = 1
     expected_tokens: float = 0.0  # of output, at most `max_tokens`
     user: str = ""  # keyed; "": nobody's
-    lead_tokens: float = 0.0  # service that the user had beyond the least served one
     prefix: tuple[int, ...] = ()  # keyed hashes of its blocks, in order
     key_tokens: int = BLOCK_TOKENS  # that each of these covers
     signature: FloatArray | None = None  # [L, E] how often its prompt chose each expert
@@ -58,7 +57,6 @@ class EngineView:
     remaining_tokens: float = 0.0  # of output, that those there are expected to write yet
     tokens_per_s: float = 1.0  # of prefill
     prefixes: frozenset[int] = frozenset()  # keys of the prompts that its prefix cache has
-    users: frozenset[str] = frozenset()  # whose requests it had last
     taken: frozenset[str] = frozenset()  # requests that reached it lately
     reported_s: float = 0.0  # when it was so
     resident: FloatArray | None = None  # [L, E] what reaching each expert costs it, beside one in place
@@ -113,6 +111,5 @@ def with_offer(view: EngineView, offered: Offered) -> EngineView:
         free_blocks=view.free_blocks - offered.blocks + cached // BLOCK_TOKENS,
         remaining_tokens=view.remaining_tokens + offered.expected_tokens,
         prefixes=view.prefixes.union(offered.prefix) if offered.prefix else view.prefixes,
-        users=view.users | {offered.user} if offered.user else view.users,
         union=view.union if view.union is None or offered.chance is None else view.union + absence(offered.chance),
     )

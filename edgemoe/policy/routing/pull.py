@@ -4,14 +4,14 @@ Ours, in place of [Gimbal, Algorithm 1]. An engine has room while a slot is free
 is less than a step or two; a request fits if its prompt does beside a share of the output that is expected of all
 there. Of all pairs that fit, the one goes first that has the least
 
-    key = seconds until its prompt would be computed there + crowding + other costs + lead - k * seconds waited   (1)
+    key = seconds until its prompt would be computed there + crowding + other costs - k * seconds waited   (1)
 
 the same rule as engines order their own queues by (`policy.sjf`, formula 1). Tokens that the prefix cache has are not
 counted, so a request goes where its prefix is unless that is busy or it has waited for long.
 
-Starvation bound. A request that costs c seconds is overtaken only by requests that come within (c + LEAD_S) / k
-seconds after it. If it fits nowhere by then, the engine with the most free blocks takes nothing else until it fits, at
-the latest when what it has there is done.
+Starvation bound. A request that costs c seconds is overtaken only by requests that come within c / k seconds after it.
+If it fits nowhere by then, the engine with the most free blocks takes nothing else until it fits, at the latest when
+what it has there is done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Values, cached_tokens, with_offer
-from edgemoe.policy.sjf import LEAD_S
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.step import BLOCK_TOKENS
 
@@ -81,14 +80,13 @@ class Pull:
 
     def _keys(self, offers: Sequence[Offered], views: Sequence[EngineView], cached: Values, now_s: float) -> Values:
         tokens = np.array([offered.prompt_tokens for offered in offers])
-        lead = np.array([offered.lead_tokens for offered in offers])
         waited_s = now_s - np.array([offered.arrived_s for offered in offers])
         speed = np.array([view.tokens_per_s for view in views])[:, None]
         backlog = np.array([view.prefill_tokens for view in views])[:, None]
         crowded = np.array([view.requests / max(1, view.slots) for view in views])[:, None]
         cost_s = (backlog + tokens - cached) / speed + self._limits.crowding_s * crowded
         cost_s = cost_s + sum(term(offers, views) for term in self._terms)
-        return np.asarray(cost_s + np.minimum(lead / speed, LEAD_S) - self._limits.aging * waited_s)
+        return np.asarray(cost_s - self._limits.aging * waited_s)
 
     def _has_room(self, view: EngineView) -> bool:
         most = min(view.slots + self._limits.ahead_requests, view.capacity)

@@ -49,7 +49,6 @@ offers_ = st.lists(
         st.integers(1, 4096),
         st.floats(0.0, 4096.0),
         st.sampled_from(["", "u", "v"]),
-        st.floats(0.0, 1e6),
         st.lists(st.integers(0, 3), max_size=4).map(tuple),
     ),
     max_size=12,

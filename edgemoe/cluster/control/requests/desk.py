@@ -8,6 +8,7 @@ from collections.abc import Callable
 from edgemoe.cluster.control.requests.expert_fitting import ExpertFitting
 from edgemoe.cluster.control.requests.offer_queue import (
     Action,
+    Event,
     Grants,
     Led,
     OfferQueue,
@@ -28,7 +29,10 @@ FIT_LOOK_S = 1.0  # between looks whether clusters are to be fitted
 
 
 class RequestDesk:
-    """One owner, one event loop. Does nothing while this box does not lead."""
+    """One owner, one event loop. Does nothing while this box does not lead.
+
+    What the queue cannot deal with costs what waits in it, whose fronts serve it as without a leader, and no more.
+    """
 
     def __init__(
         self,
@@ -54,12 +58,12 @@ class RequestDesk:
         while self.fitting is not None:
             await asyncio.sleep(FIT_LOOK_S)
             if self._leads():
-                await self.fitting.look()
+                await self._channel.mishaps.contain(self._state.node, self.fitting.look())
 
     def look(self) -> None:
         """Takes note of time, of who leads, and of who is here."""
         if self._leads():
-            self._perform(self.queue.handle(Waited()))
+            self._perform(self._handle(Waited()))
 
     def ask(self, node: str, offer: RequestOffer) -> RequestGrant:
         """Takes an offer in; returns where the request is to run, if that is clear. Raises PeerRefused, PeerBusy."""
@@ -70,7 +74,7 @@ class RequestDesk:
         if offer.stage == "decode":
             return RequestGrant(offer.number, self.queue.decoder(node, offer))
         answer, others = RequestGrant(offer.number), list[Action]()
-        for action in self.queue.handle(Offers(node, offer)):
+        for action in self._handle(Offers(node, offer)):
             if isinstance(action, TurnsDown):
                 raise PeerBusy("too many requests of that box wait here")
             if (action.node, action.number) == (node, offer.number):
@@ -83,12 +87,12 @@ class RequestDesk:
     def withdraw(self, node: str, message: Withdrawal) -> None:
         """Takes note of offers that do not stand."""
         if self._leads():
-            self._perform(self.queue.handle(Withdraws(node, message.numbers)))
+            self._perform(self._handle(Withdraws(node, message.numbers)))
 
     def hear(self, node: str, use: EngineUse) -> None:
         """Takes note of what an engine has to do."""
         if self._leads():
-            self._perform(self.queue.handle(Uses(node, use)))
+            self._perform(self._handle(Uses(node, use)))
             if self.fitting is not None:
                 self.fitting.hear(use.ended)
 
@@ -96,13 +100,13 @@ class RequestDesk:
         epoch = self._epoch()
         if epoch != self._led:
             self._led = epoch
-            self._perform(self.queue.handle(Led(epoch)))
+            self._perform(self._handle(Led(epoch)))
             self._served = None
             if self.fitting is not None:
                 self.fitting.forget()
         if epoch and (serving := self._serving()) != self._served:
             self._served = serving
-            self._perform(self.queue.handle(serving))
+            self._perform(self._handle(serving))
         return epoch > 0
 
     def _serving(self) -> Serving:
@@ -111,11 +115,19 @@ class RequestDesk:
         engines = {f"{node}:{boot}": members[node].card for boot, node in members.serving(state.model).items()}
         if state.card.engine is not None:
             engines[f"{state.node}:{state.card.engine.boot}"] = state.card
-        card = next((card.engine for card in engines.values() if card is not None and card.engine is not None), None)
-        sizes = ModelSizes(card.layers, card.experts) if card is not None else ModelSizes()
+        engine = state.serving()  # ours, where there is one: another's may err
+        sizes = ModelSizes(engine.layers, engine.experts) if engine is not None else ModelSizes()
         reading = [place for place, card in engines.items() if card is not None and card.serves != "decode"]
         writing = [place for place, card in engines.items() if card is not None and card.serves != "prefill"]
         return Serving(frozenset({state.node, *nodes}), frozenset(reading or engines), sizes, frozenset(writing))
+
+    def _handle(self, event: Event) -> list[Action]:
+        try:
+            return self.queue.handle(event)
+        except Exception:
+            self._channel.mishaps.fail(self._state.node)
+            self.queue.handle(Led(self._led))
+            return [TurnsDown(event.node, event.offer.number)] if isinstance(event, Offers) else []
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

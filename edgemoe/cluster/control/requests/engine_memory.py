@@ -1,43 +1,61 @@
-"""What the leader remembers of an engine between its reports: whose requests, which prompts, and what these choose."""
+"""What the leader remembers of an engine between its reports: which prompts it had, and what its requests choose."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
+from edgemoe.cluster.control.requests.reading import keys_of
+from edgemoe.cluster.rpc.control_messages import EngineUse
 from edgemoe.cluster.rpc.messages.choices import EngineChoices
+from edgemoe.policy.routing.offers import EngineView
+from edgemoe.policy.routing.told import MOST_S, ModelSizes, resident_of, union_of
 
-K = TypeVar("K", bound=Hashable)
 MAX_KEYS = 4096  # of prompts; the longest unused go first, as they do in the engine's cache
-MAX_USERS = 1024
+TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it
+NO_CHOICES = EngineChoices(b"", b"", (), 0.0, 0.0)
 
 
 class EngineMemory:
-    """One engine's keyed hashes, the latest last."""
+    """One engine's keyed hashes, the latest last, and its last word about choices."""
 
     def __init__(self) -> None:
-        self.prefixes: frozenset[int] = frozenset()
-        self.users: frozenset[str] = frozenset()
-        self.choices: EngineChoices | None = None
-        self._prefixes: OrderedDict[int, None] = OrderedDict()
-        self._users: OrderedDict[str, None] = OrderedDict()
+        self._choices = NO_CHOICES
+        self._keys: OrderedDict[int, None] = OrderedDict()
+        self._prefixes: frozenset[int] = frozenset()
 
-    def note(self, users: Iterable[str], prefixes: Iterable[int]) -> None:
-        """Adds what the engine has had since."""
-        if _use(self._users, users, MAX_USERS):
-            self.users = frozenset(self._users)
-        if _use(self._prefixes, prefixes, MAX_KEYS):
-            self.prefixes = frozenset(self._prefixes)
+    def note(self, prefix: Iterable[int]) -> None:
+        """Adds prompts that the engine has had since."""
+        known, new = self._keys, False
+        for key in prefix:
+            new |= key not in known
+            known[key] = None
+            known.move_to_end(key)
+        while len(known) > MAX_KEYS:
+            known.popitem(last=False)
+        if new:
+            self._prefixes = frozenset(known)
 
-
-def _use(known: OrderedDict[K, None], keys: Iterable[K], most: int) -> bool:
-    """Returns whether any was new."""
-    new = False
-    for key in keys:
-        new |= key not in known
-        known[key] = None
-        known.move_to_end(key)
-    while len(known) > most:
-        known.popitem(last=False)
-    return new
+    def hear(self, place: str, use: EngineUse, sizes: ModelSizes, now_s: float) -> EngineView:
+        """Takes the engine's report. Returns what is known of it now."""
+        self.note(keys_of(use.prefixes))
+        self._choices = choices = use.choices or self._choices
+        return EngineView(
+            place,
+            use.slots,
+            use.capacity,
+            use.blocks,
+            use.free_blocks,
+            running=use.running,
+            waiting=use.waiting,
+            prefill_tokens=use.prefill_tokens,
+            remaining_tokens=float(use.remaining_tokens),
+            tokens_per_s=max(use.tokens_per_s, 1.0) if use.tokens_per_s else TOKENS_PER_S,
+            prefixes=self._prefixes,
+            taken=frozenset(f"{node}:{number}" for node, number in use.taken),
+            reported_s=now_s,
+            resident=resident_of(choices.far, choices.far_s, sizes),
+            union=union_of(choices.absent, sizes),
+            step_s=min(choices.step_s, MOST_S),
+            expert_s=min(choices.expert_s, MOST_S),
+        )

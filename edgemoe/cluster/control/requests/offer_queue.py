@@ -26,20 +26,18 @@ from typing import NamedTuple
 import numpy as np
 
 from edgemoe.cluster.control.requests.engine_memory import EngineMemory
-from edgemoe.cluster.rpc.control_messages import PREFIX_TOKENS, EngineUse, RequestOffer
-from edgemoe.cluster.rpc.messages.choices import EngineChoices
-from edgemoe.policy.routing.by_experts import PromptForecast
+from edgemoe.cluster.control.requests.reading import offered_as
+from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
 from edgemoe.policy.routing.dispatches import Dispatches
 from edgemoe.policy.routing.locality_band import LocalityBand
 from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy
-from edgemoe.policy.routing.told import MOST_S, ModelSizes, counts_of, resident_of, union_of
-from edgemoe.types.arrays import FloatArray
+from edgemoe.policy.routing.told import ModelSizes
 
 MAX_OFFERS = 512  # of one front
 MAX_TURNS = 4096  # users whose last turn is remembered
 AGING_SHARE = 0.4  # of the speed of prefill, as in the engines
-TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it
-NO_CHOICES = EngineChoices(b"", b"", (), 0.0, 0.0)
+MOST_HEADS = 64  # users whose next requests are compared, the longest waiting ones
+MOST_FORECAST_BYTES = 64 << 20  # of what is foreseen of those that wait; of more requests nothing is
 
 
 class Led(NamedTuple):
@@ -142,7 +140,7 @@ class OfferQueue:
             return ""
         place = self._band(offered, open_, now_s).place
         self._dispatches.dispatch(offered, place, now_s)
-        self._memories[place].note([offered.user] if offered.user else [], offered.prefix)
+        self._memories[place].note(offered.prefix)
         return place
 
     def writing(self) -> list[EngineView]:
@@ -153,6 +151,12 @@ class OfferQueue:
     def sizes(self) -> ModelSizes:
         """Returns those of the model that is served."""
         return self._serving.sizes
+
+    @property
+    def foreseen_bytes(self) -> int:
+        """Counts what tables of experts of those that wait take."""
+        tables = (table for one in self._waiting.values() for table in (one.offered.signature, one.offered.chance))
+        return sum(table.nbytes for table in tables if table is not None)
 
     def _forget(self) -> None:
         self._policy = self._make()
@@ -173,20 +177,8 @@ class OfferQueue:
         return True
 
     def _offered(self, name: str, offer: RequestOffer, now_s: float) -> Offered:
-        told = offer.signature
-        counts = None if told is None else counts_of(told.tokens, told.chosen, self._serving.sizes)
-        return Offered(
-            name,
-            offer.prompt_tokens,
-            now_s - offer.waited_ms / 1e3,
-            max_tokens=offer.max_tokens,
-            expected_tokens=float(min(offer.expected_tokens, offer.max_tokens)),
-            user=str(offer.user) if offer.user else "",
-            prefix=tuple(_keys(offer.prefix)),
-            key_tokens=PREFIX_TOKENS,
-            signature=counts,
-            chance=None if told is None or counts is None else _chance(counts, told.tokens),
-        )
+        offered = offered_as(name, offer, self._serving.sizes, now_s)
+        return offered if self.foreseen_bytes < MOST_FORECAST_BYTES else _unforeseen(offered)
 
     def _hear(self, node: str, use: EngineUse, now_s: float) -> None:
         place = f"{node}:{use.engine}"
@@ -195,36 +187,15 @@ class OfferQueue:
         if not use.engine or place not in self._serving.places | self._serving.writing:
             return
         memory = self._memories.setdefault(place, EngineMemory())
-        memory.note(map(str, use.users), _keys(use.prefixes))
-        memory.choices = choices = use.choices or memory.choices or NO_CHOICES
-        sizes = self._serving.sizes
-        self._dispatches.hear(
-            EngineView(
-                place,
-                use.slots,
-                use.capacity,
-                use.blocks,
-                use.free_blocks,
-                running=use.running,
-                waiting=use.waiting,
-                prefill_tokens=use.prefill_tokens,
-                remaining_tokens=float(use.remaining_tokens),
-                tokens_per_s=max(use.tokens_per_s, 1.0) if use.tokens_per_s else TOKENS_PER_S,
-                prefixes=memory.prefixes,
-                users=memory.users,
-                taken=frozenset(_name(*taken) for taken in use.taken),
-                reported_s=now_s,
-                resident=resident_of(choices.far, choices.far_s, sizes),
-                union=union_of(choices.absent, sizes),
-                step_s=min(choices.step_s, MOST_S),
-                expert_s=min(choices.expert_s, MOST_S),
-            )
-        )
+        self._dispatches.hear(memory.hear(place, use, self._serving.sizes, now_s))
 
     def _look_at(self, serving: Serving) -> None:
         for place in self._memories.keys() - serving.places - serving.writing:
             self._drop(place)
         self._waiting = {name: one for name, one in self._waiting.items() if one.node in serving.nodes}
+        if serving.sizes != self._serving.sizes:  # what was said of experts is of another model's
+            self._dispatches = Dispatches()
+            self._waiting = {n: replace(one, offered=_unforeseen(one.offered)) for n, one in self._waiting.items()}
         self._serving = serving
 
     def _drop(self, place: str) -> None:
@@ -252,7 +223,7 @@ class OfferQueue:
         self.granted += 1
         offered = one.offered
         self._dispatches.dispatch(offered, place, now_s)
-        self._memories[place].note([offered.user] if offered.user else [], offered.prefix)
+        self._memories[place].note(offered.prefix)
         self._turns[offered.user] = now_s
         self._turns.move_to_end(offered.user)
         if len(self._turns) > MAX_TURNS:
@@ -260,7 +231,7 @@ class OfferQueue:
         return Grants(one.node, one.number, place, why)
 
     def _heads(self, views: list[EngineView], now_s: float) -> list[Offered]:
-        """Returns the next request of each user, the oldest first; none is older than his last turn."""
+        """Returns the next request of each user, the oldest first and not all; none is older than his last turn."""
         speed = AGING_SHARE * float(np.mean([view.tokens_per_s for view in views]))
         heads: dict[str, tuple[float, Offered]] = {}
         for one in self._waiting.values():
@@ -272,7 +243,7 @@ class OfferQueue:
         aged = [
             replace(one, arrived_s=max(one.arrived_s, turns.get(one.user, one.arrived_s))) for _, one in heads.values()
         ]
-        return sorted(aged, key=lambda offered: offered.arrived_s)
+        return sorted(aged, key=lambda offered: offered.arrived_s)[:MOST_HEADS]
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the queue contradicts itself."""
@@ -283,16 +254,10 @@ class OfferQueue:
         assert len(self._waiting) <= MAX_OFFERS * len(self._serving.nodes), "more offers than there is room for"
 
 
-def _chance(counts: FloatArray, tokens: int) -> FloatArray:
-    """Returns how likely a request's tokens choose each expert."""
-    return PromptForecast(max(1, round(float(counts.sum()) / (len(counts) * tokens)))).chance(counts)
+def _unforeseen(offered: Offered) -> Offered:
+    """Returns the request without what is foreseen of its experts."""
+    return replace(offered, signature=None, chance=None)
 
 
 def _name(node: str, number: int) -> str:
     return f"{node}:{number}"
-
-
-def _keys(prefix: bytes) -> list[int]:
-    """Returns the hashes; a piece of one at the end is none."""
-    keys: list[int] = np.frombuffer(prefix[: len(prefix) // 8 * 8], "<u8").tolist()
-    return keys

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
 from edgemoe.cluster.control.requests.offer_queue import (
     MAX_OFFERS,
+    MOST_FORECAST_BYTES,
+    MOST_HEADS,
     Action,
     Grants,
     Led,
@@ -29,7 +33,10 @@ from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
 from edgemoe.cluster.rpc.messages.choices import EngineChoices, SignatureTable
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlanningFailed
+from edgemoe.policy.routing.baselines import fewest
 from edgemoe.policy.routing.dispatches import FORGET_S
+from edgemoe.policy.routing.locality_band import LocalityBand
+from edgemoe.policy.routing.offers import Assignment, EngineView, Offered
 from edgemoe.policy.routing.told import ModelSizes, absent_bytes, shares_of
 
 NODES = ("a", "b", "c")
@@ -254,21 +261,70 @@ OFFERS = st.builds(
         st.none(), st.builds(SignatureTable, SMALLS, st.sampled_from([b"", bytes(12), b"\xff" * 12, bytes(13)]))
     ),
 )
+SIZED = st.sampled_from([everybody()._replace(sizes=sizes) for sizes in (SIZES, ModelSizes(2, 6), ModelSizes())])
 
 
 @pytest.mark.parametrize("route", ["pull", "eldr", "gimbal", "published"])
-@given(said=st.lists(st.one_of(USES, OFFERS), min_size=2, max_size=6))
+@given(said=st.lists(st.one_of(USES, OFFERS, SIZED), min_size=2, max_size=6))
 @chosen(max_examples=40, deadline=None)
-def test_whatever_a_box_may_say_the_queue_goes_on(route: str, said: list[EngineUse | RequestOffer]) -> None:
+def test_whatever_a_box_may_say_the_queue_goes_on(route: str, said: list[EngineUse | RequestOffer | Serving]) -> None:
     queue, clock = queue_of(route)
     for message in said:
-        queue.handle(Uses("a", message) if isinstance(message, EngineUse) else Offers("a", message))
+        match message:
+            case EngineUse():
+                queue.handle(Uses("a", message))
+            case RequestOffer():
+                queue.handle(Offers("a", message))
+            case Serving():
+                queue.handle(message)
         queue.check_integrity()
     actions = queue.handle(Offers("b", offer(5, user=9, stands_s=1e6)))
     for _ in range(len(said) + 1):  # what it made others be granted in vain is forgotten
         clock.now_s += FORGET_S + 1
         actions += queue.handle(Uses("b", idle("b")))
     assert any(isinstance(action, Grants) and (action.node, action.number) == ("b", 5) for action in actions)
+
+
+def foreseen(number: int, sizes: ModelSizes) -> RequestOffer:
+    """An offer of a user of its own, whose experts are foreseen."""
+    signature = SignatureTable(*shares_of(np.full(sizes, 5.0), 2))
+    return msgspec.structs.replace(offer(number, user=number), signature=signature)
+
+
+@pytest.mark.parametrize("route", ["pull", "eldr"])
+def test_what_was_said_of_another_models_experts_is_forgotten_and_nothing_else(route: str) -> None:
+    queue, clock = queue_of(route)
+    other = ModelSizes(2, 6)
+    assert queue.handle(Offers("a", foreseen(1, SIZES))) == []
+    queue.handle(everybody()._replace(sizes=other))
+    assert queue.handle(Offers("a", foreseen(2, other))) == []
+    found: list[Action] = []
+    for _ in range(2):
+        clock.now_s += 1
+        found += queue.handle(Uses("b", msgspec.structs.replace(idle("b"), choices=choosing(0))))
+    assert sorted(granted(found)) == [(1, "b:b1"), (2, "b:b1")]
+
+
+def test_how_many_users_are_compared_and_how_much_is_foreseen_of_those_that_wait_is_bounded() -> None:
+    compared: list[int] = []
+    large = ModelSizes(64, 1024)
+
+    class Nowhere:
+        def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
+            compared.append(len(offers))
+            assert [one.request for one in offers[:2]] == ["a:1", "a:2"][: len(offers)], "who waits longest is always"
+            return []
+
+    clock = Clock()
+    queue = OfferQueue(Nowhere, LocalityBand(fewest), clock)
+    queue.handle(everybody()._replace(sizes=large))
+    queue.handle(Uses("a", idle("a")))
+    for number in range(1, MOST_HEADS + 80):
+        clock.now_s += 0.01
+        queue.handle(Offers("a", foreseen(number, large)))
+        queue.check_integrity()
+    assert max(compared) == MOST_HEADS
+    assert MOST_FORECAST_BYTES <= queue.foreseen_bytes < MOST_FORECAST_BYTES + (1 << 20)
 
 
 def test_a_prompt_whose_beginning_an_engine_has_goes_there() -> None:

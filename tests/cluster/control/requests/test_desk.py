@@ -1,0 +1,81 @@
+"""What goes wrong with one request costs that request: never the daemon of who leads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from support.planes import EXPERTS, LAYERS, Front, card, fronts
+from support.waiting import until
+
+from edgemoe.cluster.rpc.control_messages import Beat, EngineUse, RequestOffer
+from edgemoe.errors import PeerBusy
+
+USE = EngineUse(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
+# PySyncObj leaves the file open that it has read its journal's place from
+pytestmark = [pytest.mark.asyncio, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
+
+
+@pytest_asyncio.fixture
+async def leader(tmp_path: Path) -> AsyncIterator[Front]:
+    async with fronts(tmp_path, ("a",), ("a",), coordination="single", leader="a") as found:
+        front = found["a"]
+        front.has(card("x"))
+        await until(lambda: front.plane.leading)
+        yield front
+
+
+def offer(number: int) -> RequestOffer:
+    return RequestOffer(number, "m" * 32, prompt_tokens=10, max_tokens=10, remaining_ms=1e4)
+
+
+class Broken:
+    def assign(self, offers: Sequence[Any], views: Sequence[Any], now_s: float) -> list[Any]:
+        raise ValueError("nobody has foreseen that")
+
+
+async def test_what_the_queue_cannot_deal_with_costs_what_waits_in_it(leader: Front) -> None:
+    plane, desk = leader.plane, leader.plane.desk
+    assert not desk.ask("a", offer(1)).place  # nobody knows yet whether the engine has room
+    desk.queue._policy = Broken()
+    desk.hear("a", USE)
+    assert (plane.channel.mishaps.failed, len(desk.queue)) == (1, 0)
+    desk.hear("a", USE)
+    assert desk.ask("a", offer(2)).place == "a:x"
+    desk.queue._policy = Broken()
+    with pytest.raises(PeerBusy):
+        desk.ask("a", offer(3))
+    desk.hear("a", msgspec.structs.replace(USE, running=2))
+    desk.ask("a", offer(4))
+    desk.queue._policy = Broken()
+    desk.look()  # as at each beat
+    assert (plane.channel.mishaps.failed, len(desk.queue)) == (3, 0)
+
+
+async def test_what_one_task_raises_ends_that_task_alone(leader: Front) -> None:
+    async def wrong() -> None:
+        raise ValueError("nobody has foreseen that")
+
+    await leader.plane.spawn(wrong())
+    cut_off = leader.plane.spawn(wrong())
+    cut_off.cancel()
+    await until(cut_off.done)
+    assert leader.plane.channel.mishaps.failed == 1
+    assert leader.task is not None
+    assert not leader.task.done()
+
+
+async def test_how_many_experts_there_are_a_leader_knows_by_its_own_engine(tmp_path: Path) -> None:
+    wrong = msgspec.structs.replace(card("y", disk=bytes(1), ram=bytes(1)), layers=1, experts=2)
+    async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a") as found:
+        plane = found["a"].plane
+        found["a"].has(card("x"))
+        found["b"].has(wrong)
+        found["b"].busy = Beat(engine="y", slots=1, capacity=1)
+        await until(lambda: plane.leading and plane.state.members.serving("m" * 32))
+        plane.desk.look()
+        assert plane.desk.queue.sizes == (LAYERS, EXPERTS)

@@ -1,0 +1,165 @@
+"""The front's choice of engines: what it counts, what it tells of offers, whom it avoids and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgemoe.cluster.rpc.control_messages import Beat, Forward, RequestGrant, Taken
+from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, decode_to_engine
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
+from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.errors import PeerBusy
+from edgemoe.front import router as router_module
+from edgemoe.front.request_log import RequestLog
+from edgemoe.front.requests.offered_requests import RouteChoice
+from edgemoe.front.router import Router
+from edgemoe.policy.route import EngineLoad
+from edgemoe.types.request import Request, Sampling
+
+pytestmark = pytest.mark.asyncio
+REQUEST = Request(id="r", prompt=tuple(range(40)), sampling=Sampling(max_tokens=50), seed=1)
+
+
+class Members:
+    """Box d, whose engine decodes while it is there."""
+
+    def __init__(self) -> None:
+        self.there = True
+        self.d = SimpleNamespace(beat=Beat(engine="1", slots=4, capacity=10), card=SimpleNamespace(serves="decode"))
+
+    def serving(self, model: str) -> dict[str, str]:
+        return {"1": "d"} if self.there else {}
+
+    def __getitem__(self, node: str) -> Any:
+        return {"d": self.d}[node]
+
+
+class Front:
+    """Box p, which prefills. What it asks of d is written down; the leader's word is what the test says."""
+
+    def __init__(self, role: str = "prefill") -> None:
+        self.members, self.own = Members(), True
+        self.choice = RouteChoice("", "no leader")
+        self.again = RequestGrant(77, "d:1")
+        self.asked: list[tuple[Forward, ToEngine]] = []
+        self.here: list[ToEngine] = []
+        self.over: list[str] = []  # requests whose offers came to nothing
+        self.busy = False
+        plane: Any = SimpleNamespace(
+            state=SimpleNamespace(node="p", model="m", members=self.members),
+            announce=SimpleNamespace(serves=role),
+            channel=self,
+        )
+        self.log = RequestLog(8, lambda message: self.router.submit(message), lambda *_: None)
+        offers: Any = self
+        self.router = Router(
+            plane, offers, self.log, self.load, self.submit_here, self.tell_here, asyncio.ensure_future
+        )
+
+    # --- the channel
+
+    async def ask(self, node: str, asked: Forward, frames: Sequence[bytes], timeout_s: float) -> Answer[Any]:
+        assert node == "d"
+        if self.busy:
+            raise PeerBusy("there is no room")
+        self.asked.append((asked, decode_to_engine(frames[0])))
+        return Answer(Taken())
+
+    # --- offers
+
+    learns, rule = False, "local"
+
+    def choose(self, message: Submit, own_place: str) -> RouteChoice:
+        return self.choice
+
+    def use(self, request: str) -> int:
+        return 5
+
+    def failed(self, request: str) -> None:
+        self.over.append(request)
+
+    def offer_again(self, message: Submit, signature: object, then: Callable[[RequestGrant], None]) -> None:
+        then(self.again)
+
+    # --- our engine
+
+    def load(self) -> EngineLoad | None:
+        return EngineLoad("boot", True, 0, 4, 10) if self.own else None
+
+    def submit_here(self, message: Submit, offer: int) -> str:
+        self.here.append(message)
+        return "boot" if self.own else ""
+
+    def tell_here(self, message: ToEngine) -> bool:
+        self.here.append(message)
+        return True
+
+
+async def settled() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_handed_over_comes_by_the_offer_that_the_leader_counts_it_by() -> None:
+    front = Front()
+    with front.log.open([REQUEST], 60.0):
+        front.router.learn(LastChunk(request="r", attempt=1))
+        await settled()
+        front.router.learn(PrefixPulled(request="r", attempt=1, blocks=2), "d")
+        await settled()
+        (pull, pulled), (forward, moved) = front.asked
+        assert (isinstance(pulled, PullPrefix), pull.offer) == (True, 0)
+        assert isinstance(moved, Submit)
+        assert (moved.attempt, forward.offer) == (2, 77)
+        assert isinstance(front.here[-1], Cancel)
+        assert dict(front.router.routed) == {("here", "no leader"): 1, ("elsewhere", "handed over"): 1}
+
+
+async def test_a_box_that_the_leader_did_not_name_decodes_by_no_offer() -> None:
+    front = Front()
+    front.again = RequestGrant(77, "x:9")
+    with front.log.open([REQUEST], 60.0):
+        front.router.learn(LastChunk(request="r", attempt=1))
+        await settled()
+        front.router.learn(PrefixPulled(request="r", attempt=1, blocks=2), "d")
+        await settled()
+        assert [forward.offer for forward, _ in front.asked] == [0, 0]
+
+
+async def test_an_engine_that_turned_something_away_is_asked_again_a_moment_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    front = Front()
+    now_s = router_module.time.monotonic()
+    monkeypatch.setattr(router_module.time, "monotonic", lambda: now_s)
+    with front.log.open([REQUEST], 60.0):
+        front.busy = True
+        front.router.learn(LastChunk(request="r", attempt=1))
+        await settled()
+        assert not front.router.is_open("d:1")
+        now_s += router_module.AVOID_S + 0.1
+        assert front.router.is_open("d:1")
+
+
+async def test_what_no_engine_takes_is_not_counted_as_routed() -> None:
+    front = Front("both")
+    front.own = front.members.there = False
+    with front.log.open([REQUEST], 60.0):
+        front.log.replay()
+        assert not front.router.routed
+        front.own = True
+        front.log.replay()
+        assert dict(front.router.routed) == {("here", "alone"): 1}
+
+
+async def test_an_engine_that_was_granted_and_has_gone_is_given_back_and_another_one_takes_the_request() -> None:
+    front = Front("both")
+    front.choice = RouteChoice("d:0", "granted")
+    with front.log.open([REQUEST], 60.0):
+        assert (front.over, front.log.place_of("r")) == (["r"], ("boot", 1))
+        assert dict(front.router.routed) == {("here", "gone"): 1}
