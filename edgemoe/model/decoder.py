@@ -55,7 +55,10 @@ class Decoder:
         The `hidden` passed to `experts` is valid during that call only.
         """
         tokens = len(batch.tokens)
-        if self._fused is not None and tokens == len(batch.query_lens) and tokens <= FEW_TOKENS:
+        few = tokens == len(batch.query_lens) and tokens <= FEW_TOKENS
+        if self.kernels is not None:  # torch's threads spin after each of its operations, in the way of the kernels'
+            torch.set_num_threads(1 if few else self.kernels.pool.threads)
+        if self._fused is not None and few:
             return self._fused.forward(batch, kv, experts)
         step, block = StepContext(batch, kv, self.kernels, self._ropes), self.spec.block
         residual = self._weights.embed.pick(batch.tokens)

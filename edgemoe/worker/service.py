@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -90,7 +92,11 @@ class Worker:
                 tasks.create_task(self._tell_loading(), name="loading"),
                 tasks.create_task(self._watch_parent(), name="parent"),
             ]
-            assembly = await asyncio.to_thread(assemble, self._settings, self._emit, self._say)
+            # On a thread that ends, and OpenMP's threads beside it with it: while there are more of them than cores,
+            # they sleep between any two products of a prompt.
+            with ThreadPoolExecutor(1) as once:
+                loading = partial(assemble, self._settings, self._emit, self._say)
+                assembly = await self._loop.run_in_executor(once, loading)
             computing = tasks.create_task(self._compute(assembly), name="compute")
             helpers.append(tasks.create_task(assembly.tiers.run(), name="tiers"))
             if self._settings.cluster.node:

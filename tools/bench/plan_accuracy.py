@@ -2,9 +2,9 @@
 
     python -m tools.bench.plan_accuracy --work /tmp/plan [--json rows.json]
 
-For each configuration of size, encoding and memory: the store is packed, the plan asked with the settings that serve,
-and the daemon started and measured by the requests of `edgemoe bench`. Served is the least of the rounds, as a plan is
-of the least times: on a busy machine both leave out most of what others took.
+For each configuration of size, encoding and memory: the store is packed, the daemon started, and then the plan asked,
+with the settings that serve, and the daemon measured by the requests of `edgemoe bench`, in turn, because a machine's
+memory and disk are faster in one minute than in the next. Medians of the rounds are compared.
 Random weights choose experts evenly, so that plans are asked with `--routing even`.
 """
 
@@ -18,6 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from edgemoe.cli.bench import measure
 from edgemoe.cli.client import Client
 from edgemoe.errors import EdgemoeError
 
-PROMPT, TOKENS, ROUNDS = 128, 32, 6
+PROMPT, TOKENS, ROUNDS = 128, 32, 5
 DEMO = Path(__file__).parents[2] / "edgemoe/demo/model"
 EMULATED = ("device.0.kind=emulated", "device.0.link_bytes_per_s=1GB/s")
 
@@ -85,7 +87,14 @@ def planned(case: Case, store: Path, work: Path) -> dict[str, float]:
     return {"ttft_s": found["first_token_s"], "tpot_s": 1 / found["tokens_per_s"]}
 
 
-def served(case: Case, store: Path, work: Path) -> dict[str, float]:
+def served(socket: Path) -> dict[str, float]:
+    row = asyncio.run(measure(socket, 1, PROMPT, TOKENS, 8000))
+    return {"ttft_s": row.first_token_s, "tpot_s": row.per_output_token_s}
+
+
+@contextmanager
+def daemon(case: Case, store: Path, work: Path) -> Iterator[Path]:
+    """Yields the socket at which it serves."""
     socket = work / "socket"
     words = [sys.executable, "-m", "edgemoe", "serve", "--model", str(store), "--socket", str(socket)]
     with (work / "log").open("wb") as log:
@@ -96,22 +105,21 @@ def served(case: Case, store: Path, work: Path) -> dict[str, float]:
                 if process.poll() is not None:
                     raise EdgemoeError(f"the daemon has ended; see {work / 'log'}")
                 time.sleep(0.2)
-        rows = [asyncio.run(measure(socket, 1, PROMPT, TOKENS, 8000)) for _ in range(ROUNDS)]
+        yield socket
     finally:
         process.terminate()
         process.wait(60)
-    return {
-        "ttft_s": min(row.first_token_s for row in rows),
-        "tpot_s": min(row.per_output_token_s for row in rows),
-    }
 
 
 def compare(case: Case, work: Path) -> dict[str, Any]:
     store = store_of(case, work)
-    plan, seen = planned(case, store, work), served(case, store, work)
-    row: dict[str, Any] = {"case": case.name, "load": os.getloadavg()[0]}
-    for key, value in seen.items():
-        row |= {f"{key}_plan": plan[key], f"{key}_served": value, f"{key}_error": plan[key] / value - 1}
+    with daemon(case, store, work) as socket:
+        served(socket)
+        rounds = [(planned(case, store, work), served(socket)) for _ in range(ROUNDS)]
+    row: dict[str, Any] = {"case": case.name, "load": os.getloadavg()[0], "rounds": rounds}
+    for key in ("ttft_s", "tpot_s"):
+        plan, seen = (statistics.median(each[key] for each in side) for side in zip(*rounds, strict=True))
+        row |= {f"{key}_plan": plan, f"{key}_served": seen, f"{key}_error": plan / seen - 1}
     return row
 
 

@@ -18,7 +18,7 @@ from edgemoe.experts.compute.cost_model import WORTH_S
 HELD = (0.0, 0.10, 0.25, 0.50, 0.75, 1.0)
 MISSES = {"usual": (1.0, 0.55, 0.31, 0.13, 0.04, 0.0), "even": tuple(1 - held for held in HELD)}
 READ_AT_ONCE = (1, 2, 4, 8)  # experts; more are read one after the other
-STEP_S = 1.1e-3  # of a step that no layer takes: scheduling, sampling, and messages; on two cores of an EPYC
+STEP_S = 1.4e-3  # of a step that no layer takes: scheduling, sampling, and messages; on two cores of an EPYC
 REMOTE_S = 1e-3  # that a layer waits for the boxes it calls, side by side
 
 
