@@ -52,11 +52,12 @@ class Decoder:
     def forward(self, batch: Batch, kv: KVCache, experts: Experts) -> torch.Tensor:
         """Returns logits of the rows that the batch asks for, float32 [R, V]. Raises MissingExpert, CorruptExpert.
 
-        The `hidden` passed to `experts` is valid during that call only.
+        The `hidden` passed to `experts` is valid during that call only. Where the kernels compute few tokens, torch is
+        left with one thread, for its threads spin after each of its operations, where the kernels' want the cores.
         """
         tokens = len(batch.tokens)
         few = tokens == len(batch.query_lens) and tokens <= FEW_TOKENS
-        if self.kernels is not None:  # torch's threads spin after each of its operations, in the way of the kernels'
+        if self.kernels is not None:
             torch.set_num_threads(1 if few else self.kernels.pool.threads)
         if self._fused is not None and few:
             return self._fused.forward(batch, kv, experts)

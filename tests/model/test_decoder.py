@@ -145,6 +145,16 @@ def test_sequences_of_a_mixed_batch_get_the_logits_that_they_get_alone(make_tiny
         assert _error(logits, alone[s][len(prompts[s]) :][: len(logits)]) < TOLERANCE
 
 
+def test_torch_has_one_thread_beside_the_kernels_that_decode_and_all_of_them_for_prompts(make_tiny: MakeTiny) -> None:
+    """Its threads spin after each operation, where the kernels' threads want the cores."""
+    session, threads, before = Session(make_tiny("qwen3_moe")), [], torch.get_num_threads()
+    for chunk in ([1, 2, 3, 4], [5], [6, 7]):
+        session.step(chunk)
+        threads.append(torch.get_num_threads())
+    torch.set_num_threads(before)
+    assert threads == [2, 1, 2]
+
+
 def test_a_decode_batch_larger_than_the_kernels_take_gives_the_same_logits(make_tiny: MakeTiny) -> None:
     tiny = make_tiny("mixtral")
     prompts = [_tokens(1 + n, seed=n) for n in range(20)]
