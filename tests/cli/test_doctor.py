@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -194,6 +195,19 @@ def test_a_socket_that_the_user_may_not_use_is_found(tmp_path: Path) -> None:
             os.seteuid(0)
             path.unlink()
     assert [(each.check, each.state) for each in found] == [("permission", "failure")]
+
+
+def test_a_look_that_cannot_go_on_is_a_finding_and_the_others_go_on(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(place: Path) -> float:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("edgemoe.cli.doctor.command.disk_rate", full)
+    status, found = examined(capsys)
+    assert (status, found["disk"]["state"]) == (1, "failure")
+    assert "No space left" in found["disk"]["said"]
+    assert "daemon" in found
 
 
 @as_root

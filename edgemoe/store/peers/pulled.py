@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class PulledStore:
         """`whole` lists all that can be had. Raises StoreError."""
         self.directory, self.whole = directory, whole
         self._have: list[set[int]] = [set() for _ in whole.layers]
+        self._saving = threading.Lock()  # whoever saves last lists most
         if (directory / MANIFEST).is_file():
             found = Manifest.load(directory)
             if found.digest != whole.digest:
@@ -148,15 +150,16 @@ class PulledStore:
         self._have[piece.layer].add(piece.expert)
 
     def save(self, changed: Sequence[str]) -> None:
-        """Has the manifest list what is here, once it is on disk, in the files that have changed."""
-        layers = tuple(
-            msgspec.structs.replace(layer, experts=tuple(entry for entry in layer.experts if entry.expert in have))
-            for layer, have in zip(self.whole.layers, self._have, strict=True)
-        )
-        for file in changed:
-            sync(self.directory / file)
-        msgspec.structs.replace(self.whole, layers=layers).save(self.directory)
-        (self.directory / JOURNAL).unlink(missing_ok=True)
+        """Has the manifest list what is here, once it is on disk, in the files that have changed. On any thread."""
+        with self._saving:
+            layers = tuple(
+                msgspec.structs.replace(layer, experts=tuple(entry for entry in layer.experts if entry.expert in have))
+                for layer, have in zip(self.whole.layers, self._have, strict=True)
+            )
+            for file in changed:
+                sync(self.directory / file)
+            msgspec.structs.replace(self.whole, layers=layers).save(self.directory)
+            (self.directory / JOURNAL).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -28,12 +28,12 @@ class ServedPieces:
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
-        self._places: dict[str, _Place] | None = None
+        self._found: tuple[Manifest, dict[str, _Place]] | None = None  # where the pieces of which manifest lie
         self._turns = asyncio.Semaphore(READS)
 
     def grow(self, manifest: Manifest) -> None:
         """Hands out what this manifest of the same store names, from now on."""
-        self._manifest, self._places = manifest, None
+        self._manifest = manifest
 
     async def part(self, digest: str, offset: int, size_bytes: int) -> tuple[memoryview, int]:
         """Returns a part of the piece with this checksum, up to its end, and the size of all of it.
@@ -48,10 +48,10 @@ class ServedPieces:
         if digest == manifest.digest:
             text = (self._directory / MANIFEST).read_bytes()
             return memoryview(text)[offset : offset + size_bytes], len(text)
-        places = self._places
-        if places is None:
-            places = self._places = dict(_pieces(self._directory, manifest))
-        if (place := places.get(digest)) is None:
+        found = self._found
+        if found is None or found[0] is not manifest:
+            found = self._found = manifest, dict(_pieces(self._directory, manifest))
+        if (place := found[1].get(digest)) is None:
             raise StoreError(f"the store of {manifest.name} has no piece {digest} here")
         size = max(0, min(size_bytes, place.bytes - offset))
         room = page_memory(padded(max(size, 1)))

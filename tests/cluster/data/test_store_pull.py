@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,9 @@ from edgemoe.store.consistency import spec_of
 from edgemoe.store.files import page_memory
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.packer import pack, silent
-from edgemoe.store.peers.pulled import PulledStore
+from edgemoe.store.peers import pulled as pulled_module
+from edgemoe.store.peers import served as served_module
+from edgemoe.store.peers.pulled import PulledStore, opened
 from edgemoe.store.peers.served import ServedPieces
 from edgemoe.store.reader import ExpertStore
 from edgemoe.types.experts import padded
@@ -258,6 +261,48 @@ async def test_a_disk_that_fills_up_ends_a_pull_with_a_word_of_what_to_do(
                 with pytest.raises(StoreError, match="No space left on device; pulling stopped, run it again"):
                     await made.pull()
         assert verify(await made.pull()) == []
+
+
+def test_a_manifest_that_takes_long_to_save_takes_nothing_back(
+    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last one that is saved now and then, while the rest has come and is saved."""
+    begun, other_saved = threading.Event(), threading.Event()
+
+    def slow(_: Path) -> None:
+        begun.set()
+        other_saved.wait(0.3)
+
+    with opened(tmp_path / "store", Manifest.load(packed)) as store:
+        first, second, *_ = store.missing()
+        monkeypatch.setattr(pulled_module, "sync", slow)
+        store.note(first)
+        saving = threading.Thread(target=store.save, args=([first.file],))
+        saving.start()
+        assert begun.wait(10)
+        store.note(second)
+        store.save([])
+        other_saved.set()
+        saving.join()
+        monkeypatch.undo()
+        assert sum(len(layer.experts) for layer in Manifest.read(store.directory).layers) == 2
+
+
+async def test_pieces_that_come_while_others_are_looked_up_are_handed_out(
+    packed: Path, copy_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, whole = copy_of("a", 1 / 3), Manifest.load(packed)
+    pieces, look_up = ServedPieces(directory, Manifest.load(directory)), served_module._pieces
+
+    def meanwhile(folder: Path, manifest: Manifest) -> Iterator[object]:
+        pieces.grow(whole)
+        yield from look_up(folder, manifest)
+
+    monkeypatch.setattr(served_module, "_pieces", meanwhile)
+    await pieces.part(whole.entry(0, 0).xxh3_128, 0, 10)
+    monkeypatch.undo()
+    last = whole.entry(2, 5)
+    assert await pieces.part(last.xxh3_128, 0, 10)
 
 
 async def test_an_engine_uses_what_comes_into_its_store(packed: Path, copy_of: Callable[..., Path]) -> None:
