@@ -32,7 +32,7 @@ SignatureOf = Callable[[str], SignatureTable | None]
 
 
 class LastChunks:
-    """Owns which prompts' ends are to be told. `want` is called on the event loop, the rest on the compute thread."""
+    """Owns which prompts' ends are to be told. `want` and `forget` on the event loop, the rest while computing."""
 
     def __init__(self) -> None:
         self._post: Post = lambda _message: None
@@ -51,6 +51,11 @@ class LastChunks:
             if len(self._wanted) > MOST_AWAITED:
                 self._wanted.popitem(last=False)
 
+    def forget(self, request: str, attempt: int) -> None:
+        """Has no more told of an attempt that is cancelled."""
+        if self._wanted.get(request, (0, 0))[0] == attempt:
+            self._wanted.pop(request, None)
+
     def look(self, meta: StepMeta, _ids: npt.NDArray[np.int16]) -> None:
         """Posts LastChunk for the requests whose last token this step computes, and whose most tokens others did."""
         if self._wanted:
@@ -66,7 +71,7 @@ class LastChunks:
         for request, tokens, end in zip(meta.requests, meta.query_lens.tolist(), ends.tolist(), strict=True):
             wanted = self._wanted.get(request)
             if wanted is not None and end >= wanted[1] and end + 1 - tokens >= share * (end + 1):
-                del self._wanted[request]
+                self._wanted.pop(request, None)
                 self._post(LastChunk(request=request, attempt=wanted[0], signature=self._signature_of(request)))
 
 

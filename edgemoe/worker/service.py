@@ -192,6 +192,8 @@ class Worker:
                     self._side.choices.want(message)
                 loop.submit(message.request, message.emitted, message.attempt, left_s, waited_s)
             case Cancel():
+                if assembly.sharing is not None:
+                    assembly.sharing.last_chunks.forget(message.request, message.attempt)
                 loop.cancel(message.request, message.attempt)
             case Drain():
                 loop.drain()
