@@ -104,7 +104,7 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
     plane: Any = SimpleNamespace(
         leader="b",
         leading=0,
-        state=SimpleNamespace(node="a", members=["b"], obedience=SimpleNamespace(epoch=5)),
+        state=SimpleNamespace(node="a", members=["b"], obedience=SimpleNamespace(reign=("b", 5))),
         channel=SimpleNamespace(tell=lambda node, use: told.append(use)),
     )
     news = EngineNews(plane, engine.meter)
@@ -113,6 +113,6 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
     news.tell()
     news.tell()
     assert [len(one.prefixes) // 8 for one in told] == [2]
-    plane.state.obedience.epoch = 7  # the same box, which knows nothing any more
+    plane.state.obedience.reign = "b", 7  # the same box, which knows nothing any more
     news.tell()
     assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)] * 2

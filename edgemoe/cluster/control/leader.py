@@ -146,7 +146,8 @@ class Leader:
             return
         log.info("leading", extra={"epoch": epoch})
         self._begin(epoch)
-        self._state.obedience.leader, self.settled = self._state.node, False
+        self.settled = False
+        self._state.obedience.obey(self._state.node, epoch)
         self._beat()
 
     def _begin(self, epoch: int) -> None:

@@ -25,8 +25,17 @@ class Obedience:
         self.stale = 0  # leaders of an epoch that is over, not obeyed
         self.unentitled = 0  # beats of boxes that lead though they may not, not obeyed
         self._fence, self._agreement, self._refuse = fence, agreement, refuse
-        self.epoch = 0  # in which another box was obeyed last
+        self.epoch = 0  # in which it obeyed last
         self._say = SparingLog(log)
+
+    @property
+    def reign(self) -> tuple[str, int]:
+        """Returns who is obeyed, and in which epoch: of what it was told in another one it knows nothing any more."""
+        return self.leader, self.epoch
+
+    def obey(self, node: str, epoch: int) -> None:
+        """Obeys that box, this one perhaps, from now on."""
+        self.leader, self.epoch = node, epoch
 
     def hear(self, member: Member, before: Beat) -> None:
         """Takes note of whether that box leads, by its beat; `before` is the one before it."""
@@ -34,7 +43,7 @@ class Obedience:
         if self._obeys(member, before):
             if (node, epoch) != (self.leader, self.epoch):
                 log.info("leader", extra={"node": node, "epoch": epoch})
-            self.leader, self.epoch = node, epoch
+            self.obey(node, epoch)
         else:
             self.leave(node)
 

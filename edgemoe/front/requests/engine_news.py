@@ -19,7 +19,7 @@ class EngineNews:
     def __init__(self, plane: ControlPlane, meter: EngineMeter) -> None:
         self._changed = asyncio.Event()
         self._plane, self._meter = plane, meter
-        self._leads: tuple[str, int] = ("", 0)  # who was told last, and the epoch in which it led
+        self._reign: tuple[str, int] = ("", 0)  # in which the leader was told last
         self._told: tuple[tuple[object, ...], float] = ((), 0.0)  # what, and when
 
     def changed(self) -> None:
@@ -39,15 +39,15 @@ class EngineNews:
     def tell(self) -> None:
         """Tells the leader, where it has changed or is a while ago."""
         plane, meter, now = self._plane, self._meter, time.monotonic()
-        leads = plane.leader, plane.leading or plane.state.obedience.epoch
+        reign = plane.state.obedience.reign
         if not plane.leader or not any(plane.state.members):
             return
         use = meter.use()
-        marks = leads, use.engine, use.running, use.waiting, use.prefill_tokens, meter.choices
+        marks = reign, use.engine, use.running, use.waiting, use.prefill_tokens, meter.choices
         if marks == self._told[0] and now - self._told[1] < REPEAT_S:
             return
-        if leads != self._leads:  # it knows nothing of what was told to another, or in another epoch
-            self._leads = leads
+        if reign != self._reign:
+            self._reign = reign
             meter.retell()
         again, self._told = marks == self._told[0], (marks, now)
         news = meter.news(use, again)

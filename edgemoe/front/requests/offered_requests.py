@@ -66,7 +66,7 @@ class OpenOffer:
 
     request: str
     number: int
-    leader: str
+    reign: tuple[str, int]  # of the leader that has it
     until_s: float
     place: str = ""  # that was granted
     why: str = ""  # that place
@@ -131,7 +131,7 @@ class OfferedRequests:
     def hear(self, grant: RequestGrant) -> None:
         """Takes the leader's word about an offer; that of one who leads no longer is none."""
         one = self._by_number.get(grant.number)
-        if one is None or one.over or one.leader != self._plane.leader:
+        if one is None or one.over or one.reign != self._plane.state.obedience.reign:
             self._withdraw([grant.number])
         elif grant.place and not one.place:
             self._grant(one, grant)
@@ -172,16 +172,16 @@ class OfferedRequests:
 
     def _offer(self, message: Submit) -> None:
         request, plane = message.request, self._plane
-        one = OpenOffer(request.id, next(self._numbers), plane.leader, time.monotonic() + WAIT_S)
+        one = OpenOffer(request.id, next(self._numbers), plane.state.obedience.reign, time.monotonic() + WAIT_S)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
         offer = self._told_of(message, one.number, None)
         self.forecast += offer.signature is not None
-        if one.leader != plane.state.node:
+        if plane.leader != plane.state.node:
             self._spawn(self._ask(one, offer))
             return
         try:
-            self._grant(one, plane.desk.ask(one.leader, offer))
+            self._grant(one, plane.desk.ask(plane.leader, offer))
         except PeerError:
             one.over = "unanswered"
 
@@ -207,10 +207,11 @@ class OfferedRequests:
         )
 
     async def _ask(self, one: OpenOffer, offer: RequestOffer) -> None:
+        leader, _ = one.reign
         try:
-            answer = await self._plane.channel.ask(one.leader, offer, timeout_s=ASK_S)
+            answer = await self._plane.channel.ask(leader, offer, timeout_s=ASK_S)
         except PeerError as error:
-            log.debug("an offer was not answered", extra={"peer": one.leader, "why": str(error)})
+            log.debug("an offer was not answered", extra={"peer": leader, "why": str(error)})
             one.over = "unanswered"
             self._requests.submit_waiting(one.request)
             return
@@ -250,7 +251,7 @@ class OfferedRequests:
             return RouteChoice("", "again")
         if one.place and not one.over:
             return RouteChoice(one.place, one.why)
-        if not one.over and one.leader != self._plane.leader:
+        if not one.over and one.reign != self._plane.state.obedience.reign:
             one.over = "no leader"
         if not one.over and time.monotonic() > one.until_s:
             one.over = "too long"

@@ -98,7 +98,7 @@ class RequestDesk:
 
     def _leads(self) -> bool:
         epoch = self._epoch()
-        if epoch != self._led:
+        if epoch not in (0, self._led) or (self._led and not epoch and self._is_deposed()):
             self._led = epoch
             self._perform(self._handle(Led(epoch)))
             self._served = None
@@ -108,6 +108,10 @@ class RequestDesk:
             self._served = serving
             self._perform(self._handle(serving))
         return epoch > 0
+
+    def _is_deposed(self) -> bool:
+        """Returns whether another box is obeyed: who cannot be sure of its lease for a moment may lead on."""
+        return self._state.obedience.leader not in ("", self._state.node)
 
     def _serving(self) -> Serving:
         state, members = self._state, self._state.members

@@ -13,7 +13,7 @@ from support.planes import EXPERTS, LAYERS, Front, card, fronts
 from support.waiting import until
 
 from edgemoe.cluster.rpc.control_messages import Beat, EngineUse, RequestOffer
-from edgemoe.errors import PeerBusy
+from edgemoe.errors import PeerBusy, PeerRefused
 
 USE = EngineUse(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
 # PySyncObj leaves the file open that it has read its journal's place from
@@ -54,6 +54,29 @@ async def test_what_the_queue_cannot_deal_with_costs_what_waits_in_it(leader: Fr
     desk.queue._policy = Broken()
     desk.look()  # as at each beat
     assert (plane.channel.mishaps.failed, len(desk.queue)) == (3, 0)
+
+
+async def test_a_moment_without_a_sure_lease_costs_no_offer_and_another_leader_all(leader: Front) -> None:
+    plane, desk = leader.plane, leader.plane.desk
+    epoch = plane.leading
+    desk.ask("a", offer(1))
+    for now in (0, epoch):
+        desk._epoch = lambda now=now: now
+        desk.look()
+        assert len(desk.queue) == 1
+    desk._epoch = lambda: 0
+    with pytest.raises(PeerRefused):
+        desk.ask("a", offer(2))
+    plane.state.obedience.obey("b", epoch + 1)
+    desk.look()
+    assert not len(desk.queue)
+    desk._epoch = lambda: epoch + 2
+    desk.look()
+    assert not len(desk.queue)
+    assert not desk.ask("a", offer(3)).place
+    desk._epoch = lambda: epoch + 4  # this box again, and nobody in between
+    desk.look()
+    assert not len(desk.queue), "fronts have given up those of the epoch before"
 
 
 async def test_what_one_task_raises_ends_that_task_alone(leader: Front) -> None:
