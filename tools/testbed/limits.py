@@ -59,6 +59,16 @@ class Group:
         enters = " && ".join(f"echo $$ > {folder}/cgroup.procs" for folder in self._folders())
         return ["sh", "-c", f'{enters} && exec "$@"' if enters else 'exec "$@"', "sh", *command]
 
+    def throttled(self) -> dict[str, float]:
+        """Counts periods in which it ran, those in which it had used up its share, and seconds that it stood still."""
+        text = (ROOT / "cpu" / self.name / "cpu.stat").read_text()
+        counts = {name: int(value) for name, value in map(str.split, text.splitlines())}
+        return {
+            "nr_periods": counts["nr_periods"],
+            "nr_throttled": counts["nr_throttled"],
+            "throttled_s": counts["throttled_time"] / 1e9,
+        }
+
     def remove(self) -> None:
         """Kills what is still inside, as one that had not come as far as its namespace. Raises OSError."""
         for folder in self._folders():
