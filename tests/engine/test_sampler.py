@@ -110,6 +110,35 @@ def test_top_p_looks_further_where_the_likeliest_are_too_few(monkeypatch: pytest
     assert len(set(whole)) > 10
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"top_p": 0.95},
+        {"top_p": 0.9, "min_p": 0.002, "temperature": 1.5},
+        {"top_k": 1000},
+        {"top_k": 1500, "top_p": 0.7},
+        {"top_k": 3000, "top_p": 0.999, "min_p": 0.01},
+        {"min_p": 1e-4},
+    ],
+)
+def test_choices_among_thousands_are_those_of_a_sorted_vocabulary(chosen: dict[str, Any], ties: bool) -> None:
+    logits = random_logits(1, 5000) / 3
+    if ties:
+        logits = (logits * 4).round() / 4
+    weights = ((logits - logits.max()) / chosen.get("temperature", 1.0)).exp()[0].double().numpy()
+    falling = np.sort(weights)[::-1]
+    likely = falling[: chosen.get("top_k", 5000)]
+    kept = likely[np.cumsum(likely) - likely < chosen.get("top_p", 1.0) * likely.sum()]
+    least = max(kept.min(), chosen.get("min_p", 0.0))
+    assert (weights >= least).sum() > 256
+    cumulated = np.cumsum(np.where(weights >= least, weights, 0))
+    rows = [sequence(seed=seed, **chosen) for seed in range(100)]
+    points = uniform([row.request for row in rows], [0] * 100)
+    expected = np.searchsorted(cumulated, points * cumulated[-1], side="right")
+    assert tokens(sample(logits.repeat(100, 1), rows)) == expected.tolist()
+
+
 def test_random_numbers_are_uniform_and_differ_by_seed_choice_and_position() -> None:
     requests = [sequence(seed=seed, choice=choice).request for seed, choice in itertools.product(range(200), range(5))]
     numbers = np.concatenate([uniform(requests, [position] * len(requests)) for position in range(20)])

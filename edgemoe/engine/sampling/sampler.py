@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.engine.sampling.segmented_topk import RUN, gather, largest, pick, richest, runs, top
+from edgemoe.engine.sampling.segmented_topk import RUN, crossing, gather, largest, pick, richest, runs, top
 from edgemoe.engine.sequence import Sequence
 from edgemoe.errors import InvalidRequest, RequestError
 from edgemoe.types.request import Request, TokenLogprob
@@ -172,24 +172,31 @@ def _pick_likely(
     weights: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Draws a token among those that top_k, then top_p, then min_p leave; the settings are [R, 1]."""
-    vocab = weights.shape[1] * weights.shape[2]
-    width = min(vocab, int(torch.where(top_k.isinf(), CANDIDATES, top_k).max()))
-    tokens = _pick_among(weights, width, point, top_k, top_p, min_p)
-    short = tokens < 0
-    if short.any():
-        tokens[short] = _pick_among(weights[short], vocab, point[short], top_k[short], top_p[short], min_p[short])
+    tokens = _pick_among_few(weights, point, top_k, top_p, min_p)
+    for row in (tokens < 0).nonzero()[:, 0].tolist():
+        least = _least_kept(weights[row].flatten(), float(top_k[row]), float(top_p[row]), float(min_p[row]))
+        tokens[row] = pick((weights[row] * (weights[row] >= least))[None], point[row, None])[0]
     return tokens
 
 
-def _pick_among(
-    weights: torch.Tensor,
-    width: int,
-    point: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+def _least_kept(weights: torch.Tensor, top_k: float, top_p: float, min_p: float) -> float:
+    """Returns the least of the weights [V] that are kept. The largest, which is 1, always is."""
+    exact = weights.double()
+    least, total = min_p, float(exact.sum())
+    if top_k < math.inf:
+        kth, above = crossing(weights, torch.ones_like(exact), top_k)
+        heavier = weights > kth
+        least, total = max(least, kth), float(exact[heavier].sum()) + (top_k - above) * kth
+    if top_p < 1.0:
+        least = max(least, crossing(weights, exact, top_p * total)[0])
+    return min(least, 1.0)
+
+
+def _pick_among_few(
+    weights: torch.Tensor, point: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Draws from the `width` most probable tokens only; returns -1 in rows where more are needed to decide."""
+    """Draws from the CANDIDATES most probable tokens at most; returns -1 in rows where more are needed to decide."""
+    width = min(weights[0].numel(), int(top_k.clamp(max=CANDIDATES).max()))
     rich = richest(weights, width)
     candidates = gather(weights, rich)
     values = candidates.flatten(1).topk(width).values.double()  # falling
@@ -200,7 +207,7 @@ def _pick_among(
     kept[:, 0] = True  # even where top_p is 0, or below what float32 resolves
     least = torch.where(kept, values, torch.inf).amin(dim=-1).float()[:, None, None]
     token = pick(candidates * (candidates >= least), point)
-    known = (width >= top_k) | ~kept[:, -1:] | (width == weights[0].numel())
+    known = (width >= top_k) | (~kept[:, -1:] & top_k.isinf())
     return torch.where(known[:, 0], rich.gather(1, (token // RUN)[:, None])[:, 0] * RUN + token % RUN, -1)
 
 

@@ -1,4 +1,4 @@
-"""Selects from long rows of numbers: the largest, the k largest, or a random one. Exact, and for all rows at once.
+"""Selects from long rows of numbers: the largest, the k largest, or a random one. Exact; `crossing` sees one row.
 
 Each row is cut into runs of 64. One number per run (its maximum, or its sum) selects the runs that matter, and only
 these are searched. With a vocabulary of 152 thousand this is 7 to 20 times faster than torch's argmax, topk and cumsum.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 RUN = 64
+DIGIT_BITS = 10
 
 
 def runs(rows: torch.Tensor, fill: float = -torch.inf) -> torch.Tensor:
@@ -57,6 +58,24 @@ def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
     inside = _of(weights, run[:, 0]).double().cumsum(dim=-1)
     rest = target - (cumulated - sums).gather(1, run)
     return run[:, 0] * RUN + torch.searchsorted(inside, _below(rest, inside), right=True)[:, 0]
+
+
+def crossing(row: torch.Tensor, amounts: torch.Tensor, goal: float) -> tuple[float, float]:
+    """Returns the least number of a row [V] above which less than `goal` lies, and how much lies above it.
+
+    Each number counts for its amount [V], float64. Numbers must be at least 0 and below 2: these are ordered as their 30
+    lower bits are, so that histograms of ten bits at a time find the number, and nothing is sorted. Returns 0 where all
+    of the row is less than `goal`.
+    """
+    bits, found, above = row.view(torch.int32).long(), 0, 0.0
+    for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
+        digits = bits >> shift & (1 << DIGIT_BITS) - 1
+        held = torch.bincount(digits, amounts, minlength=1 << DIGIT_BITS)
+        over = above + held.flip(0).cumsum(0).flip(0) - held
+        digit = min(int((over >= goal).sum()), len(over) - 1)
+        found, above, inside = found << DIGIT_BITS | digit, float(over[digit]), digits == digit
+        bits, amounts = bits[inside], amounts[inside]
+    return float(torch.tensor(found, dtype=torch.int32).view(torch.float32)), above
 
 
 def _of(rows: torch.Tensor, run: torch.Tensor) -> torch.Tensor:
