@@ -207,7 +207,7 @@ def _pick_among_few(
     kept[:, 0] = True  # even where top_p is 0, or below what float32 resolves
     least = torch.where(kept, values, torch.inf).amin(dim=-1).float()[:, None, None]
     token = pick(candidates * (candidates >= least), point)
-    known = (width >= top_k) | (~kept[:, -1:] & top_k.isinf())
+    known = (width >= top_k) | (~kept[:, -1:] & top_k.isinf()) | (width == weights[0].numel())
     return torch.where(known[:, 0], rich.gather(1, (token // RUN)[:, None])[:, 0] * RUN + token % RUN, -1)
 
 
