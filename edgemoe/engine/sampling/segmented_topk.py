@@ -63,9 +63,9 @@ def pick(weights: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
 def crossing(row: torch.Tensor, amounts: torch.Tensor, goal: float) -> tuple[float, float]:
     """Returns the least number of a row [V] above which less than `goal` lies, and how much lies above it.
 
-    Each number counts for its amount [V], float64. Numbers must be at least 0 and below 2: these are ordered as their 30
-    lower bits are, so that histograms of ten bits at a time find the number, and nothing is sorted. Returns 0 where all
-    of the row is less than `goal`.
+    Each number counts for its amount [V], float64. Numbers must be at least 0 and below 2: these are ordered as their
+    30 lower bits are, so that histograms of ten bits at a time find the number, and nothing is sorted. Returns 0 where
+    all of the row is less than `goal`.
     """
     bits, found, above = row.view(torch.int32).long(), 0, 0.0
     for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
