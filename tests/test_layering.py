@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "kernels.gpu": {"encodings", "types"},
     "model": {"types", "errors", "encodings", "families", "kernels"},
     "experts.tiers": NOUNS | {"kernels", "store"},
-    "experts.transfer": NOUNS | {"experts.tiers"},
+    "experts.transfer": NOUNS | {"experts.tiers", "durable"},
     "experts.predict": NOUNS | {"experts.tiers", "policy", "telemetry", "config.sizes", "kernels", "durable"},
     "experts.compute": NOUNS
     | {"experts.tiers", "experts.transfer", "experts.predict", "kernels", "policy", "store", "telemetry"},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab, layout_in
 from edgemoe.experts.tiers.slots import SlotPool
+from edgemoe.experts.transfer.kept_costs import KeptCosts
 from edgemoe.experts.transfer.links import EmulatedLink, TierLink
 from edgemoe.experts.transfer.loader import ExpertLoader
 from edgemoe.kernels.cpu.encoded.layout import ExpertLayout
@@ -40,6 +43,7 @@ class TierMemory:
     devices: Sequence[DeviceBudget] = ()
     containment: bool = True  # what is in VRAM is in RAM too
     lock_ram: bool = False  # keep it out of reach of swap
+    costs: Path | None = None  # the file that keeps what transfers were measured to take
 
 
 class Device(NamedTuple):
@@ -89,6 +93,9 @@ class ExpertTiers:
         self._computes = computes = [device.compute for device in self.devices] or [host.twin(math)]
         self.residency = Residency(ram_pool, pools, containment=memory.containment)
         self.loader = ExpertLoader(self.residency, store, ram, [device.link for device in self.devices])
+        links = {str(i): device.link.stats for i, device in enumerate(self.devices)}
+        self.link_stats = {"nvme": self.loader.stats, **links}
+        self._kept = KeptCosts(memory.costs, self.link_stats)
         self.experts = TieredExperts(
             geometry,
             self.residency,
@@ -121,12 +128,17 @@ class ExpertTiers:
     async def run(self) -> None:
         """Fills free slots in idle time and serves loads, until cancelled."""
         self.loader.prefetch(self._fill(), PrefetchPriority.FILL)
-        await self.loader.run()
+        keeping = asyncio.create_task(self._kept.keep())
+        try:
+            await self.loader.run()
+        finally:
+            keeping.cancel()
 
     def close(self) -> None:
         """Ends the links. To be called when `run` has ended; forwards that wait fail."""
         for device in self.devices:
             device.link.close()
+        self._kept.save()
 
     def metrics(self) -> dict[str, float]:
         """Returns the numbers for /metrics by their final names. May be called from any thread."""

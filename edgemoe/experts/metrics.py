@@ -28,8 +28,7 @@ def tier_metrics(tiers: ExpertTiers) -> dict[str, float]:
     if residency.fastest is Tier.VRAM:
         metrics[names.CPU_EXPERTS] = tiers.experts.cpu_experts.experts
         metrics |= _slab(Tier.VRAM, residency.usage(Tier.VRAM), "ram")
-    links = {"nvme": tiers.loader.stats} | {str(i): link.stats for i, link in enumerate(tiers.loader.links)}
-    for link, stats in links.items():
+    for link, stats in tiers.link_stats.items():
         metrics[named(names.LINK_RATE, link=link)] = stats.bytes_per_s
         metrics[named(names.LINK_IDLE, link=link)] = stats.idle_share
     return metrics

@@ -7,18 +7,20 @@ carry while nobody demands anything.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
 
+from edgemoe.policy.fusion import Calibration
 from edgemoe.policy.watermark import Watermark
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Tier
 
-LEDGER_DECAY = 0.99  # per outcome
-TRIAL, GOOD_SHARE = 20.0, 0.55  # outcomes before requests are carried out, and the share of good ones that it takes
-WATCHED = 64  # requests at once
-NOBODY = -2  # in place of a step: nothing is watched
+WATCHED = 16  # experts that a tier lacks, and as many that it has, whose needs each plan is judged by
+TRIAL = 12  # plans that have been judged before moves are carried out
+LOW, HIGH, BINS = -6.0, 6.0, 25  # of log odds
+RECENT = 0.02  # of `right`, per plan
 
 
 class Side(NamedTuple):
@@ -49,43 +51,59 @@ def _densest(wanted: BoolArray, side: Side, sizes: IntArray, source: Tier, targe
     return [Move(ExpertId(*divmod(key, experts)), source, target, float(side.b.ravel()[key])) for key in keys.tolist()]
 
 
-class Ledger:
-    """Judges prefetch requests: which is needed first, the requested expert or the one that it would replace?
+class Watched(NamedTuple):
+    """What a plan went by, until it is known what was needed: some experts [n], the first `lacking` of them missing."""
 
-    Not in the source. Both are watched, whether the request is carried out or not, so that holding back can end.
+    step: int
+    keys: IntArray  # layer * E + expert
+    odds: FloatArray  # log odds
+    since: IntArray  # steps; later needs count
+    lacking: int
+    wished: BoolArray  # [lacking] whether they were to be moved
+
+
+class NeedRecord:
+    """Learns how likely an expert is needed within the window, by its log odds.
+
+    Not in the source. Apart for those that a tier lacks and those that it has: what ranks highest of the one and lowest
+    of the other is seldom as good or as bad as its rank says. Watches whether or not anything is moved, so that holding
+    back can end.
     """
 
-    def __init__(self) -> None:
-        self.outcomes, self.good = 0.0, 0.0  # decayed
-        self._requested: IntArray = np.zeros(WATCHED, np.int64)  # layer * E + expert
-        self._rival: IntArray = np.zeros(WATCHED, np.int64)
-        self._since: IntArray = np.full((2, WATCHED), NOBODY, np.int64)  # of both, the step after which needs count
-        self._next = 0
+    def __init__(self, window: int) -> None:
+        """Counts needs within so many steps."""
+        self._window = window
+        self.judged = 0  # plans
+        self.right = 0.0  # share of the wishes that were needed, lately
+        self._missing, self._there = Calibration(LOW, HIGH, BINS), Calibration(LOW, HIGH, BINS)
+        self._watched: deque[Watched] = deque()
 
     @property
-    def share(self) -> float:
-        """Of good ones."""
-        return self.good / self.outcomes if self.outcomes else 0.0
+    def tried(self) -> bool:
+        """Returns whether chances are known from what came."""
+        return self.judged >= TRIAL
 
-    @property
-    def trusted(self) -> bool:
-        """Returns whether requests should be carried out."""
-        return self.outcomes >= TRIAL and self.share >= GOOD_SHARE
+    def chance(self, odds: FloatArray) -> FloatArray:
+        """P(needed within the window) of experts that the tier lacks."""
+        return self._missing(odds)
 
-    def watch(self, prefetch_request: int, rival: int, since: IntArray | int) -> None:
-        """Needs of the two count from the step after `since` on, [2] or of both; not again while it is watched."""
-        if ((self._requested == prefetch_request) & (self._since[0] > NOBODY)).any():
-            return
-        at, self._next = self._next, (self._next + 1) % WATCHED
-        self._requested[at], self._rival[at], self._since[:, at] = prefetch_request, rival, since
+    def chance_there(self, odds: FloatArray) -> FloatArray:
+        """The same of experts that the tier has."""
+        return self._there(odds)
 
-    def settle(self, last: IntArray) -> None:
-        """Counts what has been decided by each expert's latest need [L * E], in steps."""
-        live = np.flatnonzero(self._since[0] > NOBODY)
-        prefetch_request, rival = last[self._requested[live]], last[self._rival[live]]
-        came, lost = prefetch_request > self._since[0, live], rival > self._since[1, live]
-        decided = came | lost
-        for good in np.where(came & lost, 0.5, came)[decided].tolist():  # both in one step: nothing was gained
-            self.outcomes = LEDGER_DECAY * self.outcomes + 1
-            self.good = LEDGER_DECAY * self.good + good
-        self._since[:, live[decided]] = NOBODY
+    def watch(self, plan: Watched) -> None:
+        """Waits for what comes of a plan."""
+        self._watched.append(plan)
+
+    def settle(self, step: int, last: IntArray) -> None:
+        """Learns from plans whose window has passed; `last` [L * E] is the step of each expert's latest need."""
+        while self._watched and self._watched[0].step + self._window < step:
+            plan = self._watched.popleft()
+            if plan.step + self._window + 1 < step:  # no plan was made for a while: needs after the window would count
+                continue
+            came, n = last[plan.keys] > plan.since, plan.lacking
+            self._missing.learn(plan.odds[:n], came[:n])
+            self._there.learn(plan.odds[n:], came[n:])
+            self.judged += 1
+            if plan.wished.any():
+                self.right += RECENT * (float(came[:n][plan.wished].mean()) - self.right)

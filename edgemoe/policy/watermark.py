@@ -19,7 +19,7 @@ GROWTH, SHRINKAGE = 1.3, 0.5
 SLACK = 0.02  # demand this close to capacity leaves the price alone
 
 
-def miss_cost(sizes: IntArray, fixed_s: float, per_byte_s: float) -> FloatArray:
+def miss_cost(sizes: IntArray, fixed_s: float | FloatArray, per_byte_s: float | FloatArray) -> FloatArray:
     """Seconds that it takes to bring each expert in: C, from what was measured of its link."""
     cost: FloatArray = (fixed_s + per_byte_s * sizes).astype(np.float32)
     return cost

@@ -58,7 +58,9 @@ class Counts(NamedTuple):
     to_ram_bytes: int = 0
     wasted_bytes: int = 0  # prefetched, and evicted before they were demanded
     moves: float = 0.0  # experts, into both
-    prefetched: int = 0
+    prefetched: int = 0  # into VRAM, before they were demanded
+    promoted: int = 0  # prefetches that were demanded on their way there
+    withdrawn: int = 0  # prefetches that were given up on their way there
 
     def since(self, earlier: Counts) -> Counts:
         """Returns what happened after that."""
@@ -143,6 +145,8 @@ class ReplayBox:
             vram.wasted_bytes + ram.wasted_bytes,
             vram.moved + ram.moved,
             vram.prefetched,
+            vram.promoted,
+            vram.withdrawn,
         )
 
     def close(self) -> None:

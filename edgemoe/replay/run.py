@@ -62,10 +62,10 @@ class Replay:
         self._route, self._loaded = getattr(policy, "route", None), getattr(policy, "loaded", None)
         self._prefilled = getattr(policy, "prefilled", None)
 
-    def add(self, capacity_bytes: int, machine: BoxSpec, *, prefetch: bool) -> ReplayBox:
-        """Returns a new box; one that prefetches does so by the policy's plans, too."""
+    def add(self, capacity_bytes: int, machine: BoxSpec, *, prefetch: bool, plans: bool = True) -> ReplayBox:
+        """Returns a new box; one that prefetches does so by hints, and by the policy's plans if it makes `plans`."""
         box = ReplayBox(self._geometry, capacity_bytes, machine, self.ranks, prefetch=prefetch)
-        if prefetch:
+        if prefetch and plans:
             self.policy.foresight.attach(box.residency, box.loader, self._geometry)
         self.boxes.append(box)
         return box

@@ -96,6 +96,8 @@ class SimulatedWaiters(Waiters):
 class SimulatedLink:
     """Carries experts in pieces, as `EmulatedLink` does, and copies nothing."""
 
+    at_once = True
+
     def __init__(self, world: World, layout: SlabLayout, bytes_per_s: float) -> None:
         self._world, self._layout = world, layout
         self._largest_bytes = layout.classes.bytes[-1]

@@ -36,7 +36,7 @@ ACTIVE_EXPERTS = "edgemoe_active_experts_total"  # {phase}: distinct experts of 
 LEARNED_STEPS = "edgemoe_cache_steps_total"  # {how}: steps learned from, with looks at the past or (glanced) without
 LEARNED_SECONDS = "edgemoe_cache_processor_seconds_total"  # that the policy's own thread spent on them
 LEARNED_MOVES = "edgemoe_cache_planned_moves_total"  # prefetches planned beyond the next layer
-LEARNED_RIGHT = "edgemoe_cache_plans_right_ratio"  # share of recent plans needed before what they would replace
+LEARNED_RIGHT = "edgemoe_cache_plans_right_ratio"  # share of recent plans' experts that were needed within their window
 LEARNED_ETA = "edgemoe_cache_fusion_eta_ratio"  # {horizon}: weight of ScoutGate (gate: of the next layer's own gate)
 SCOUTGATE_RECALL = (
     "edgemoe_scout_recall_ratio"  # {horizon}: chosen experts among ScoutGate's k most probable ones, recent

@@ -156,8 +156,9 @@ class Move(NamedTuple):
     """A prefetch request: a copy of one expert to a faster tier before it is needed.
 
     `score` is the utility of having it there, in the units of the target tier's `CachePolicy.rank`: the expert
-    replaces one of lower rank, or is not copied. Infinity marks an expert that is certain to be needed, where no
-    rank is known. `chance` is the probability that it is needed soon, which limits how far it may delay demands.
+    replaces one of lower rank, or is not copied. NaN stands for what it ranks at when the copy begins. Infinity marks
+    an expert that is certain to be needed, where no rank is known. `chance` is the probability that it is needed soon,
+    which limits how far it may delay demands.
     """
 
     expert: ExpertId

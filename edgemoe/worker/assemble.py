@@ -49,7 +49,7 @@ from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
-from edgemoe.worker.cache_policy import POLICIES, Foreseeing, foreseeing, scoutgate_for
+from edgemoe.worker.cache_policy import POLICIES, Foreseeing, costs_file, foreseeing, scoutgate_for
 from edgemoe.worker.hand_over import LastChunks
 from edgemoe.worker.needs import needs_of
 from edgemoe.worker.store_growth import StoreGrowth
@@ -209,7 +209,7 @@ def _tiers(
     tiers = ExpertTiers(
         geometry,
         store if sharing is None else sharing.store,
-        TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment),
+        TierMemory(budgets.ram_bytes, budgets.devices, containment=budgets.containment, costs=costs_file(settings)),
         {Tier.VRAM: policy, Tier.RAM: policy},
         kernels,
         fetching=Fetching(prefetch=settings.cache.prefetch, keep_hints=settings.record.hints),

@@ -26,7 +26,7 @@ from edgemoe.types.routing import StepMeta, StepRouting
 
 log = logging.getLogger(__name__)
 STATE = "%s.cache.safetensors"  # what the cache has learned, beside the store of that name
-SCORES = ".scoutgate.json"  # how good ScoutGate's forecasts were, beside that
+SCORES, COSTS = ".scoutgate.json", ".costs.json"  # how good ScoutGate's forecasts were, what loads take, beside that
 POLICIES: dict[str, Callable[[ExpertGeometry], LivePolicy]] = {  # all but "learned" and "published"
     "lru": lambda sizes: baselines.LRU(sizes.layers, sizes.experts),
     "lfu": lambda sizes: baselines.LFU(sizes.layers, sizes.experts),
@@ -87,6 +87,11 @@ def scoutgate_for(
     except ConfigError as error:
         log.warning(f"serving without ScoutGate: {error}")
     return scoutgate
+
+
+def costs_file(settings: Settings) -> Path:
+    """Returns the file that keeps what transfers of experts were measured to take."""
+    return _state_file(settings, Path(settings.model.path)).with_suffix(COSTS)
 
 
 def _state_file(settings: Settings, directory: Path) -> Path:

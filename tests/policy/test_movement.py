@@ -1,74 +1,74 @@
-"""A ledger tells whether prefetches are right, from what is needed first, carried out or not."""
+"""A record of needs tells how likely an expert is needed soon by its rank, from what came, carried out or not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from edgemoe.policy.movement import GOOD_SHARE, TRIAL, WATCHED, Ledger
+from edgemoe.policy.movement import TRIAL, NeedRecord, Watched
+from edgemoe.types.arrays import FloatArray, IntArray
 
-N = 200
-
-
-def settle(ledger: Ledger, outcomes: list[str]) -> None:
-    """Each prefetch (even keys) and its rival (odd keys), one of which is needed in the step after."""
-    last: npt.NDArray[np.int64] = np.full(N, -1)
-    for step, outcome in enumerate(outcomes):
-        prefetch_request = 2 * (step % (N // 2))
-        ledger.watch(prefetch_request, prefetch_request + 1, step)
-        if outcome in ("good", "both"):
-            last[prefetch_request] = step + 1
-        if outcome in ("bad", "both"):
-            last[prefetch_request + 1] = step + 1
-        ledger.settle(last)
+WINDOW, EACH = 4, 16
+CHANCES = {-2.0: 0.1, 2.0: 0.7}  # by log odds
 
 
-def test_prefetches_are_not_trusted_before_they_have_been_tried() -> None:
-    ledger = Ledger()
-    settle(ledger, ["good"] * (int(TRIAL) - 1))
-    assert not ledger.trusted
-    settle(ledger, ["good"] * 20)
-    assert ledger.trusted
-    assert ledger.share == pytest.approx(1.0)
+def live(record: NeedRecord, steps: int, chance: Callable[[FloatArray, bool], FloatArray]) -> None:
+    """Plans at every step, each of experts of its own, whose needs in the window come with `chance` of their odds."""
+    random, n = np.random.default_rng(1), 2 * EACH
+    last: IntArray = np.full(steps * n, -1)
+    due: list[tuple[int, int]] = []
+    for step in range(steps):
+        for at, key in [each for each in due if each[0] < step]:
+            last[key] = at
+        due = [each for each in due if each[0] >= step]
+        record.settle(step, last)
+        keys = step * n + np.arange(n)
+        odds = random.choice(list(CHANCES), n).astype(np.float32)
+        needed = random.random(n) < np.concatenate([chance(odds[:EACH], True), chance(odds[EACH:], False)])
+        due += [(step + int(random.integers(1, WINDOW)), key) for key in keys[needed].tolist()]
+        record.watch(Watched(step, keys, odds, np.full(n, step - 1), EACH, odds[:EACH] > 0))
 
 
-@pytest.mark.parametrize(("pattern", "trusted"), [("good good bad", True), ("good bad bad", False), ("both", False)])
-def test_it_takes_more_good_ones_than_bad_ones(pattern: str, trusted: bool) -> None:
-    ledger = Ledger()
-    settle(ledger, pattern.split() * 60)
-    assert ledger.trusted is trusted
-    assert (ledger.share >= GOOD_SHARE) is trusted
+def as_ranked(odds: FloatArray, missing: bool) -> FloatArray:
+    return np.where(odds > 0, CHANCES[2.0], CHANCES[-2.0]).astype(np.float32)
 
 
-def test_trust_is_lost_and_found_again() -> None:
-    ledger = Ledger()
-    for good, trusted in ((True, True), (False, False), (True, True)):
-        settle(ledger, ["good" if good else "bad"] * 300)
-        assert ledger.trusted is trusted
+def test_a_chance_is_what_such_ranks_came_to() -> None:
+    record = NeedRecord(WINDOW)
+    live(record, 300, as_ranked)
+    both = np.array(list(CHANCES), np.float32)
+    np.testing.assert_allclose(record.chance(both), [0.1, 0.7], atol=0.06)
+    np.testing.assert_allclose(record.chance_there(both), [0.1, 0.7], atol=0.06)
+    assert record.right == pytest.approx(0.7, abs=0.06), "of what was wished for"
 
 
-def test_a_need_in_the_step_of_the_prefetch_does_not_count_and_nothing_is_counted_twice() -> None:
-    ledger, last = Ledger(), np.full(N, -1)
-    last[0] = 7
-    ledger.watch(0, 1, 7)
-    ledger.settle(last)
-    assert ledger.outcomes == 0
-    last[0] = 9
-    ledger.settle(last)
-    ledger.settle(last)
-    assert (ledger.outcomes, ledger.good) == (1, 1)
+def test_what_a_tier_lacks_is_judged_apart_from_what_it_has() -> None:
+    record = NeedRecord(WINDOW)
+    live(record, 300, lambda odds, missing: np.full(len(odds), 0.05 if missing else 0.6, np.float32))
+    both = np.array(list(CHANCES), np.float32)
+    assert (record.chance(both) < 0.1).all()
+    assert (record.chance_there(both) > 0.5).all()
 
 
-def test_what_is_watched_is_bounded_and_watched_once() -> None:
-    ledger, last = Ledger(), np.full(N, -1)
-    for _ in range(3):
-        ledger.watch(0, 1, 0)
-    last[0] = 5
-    ledger.settle(last)
-    assert ledger.outcomes == 1
-    for prefetch_request in range(0, 2 * WATCHED + 40, 2):  # the first twenty are pushed out
-        ledger.watch(prefetch_request % N, prefetch_request % N + 1, 10)
-    last[:] = 11
-    ledger.settle(last)
-    assert ledger.outcomes == pytest.approx(sum(0.99**i for i in range(WATCHED + 1)), rel=1e-6)
+def test_nothing_is_tried_before_the_windows_of_some_plans_have_passed() -> None:
+    record = NeedRecord(WINDOW)
+    live(record, TRIAL + WINDOW, as_ranked)
+    assert not record.tried
+    live_on = NeedRecord(WINDOW)
+    live(live_on, TRIAL + WINDOW + 1, as_ranked)
+    assert live_on.tried
+
+
+def test_a_need_before_the_plan_or_after_its_window_is_none() -> None:
+    record, keys = NeedRecord(WINDOW), np.arange(2)
+    odds, nobody = np.zeros(2, np.float32), np.zeros(1, np.bool_)
+    before = record.chance(odds)[0]
+    record.watch(Watched(7, keys, odds, np.array([7, 6]), 1, nobody))  # the first one's layer has run
+    record.settle(7 + WINDOW + 1, np.array([7, 7]))
+    assert record.chance(odds)[0] < before < record.chance_there(odds)[0]
+    judged = record.judged
+    record.watch(Watched(20, keys, odds, np.array([19, 19]), 1, nobody))
+    record.settle(20 + WINDOW + 2, np.array([25, 25]))
+    assert record.judged == judged, "no plan was made for a while, so that nobody knows when the needs were"

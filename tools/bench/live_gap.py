@@ -156,7 +156,7 @@ def replayed(
         policy = PaidPolicy(geometry) if setting.args.paid else LearnedPolicy(sizes.layers, sizes.experts, sizes.top_k)
         policy.start(*restored(NextUsePredictor(sizes.layers, sizes.experts, sizes.top_k), state))
     else:
-        _teach(policy, lesson)
+        teach(policy, lesson)
     run = Replay(policy, geometry)
     box = run.add(live.slots * geometry.largest_bytes, machine, prefetch=CONTENDERS[name].prefetch)
     with closing(box):
@@ -177,7 +177,7 @@ def yardsticks(model: Model, setting: Setting, live: Live, lesson: list[StepRout
     capacity_bytes = live.slots * geometry.largest_bytes
     for kind in (LRU, LFU, LFRU):
         policy = kind(sizes.layers, sizes.experts)
-        _teach(policy, lesson)
+        teach(policy, lesson)
         run = Replay(policy, geometry)
         with closing(run.add(capacity_bytes, machine, prefetch=False)) as box:
             counts = [box.counts.misses for _ in _by_round(run, iter(steps), setting)]
@@ -190,7 +190,8 @@ def yardsticks(model: Model, setting: Setting, live: Live, lesson: list[StepRout
     return min(missed), counts[-1] - counts[setting.args.unscored]
 
 
-def _teach(policy: Any, lesson: list[StepRouting]) -> None:
+def teach(policy: Any, lesson: list[StepRouting]) -> None:
+    """Shows a policy what steps chose."""
     for routing in lesson:
         for layer, ids in enumerate(routing.ids):
             policy.touch(layer, np.unique(ids[-1:]).astype(np.int64))
@@ -274,6 +275,7 @@ def main() -> None:
     parser.add_argument("--at-leisure", dest="paid", action="store_false", help="replay with all looks at every step")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args()
+    args.ram = 1.0
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     rows = []

@@ -3,12 +3,14 @@
     python -m tools.bench.stall --out stall.json [--scoutgate EXPORT] [--links 2,8,25] [--rounds 10] [--model mid]
     python -m tools.bench.stall --report stall.json [--plot stall.png]
 
-The device holds 25 % of the experts, RAM all of them. A link takes as long as an expert of --expert-bytes would (9.44
-MB: an expert of Qwen3-30B-A3B in bf16); the bytes that it really copies are fewer, so that one thread's memcpy (6.6
-GB/s on two cores) is never the limit. --model demo is the demo model in float32, writing text of its own; mid is 24
-layers of 64 experts with random weights, which reads real text: only which token it is tells anything there. All
-contenders of a link run in turn, round by round, on the same prompts; what one has learned from --warm tokens they all
-start with. The differences are paired by round, with 95 % intervals. Tokens are compared between all contenders.
+The device holds 25 % of the experts, RAM all of them, or --ram of them: then the others are read from a disk of --disk
+GB/s. A link takes as long as an expert of --expert-bytes would (9.44 MB: an expert of Qwen3-30B-A3B in bf16), and so
+does the disk; the bytes that are really copied are fewer, so that one thread's memcpy (6.6 GB/s on two cores) is never
+the limit. --model demo is the demo model in float32, writing text of its own; mid is 24 layers of 64 experts with
+random weights, which reads real text: only which token it is tells anything there. All contenders of a link run in
+turn, round by round, on the same prompts; what one has learned from --warm tokens they all start with. The differences
+are paired by round, with 95 % intervals. Tokens are compared between all contenders. Of what was begun ahead of need is
+`unused` what was given up on its way, or dropped before it was needed.
 """
 
 from __future__ import annotations
@@ -104,6 +106,9 @@ PAIRS = (
 )
 
 
+MOVES = ("moved", "prefetched", "promoted", "withdrawn", "wasted")
+
+
 class Model(NamedTuple):
     """Weights, and the text that is read or gone on with."""
 
@@ -155,6 +160,21 @@ def _in_float32(scratch: Path) -> Path:
     return scratch / "store"
 
 
+class SlowStore:
+    """A store that reads as slowly as a disk of the stated rate, one expert after the other."""
+
+    def __init__(self, store: Store, bytes_per_s: float, size_bytes: float) -> None:
+        self._store, self._read_s, self._free_s = store, size_bytes / bytes_per_s, 0.0
+
+    def expert_bytes(self, layer: int, expert: int) -> int:
+        return self._store.expert_bytes(layer, expert)
+
+    async def read(self, layer: int, expert: int, into: memoryview) -> None:
+        self._free_s = end_s = max(self._free_s, time.monotonic()) + self._read_s
+        await self._store.read(layer, expert, into)
+        await asyncio.sleep(end_s - time.monotonic())
+
+
 class Runner:
     """One contender's tiers, and all that it has learned."""
 
@@ -187,13 +207,15 @@ class Runner:
         self.foreseeing = self.controller or self.rules
         policy = self.foreseeing.policy if self.foreseeing else _policy(contender.policy, geometry)
         self.policy = policy
-        total = geometry.all_bytes
+        total, store = geometry.all_bytes, model.store
+        if args.ram < 1:
+            store = SlowStore(store, 1e9 * args.disk, args.expert_bytes)
         device = DeviceBudget("emulated", int(total * args.share), link, args.expert_bytes)
         policies = {Tier.VRAM: policy, Tier.RAM: policy}
         self.tiers = ExpertTiers(
             geometry,
-            model.store,
-            TierMemory(total, [device]),
+            store,
+            TierMemory(int(total * args.ram), [device]),
             policies,
             model.kernels,
             fetching=Fetching(prefetch=contender.prefetch, keep_hints=contender.gate and hints, cpu_helps=False),
@@ -207,7 +229,7 @@ class Runner:
         self._task = self._loop.create_task(self.tiers.run())
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        while not self.tiers.residency.resident_mask().all():
+        while self.tiers.residency.ram.free:
             time.sleep(0.02)
 
     def _serve(self) -> None:
@@ -234,7 +256,7 @@ class Runner:
         logits, _ = self._step(f"{number}", text[:PROMPT], 0)
         served = list(self.tiers.residency.served)
         vram = self.tiers.residency.devices[0]
-        moved, prefetched, wasted = vram.usage.moved, vram.usage.prefetched, vram.usage.wasted
+        read, before = self.tiers.residency.ram.usage.moved, vram.usage
         began_s = time.perf_counter()
         for i in range(tokens):
             noise = -torch.log(-torch.log(torch.rand(logits.shape[-1], generator=random)))
@@ -252,9 +274,8 @@ class Runner:
             "miss": sum(misses) / (hits + sum(misses)),
             "missed": sum(misses),
             "step_ms": 1e3 * sum(routing.step_s for routing in routings) / tokens,
-            "prefetched": (vram.usage.prefetched - prefetched) / tokens,
-            "moved": (vram.usage.moved - moved) / tokens,
-            "wasted": (vram.usage.wasted - wasted) / tokens,
+            "read": (self.tiers.residency.ram.usage.moved - read) / tokens,
+            **{name: (getattr(vram.usage, name) - getattr(before, name)) / tokens for name in MOVES},
             "tokens": said,
             "routings": routings,
         }
@@ -338,7 +359,7 @@ def measure(model: Model, args: Namespace, state: Path, link: float, lesson: lis
 
 def learn(model: Model, args: Namespace, state: Path) -> list[StepRouting]:
     """What all contenders know before they start: the steps of --warm tokens, and what `learned` remembers of them."""
-    quick = Runner(model, Contender("lru"), 1e15, Namespace(**{**vars(args), "share": 1.0}), None)
+    quick = Runner(model, Contender("lru"), 1e15, Namespace(**{**vars(args), "share": 1.0, "ram": 1.0}), None)
     lesson = [r for number in range(-(-args.warm // args.tokens)) for r in quick.run(number, args.tokens)["routings"]]
     quick.close()
     teacher = Runner(model, Contender("learned"), 1e15, args, state)
@@ -354,17 +375,31 @@ def report(out: dict[str, Any]) -> str:
         different = sum(r["different"] for r in rounds)
         lines += [f"\n{part['link'] / 1e9:.0f} GB/s, {len(rounds)} rounds, {different} with different tokens", ""]
         lines += [
-            "| | stall ms/token | ms/token | misses | moved, prefetched, wasted a token |",
-            "|---|---|---|---|---|",
+            "| | stall ms/token | ms/token | misses | moved, read a token | ahead: arrived, demanded, given up "
+            "| dropped unused | unused |",
+            "|" + "---|" * 8,
         ]
         for name in out["contenders"]:
             of = {key: [r[name][key] for r in rounds] for key in rounds[0][name]}
             mean, half = interval(of["stall_ms"])
-            rest = [float(np.mean(of[key])) for key in ("ms", "miss", "moved", "prefetched", "wasted")]
-            lines.append(
-                f"| {name} | {mean:.2f} ± {half:.2f} | {rest[0]:.2f} | {rest[1]:.3f} "
-                f"| {rest[2]:.2f}, {rest[3]:.2f}, {rest[4]:.2f} |"
+            ms, miss, read, moved, prefetched, promoted, withdrawn, wasted = (
+                float(np.mean(of[key])) for key in ("ms", "miss", "read", *MOVES)
             )
+            begun = prefetched + promoted + withdrawn
+            lines.append(
+                f"| {name} | {mean:.2f} ± {half:.2f} | {ms:.2f} | {miss:.3f} | {moved:.2f}, {read:.2f} "
+                f"| {prefetched:.2f}, {promoted:.2f}, {withdrawn:.2f} | {wasted:.2f} "
+                f"| {(withdrawn + wasted) / begun if begun else 0:.0%} |"
+            )
+        if "lru" in rounds[0]:
+            lru_ms = float(np.mean([r["lru"]["ms"] for r in rounds]))
+            for name in out["contenders"][1:]:
+                stall, whole = (
+                    float(np.mean([r[name][key] - r["lru"][key] for r in rounds])) for key in ("stall_ms", "ms")
+                )
+                lines.append(
+                    f"{name} - lru: stall {stall:+.2f}, token {whole:+.2f} ms: {abs(whole - stall) / lru_ms:.1%} apart"
+                )
         pairs = [*PAIRS, *((out["contenders"][-1], name) for name in out["contenders"][:-1])]
         for one, other in pairs:
             if one in rounds[0] and other in rounds[0]:
@@ -394,6 +429,8 @@ def main() -> None:
     parser.add_argument("--links", default="2,8,25", help="GB/s")
     parser.add_argument("--expert-bytes", type=float, default=9.44e6)
     parser.add_argument("--share", type=float, default=0.25, help="of the experts that the device holds")
+    parser.add_argument("--ram", type=float, default=1.0, help="of the experts that RAM holds")
+    parser.add_argument("--disk", type=float, default=1.3, help="GB/s, where RAM does not hold all")
     parser.add_argument("--tokens", type=int, default=100, help="a round")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--unscored", type=int, default=2, help="rounds before them")

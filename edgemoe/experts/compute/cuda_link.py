@@ -101,6 +101,8 @@ class CudaLink:
     as one last piece, however much is left of it: nothing overtakes it, and the link need not wait for the thread.
     """
 
+    at_once = False
+
     def __init__(self, source: HostSlab, slab: torch.Tensor, layout: SlabLayout, order: Order) -> None:
         """Copies into `slab`, uint8, cut as `layout` says."""
         self.stats = LinkStats()
@@ -193,7 +195,7 @@ class CudaLink:
                 self._issue(flight, self._bytes_of(flight.load), pieces)
         if not any(flight.urgent for flight in self._flights):
             flying = sum(flight.flying for flight in self._flights)
-            for flight in waiting:
+            for flight in sorted(waiting, key=lambda flight: -flight.load.urgency):
                 while not flight.over and flying < AHEAD:
                     self._issue(flight, flight.issued_bytes + self._piece_bytes, pieces)
                     flying += 1

@@ -45,7 +45,7 @@ class PrefetchRequester:
         if self._residency.all_on_top(layer, likely):
             self.replace(layer, NOBODY, PrefetchPriority.NEAR)
             return
-        chance, utility = self._policy.foresee(layer, likely, self._ahead.chances(probs)[likely])
+        chance, utility = self._policy.foresee(layer, likely, self._ahead.chances(layer, probs, likely))
         order = np.argsort(-chance, kind="stable")
         order = order[utility[order] > -ALWAYS]
         self.replace(

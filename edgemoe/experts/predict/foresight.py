@@ -175,7 +175,7 @@ class Foresight:
             named(names.LEARNED_STEPS, how="glanced"): float(self.glances),
             names.LEARNED_SECONDS: self._spent_s,
             names.LEARNED_MOVES: float(self.planned),
-            names.LEARNED_RIGHT: self._plans[0].ledger.share if self._plans else 0.0,
+            names.LEARNED_RIGHT: self._plans[0].right if self._plans else 0.0,
         }
         for name, horizon in (("0", 0), ("1", NEXT_STEP), ("gate", NEXT_LAYER)):
             metrics[named(names.LEARNED_ETA, horizon=name)] = self.blend.mix.eta(horizon)

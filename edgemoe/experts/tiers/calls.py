@@ -8,7 +8,9 @@ the GIL meanwhile, and then the compute thread waits for both. Figures: tools/be
 
 from __future__ import annotations
 
-from edgemoe.experts.tiers.eviction import class_at, needs_ranks, release, take_below
+import numpy as np
+
+from edgemoe.experts.tiers.eviction import abandon, class_at, needs_ranks, release, take_below
 from edgemoe.experts.tiers.extents import ADD_EXTENT, REMOVE_EXTENT
 from edgemoe.experts.tiers.fetches import fetch_from_disk, fetch_through_ram, join, mark, place, size_class
 from edgemoe.experts.tiers.records import CLASS, FORMER, HOME, NONE, POOL, REQUEST, STATE
@@ -159,7 +161,10 @@ def UNPIN(request: int) -> int:
 
 @code(INT, result=INT)
 def RESERVE(request: int) -> int:
-    """Begins the load of a prefetch request. Returns its slot; NONE where it is refused; ASKS for `ranks`."""
+    """Begins the load of a prefetch request. Returns its slot; NONE where it is refused; ASKS for `ranks`.
+
+    What has no number for its utility is worth what it ranks at now.
+    """
     r = record(request, REQUEST)
     s, pool = record(r.state, STATE), i64_at(record(r.state, STATE).pools)[r.pool]
     p, ram = record(pool, POOL), record(i64_at(s.pools)[0], POOL)
@@ -168,8 +173,12 @@ def RESERVE(request: int) -> int:
     i64_at(r.slots)[0] = source
     if i64_at(p.where)[key] >= 0 or i64_at(p.coming)[key] >= 0 or (r.pool != 0 and source < 0):
         return NONE
-    if r.ranks == 0 and needs_ranks(r.state, pool, size_class(request), utility):
+    as_it_ranks = np.isnan(utility)
+    if r.ranks == 0 and (as_it_ranks or needs_ranks(r.state, pool, size_class(request), utility)):
         return ASKS
+    score = f32_at(r.worths)[1]
+    if as_it_ranks:
+        utility = score = f32_at(r.ranks)[key]
     s.changes += 1
     if source >= 0:
         i64_at(ram.pins)[source] += 1
@@ -179,7 +188,7 @@ def RESERVE(request: int) -> int:
             i64_at(ram.pins)[source] -= 1
         return NONE
     place(r.state, pool, slot, key, r.flags)
-    i64_at(p.source)[slot], f32_at(p.utility)[slot] = source, f32_at(r.worths)[1]
+    i64_at(p.source)[slot], f32_at(p.utility)[slot] = source, score
     return slot  # type: ignore[no-any-return]
 
 
@@ -216,9 +225,9 @@ def FAIL(state: int, pool: int, slot: int) -> int:
     p = record(i64_at(s.pools)[pool], POOL)
     key, demanded = i64_at(p.owner)[slot], i64_at(p.demanded)[slot]
     copy = _waiting_copy(state, pool, key)
-    _abandon(i64_at(s.pools)[pool], slot)
+    abandon(i64_at(s.pools)[pool], slot)
     if copy >= 0:
-        _abandon(i64_at(s.pools)[1 + i64_at(s.device_of)[key]], copy)
+        abandon(i64_at(s.pools)[1 + i64_at(s.device_of)[key]], copy)
     s.changes += 1
     s.version += 1
     return 2 * (copy + 1) + demanded  # type: ignore[no-any-return]
@@ -228,9 +237,11 @@ def FAIL(state: int, pool: int, slot: int) -> int:
 def WITHDRAW(state: int, pool: int, slot: int) -> int:
     """Drops a prefetch to a device unless somebody demands it. Returns whether it did."""
     s = record(state, STATE)
-    if i64_at(record(i64_at(s.pools)[pool], POOL).demanded)[slot]:
+    p = record(i64_at(s.pools)[pool], POOL)
+    if i64_at(p.demanded)[slot]:
         return 0
-    _abandon(i64_at(s.pools)[pool], slot)
+    record(class_at(i64_at(s.pools)[pool], i64_at(p.class_of)[slot]), CLASS).withdrawn += 1
+    abandon(i64_at(s.pools)[pool], slot)
     s.changes += 1
     s.version += 1
     return 1
@@ -245,19 +256,6 @@ def _waiting_copy(state: int, pool: int, key: int) -> int:
     top = record(i64_at(s.pools)[1 + i64_at(s.device_of)[key]], POOL)
     copy = i64_at(top.coming)[key]
     return copy if copy >= 0 and i64_at(top.source)[copy] == NONE else NONE
-
-
-@jit
-def _abandon(pool: int, slot: int) -> None:
-    p = record(pool, POOL)
-    i64_at(p.coming)[i64_at(p.owner)[slot]] = NONE
-    i64_at(p.owner)[slot] = NONE
-    i64_at(p.flags)[slot] = 0
-    i64_at(p.pins)[slot] -= 1
-    if i64_at(p.pins)[slot] == 0:
-        release(pool, slot)
-    else:
-        p.orphans += 1
 
 
 @code(INT, INT, result=INT)

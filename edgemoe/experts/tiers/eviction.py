@@ -84,6 +84,20 @@ def release(pool: int, slot: int) -> None:
 
 
 @jit
+def abandon(pool: int, slot: int) -> None:
+    """Drops a load that ends without its expert. The slot becomes free as soon as nothing pins it."""
+    p = record(pool, POOL)
+    i64_at(p.coming)[i64_at(p.owner)[slot]] = NONE
+    i64_at(p.owner)[slot] = NONE
+    i64_at(p.flags)[slot] = 0
+    i64_at(p.pins)[slot] -= 1
+    if i64_at(p.pins)[slot] == 0:
+        release(pool, slot)
+    else:
+        p.orphans += 1
+
+
+@jit
 def _lowest(state: int, pool: int, size_class: int, ranks: int, n: int, slots_at: int, keys_at: int) -> int:
     """Writes the `n` slots of the lowest utility that may be evicted, ascending, and their utilities.
 

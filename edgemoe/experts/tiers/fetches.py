@@ -5,8 +5,8 @@ Compiled; `request` is the address of a REQUEST record, `wanted` in it the place
 
 from __future__ import annotations
 
-from edgemoe.experts.tiers.eviction import release, take
-from edgemoe.experts.tiers.records import NONE, NVME, POOL, RAM, REQUEST, STATE, TRANSIENT
+from edgemoe.experts.tiers.eviction import class_at, release, take
+from edgemoe.experts.tiers.records import CLASS, NONE, NVME, POOL, RAM, REQUEST, STATE, TRANSIENT, UNUSED
 from edgemoe.kernels.cpu.intrinsics import i64_at, jit, record, u8_at
 
 
@@ -38,11 +38,20 @@ def join(request: int, pool: int, i: int, slot: int) -> None:
     """Adds the demand of expert i to the load in the slot, which it pins."""
     r, p = record(request, REQUEST), record(pool, POOL)
     i64_at(p.pins)[slot] += 1
-    i64_at(p.demanded)[slot] = 1
+    _promote(pool, slot)
     if r.ours:
         i64_at(p.flags)[slot] &= mark(request, i)
     i64_at(record(r.state, STATE).served)[NVME if i64_at(p.cold)[slot] else RAM] += 1
     i64_at(r.slots)[i] = slot
+
+
+@jit
+def _promote(pool: int, slot: int) -> None:
+    """Makes a load a demanded one. A prefetch counts as promoted, once."""
+    p = record(pool, POOL)
+    is_hoped = (i64_at(p.flags)[slot] & UNUSED) * (1 - i64_at(p.demanded)[slot])
+    record(class_at(pool, i64_at(p.class_of)[slot]), CLASS).promoted += is_hoped
+    i64_at(p.demanded)[slot] = 1
 
 
 @jit
@@ -96,13 +105,15 @@ def fetch_through_ram(request: int, pool: int, n: int) -> None:
 def _copy(request: int, pool: int, i: int, slot: int, source: int, coming: int) -> None:
     """Places the copy of expert i: from the slot `source` of RAM, or, without one, from where it is `coming` to."""
     r, top = record(request, REQUEST), record(pool, POOL)
-    p = record(i64_at(record(r.state, STATE).pools)[0], POOL)
+    ram = i64_at(record(r.state, STATE).pools)[0]
+    p = record(ram, POOL)
     place(r.state, pool, slot, _key(request, i), mark(request, i))
     if source >= 0:
         i64_at(top.source)[slot] = source
         _start(request, r.pool, i, slot, source)
     else:
-        i64_at(top.cold)[slot] = i64_at(p.demanded)[coming] = 1
+        _promote(ram, coming)
+        i64_at(top.cold)[slot] = 1
     if r.ours:
         i64_at(p.flags)[source if source >= 0 else coming] &= mark(request, i)
     join(request, pool, i, slot)

@@ -21,6 +21,11 @@ class PrefetchPriority(enum.IntEnum):
     FILL = 5  # anything, into slots that are free
 
     @property
+    def for_one_layer(self) -> bool:
+        """Returns whether such a prefetch is in vain once its layer has run without it."""
+        return self in (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY)
+
+    @property
     def flags(self) -> int:
         """Returns the flags of the slot that the expert is loaded into."""
         return (UNUSED, UNUSED | TRANSIENT, 0, 0, UNUSED, TRANSIENT)[self]

@@ -42,10 +42,11 @@ POOL = fields(
 )
 # Of one size class in a pool: `first` the number of its first slot, `end` of the one behind its last; `free` a stack of
 # `free_count` slots; `moved` experts that came in, `prefetched` of these before they were demanded, `wasted` of these
-# evicted before; `least` the SHORTLIST slots of the lowest utility, ascending, from `least_next` to `least_count`, with
-# `least_keys` and `least_owners`, as they were at the clock `least_at`.
+# evicted before; `promoted` prefetches that were demanded on their way, `withdrawn` those given up; `least` the
+# SHORTLIST slots of the lowest utility, ascending, from `least_next` to `least_count`, with `least_keys` and
+# `least_owners`, as they were at the clock `least_at`.
 CLASS = fields(
-    *("first", "end", "free", "free_count", "moved", "prefetched", "wasted"),
+    *("first", "end", "free", "free_count", "moved", "prefetched", "wasted", "promoted", "withdrawn"),
     *("least", "least_keys", "least_owners", "least_next", "least_count", "least_at"),
 )
 # `count` distinct experts `ids` of `layer`; those of `prefill` uint8 where `marked` only prefill needs. `ours` is 0

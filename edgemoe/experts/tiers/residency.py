@@ -202,14 +202,14 @@ class Residency(TierPools):
         """
         layer, expert = move.expert
         pool = self.ram if move.target is Tier.RAM else self.tops[self.device_of[layer, expert]]
-        call = self._records.mine
-        fields = call.fields
+        fields = (call := self._records.mine).fields
         fields[POOL_AT], fields[LAYER], call.ids[1][0], fields[FLAGS] = pool.index, layer, expert, priority.flags
         call.worths[0], call.worths[1], fields[RANKS_AT] = priority.utility(move.score), move.score, 0
         while (slot := calls.RESERVE.call_briefly(call.address)) == ASKS:
             ranks = pool.ranks(self._layer)
             fields[RANKS_AT] = ranks.address
-        return Transfer(pool, layer, expert, slot, int(call.slots[1][0])) if slot >= 0 else None
+        source, near = int(call.slots[1][0]), priority.for_one_layer
+        return Transfer(pool, layer, expert, slot, source, near=near) if slot >= 0 else None
 
     def arrive(self, load: Transfer) -> Sequence[Transfer]:
         """Records that the load's bytes are in place. Returns the copies that waited for them, their source pinned."""

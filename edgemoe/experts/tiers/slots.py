@@ -18,20 +18,37 @@ BoolArray = npt.NDArray[np.bool_]
 class Transfer:
     """A transfer of one expert into one slot, from the RAM slot `source` or, without one, from NVMe."""
 
-    __slots__ = ("cold", "error", "expert", "layer", "pool", "slot", "source")
+    __slots__ = ("cold", "error", "expert", "layer", "near", "pool", "slot", "source")
 
     def __init__(
-        self, pool: SlotPool, layer: int, expert: int, slot: int, source: int = NONE, *, cold: bool = False
+        self,
+        pool: SlotPool,
+        layer: int,
+        expert: int,
+        slot: int,
+        source: int = NONE,
+        *,
+        cold: bool = False,
+        near: bool = False,
     ) -> None:
-        """States what is to be done. `cold` is a copy that had to wait for a read from NVMe."""
+        """States what is to be done.
+
+        `cold` is a copy that had to wait for a read from NVMe, `near` a prefetch for the layers that come next.
+        """
         self.pool, self.layer, self.expert, self.slot, self.source = pool, layer, expert, slot, source
         self.cold = cold or source < 0  # comes from NVMe
+        self.near = near
         self.error: Exception | None = None
 
     @property
     def demand(self) -> bool:
         """Returns whether somebody waits for it, while it is under way."""
         return bool(self.pool.demanded[self.slot])
+
+    @property
+    def urgency(self) -> int:
+        """Returns what it overtakes: anything of less."""
+        return 2 if self.demand else int(self.near)
 
     @property
     def has_ended(self) -> bool:
@@ -50,6 +67,8 @@ class TierUsage(NamedTuple):
     moved: int  # experts that came in
     prefetched: int  # of these, before they were demanded
     wasted: int  # of these, evicted before they were demanded
+    promoted: int  # prefetches that were demanded on their way
+    withdrawn: int  # prefetches that were given up on their way
     size_bytes: int  # of the slots
     moved_bytes: int
     wasted_bytes: int
@@ -158,7 +177,8 @@ class SlotPool:
     def usage(self) -> TierUsage:
         """Returns how full the pool is, and what has come into it."""
         slots, sizes = self.slots, [each.expert_bytes for each in self.classes]
-        by_class = {name: [each.record[name] for each in self.classes] for name in ("moved", "prefetched", "wasted")}
+        counted = ("moved", "prefetched", "wasted", "promoted", "withdrawn")
+        by_class = {name: [each.record[name] for each in self.classes] for name in counted}
         held = [self.slots_of(i) for i in range(len(sizes))]
         return TierUsage(
             slots=slots,
@@ -166,6 +186,8 @@ class SlotPool:
             moved=sum(by_class["moved"]),
             prefetched=sum(by_class["prefetched"]),
             wasted=sum(by_class["wasted"]),
+            promoted=sum(by_class["promoted"]),
+            withdrawn=sum(by_class["withdrawn"]),
             size_bytes=int(np.dot(held, sizes)),
             moved_bytes=int(np.dot(by_class["moved"], sizes)),
             wasted_bytes=int(np.dot(by_class["wasted"], sizes)),

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from edgemoe.errors import MissingExpert
@@ -16,7 +16,7 @@ from edgemoe.experts.transfer.pieces import PIECE_BYTES, PieceSchedule, pieces_o
 
 Clock = Callable[[], float]
 Wait = Callable[[threading.Condition, float | None], object]  # until notified, or for so many seconds
-RECENT = 32  # transfers whose single rates are remembered
+RECENT, KEPT = 32, 8.0  # transfers: whose single rates are remembered; that an earlier start's record weighs as much as
 
 
 class LinkStats:
@@ -103,6 +103,17 @@ class LinkStats:
         slope = max(0.0, (n * xy - x * y) / spread)
         return max(0.0, (y - slope * x) / n), slope
 
+    @property
+    def record(self) -> list[float]:
+        """Returns what rate and cost are worked out from, for `restore`."""
+        return self._sums.copy()
+
+    def restore(self, record: Sequence[float]) -> None:
+        """Goes on from an earlier record, that of one transfer at least."""
+        share = min(1.0, KEPT / record[0])
+        self._sums = [share * each for each in record]
+        self._rates.append(self.bytes_per_s)
+
 
 class TransferListener(Protocol):
     """Receives the ends of copies, on any thread: the loader."""
@@ -130,6 +141,7 @@ class TierLink(Protocol):
     """
 
     stats: LinkStats
+    at_once: bool  # to begin a copy takes so little time that any thread may do it
 
     def attach(self, listener: TransferListener) -> None:
         """Sets the listener for the ends of copies. Called once, before the first copy."""
@@ -156,6 +168,8 @@ class TierLink(Protocol):
 
 class EmulatedLink:
     """Copies between two host slabs on a thread, as slowly as a link of the stated rate."""
+
+    at_once = True
 
     def __init__(
         self,

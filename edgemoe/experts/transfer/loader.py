@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -22,14 +23,13 @@ from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slab import HostSlab
 from edgemoe.experts.tiers.slots import Transfer
-from edgemoe.experts.transfer.idle_window import IdleWindow
+from edgemoe.experts.transfer.copies_ahead import CopiesAhead
+from edgemoe.experts.transfer.idle_window import IdleWindow, ReadGap
 from edgemoe.experts.transfer.links import Clock, LinkStats, TierLink
 from edgemoe.types.arrays import BoolArray, IntArray
 from edgemoe.types.experts import ExpertId, Move, Store, Tier
 
-Queues = tuple[deque[Move], ...]  # one queue of prefetch requests per priority
 READERS, IDLE_READERS = 8, 2  # and how many of them may serve prefetch requests
-FOR_ONE_LAYER = (PrefetchPriority.NEAR, PrefetchPriority.PREFILL_ONLY)  # in vain once the layer has run without it
 
 
 class ExpertLoader:
@@ -52,7 +52,8 @@ class ExpertLoader:
         self.residency, self.links = residency, tuple(links)
         self.clock, self.arrivals = clock, arrivals
         self.stats = LinkStats(clock)  # of NVMe
-        self.gap = IdleWindow(len(residency.device_of), clock)  # in which prefetch requests are served
+        self.gap = IdleWindow(len(residency.device_of), clock)  # in which links serve prefetch requests
+        self._read_gap = ReadGap(clock)  # in which the disk does
         # says which experts of a layer [n] not to prefetch, because another box has them or would have to send them
         self.elsewhere: Callable[[int, IntArray], BoolArray] | None = None
         self._store, self._ram = store, ram
@@ -61,13 +62,9 @@ class ExpertLoader:
         self._closed = False
         self._demanded: deque[Transfer] = deque()  # reads, waiting
         self._reading: list[Transfer] = []  # reads under way; changed on the loop only
-        self._stages: Queues = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
-        self._copies: tuple[Queues, ...] = tuple(
-            tuple(deque() for _ in PrefetchPriority) for _ in self.links
-        )  # RAM -> device
+        self._stages: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)  # requests for NVMe -> RAM
+        self._copies = [CopiesAhead(link, residency, self.gap) for link in self.links]  # RAM -> device
         self._onward: dict[ExpertId, tuple[Move, PrefetchPriority]] = {}  # requests to copy on once they are in RAM
-        self._hoped: list[Transfer | None] = [None] * len(self.links)  # prefetch under way, for its layer's next run
-        self._in_vain: list[Transfer | None] = [None] * len(self.links)  # to be withdrawn
         self._sleepers: deque[asyncio.Future[None]] = deque()  # readers without work; touched on the loop only
         for link in self.links:
             link.attach(self)
@@ -88,36 +85,37 @@ class ExpertLoader:
     def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = PrefetchPriority.FAR) -> None:
         """Replaces the requests of one priority, best first. Earlier ones that have not started are cancelled.
 
-        A request from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there.
+        A request from NVMe to VRAM goes by way of RAM; one from RAM is dropped if the expert is not there. What a plan
+        has under way ends where it is no part of the next one.
         """
+        moves = list(moves) if priority is PrefetchPriority.FAR else moves
         with self._lock:
-            for queues in (self._stages, *self._copies):
-                queues[priority].clear()
-            self._onward = {
-                expert: prefetch_request
-                for expert, prefetch_request in self._onward.items()
-                if prefetch_request[1] != priority
-            }
+            self._onward = {expert: asked for expert, asked in self._onward.items() if asked[1] != priority}
+            self._stages[priority].clear()
+            for copies in self._copies:
+                copies.clear(priority)
             for move in moves:
-                self._queues_of(move)[priority].append(move)
+                self._append(move, priority)
+        if priority is PrefetchPriority.FAR:
+            for copies in self._copies:
+                copies.replan([move.expert for move in moves])
         self.start_prefetches()
 
     def start_prefetches(self) -> None:
         """Starts prefetch requests that idle links and idle readers allow; ends those whose layer did without them."""
-        for i, (link, queues) in enumerate(zip(self.links, self._copies, strict=True)):
-            hoped = self._hoped[i]
-            if hoped is not None and hoped.layer == self.gap.layer and not hoped.demand:
-                self._hoped[i], self._in_vain[i] = None, hoped
-                link.rouse()
-            elif any(queues) and link.idle() and self._any_pays(queues, link.piece_s):
-                link.rouse()
-        if any(self._stages) and self._may_read_ahead and self._any_pays(self._stages, self.stats.seconds):
+        for copies in self._copies:
+            copies.start()
+        if any(self._stages) and self._may_read_ahead and self._any_read_pays():
             self._wake(IDLE_READERS)
+
+    def miss_costs(self, tier: Tier) -> list[tuple[float, float]]:
+        """Returns the seconds of a load, and of each of its bytes, into RAM or each device; 0 until measured."""
+        return [each.cost() for each in ([link.stats for link in self.links] if tier is Tier.VRAM else [self.stats])]
 
     @property
     def prefetch_requests(self) -> int:
         """Counts the prefetch requests that have not started."""
-        return sum(len(queue) for queues in (self._stages, *self._copies) for queue in queues)
+        return sum(map(len, self._stages)) + sum(map(len, self._copies))
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -156,6 +154,8 @@ class ExpertLoader:
             self.start(self.residency.arrive(load))
         finally:
             self._reading.remove(load)
+            if load.demand and not self._demanded and not any(other.demand for other in self._reading):
+                self._read_gap.begin()
             self._pass_on(ExpertId(load.layer, load.expert))
         self.start_prefetches()
 
@@ -167,10 +167,23 @@ class ExpertLoader:
             if not self._may_read_ahead:
                 return None
             for priority, queue in zip(PrefetchPriority, self._stages, strict=True):
-                while queue and self.gap.pays(queue[0].chance, self.stats.seconds):
+                while queue and self._read_pays(queue[0].chance, priority):
                     if (load := self._stage(queue.popleft(), priority)) is not None:
                         return load
         return None
+
+    def _read_pays(self, chance: float, priority: PrefetchPriority) -> bool:
+        """Returns whether a read ahead is worth what it delays demanded reads by.
+
+        It delays none where its expert is demanded first, by the next layers; one for later is in the way before.
+        """
+        read_s, left_s = self.stats.seconds, self.gap.left_s()
+        if left_s == math.inf or chance == 1:
+            return True
+        delay_s = self._read_gap.delay_s(read_s)
+        if priority.for_one_layer:
+            return chance * min(read_s, left_s) >= (1 - chance) * delay_s
+        return chance * read_s >= delay_s
 
     def _stage(self, move: Move, priority: PrefetchPriority) -> Transfer | None:
         """Returns the read that a prefetch request starts with, if it needs one and there is room."""
@@ -180,7 +193,7 @@ class ExpertLoader:
         load = self.residency.reserve(move._replace(target=Tier.RAM), priority)
         if move.target is Tier.VRAM and self.links:
             if load is None:
-                self._copies[self.residency.device_of[move.expert]][priority].append(move)
+                self._copies[self.residency.device_of[move.expert]].append(move, priority)
             else:
                 self._onward[move.expert] = move, priority
         return load
@@ -188,7 +201,7 @@ class ExpertLoader:
     def _pass_on(self, expert: ExpertId) -> None:
         with self._lock:
             if prefetch_request := self._onward.pop(expert, None):
-                self._copies[self.residency.device_of[expert]][prefetch_request[1]].append(prefetch_request[0])
+                self._copies[self.residency.device_of[expert]].append(*prefetch_request)
 
     def _rouse(self, n: int) -> None:
         while n and self._sleepers:
@@ -205,13 +218,13 @@ class ExpertLoader:
 
     def released(self, load: Transfer) -> None:
         """Unpins the source of a copy that has ended."""
-        if self._hoped[load.pool.index - 1] is load:
-            self._hoped[load.pool.index - 1] = None
+        self._copies[load.pool.index - 1].end(load)
         self.residency.unpin(load.source)
         self.start_prefetches()
 
     def failed(self, load: Transfer, error: Exception) -> None:
         """Fails a copy with its error: the expert is not missing, the device or the step failed."""
+        self._copies[load.pool.index - 1].end(load)
         self.residency.fail(load, error)
         self.residency.unpin(load.source)
 
@@ -220,24 +233,16 @@ class ExpertLoader:
         return self.residency.withdraw(load)
 
     def roused(self, link: TierLink) -> None:
-        """Ends a prefetch in vain, and starts requests where the link is idle."""
-        i = self.links.index(link)
-        in_vain, self._in_vain[i] = self._in_vain[i], None
-        if in_vain is not None:
-            link.withdraw(in_vain)
-        with self._lock:
-            for priority, queue in zip(PrefetchPriority, self._copies[i], strict=True):
-                while queue and link.idle() and self.gap.pays(queue[0].chance, link.piece_s):
-                    if (load := self.residency.reserve(queue.popleft(), priority)) is not None:
-                        self._hoped[i] = load if priority in FOR_ONE_LAYER else None
-                        link.copy(load)
+        """Ends prefetches in vain, and starts requests where the link is idle."""
+        self._copies[self.links.index(link)].roused()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _queues_of(self, move: Move) -> Queues:
+    def _append(self, move: Move, priority: PrefetchPriority) -> None:
         if move.source is Tier.NVME or not self.links:
-            return self._stages
-        return self._copies[self.residency.device_of[move.expert]]
+            self._stages[priority].append(move)
+        else:
+            self._copies[self.residency.device_of[move.expert]].append(move, priority)
 
     @property
     def _may_read_ahead(self) -> bool:
@@ -248,6 +253,7 @@ class ExpertLoader:
     def _queue_reads(self, reads: Sequence[Transfer]) -> None:
         with self._lock:
             if not self._closed:
+                self._read_gap.demand()
                 self._demanded.extend(reads)
         if self._closed:
             self._fail_all(reads)
@@ -258,10 +264,10 @@ class ExpertLoader:
             with contextlib.suppress(RuntimeError):  # the loop closed meanwhile; _close has failed the reads
                 self._loop.call_soon_threadsafe(self._rouse, n)
 
-    def _any_pays(self, queues: Queues, seconds: float) -> bool:
-        """Returns whether the first request of any queue pays now."""
+    def _any_read_pays(self) -> bool:
+        queues = zip(PrefetchPriority, self._stages, strict=True)
         with self._lock:
-            return any(self.gap.pays(queue[0].chance, seconds) for queue in queues if queue)
+            return any(self._read_pays(queue[0].chance, priority) for priority, queue in queues if queue)
 
     def _close(self) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
 """Decides what a link moves when: experts go over it in pieces, and between two pieces a demand overtakes a prefetch.
 
-What has arrived of an overtaken prefetch stays, and counts when it goes on. A prefetch that is demanded meanwhile is a
-demand from the next decision on. The schedule has no clock of its own: it is told the time, on a thread as in a
-simulation, and works out when a transfer ends instead of looking at each piece.
+A prefetch for the next layers overtakes one for later. What has arrived of an overtaken one stays, and counts when it
+goes on. A prefetch that is demanded meanwhile is a demand from the next decision on. The schedule has no clock of its
+own: it is told the time, on a thread as in a simulation, and works out when a transfer ends instead of looking at each
+piece.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ def pieces_of(size_bytes: float) -> int:
     return max(1, int(size_bytes // PIECE_BYTES))
 
 
-class Demandable(Protocol):
+class Urgent(Protocol):
     """Is moved over a link."""
 
     @property
-    def demand(self) -> bool:
-        """Returns whether somebody waits for it by now."""
+    def urgency(self) -> int:
+        """Returns what it overtakes: anything of less. It may grow meanwhile."""
 
 
-Load = TypeVar("Load", bound=Demandable)
+Load = TypeVar("Load", bound=Urgent)
 
 
 class PieceSchedule(Generic[Load]):
@@ -58,7 +59,7 @@ class PieceSchedule(Generic[Load]):
         return self._since_s + self._left[self._running] * self.piece_s
 
     def add(self, load: Load, now_s: float, share: float = 1.0) -> None:
-        """Takes a transfer. A demanded one waits for the piece under way of a prefetch, and for other demands.
+        """Takes a transfer. It waits for the piece under way of a less urgent one, and for what is as urgent.
 
         `share` is its size among the largest experts'.
         """
@@ -66,7 +67,7 @@ class PieceSchedule(Generic[Load]):
         self._left[load] = self.pieces * share
         if self._running is None:
             self._choose(max(now_s, self._since_s))
-        elif load.demand and not self._running.demand:
+        elif load.urgency > self._running.urgency:
             self._interrupt(now_s)
 
     def drop(self, load: Load, now_s: float) -> None:
@@ -89,9 +90,8 @@ class PieceSchedule(Generic[Load]):
             self._choose(end_s)
 
     def _choose(self, at_s: float) -> None:
-        """Begins the first demand, or else the first prefetch."""
-        first = next(iter(self._left), None)
-        self._running = next((load for load in self._left if load.demand), first)
+        """Begins the first of the most urgent."""
+        self._running = max(self._left, key=lambda load: load.urgency, default=None)
         self._since_s = at_s
 
     def _interrupt(self, now_s: float) -> None:

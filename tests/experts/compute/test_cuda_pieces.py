@@ -46,9 +46,9 @@ class Desk:
         self.rousings = 0
         self.link.attach(self)
 
-    def copy(self, slot: int, *, demand: bool) -> Transfer:
+    def copy(self, slot: int, *, demand: bool, near: bool = False) -> Transfer:
         self.pool.demanded[slot] = demand
-        load = Transfer(self.pool, 0, slot, slot, slot)
+        load = Transfer(self.pool, 0, slot, slot, slot, near=near)
         self.link.copy(load)
         return load
 
@@ -119,6 +119,17 @@ def test_a_demand_is_issued_at_once_and_prefetches_go_on_when_it_has_ended(desk:
     assert desk.arrivals == [1, 2]
     desk.go_until(lambda: desk.releases == [1, 2, 0])
     assert (desk.slab.memory[0] == 1).all(), "what had arrived stayed"
+
+
+def test_a_prefetch_for_the_next_layers_overtakes_one_for_later_behind_two_pieces(desk: Desk) -> None:
+    desk.copy(0, demand=False)
+    desk.copy(1, demand=False, near=True)
+    assert desk.queued(desk.prefetches) == AHEAD, "no more than before"
+    desk.go_until(lambda: desk.arrivals == [1])
+    assert desk.queued(desk.prefetches) <= AHEAD
+    desk.go_until(lambda: desk.releases == [1, 0])
+    assert (desk.slab.memory[0] == 1).all(), "what had arrived stayed"
+    assert (desk.slab.memory[1] == 2).all()
 
 
 def test_a_prefetch_in_flight_that_is_demanded_is_issued_to_its_end(desk: Desk) -> None:

@@ -20,14 +20,13 @@ from edgemoe.experts.predict.controller import Controller, Kept
 from edgemoe.experts.predict.fusion import NEXT_LAYER
 from edgemoe.experts.predict.learned_policy import LearnedPolicy
 from edgemoe.experts.predict.next_use import NextUsePredictor
-from edgemoe.experts.predict.planning.prefetch_planner import Plans
+from edgemoe.experts.predict.planning.prefetch_planner import LEAST_CHANCE, WINDOW, Plans
 from edgemoe.experts.predict.planning.prices import MOST_MOVES
 from edgemoe.experts.predict.routing_memory import LOOKS
 from edgemoe.experts.predict.scoutgate.forecaster import ScoutGateForecast
 from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.experts.tiers.residency import Residency
 from edgemoe.experts.tiers.slots import SlotPool
-from edgemoe.policy.movement import Ledger
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import FloatArray
 from edgemoe.types.experts import ExpertGeometry, ExpertId, Move, Tier
@@ -121,6 +120,9 @@ class Loader:
     def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = PrefetchPriority.FAR) -> None:
         self.moves = list(moves)
         assert priority is PrefetchPriority.FAR
+
+    def miss_costs(self, tier: Tier) -> list[tuple[float, float]]:
+        return [(0.0, 0.0)]  # not measured yet
 
 
 def test_ranks_are_those_of_the_policy_that_replay_judges(controller: Controller) -> None:
@@ -293,6 +295,7 @@ def test_plans_fetch_what_ranks_high_and_is_missing(controller: Controller) -> N
             step(controller, ids, ("a",))
     assert 0 < len(loader.moves) <= MOST_MOVES
     assert all((move.source, move.target) == (Tier.RAM, Tier.VRAM) for move in loader.moves)
+    assert all(LEAST_CHANCE <= move.chance <= 1 for move in loader.moves)
     ranks = controller.policy.rank(0)
     assert np.mean([ranks[move.expert] for move in loader.moves]) > ranks.mean()
 
@@ -317,29 +320,27 @@ def test_plans_are_withdrawn_when_no_new_one_is_made(
     wait_until(lambda: not loader.moves)
 
 
-def test_what_the_step_needed_before_a_plan_decides_nothing(controller: Controller) -> None:
-    predictor, ledger = NextUsePredictor(L, E, K), Ledger()
+def test_what_the_step_needed_before_a_plan_counts_for_nothing(controller: Controller) -> None:
+    predictor = NextUsePredictor(L, E, K)
     residency, _ = tiers(controller)
     plans = Plans(residency, Loader(), SIZES, 0.1)
-    plans.ledger = ledger
     for expert in range(9):  # VRAM is full
         bring(residency, ExpertId(0, expert), Tier.RAM, Tier.VRAM)
-    for number in range(2):
-        choices = np.full((L, 1, K), -1 if number else 2, np.int16)
+    ranks, lowest = np.zeros((L, E), np.float32), np.array([-6.0], np.float32)
+    ranks[0, 0] = lowest[0]  # expert 0 of layer 0 is needed just before the first plan, and never again
+    needs = plans._outlooks[0].needs
+    before = needs.chance_there(lowest)
+    for number in range(WINDOW + 2):
+        choices = np.full((L, 1, K), -1, np.int16)
         predictor.begin(("a",), choices, np.zeros(1, np.int64))
-        if number == 0:
-            predictor.end()
-            predictor.work()
-    choices[0], ranks = [0, 1], np.zeros((L, E), np.float32)
-    predictor.follow()
-    ranks[0, 0], ranks[1, 5] = -1, 1  # expert 0 of layer 0, needed just now, is what expert 5 of layer 1 would replace
-    plans.make(ranks, predictor)
-    plans.make(ranks, predictor)
-    assert ledger.outcomes == 0
-    choices[1] = [5, 6]
-    predictor.follow()
-    plans.make(ranks, predictor)
-    assert (ledger.outcomes, ledger.good) == (1, 1)
+        choices[0] = [2, 3] if number else [0, 1]
+        predictor.follow()
+        plans.make(ranks, predictor)
+        choices[1:] = [10, 11]
+        predictor.end()
+        predictor.work()
+    assert needs.judged == 1
+    assert needs.chance_there(lowest) < before
 
 
 def test_what_was_learned_is_saved_at_the_end_and_damage_is_survived(

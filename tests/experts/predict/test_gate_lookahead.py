@@ -9,6 +9,7 @@ from edgemoe.experts.predict.gate_lookahead import GateLookAhead
 from edgemoe.policy.fusion import Calibration
 
 L, E, K = 4, 16, 3
+EVERYBODY = np.arange(E)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -26,7 +27,7 @@ def test_chances_come_true_as_often_as_they_say(noise: float) -> None:
             ahead.hear(layer, softmax(logits))
             chosen = np.argsort(-(logits + random.normal(0, noise, E)), axis=1)[:, :K]
             if step > 1000:
-                said.append(ahead.chances(softmax(logits)))
+                said.append(ahead.chances(layer, softmax(logits), EVERYBODY))
                 came.append(np.isin(np.arange(E), chosen[0]))
             ahead.learn(layer, chosen)
     p, true = np.concatenate(said), np.concatenate(came)
@@ -40,8 +41,30 @@ def test_chances_come_true_as_often_as_they_say(noise: float) -> None:
 def test_tokens_of_a_batch_combine() -> None:
     ahead = GateLookAhead(L, K)
     hint = softmax(np.random.default_rng(2).normal(0, 1.5, (1, E)))
-    one, two = ahead.chances(hint), ahead.chances(np.concatenate([hint, hint]))
+    one, two = (ahead.chances(1, each, EVERYBODY) for each in (hint, np.concatenate([hint, hint])))
     np.testing.assert_allclose(two, 1 - (1 - one) ** 2, atol=1e-6)
+
+
+def test_hints_that_turn_bad_are_doubted_within_a_few_steps_and_believed_again() -> None:
+    random, ahead = np.random.default_rng(4), GateLookAhead(L, K)
+
+    def live(steps: int, truth: float) -> None:
+        for _ in range(steps):
+            chosen = [random.permutation(E)[:K] for _ in range(L)]
+            for layer in range(L):
+                if layer + 1 < L:  # a hint is heard before the layer that it comes from is told of
+                    logits = random.normal(0, 0.5, (1, E))
+                    logits[0, chosen[layer + 1]] += truth
+                    ahead.hear(layer + 1, softmax(logits))
+                    ahead.chances(layer + 1, softmax(logits), logits[0].argsort()[-K:])
+                ahead.learn(layer, chosen[layer][None])
+
+    live(300, 4.0)
+    assert ahead.trust > 0.9
+    live(30, -4.0)
+    assert ahead.trust < 0.2
+    live(60, 4.0)
+    assert ahead.trust > 0.8
 
 
 def test_a_layer_without_a_hint_teaches_nothing() -> None:

@@ -32,6 +32,9 @@ class Loader:
     def prefetch(self, moves: Iterable[Move], priority: PrefetchPriority = PrefetchPriority.FAR) -> None:
         self.moves = tuple(moves)
 
+    def miss_costs(self, tier: Tier) -> list[tuple[float, float]]:
+        return [(0.0, 0.0)]  # not measured yet
+
 
 class Knowing:
     """Forecasts what `ALWAYS` is, at both horizons."""

@@ -177,6 +177,40 @@ def test_a_prefetch_never_takes_the_place_of_what_ranks_higher() -> None:
     assert not load.demand
 
 
+def test_a_prefetch_without_a_score_is_worth_what_its_expert_ranks_at_when_it_begins() -> None:
+    policy = Ranks()
+    desk = Desk(2, policy=policy)
+    first = desk.residency.reserve(prefetch_request(0, 0, score=np.nan), PrefetchPriority.FAR)
+    assert first is not None, "there is room"
+    desk.start([first])
+    desk.finish()
+    desk.use(0, 1)
+    policy.ranks[0], policy.ranks[1, 2] = 3.0, 2.0
+    wish = prefetch_request(1, 2, score=np.nan)
+    assert desk.residency.reserve(wish, PrefetchPriority.FAR) is None
+    policy.ranks[1, 2] = 4.0
+    assert desk.residency.reserve(wish, PrefetchPriority.FAR) is not None
+
+
+def test_prefetches_that_are_demanded_on_their_way_are_counted_and_those_given_up() -> None:
+    desk = Desk(4, 2)
+    desk.use(0, 0, 1)
+    desk.use(1, 0, 1)
+    loads = [
+        desk.residency.reserve(prefetch_request(0, expert, target=Tier.VRAM), PrefetchPriority.NEAR)
+        for expert in (0, 1)
+    ]
+    promoted, withdrawn = loads
+    assert promoted is not None
+    assert withdrawn is not None
+    for _ in range(2):  # by us and by a peer
+        desk.acquire(0, 0)
+    assert desk.residency.withdraw(withdrawn)
+    assert not desk.residency.withdraw(promoted)
+    usage = desk.residency.usage(Tier.VRAM)
+    assert (usage.promoted, usage.withdrawn, usage.prefetched) == (1, 1, 0)
+
+
 def with_a_prefetched_expert(policy: Ranks) -> Desk:
     """One of two slots has expert 2 of layer 1, prefetched with a utility of 4; the other what is worth 1."""
     desk = Desk(2, policy=policy)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from edgemoe.experts.transfer.idle_window import AWAY, IdleWindow
+from edgemoe.experts.transfer.idle_window import AWAY, IdleWindow, ReadGap
 
 
 class Clock:
@@ -88,3 +88,32 @@ def test_a_pause_between_steps_does_not_count_for_long(gap: IdleWindow, clock: C
     gap.demand(0)
     gap.begin(0)
     assert gap.left_s() < 0.006
+
+
+@pytest.fixture
+def reads(clock: Clock) -> ReadGap:
+    """Of a disk that is read for 20 ms every 30 ms, and has just been."""
+    it = ReadGap(clock)
+    for _ in range(30):
+        it.demand()
+        clock.now += 0.020
+        it.begin()
+        clock.now += 0.010
+    it.demand()
+    it.begin()
+    return it
+
+
+def test_a_read_ahead_delays_others_the_more_the_longer_it_takes(reads: ReadGap, clock: Clock) -> None:
+    assert ReadGap(clock).delay_s(0.002) == 0, "before anything is known"
+    assert reads.delay_s(0.002) == pytest.approx(0.002 * 0.1, rel=0.1), "it is rare that one comes meanwhile"
+    assert reads.delay_s(0.2) == pytest.approx(0.19, rel=0.01), "one always comes, and waits for nearly all of it"
+
+
+def test_time_in_which_reads_are_demanded_is_not_idle(reads: ReadGap, clock: Clock) -> None:
+    before = reads.delay_s(0.002)
+    clock.now += 0.010
+    for _ in range(2):
+        reads.demand()
+        clock.now += 60
+    assert reads.delay_s(0.002) == pytest.approx(before)

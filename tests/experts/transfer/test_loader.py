@@ -220,6 +220,58 @@ async def test_a_prefetch_to_the_device_ends_when_its_layer_has_run_without_it(s
         tiers.check_integrity(idle=True)
 
 
+async def in_ram(tiers: ExpertTiers, *experts: int) -> None:
+    """Has experts of layer 1 read."""
+    tiers.loader.prefetch(stage(1, *experts))
+    await until(lambda: (tiers.residency.tiers_of(1, np.array(experts)) == Tier.RAM).all())
+
+
+def raised(*experts: int, chance: float = 0.9) -> list[Move]:
+    return [Move(ExpertId(1, expert), Tier.RAM, Tier.VRAM, ALWAYS, chance) for expert in experts]
+
+
+def coming(tiers: ExpertTiers) -> set[int]:
+    """The experts that are on their way to the device."""
+    return {load.expert for load in tiers.residency.devices[0].loads.values()}
+
+
+async def test_what_a_plan_has_under_way_ends_when_it_is_no_part_of_the_next_plan(store: FileStore) -> None:
+    async with moving(small_tiers(store, 8, (4,), link_bytes_per_s=1.0)) as tiers:
+        await in_ram(tiers, 3, 4)
+        for plan in ((3,), (4, 3)):
+            tiers.loader.prefetch(raised(*plan))
+            await until(lambda: coming(tiers) == {3})
+        tiers.loader.prefetch(raised(4))
+        await until(lambda: coming(tiers) == {4})
+        claim, _ = demand(tiers, 1, 4)
+        tiers.loader.prefetch(raised(3))
+        await settled()
+        assert coming(tiers) == {4}, "it is demanded"
+        tiers.residency.release(0, claim.slots)
+
+
+async def test_a_prefetch_for_the_next_layer_does_not_wait_for_one_for_later(store: FileStore) -> None:
+    async with moving(small_tiers(store, 8, (4,), link_bytes_per_s=1.0)) as tiers:
+        loader = tiers.loader
+        await in_ram(tiers, 2, 3, 4, 5)
+        loader.prefetch(raised(2, 3))
+        await until(lambda: coming(tiers) == {2})
+        loader.prefetch(raised(4, 5), PrefetchPriority.NEAR)
+        await until(lambda: coming(tiers) == {2, 4})
+        assert loader.prefetch_requests == 2, "one of each kind at a time"
+
+
+async def test_the_disk_reads_ahead_while_a_layer_waits_for_its_link(store: FileStore) -> None:
+    async with moving(small_tiers(store, 8, (4,), link_bytes_per_s=1.0)) as tiers:
+        await in_ram(tiers, 3)
+        tiers.loader.gap.demand(1)
+        demand(tiers, 1, 3)
+        likely = [move._replace(chance=0.6) for move in stage(2, 5)]
+        tiers.loader.prefetch(likely)
+        await until(lambda: tiers.residency.tiers_of(2, np.array([5])) == Tier.RAM)
+        assert coming(tiers) == {3}
+
+
 @pytest.mark.parametrize("devices", [(), (4,)])
 async def test_a_failed_read_is_told_and_can_be_tried_again(store: FileStore, devices: tuple[int, ...]) -> None:
     store.damaged.add(ExpertId(0, 2))

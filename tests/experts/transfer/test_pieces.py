@@ -12,8 +12,12 @@ from edgemoe.experts.transfer.pieces import PIECE_BYTES, PieceSchedule, pieces_o
 class Load:
     """Stands for a transfer."""
 
-    def __init__(self, name: str, *, demand: bool) -> None:
-        self.name, self.demand = name, demand
+    def __init__(self, name: str, *, demand: bool, near: bool = False) -> None:
+        self.name, self.demand, self.near = name, demand, near
+
+    @property
+    def urgency(self) -> int:
+        return 2 if self.demand else int(self.near)
 
     def __repr__(self) -> str:
         return self.name
@@ -95,6 +99,16 @@ def test_an_overtaken_prefetch_that_is_demanded_goes_on_before_demands_that_came
         schedule.add(Load(f"{i}", demand=True), 2.0)
     prefetch.demand = True
     assert ends(schedule) == [("0", 12.0), ("prefetch", 20.0), ("1", 30.0)]
+
+
+def test_a_prefetch_for_the_next_layers_overtakes_one_for_later_and_neither_loses_anything(
+    schedule: PieceSchedule[Load],
+) -> None:
+    schedule.add(Load("far", demand=False), 0.0)
+    schedule.add(Load("near", demand=False, near=True), 2.5)
+    schedule.add(Load("also far", demand=False), 2.6)
+    schedule.add(Load("demand", demand=True), 5.5)
+    assert ends(schedule) == [("demand", 16.0), ("near", 23.0), ("far", 30.0), ("also far", 40.0)]
 
 
 def test_a_link_that_nobody_looked_at_was_not_idle(schedule: PieceSchedule[Load]) -> None:

@@ -23,6 +23,10 @@ class Load:
     def __init__(self, layer: int, *, demand: bool) -> None:
         self.layer, self.demand = layer, demand
 
+    @property
+    def urgency(self) -> int:
+        return int(self.demand)
+
 
 class Foreseen(NamedTuple):
     chance: float

@@ -59,7 +59,7 @@ class PublishedRules:
 
     def attach(self, residency: Residency, loader: PrefetchRequests, geometry: ExpertGeometry) -> None:
         """From here on plans what the tiers should fetch in idle time."""
-        self._tiers = Prices(residency, geometry, self._hysteresis), loader
+        self._tiers = Prices(residency, loader, geometry, self._hysteresis), loader
 
     @property
     def policy(self) -> PublishedRules:
@@ -118,7 +118,7 @@ class PublishedRules:
         if plan:
             p = self._fused(NEXT_STEP)
             worth = self._ewma.worth(self._geometry.layers - 1, p)
-            for move in prices.moves(worth, worth):
+            for move in prices.moves(worth):
                 moves.append(move._replace(score=prices.lowest_worth(move.target), chance=float(p[move.expert])))
             self._pin(prices, worth)
         self.planned += len(moves)

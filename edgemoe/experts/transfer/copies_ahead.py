@@ -1,0 +1,114 @@
+"""What one link copies ahead of need: the requests that wait, and what is under way until it turns out in vain."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Container
+
+from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
+from edgemoe.experts.tiers.residency import Residency
+from edgemoe.experts.tiers.slots import Transfer
+from edgemoe.experts.transfer.idle_window import IdleWindow
+from edgemoe.experts.transfer.links import TierLink
+from edgemoe.types.experts import ExpertId, Move
+
+
+class CopiesAhead:
+    """Begins a request where the link is idle and the window says that it pays. Thread-safe.
+
+    One prefetch for the next layers is under way at most, which overtakes one other at most.
+    """
+
+    def __init__(self, link: TierLink, residency: Residency, gap: IdleWindow) -> None:
+        self._link, self._residency, self._gap = link, residency, gap
+        self._lock = threading.Lock()  # of all that follows
+        self._queues: tuple[deque[Move], ...] = tuple(deque() for _ in PrefetchPriority)
+        self._near: Transfer | None = None
+        self._other: tuple[Transfer, PrefetchPriority] | None = None
+        self._in_vain: list[Transfer] = []  # to be withdrawn
+
+    def __len__(self) -> int:
+        """Counts the requests that have not started."""
+        return sum(map(len, self._queues))
+
+    def append(self, move: Move, priority: PrefetchPriority) -> None:
+        """Takes another request, to be served after those of its priority."""
+        with self._lock:
+            self._queues[priority].append(move)
+
+    def clear(self, priority: PrefetchPriority) -> None:
+        """Cancels the requests of one priority."""
+        with self._lock:
+            self._queues[priority].clear()
+
+    def start(self) -> None:
+        """Begins what pays now, and gives up what was for a layer that runs without it."""
+        if self._near is None and not any(self._queues):
+            return
+        with self._lock:
+            in_vain = self._near
+            if in_vain is not None and (in_vain.layer != self._gap.layer or in_vain.demand):
+                in_vain = None
+            pays = any(self._pays(priority) for priority in PrefetchPriority)
+        if in_vain is not None:
+            self._give_up(in_vain)
+        if pays and self._link.at_once:
+            self._begin()
+        elif pays:
+            self._link.rouse()
+
+    def replan(self, planned: Container[ExpertId]) -> None:
+        """Gives up what an earlier plan of the controller's began, where it is no part of the new one."""
+        other = self._other
+        if other is not None and other[1] is PrefetchPriority.FAR:
+            load = other[0]
+            if not load.demand and ExpertId(load.layer, load.expert) not in planned:
+                self._give_up(load)
+
+    def end(self, load: Transfer) -> None:
+        """Takes note of a copy that has ended, or is given up."""
+        with self._lock:
+            if self._near is load:
+                self._near = None
+            elif self._other is not None and self._other[0] is load:
+                self._other = None
+
+    def roused(self) -> None:
+        """Ends what was given up, unless it is demanded by now, and begins what pays. On the link's thread."""
+        while self._in_vain:
+            self._link.withdraw(self._in_vain.pop())
+        self._begin()
+
+    def _give_up(self, load: Transfer) -> None:
+        self.end(load)
+        self._in_vain.append(load)
+        self._link.rouse()
+
+    def _begin(self) -> None:
+        while (load := self._next()) is not None:
+            self._link.copy(load)  # without the lock: it may hear at once of others that have ended
+
+    def _next(self) -> Transfer | None:
+        with self._lock:
+            for priority in PrefetchPriority:
+                while self._pays(priority):
+                    load = self._residency.reserve(self._queues[priority].popleft(), priority)
+                    if load is None:
+                        continue
+                    if priority.for_one_layer:
+                        self._near = load
+                    else:
+                        self._other = load, priority
+                    return load
+        return None
+
+    def _pays(self, priority: PrefetchPriority) -> bool:
+        """Returns whether the first request of a priority pays now, and can begin.
+
+        It can where the link is idle, or moves one that can wait.
+        """
+        if not self._queues[priority] or self._near is not None:
+            return False
+        free = priority.for_one_layer if self._other is not None else self._link.idle()
+        return free and self._gap.pays(self._queues[priority][0].chance, self._link.piece_s)
