@@ -61,8 +61,8 @@ def test_right_hints_save_stall_and_lies_that_follow_them_cost_next_to_nothing(n
 
 
 @pytest.mark.parametrize("gb_per_s", [2, 8, 25])
-def test_hints_that_never_told_anything_cost_nothing(gb_per_s: float) -> None:
+def test_hints_that_never_told_anything_cost_next_to_nothing(gb_per_s: float) -> None:
     without, useless = (
         replayed(policies("learned"), gb_per_s, (0, 0), prefetch=prefetch)[1] for prefetch in (False, True)
     )
-    assert useless.stall_s <= 1.002 * without.stall_s
+    assert useless.stall_s <= 1.01 * without.stall_s
