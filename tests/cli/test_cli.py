@@ -103,7 +103,10 @@ def test_a_daemon_that_is_not_there_is_one_clear_line_and_1(capsys: pytest.Captu
     assert said.count("\n") == 1
 
 
-def test_names_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_are_printed_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # in a narrow table they would be broken
     store = tmp_path / "a[bold]b-v2-0123456789ab"
     store.mkdir()
     (store / "packing.json").write_text("{}")
