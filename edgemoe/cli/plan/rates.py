@@ -116,18 +116,13 @@ def _decode_s(model: Ours, sequences: int) -> float:
 
 
 def _prompt_s(model: Ours, tokens: int) -> float:
-    """Returns the time of a prompt, by all of torch's threads or by one, which waits for no other: the lesser."""
+    """Returns the time of a prompt."""
 
     def prefill() -> float:
         model.begin(1, tokens)
         return _feed(model, 1, tokens)
 
-    threads, taken = torch.get_num_threads(), list[float]()
-    for count in {threads, 1}:
-        torch.set_num_threads(count)
-        taken.append(_time_s(prefill))
-    torch.set_num_threads(threads)
-    return min(taken)
+    return _time_s(prefill)
 
 
 def _time_s(timed: Callable[[], float]) -> float:
