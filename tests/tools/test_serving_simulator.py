@@ -46,13 +46,25 @@ def test_a_decoding_sequence_goes_on_beside_a_prompt_and_pays_for_it() -> None:
     assert first.end_s - first.first_s == pytest.approx(9 * (COSTS.fixed_s + COSTS.decode_s) + 31 * COSTS.prefill_s)
 
 
+def test_an_engine_that_plans_ahead_lets_a_request_in_one_step_later_but_not_where_it_has_nothing_to_do() -> None:
+    step_s = COSTS.fixed_s + COSTS.decode_s
+    rows = [offered(0, 16), offered(1, 16, at_s=0.030)], [20, 1]
+    first, second = served(*rows, replace(SHAPE, plans_ahead=True))
+    at_once, later = served(*rows)
+    assert first.first_s == at_once.first_s == pytest.approx(COSTS.fixed_s + 16 * COSTS.prefill_s)
+    assert second.seen_s == later.seen_s == pytest.approx(first.first_s + step_s)
+    assert later.first_s == pytest.approx(later.seen_s + step_s + 16 * COSTS.prefill_s)
+    assert second.first_s == pytest.approx(later.first_s + step_s)
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.integers(1, 60), st.floats(0.0, 2.0)), min_size=1, max_size=20),
     st.sampled_from(["exact", "corrected", "reports"]),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_request_ends_with_all_its_tokens_and_every_block_comes_back(
-    rows: list[tuple[int, int, float]], knowledge: Knowledge, pulled: bool
+    rows: list[tuple[int, int, float]], knowledge: Knowledge, pulled: bool, plans_ahead: bool
 ) -> None:
     """64 blocks are little more than the largest request needs, so that sequences have to make room for others."""
     rows = sorted(rows, key=lambda row: row[2])
@@ -60,7 +72,8 @@ def test_every_request_ends_with_all_its_tokens_and_every_block_comes_back(
     requests = [offered(n, row[0], row[2], prefixes[n]) for n, row in enumerate(rows)]
     policy = Pull(PullLimits()) if pulled else Push(Turns())
     jobs = jobs_of(requests, [output for _, output, _ in rows])
-    cluster = cluster_of(2, replace(SHAPE, order="linear", output_reserve=0.25), policy, knowledge, key_tokens=16)
+    shape = replace(SHAPE, order="linear", output_reserve=0.25, plans_ahead=plans_ahead)
+    cluster = cluster_of(2, shape, policy, knowledge, key_tokens=16)
     cluster.serve(jobs)
     ttft_s, tpot_s = times_of(jobs)
     assert (ttft_s > 0).all()

@@ -23,7 +23,7 @@ from edgemoe.policy.routing.pull import Pull, PullLimits
 from tools.bench.stats import interval
 from tools.simulate.serving.cluster import Knowledge, cluster_of, jobs_of
 from tools.simulate.serving.engine import EngineShape
-from tools.simulate.serving.fitting import errors, fit, read, times_of
+from tools.simulate.serving.fitting import errors, fit, halves, of_one, read, times_of
 from tools.simulate.serving.steps import BLOCK
 from tools.simulate.serving.workload import DISTRIBUTIONS, MOONCAKE_TOKENS, Load, Trace, at_rate, azure, drawn, mooncake
 
@@ -190,8 +190,9 @@ def prefixes(data: Path, shape: EngineShape, seeds: range) -> Iterator[tuple[str
 def study(data: Path, seeds: range) -> dict[str, Any]:
     """Returns all figures, by part and setting."""
     measured = read(data)
-    costs, front_s = fit(measured)
-    shape, trace = EngineShape(costs, SLOTS), azure(data)
+    seen, unseen = halves(measured)
+    costs, front_s = fit(measured, seen)
+    shape, trace = EngineShape(of_one(costs), SLOTS), azure(data)
     parts = (of_lengths(trace, shape, seeds), sizes(trace, shape, seeds), prefixes(data, shape, seeds))
     fitted = costs._asdict() | {"front_s": front_s}
-    return {"fit": fitted, "off by %": errors(measured, costs, front_s)} | dict(chain.from_iterable(parts))
+    return {"fit": fitted, "off by %": errors(measured, costs, front_s, unseen)} | dict(chain.from_iterable(parts))

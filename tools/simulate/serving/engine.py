@@ -31,6 +31,7 @@ class EngineShape:
     threshold_s: float = 5.0
     output_reserve: float = 0.0  # of the expected remaining output, kept free in KV
     ahead_tokens: int = 1024
+    plans_ahead: bool = False  # what a step computes is settled as the one before it begins
     more_s: Callable[..., float] = nothing_more  # compiled: of a batch and `data`, what a step takes beside `costs`
     data: Any = 0.0
 
@@ -47,6 +48,7 @@ class Job:
     output: int
     emitted: int = 0
     known: int = 0  # keys that it uses of the prefix cache
+    seen_s: float = math.nan  # when its engine had a step end first since it came
     first_s: float = math.nan
     end_s: float = math.nan
     place: str = ""
@@ -99,10 +101,15 @@ class Engine:
     def admit(self, expected_tokens: float) -> None:
         """Starts those that wait, in order, while there is room. `expected_tokens` is the length of a new answer."""
         shape, batch = self.shape, self.batch
+        for job in self.waiting:
+            if math.isnan(job.seen_s):
+                job.seen_s = self.now_s
         if self.waiting and (self._stale or shape.order == "gimbal"):
             self._sort()
         while self.waiting and len(self._jobs) < shape.slots and self._backlog() < shape.step_tokens:
             job = self.waiting[0]
+            if self._is_too_late(job):
+                return
             known = self._known(job)
             needed = math.ceil((job.tokens + 1) / BLOCK) - known * (self.cache.key_blocks if self.cache else 0)
             reserve = shape.output_reserve * (self._remaining(expected_tokens) + expected_tokens) / BLOCK
@@ -118,6 +125,8 @@ class Engine:
     def run(self, until_s: float) -> list[Job]:
         """Runs steps that begin before `until_s`, until one of them lets others decide; returns what has ended."""
         shape, batch = self.shape, self.batch
+        if any(self._is_too_late(job) for job in self.waiting):
+            until_s = min(until_s, math.nextafter(self.now_s, math.inf))
         args = (batch, shape.costs, shape.step_tokens, shape.ahead_tokens, until_s, shape.more_s, shape.data)
         why, slot = run(*args)
         while why == OUT:
@@ -156,6 +165,10 @@ class Engine:
     def requests(self) -> set[str]:
         """Returns the names of what waits and runs here."""
         return {job.offered.request for job in (*self.waiting, *self._jobs.values())}
+
+    def _is_too_late(self, job: Job) -> bool:
+        """Returns whether the step that begins now was settled before the engine saw the request."""
+        return self.shape.plans_ahead and bool(self._jobs) and not job.seen_s < self.now_s
 
     def _union(self) -> FloatArray | None:
         """Returns the log of the chance that none of those here chooses an expert; None where nobody says."""
