@@ -1,8 +1,13 @@
-"""The check of what engines pinned finds a last copy that was given up."""
+"""What engines logged of their pins tells a last copy that was given up, and when what died has a home again."""
 
 from __future__ import annotations
 
-from tools.bench.pins import Event, lost_pins
+from datetime import UTC, datetime
+
+import pytest
+
+from tools.bench.faults import homes
+from tools.bench.pins import Event, homeless, lost_pins
 
 
 def at(second: int, event: str, experts: int = 0) -> Event:
@@ -27,3 +32,29 @@ def test_what_was_dropped_and_what_an_ended_engine_had_are_there_no_more() -> No
     assert [box for _, box, _ in lost_pins(dropped)] == ["b"]
     started = {"a": [at(1, "pins", 1), at(2, "engine started")], "b": [at(1, "pins", 1), at(3, "pins dropped", 1)]}
     assert [box for _, box, _ in lost_pins(started)] == ["b"]
+
+
+def test_what_died_with_a_box_is_homeless_until_others_have_pinned_it() -> None:
+    logs = {
+        "a": [at(1, "pins", 0b0111), at(4, "forwarded"), at(9, "engine started")],
+        "b": [at(1, "pins", 0b1001), at(5, "pins", 0b1011), at(7, "pins", 0b1111), at(8, "pins", 0b1110)],
+    }
+    moment = datetime(2026, 1, 1, 0, 0, 3, tzinfo=UTC)
+    assert homeless(logs, moment, died="a") == (2, 4.0)
+    assert homeless(logs, moment) == (0, 0.0)
+    assert homeless({**logs, "b": logs["b"][:2]}, moment, died="a") == (2, None)
+
+
+def test_it_has_a_home_again_where_its_own_box_comes_back() -> None:
+    logs = {"a": [at(1, "pins", 3), at(3, "engine started"), at(6, "pins", 2)], "b": [at(1, "pins", 1)]}
+    moment = datetime(2026, 1, 1, 0, 0, 2, tzinfo=UTC)
+    assert homeless(logs, moment, died="a") == (1, pytest.approx(4.0))
+
+
+def test_the_table_says_what_died_and_when_it_had_a_home_again() -> None:
+    killed = {"way": "kill", "drops": 3, "homeless": 5, "again_s": 7.25, "homes_s": 1.0}
+    lines = list(homes([killed, killed | {"again_s": None}, {**killed, "way": "cut", "homeless": 0, "homes_s": 2.0}]))
+    assert "(cut 1, kill 2): 9 times" in lines[0]
+    assert "of 10 experts died in 2 trials; all had one again after 7.2 / 7.2 s" in lines[1]
+    assert lines[2] == "in 1 of them."
+    assert lines[3].endswith("2.0 s.")

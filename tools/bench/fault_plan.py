@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 
 from tools.bench.fault_state import FILLING, fill
 from tools.bench.fault_trial import NODES, Record, Trial, clock
-from tools.bench.pins import lost_pins
+from tools.bench.pins import homeless, lost_pins
 from tools.testbed.bed import BedError
 from tools.testbed.daemons import READY_S, Daemon
 
@@ -19,7 +20,8 @@ HOMES_S = 90.0  # within which every expert has a home again
 def plan_change(trial: Trial) -> Record:
     """A box has left and is back; while experts move to it, one is killed, cut off, restarted, or its disk is full.
 
-    Judged by what the engines log of their pins, too: no plan has a box that lives drop the last pinned copy.
+    Judged by what the engines log of their pins, too: no plan has a box that lives drop the last pinned copy, and what
+    died with a box is pinned elsewhere before it is started again.
     """
     mover = trial.cluster[trial.rng.choice(NODES)]
     hit = trial.cluster[trial.rng.choice(NODES)]
@@ -39,16 +41,24 @@ def plan_change(trial: Trial) -> Record:
 
     end: list[Callable[[], None]] = [lambda: None]
     found = trial.requests([each for each in trial.others(hit) if each is not mover], fault, waits=False)
+    hit_at = datetime.fromtimestamp(at_s[0])
+    died = hit.box.name if way in ("kill", "restart") else ""
+    if way == "kill":
+        _wait_homes(trial, hit_at, died)
     end[0]()
     trial.cluster.settle()
     homes_s = _wait_still(trial)
-    lost = [one for one in lost_pins({d.box.name: d.events() for d in trial.cluster}) if one[0] >= began_s]
+    logs = _logs(trial)
+    lost = [one for one in lost_pins(logs) if one[0] >= began_s]
+    count, again_s = homeless(logs, hit_at, died)
     return {
         "hit": hit.box.name,
         "mover": mover.box.name,
         "way": way,
         "moving": moving[0],
         "homes_s": homes_s,
+        "homeless": count,
+        "again_s": again_s,
         "drops": sum(_count(daemon, began_s, "pins dropped") for daemon in trial.cluster),
         "pins_lost": len(lost),
         "lost": lost[-3:],
@@ -86,6 +96,17 @@ def _wait(condition: Callable[[], object], within_s: float) -> None:
         if time.monotonic() > ends:
             raise BedError("no plan moved an expert")
         time.sleep(0.02)
+
+
+def _logs(trial: Trial) -> dict[str, list[Record]]:
+    return {daemon.box.name: daemon.events() for daemon in trial.cluster}
+
+
+def _wait_homes(trial: Trial, since: datetime, died: str) -> None:
+    """Waits until what died has a pinned copy again, for HOMES_S at most."""
+    ends = time.monotonic() + HOMES_S
+    while homeless(_logs(trial), since, died)[1] is None and time.monotonic() < ends:
+        time.sleep(0.2)
 
 
 def _count(daemon: Daemon, since_s: float, event: str, **fields: object) -> int:

@@ -178,6 +178,7 @@ class Kind:
     prompt_tokens: int = 12
     apart: bool = False  # boxes have the roles of `fault_apart`
     spoils_kv: bool = False  # box a damages some of the keys and values that it hands out
+    absent_s: tuple[float, ...] = (30.0, 2.0)  # after which a box loses its homes, of trials in turn
 
 
 def _apart(run: Callable[[Trial], Record], spoils_kv: bool = False) -> Kind:
@@ -211,6 +212,7 @@ ROWS = {
         plan_change,
         state_bytes=STATE_BYTES,
         settings=(("cluster.migrate_bytes_per_s", MOVE_BYTES_PER_S), ("log.level", "debug")),
+        absent_s=(2.0,),
     ),
     "wrong-key": Kind(wrong_key, empty=(INTRUDER, GUEST)),
     "prefill-kill": _apart(fault_apart.prefill_kill),

@@ -8,9 +8,9 @@
 Needs root. Each trial is seeded by its row and number: which box, which prompts, when. Prompts are random tokens and
 all answers differ; what one box alone says, with all experts in memory, in float32, is what must come out. A trial is
 one line of the log: which commit it was, what was hit, and of every request whether it was in flight then, complete,
-right, how long it took with the fault and, in every fifth trial, without. In every other trial a box that is gone for
-two seconds loses its homes to others, so that the plan changes. The cluster is started once for a row and either of
-these, and only what was killed is started again.
+right, how long it took with the fault and, in every fifth trial, without. In every other trial, and in all of
+plan-change, a box that is gone for two seconds loses its homes to others, so that the plan changes. The cluster is
+started once for a row and either of these, and only what was killed is started again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from tools.testbed.daemons import Cluster, Daemon
 from tools.testbed.model import float32_demo, part_of
 
 DISKS = ("two-thirds", "all")  # of the store; with one replica it is a third
-ABSENT_S = (30.0, 2.0)  # of even and odd trials
 CALM_EVERY = 5  # trials, the first of which asks undisturbed too
 EXPERTS = 192  # of the demo model
 PROMPTS = 16
@@ -86,7 +85,7 @@ def references(folder: Path, store: Path, prompt_tokens: int = 12) -> Answers:
 
 @contextmanager
 def cluster(
-    folder: Path, store: Path, kind: Kind, disk: str = DISKS[0], absent_s: float = ABSENT_S[0]
+    folder: Path, store: Path, kind: Kind, disk: str = DISKS[0], absent_s: float | None = None
 ) -> Iterator[Cluster]:
     """Three boxes, `replicas` of which have each expert at home; on disk it is theirs only, or everybody's."""
     stores = {
@@ -94,7 +93,8 @@ def cluster(
         for n, node in enumerate(NODES if disk != "all" else ())
     }
     settings = common(store, EXPERTS * kind.replicas // 3)
-    settings |= {"cluster.replicas": kind.replicas, "cache.policy": POLICY, "cluster.absent_s": absent_s}
+    settings |= {"cluster.replicas": kind.replicas, "cache.policy": POLICY}
+    settings |= {"cluster.absent_s": kind.absent_s[0] if absent_s is None else absent_s}
     settings |= dict(kind.settings)
     if kind.spread:
         settings["cluster.route"] = "spread"
@@ -153,7 +153,25 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
     """One for each arrangement."""
     for tokens, disk in sorted({arrangement(record) for record in records}):
         yield f"\nRequests of {tokens} tokens; {disk} of the store on each disk:\n"
-        yield from table([record for record in records if arrangement(record) == (tokens, disk)])
+        mine = [record for record in records if arrangement(record) == (tokens, disk)]
+        yield from table(mine)
+        yield from homes([record for record in mine if "again_s" in record])
+
+
+def homes(records: Sequence[Record]) -> Iterator[str]:
+    """Says, of plans that changed, what was given up, and when what had died was pinned again."""
+    if not records:
+        return
+    ways = ", ".join(f"{way} {sum(r['way'] == way for r in records)}" for way in sorted({r["way"] for r in records}))
+    yield f"\nPlans that changed ({ways}): {sum(r['drops'] for r in records)} times a box gave up copies by a plan."
+    died = [record for record in records if record["homeless"]]
+    again = [record["again_s"] for record in died if record["again_s"] is not None]
+    if died:
+        count = sum(record["homeless"] for record in died)
+        after = f"{np.median(again):.1f} / {max(again):.1f} s (p50 / max)" if again else "-"
+        yield f"The last copies of {count} experts died in {len(died)} trials; all had one again after {after}"
+        yield f"in {len(again)} of them."
+    yield f"Once all boxes were back, nothing moved any more after {max(r['homes_s'] for r in records):.1f} s."
 
 
 def table(records: Sequence[Record]) -> Iterator[str]:
@@ -201,9 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ends = time.monotonic() + 60 * args.minutes
     for name in args.rows.split(",") if not args.table else ():
         same = [record for record in read(args.log) if arrangement(record) == (TOKENS, args.disk)]
-        done = {record["trial"] for record in same if record["row"] == name}
-        for which, absent_s in enumerate(ABSENT_S):
-            todo = [number for number in range(which, args.trials, len(ABSENT_S)) if number not in done]
+        done = {(record["trial"], record.get("absent_s")) for record in same if record["row"] == name}
+        absent = ROWS[name].absent_s
+        for which, absent_s in enumerate(absent):
+            todo = [number for number in range(which, args.trials, len(absent)) if (number, absent_s) not in done]
             if todo and time.monotonic() < ends:
                 run_row(name, args.disk, absent_s, todo, args.log, args.work, ends)
     print("\n".join(tables(read(args.log))))
