@@ -16,6 +16,7 @@ from edgemoe.cluster.control.plan_store import read_plan
 from edgemoe.types.placement import PlacementPolicy
 from tools.bench.prism.__main__ import main
 from tools.bench.prism.models import STAND_INS, WORDS, Model, make_constructed, task_of, words_of
+from tools.bench.prism.moving import moving_runs, moving_s, took_s
 from tools.bench.prism.plans import METHODS, NODES, mixed_routes, place_by, room, write_plan
 from tools.bench.prism.profile import Profile, frequencies, overlap, skew
 from tools.bench.prism.runs import Machine, Run, requests_of
@@ -143,6 +144,23 @@ def test_the_table_of_migration_tells_before_from_after() -> None:
     moved = {"settings": ["mixed", "specialised"], "begins_s": [0.0, 5.0], "part": "migration"}
     lines = list(tables([record("published", 1.0, **moved, samples=[[n, *[n, n * 0.5] * 3] for n in range(11)])]))
     assert "| every 60 s | 1.000 | 1.000 | 1.000 | 0.500 | 0.500 | 0 |" in lines[-1]
+
+
+def test_requests_while_experts_moved_are_held_against_the_same_ones_without(model: Model) -> None:
+    runs = [run for seed in range(2) for run in moving_runs(model, seed, 10, 1.0)]
+    assert [run.migrate_s > 0 for run in runs] == [True, False, False, True]
+    assert requests_of(model, runs[0], 10) == requests_of(model, runs[1], 10) != requests_of(model, runs[2], 10)
+    plans = [[3.5, 2, True, "better"], [4.0, 3, True, "a step"], [6.2, 4, False, "a step"]]
+    moved = record("rendezvous", 1.5, part="moving", migrate_s=30.0, plans=plans)
+    still = record("rendezvous", 1.0, part="moving", migrate_s=0.0)
+    span = moving_s(moved)
+    assert span == (3.5, 6.2)
+    assert moving_s(still) is None
+    assert len(took_s(moved, *span)) == 4 * 3  # due from 3 to 6 s at each box, or still under way
+    assert len(took_s(still, *span)) == 4 * 3
+    many = [each | {"seed": seed} for seed in range(2) for each in (moved, still)]
+    (line,) = [line for line in tables(many) if line.startswith("| while")]
+    assert line == "| while they moved | 24 | +50.0 % | +50.0 % | 1500 / 1500 | 1000 / 1000 |"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
     python -m tools.bench.prism --list                                    # the runs, and how long they will take
     python -m tools.bench.prism --prompts DIR --log prism.jsonl --minutes 30       # goes on where it ended
     python -m tools.bench.prism --prompts DIR --log prism.jsonl --parts long       # the run of 30 minutes
+    python -m tools.bench.prism --prompts DIR --log prism.jsonl --parts moving --seeds 5
     python -m tools.bench.prism --log prism.jsonl --table --plots plots
 
 Needs root and a machine of its own. Three boxes with 1, 1 and 2 emulated devices, each device with a share of the
@@ -14,6 +15,7 @@ processor and room for .3 (demo) or .35 (constructed) of the experts, 500 Mbit/s
     redirection  no box computes for another (alone, redirect) against any placement at all (redundance)
     share        what a layer takes by the share of experts that are elsewhere
     long         30 minutes with a migration interval of 300 s; not among the parts unless it is named
+    moving       latencies while experts move, against the same requests where none do; likewise
 
 A run is one line of the log; one that is there already, with the same sizes, is not run again. Every answer is compared
 with that of one box alone.
@@ -33,6 +35,7 @@ from pathlib import Path
 
 from tools.bench.faults import commit, read
 from tools.bench.prism.models import MODELS, SETTINGS, Model
+from tools.bench.prism.moving import measure_moving, moving_runs
 from tools.bench.prism.plans import METHODS
 from tools.bench.prism.profile import profile_of
 from tools.bench.prism.remote_share import SHARES, measure_share
@@ -43,6 +46,7 @@ PARTS = ("methods", "migration", "redirection", "share")
 LONG = "long"
 LONG_S, LONG_MIGRATE_S = 1800.0, 300.0
 MOVED = (("published", 60.0), ("published", 0.0), ("rendezvous", 60.0), ("rendezvous", 0.0))
+HOW = {"share": measure_share, "moving": measure_moving}  # parts that are measured otherwise
 BESIDE = (ALONE, REDIRECT, "redundance", "rendezvous")
 
 
@@ -62,13 +66,15 @@ def runs_of(part: str, model: Model, args: argparse.Namespace, seed: int) -> Ite
     elif part == "share" and not seed:
         for share in SHARES:
             yield Run(part, model.name, str(share), SETTINGS[1:], seed, 30)
+    elif part == "moving":
+        yield from moving_runs(model, seed, args.requests, pace)
     elif part == LONG and not seed:
         asked = round(LONG_S / sum(1 / (0.8 * pace * model.rate[setting]) for setting in SETTINGS))
         yield Run(part, model.name, "rendezvous", SETTINGS[::-1], seed, asked, 0.8 * pace, LONG_MIGRATE_S)
 
 
 # which models a part is about
-ABOUT = {"migration": ("constructed",), "redirection": ("demo",), "long": ("constructed",)}
+ABOUT = {"migration": ("constructed",), "redirection": ("demo",), "long": ("constructed",), "moving": ("demo",)}
 
 
 def wanted(args: argparse.Namespace, models: dict[str, Model]) -> list[tuple[Model, Run]]:
@@ -102,7 +108,7 @@ def sitting(args: argparse.Namespace, machine: Machine) -> None:
             print("no time for more", file=sys.stderr)
             return
         with tempfile.TemporaryDirectory(dir=args.work, prefix=f"{run.part}-") as scratch:
-            how = measure_share if run.part == "share" else measure
+            how = HOW.get(run.part, measure)
             record: Record = how(run, model, profiles[model.name], machine, Path(scratch))
         record |= {"commit": commit(), "cores": os.cpu_count(), "at_s": round(time.time())}
         with args.log.open("a") as file:

@@ -19,6 +19,7 @@ import numpy as np
 from edgemoe.policy.placement.score import score
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.arrays import BoolArray
+from edgemoe.types.placement import PlacementPolicy
 from tools.bench.fault_trial import clock
 from tools.bench.faults import POLICY, common
 from tools.bench.prism.models import Model
@@ -186,9 +187,16 @@ class Watch:
                 continue  # a gap in the plot
 
 
-def measure(run: Run, model: Model, profile: Profile, machine: Machine, folder: Path) -> Record:
-    """Returns what came of a run's requests."""
-    method = next((each for each in METHODS if each == run.method), None)
+def measure(
+    run: Run,
+    model: Model,
+    profile: Profile,
+    machine: Machine,
+    folder: Path,
+    first: PlacementPolicy | None = None,
+) -> Record:
+    """Returns what came of a run's requests. The first plan is by the run's method, or by another one."""
+    method = first or next((each for each in METHODS if each == run.method), None)
     placed = place_by(method, model, run.settings[0], profile) if method else None
     requests = requests_of(model, run, ASKED)
     warm_s = WARM / model.rate[run.settings[0]] / run.pace

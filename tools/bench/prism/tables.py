@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tools.bench.prism.models import SETTINGS, STAND_INS, Model
+from tools.bench.prism.moving import moving_table
 from tools.bench.prism.plans import METHODS, NODES
 from tools.bench.prism.profile import Profile, frequencies, geometry_of, overlap, skew
 from tools.bench.prism.runs import Record
@@ -60,6 +61,7 @@ def tables(records: Sequence[Record]) -> Iterator[str]:
         ("long", migration_table),
         ("redirection", redirection_table),
         ("share", share_table),
+        ("moving", moving_table),
     ):
         if some := [record for record in records if record["part"] == part]:
             yield f"\n**{part}**"
