@@ -76,11 +76,6 @@ class Watermark:
         return Verdict(~resident & (b >= high), resident & (b < low))
 
 
-def contained(drop_from_ram: BoolArray, in_vram: BoolArray, *, containment: bool = True) -> BoolArray:
-    """What may go from RAM: with containment, nothing that VRAM holds."""
-    return drop_from_ram & ~in_vram if containment else drop_from_ram
-
-
 def floor(b: FloatArray, sizes: IntArray, capacity_bytes: int, working_set_bytes: int) -> BoolArray:
     """What to pin where a tier does not hold one token's working set: the densest that fit; nothing where it does.
 

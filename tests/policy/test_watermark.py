@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgemoe.policy.movement import Side, plan
-from edgemoe.policy.watermark import Watermark, contained, density, floor, miss_cost
+from edgemoe.policy.watermark import Watermark, density, floor, miss_cost
 from edgemoe.types.experts import Tier
 
 RECOVERY_VISITS = 60  # within which a price finds back after a shift
@@ -117,7 +117,7 @@ def test_capacity_and_containment_hold_whatever_happens(seed: int, share: float,
         drop = marks[Tier.VRAM].verdict(b[Tier.VRAM], where[Tier.VRAM]).drop
         where[Tier.VRAM] &= ~drop
         drop = marks[Tier.RAM].verdict(b[Tier.RAM], where[Tier.RAM]).drop
-        where[Tier.RAM] &= ~contained(drop, where[Tier.VRAM], containment=containment)
+        where[Tier.RAM] &= ~drop | (where[Tier.VRAM] if containment else False)
         idle = {tier: float(tiers[tier] - sizes[where[tier]].sum()) for tier in tiers}
         sides = [Side(b[tier], where[tier].copy(), marks[tier], idle[tier]) for tier in (Tier.VRAM, Tier.RAM)]
         for move in plan(*sides, sizes):

@@ -48,11 +48,6 @@ class TierPools:
         return pool.slots_of(pool.layout.classes.layer_class[layer])
 
     @property
-    def has_room(self) -> bool:
-        """Whether a slot of the fastest tier is free."""
-        return any(pool.free_count for pool in self.tops)
-
-    @property
     def has_all(self) -> bool:
         """Whether the fastest tier has every expert now, and for good: with so many slots it evicts none."""
         classes = self.ram.layout.classes

@@ -16,7 +16,7 @@ from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.journal import SEGMENT_BYTES, Damaged, Journal
 from edgemoe.cluster.control.coordination.recovery import open_journal
 from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
-from edgemoe.cluster.control.coordination.store import CoordState, PlanRef
+from edgemoe.cluster.control.coordination.store import CoordState
 from edgemoe.cluster.rpc.protocol import SPOKEN
 
 VOTERS = b"abcdefgh"
@@ -214,15 +214,6 @@ def test_operations_lie_in_journals_for_ever_as_they_do_now(op: ops.Op) -> None:
     assert ops.encode(op).hex() == GOLDEN[op]
     assert ops.decode(bytes.fromhex(GOLDEN[op])) == op
     assert op.SINCE == 1
-
-
-def test_a_snapshots_names_stay_as_they_are() -> None:
-    snapshot = StateSnapshot(CoordState(3, "b", PlanRef(2, "d"), 9), (b"x", 5, 2), (b"y", 4, 2))
-    assert msgspec.to_builtins(snapshot, builtin_types=(bytes,)) == {
-        "state": {"epoch": 3, "leader": "b", "plan": {"version": 2, "digest": "d"}, "renewals": 9},
-        "last": (b"x", 5, 2),
-        "before": (b"y", 4, 2),
-    }
 
 
 def test_an_operation_of_a_later_release_and_one_that_is_none_are_read_as_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import inspect
-from support.outer_names import LANGUAGES, STRUCTS
+from support.outer_names import LANGUAGES, RAFT, STRUCTS
 
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Taken
 from edgemoe.cluster.rpc.engine_messages import Submit, decode_to_engine, encode
@@ -19,9 +19,9 @@ from edgemoe.types import bounds
 from edgemoe.types.request import Request, Sampling
 
 OURS = {"settings"}  # of Boot: from our own front, checked as the configuration that it is
-TRAVEL = {f"{name}.{tag}": kind for name, language in LANGUAGES.items() for tag, kind in language.messages.items()} | {
-    name: STRUCTS[name] for name in ("envelope", "boot", "plan file")
-}
+TRAVEL = {f"{name}.{tag}": kind for name, language in LANGUAGES.items() for tag, kind in language.messages.items()}
+TRAVEL |= {f"raft.{tag}": kind for tag, kind in RAFT.items()}
+TRAVEL |= {name: STRUCTS[name] for name in ("envelope", "boot", "plan file")}
 SIXTY_FOUR_BITS = inspect.type_info(bounds.Seed)
 
 

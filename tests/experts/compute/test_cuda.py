@@ -16,7 +16,7 @@ from support.tiers_kit import SMALL, FileStore, Weights, running
 from support.waiting import wait_until
 
 from edgemoe.config.budgets import DeviceBudget
-from edgemoe.errors import CapacityError
+from edgemoe.errors import CapacityError, ConfigError
 from edgemoe.experts.build import ExpertTiers, TierMemory
 from edgemoe.experts.compute import cuda_link
 from edgemoe.experts.compute.cuda import CudaCompute, open_cuda
@@ -41,6 +41,14 @@ WIDE = ExpertGeometry(layers=2, experts=16, top_k=4, hidden=256, width=192, dtyp
 def test_calls_are_cut_into_blocks_of_one_expert() -> None:
     blocks = blocks_of(np.array([7, 3, 5]), np.array([0, 1, 36, 52]), 16)
     assert blocks.tolist() == [[7, 0, 1], [3, 1, 17], [3, 17, 33], [3, 33, 36], [5, 36, 52]]
+
+
+def test_kernels_that_cannot_be_compiled_are_an_error_at_start_and_nothing_else_computes_instead() -> None:
+    layout = SlabLayout.even(3, SMALL.stride_bytes(0))
+    slab = torch.zeros(layout.size_bytes, dtype=torch.uint8)  # on no GPU
+    order: Any = None  # which takes a GPU, too
+    with pytest.raises(ConfigError, match="kernels cannot be compiled for cpu"):
+        CudaCompute(slab, layout, SMALL, order)
 
 
 def layouts(*pages: int) -> list[SlabLayout]:

@@ -37,6 +37,7 @@ MAX_INBOX_BYTES = 16 << 20
 Command = Annotated[bytes, Meta(min_length=1, max_length=MAX_OP_BYTES + 1)]
 Entries = Annotated[list[tuple[Command, Count, Count]], Meta(max_length=1 << 16)]
 Error = Annotated[int, Meta(ge=0, le=100)]
+Part = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]  # of a snapshot
 
 
 class _RaftMessage(msgspec.Struct, tag_field="type"):
@@ -59,7 +60,7 @@ class _AppendEntries(_RaftMessage, tag="append_entries"):
     prevLogIdx: Count | UnsetType | None = UNSET
     prevLogTerm: Count | UnsetType | None = UNSET
     entries: Entries | UnsetType = UNSET
-    serialized: tuple[bytes, bool, bool] | UnsetType | None = UNSET
+    serialized: tuple[Part, bool, bool] | UnsetType | None = UNSET
 
 
 class _NextNodeIdx(_RaftMessage, tag="next_node_idx"):
@@ -81,8 +82,8 @@ class _Response(_RaftMessage, tag="apply_command_response"):
     log_term: Count | UnsetType = UNSET
 
 
-_Message = _RequestVote | _ResponseVote | _AppendEntries | _NextNodeIdx | _ApplyCommand | _Response | Where | Here
-_decoder: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
+RaftMessage = _RequestVote | _ResponseVote | _AppendEntries | _NextNodeIdx | _ApplyCommand | _Response | Where | Here
+_decoder: msgspec.msgpack.Decoder[RaftMessage] = msgspec.msgpack.Decoder(RaftMessage)
 
 
 class RaftLink(Protocol):
@@ -202,7 +203,7 @@ class LinkTransport(Transport):  # type: ignore[misc]
         except Exception as error:  # PySyncObj believes what members say
             self._reject(name, repr(error))
 
-    def _take(self, name: str, message: _Message) -> None:
+    def _take(self, name: str, message: RaftMessage) -> None:
         match message:
             case Where():
                 self._link.send(name, self._voters + msgspec.msgpack.encode(self.recovery.answer(message)))
