@@ -25,11 +25,13 @@ from edgemoe.cluster.rpc.control_messages import Shown
 from edgemoe.cluster.rpc.engine_messages import (
     Drain,
     Emissions,
+    FromEngine,
     Ready,
     Reload,
     Stop,
     ToCluster,
 )
+from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
 from edgemoe.errors import EngineUnavailable, ReloadRefused, ServiceError
 from edgemoe.front.engine_handle import LOOK_S, STOP_S, EngineHandle
@@ -82,7 +84,7 @@ class Supervisor:
         self.starts = 0
         self.why = ""  # what ended the last engine
         self._command, self._lookout, self._cluster = command, lookout, cluster
-        self._backoff = RestartBackoff(settings.service)
+        self._backoff, self._say = RestartBackoff(settings.service), SparingLog(log)
         self._served: tuple[ModelInfo, RequestLimits] | None = None
         self._stopping = False
         self._changed = asyncio.Event()  # pulsed at each change of state
@@ -179,18 +181,24 @@ class Supervisor:
             engine = self._door.engine
             if engine is None or boot_id != engine.boot_id:
                 continue  # an earlier incarnation's last words
-            match engine.note(message):
-                case Ready() as ready:
-                    self._on_ready(ready)
-                case Emissions(items=items):
-                    self.request_log.take(items if self._cluster is None else self._cluster.take(items))
-                case Shown() as seen:
-                    self._lookout.note(seen)
-                case None:
-                    pass
-                case news:
-                    if self._cluster is not None:
-                        self._cluster.hear(boot_id, news)
+            try:
+                self._hear(engine, message)
+            except Exception:  # of this message alone
+                self._say(logging.ERROR, "a message of the engine failed here", exc_info=True)
+
+    def _hear(self, engine: EngineHandle, message: FromEngine) -> None:
+        match engine.note(message):
+            case Ready() as ready:
+                self._on_ready(ready)
+            case Emissions(items=items):
+                self.request_log.take(items if self._cluster is None else self._cluster.take(items))
+            case Shown() as seen:
+                self._lookout.note(seen)
+            case None:
+                pass
+            case news:
+                if self._cluster is not None:
+                    self._cluster.hear(engine.boot_id, news)
 
     async def drain(self, drain_s: float) -> None:
         """Lets running requests finish for `drain_s`, ends the rest with an error, and stops the engine."""

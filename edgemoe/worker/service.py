@@ -38,8 +38,9 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.ipc import EngineEnd
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
+from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
-from edgemoe.errors import ConfigError, EdgemoeError, ServiceError
+from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError
 from edgemoe.guard import refuse_pickle
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
@@ -64,7 +65,7 @@ class Worker:
         self._boot, self._settings, self._parent = boot, settings, parent
         self._loop = asyncio.get_running_loop()
         self._wire = EngineEnd(boot.address, boot.boot_id, boot.speaks)
-        self._phase, self._fraction = "start", 0.0
+        self._phase, self._fraction, self._log = "start", 0.0, SparingLog(log)
         self._warm: asyncio.Future[Emission] = self._loop.create_future()
         self._stop_asked = asyncio.Event()
         self._reload_asked = asyncio.Event()
@@ -179,7 +180,26 @@ class Worker:
 
     async def _listen(self, assembly: Assembly) -> None:
         async for message in self._wire.messages():
-            self._obey(message, assembly)
+            try:
+                self._obey(message, assembly)
+            except WireError:  # there is no front any more
+                raise
+            except Exception as error:  # of this message alone
+                self._fail(message, error)
+
+    def _fail(self, message: ToEngine, error: Exception) -> None:
+        """Notes that a message could not be obeyed, and ends the request that it is of, if it brings one."""
+        self._log(logging.ERROR, "a message of the front failed here", what=type(message).__name__, exc_info=True)
+        if isinstance(message, Submit):
+            ended = Emission(
+                request=message.request.id,
+                attempt=message.attempt,
+                index=len(message.emitted),
+                finish="error",
+                error=f"the engine cannot begin with this request: {type(error).__name__}; see its log",
+                error_code="request_failed",
+            )
+            self._wire.post(Emissions(items=[ended]))
 
     def _obey(self, message: ToEngine, assembly: Assembly) -> None:
         loop = assembly.engine.loop

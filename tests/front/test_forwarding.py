@@ -365,7 +365,9 @@ async def test_tokens_whose_receipts_are_lost_are_not(
 
 
 @pytest.mark.parametrize("letters", [1, 256])
-async def test_a_hosted_request_fits_whatever_its_front_calls_it(two: tuple[Settings, Settings], letters: int) -> None:
+async def test_a_hosted_request_fits_whatever_its_front_calls_it(
+    two: tuple[Settings, Settings], letters: int, caplog: pytest.LogCaptureFixture
+) -> None:
     async with both(two) as (a, b):
         channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.state.model, engine_pid(b)
         name = "x" * letters
@@ -376,6 +378,7 @@ async def test_a_hosted_request_fits_whatever_its_front_calls_it(two: tuple[Sett
         assert not len(cluster_of(b).hosted_requests)
         assert engine_pid(b) == pid
         assert await texts(b, 1)  # by the same engine
+        assert "cannot read" not in caplog.text
 
 
 @pytest.mark.parametrize("longer", [0, 1])

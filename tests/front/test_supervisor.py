@@ -159,6 +159,29 @@ async def test_what_an_earlier_engine_says_is_not_obeyed(tmp_path: Path, model_d
         waiting.cancel()
 
 
+async def test_a_message_of_the_engine_that_goes_wrong_costs_that_message_alone(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here some tokens, which are then asked for again."""
+    settings = settings_for(tmp_path, model_dir)
+    async with running(settings) as front, openai_client(settings) as client:
+        text = await text_of(client, "go", max_tokens=100, seed=1)
+        log, taken = supervisor_of(front).request_log, []
+        take = log.take
+
+        def wrong(emissions: list[Emission]) -> None:
+            taken.append(emissions)
+            if len(taken) == 3:
+                raise KeyError("nobody has foreseen that")
+            take(emissions)
+
+        monkeypatch.setattr(log, "take", wrong)
+        assert await text_of(client, "go", max_tokens=100, seed=1) == text
+        assert log.gaps
+        assert supervisor_of(front).starts == 1
+    assert caplog.text.count("a message of the engine failed here") == 1
+
+
 async def test_a_request_that_fells_engines_ends_in_an_error_and_others_go_on(
     tmp_path: Path, model_dir: Path, quick: None
 ) -> None:

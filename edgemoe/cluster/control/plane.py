@@ -282,9 +282,10 @@ class ControlPlane:
 
     async def _beat_on(self) -> None:
         while True:
-            self._handle(Looked())
-            self.desk.look()
-            self.beat()
+            with self.channel.mishaps.contained(self.state.node):
+                self._handle(Looked())
+                self.desk.look()
+                self.beat()
             await asyncio.sleep(BEAT_S)
 
     def beat(self) -> None:

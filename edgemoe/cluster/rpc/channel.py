@@ -62,11 +62,17 @@ class Channel(Generic[M]):
             settings,
             self.intake,
             self.mishaps,
-            lambda node: self.on_up(node),
-            lambda node: self.on_down(node),
+            lambda node: self._inform(node, self.on_up, node),
+            lambda node: self._inform(node, self.on_down, node),
         )
         self._questions = QuestionServer(
-            transport, codec, settings, self.intake, self.mishaps, serve, lambda node, why: self.on_foreign(node, why)
+            transport,
+            codec,
+            settings,
+            self.intake,
+            self.mishaps,
+            serve,
+            lambda node, why: self._inform(node, self.on_foreign, node, why),
         )
         self._ids = itertools.count(1)
 
@@ -172,6 +178,10 @@ class Channel(Generic[M]):
         size = max(sum(memoryview(t).nbytes for t in tensors), self._settings.credits_bytes // ASKED_AT_ONCE + 1)
         link.ask(asked, size)
         return partial(link.end, id)
+
+    def _inform(self, node: str, who: Callable[..., None], *news: str) -> None:
+        with self.mishaps.contained(node):  # else it would end the channel, and what runs beside it
+            who(*news)
 
     def _late(self, link: PeerLink[M], id: int, timeout_s: float) -> None:
         link.end(id, PeerUnavailable(f"{link.node} did not answer within {timeout_s:.3g} s ({self.name})"))

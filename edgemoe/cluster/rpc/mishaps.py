@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import WireError
@@ -24,12 +25,18 @@ class Mishaps:
         self.rejected += 1
         self._say(logging.WARNING, "message dropped", peer, channel=self._channel, why=str(error))
 
-    async def contain(self, peer: str, work: Coroutine[None, None, None]) -> None:
-        """Runs what one message or request has to do; what it raises ends nothing else."""
+    @contextmanager
+    def contained(self, peer: str) -> Iterator[None]:
+        """What the `with` block raises ends that block alone."""
         try:
-            await work
+            yield
         except Exception:
             self.fail(peer)
+
+    async def contain(self, peer: str, work: Coroutine[None, None, None]) -> None:
+        """Runs what one message or request has to do; what it raises ends nothing else."""
+        with self.contained(peer):
+            await work
 
     def fail(self, peer: str) -> None:
         """Counts and logs the unexpected exception that is being handled."""

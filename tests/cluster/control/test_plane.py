@@ -499,6 +499,28 @@ async def test_a_box_that_is_listed_elsewhere_for_a_while_stays_known(three: dic
     assert a.plane.state.members["b"].boot == "boot-b-1"
 
 
+async def test_what_goes_wrong_between_two_beats_costs_no_more_than_those(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a") as found:
+        plane, wrong = found["b"].plane, list[str]()
+        await led([*found.values()])
+        heard = plane.state.obedience.epoch
+
+        def look_around() -> None:
+            wrong.append("once")
+            raise KeyError("nobody has foreseen that")
+
+        found["b"].look_around = look_around  # type: ignore[method-assign]
+        await found["a"].die()
+        await until(lambda: wrong)
+        del found["b"].look_around
+        await found["a"].start()
+        await until(lambda: plane.leader == "a" and plane.state.obedience.epoch > heard)
+        assert plane.channel.mishaps.failed >= len(wrong)
+    assert "a message failed here" in caplog.text
+
+
 async def test_reports_go_to_the_leader_only_and_to_a_new_one_within_an_interval(
     three: dict[str, Front], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -502,7 +502,41 @@ async def test_a_word_of_no_use_that_is_long_is_not_repeated_at_length(caplog: p
         with pytest.raises(PeerRefused):
             await a.channel.ask("b", Noise(), timeout_s=5)
         assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
-    assert len(caplog.text) < 10_000
+    assert "message dropped" in caplog.text
+    assert all(len(str(vars(record))) < 10_000 for record in caplog.records)
+
+
+async def test_whatever_goes_wrong_in_reading_a_message_costs_that_message_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyError("nobody has foreseen that")
+
+    a, b = pair()
+    async with running(a, b):
+        await connected(a, b)
+        for reader in (b, a):  # of the question, of the answer
+            monkeypatch.setattr(reader.channel.intake, "delivered", wrong)
+            with pytest.raises(PeerUnavailable):
+                await a.channel.ask("b", Echo("?"), timeout_s=0.5)
+            assert reader.channel.mishaps.failed == 1
+            assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+    assert caplog.text.count("a message failed here") == 2
+
+
+async def test_what_whoever_hears_of_connections_raises_ends_no_channel(caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(*_: str) -> None:
+        raise KeyError("nobody has foreseen that")
+
+    a, b = pair()
+    a.channel.on_up = a.channel.on_down = b.channel.on_foreign = wrong
+    async with running(a, b):
+        await connected(a, b)
+        assert (await a.channel.ask("b", Echo("on"), timeout_s=5)).message.text == "on"
+        a.channel.disconnect("b")
+    assert a.channel.mishaps.failed >= 1
+    assert "a message failed here" in caplog.text
 
 
 async def test_a_question_is_not_waited_for_longer_here_than_this_box_says() -> None:

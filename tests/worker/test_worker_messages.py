@@ -1,0 +1,68 @@
+"""An engine's end of the wire, without an engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edgemoe.cluster.rpc.engine_messages import Boot, Drain, Emissions, Loading, Submit
+from edgemoe.cluster.rpc.ipc import FrontEnd
+from edgemoe.cluster.rpc.protocol import SPOKEN
+from edgemoe.config.settings import Settings
+from edgemoe.types.request import Request, Sampling
+from edgemoe.worker.service import Worker
+
+
+class FalteringLoop:
+    """Takes requests, but for one that it did not foresee."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    def submit(self, request: Request, *_: Any) -> None:
+        if request.id == "poison":
+            raise ZeroDivisionError
+        self.taken.append(request.id)
+
+    def drain(self) -> None:
+        raise ZeroDivisionError
+
+
+async def test_a_message_that_an_engine_fails_over_costs_that_message_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire, loop = FrontEnd(tmp_path / "run"), FalteringLoop()
+    boot = Boot(boot_id="boot-1", address=wire.address, speaks=SPOKEN, settings={})
+    worker = Worker(boot, Settings(), os.getpid())
+    assembly: Any = SimpleNamespace(engine=SimpleNamespace(loop=loop), sharing=None)
+    listening = asyncio.ensure_future(worker._listen(assembly))
+    worker._wire.post(Loading(phase="start"))
+    heard = wire.messages()
+    await anext(heard)  # it is connected
+    wire.send("boot-1", Drain())
+    for name in ("poison", "next"):
+        request = Request(id=name, prompt=(1, 2), sampling=Sampling(), seed=1)
+        wire.send("boot-1", Submit(request=request, emitted=(7, 8), attempt=3, remaining_ms=1e3))
+    async with asyncio.timeout(10):
+        _, ended = await anext(heard)
+        while not loop.taken:
+            await asyncio.sleep(0)
+    assert isinstance(ended, Emissions)
+    (end,) = ended.items
+    assert (end.request, end.attempt, end.index, end.finish, end.error_code) == (
+        "poison",
+        3,
+        2,
+        "error",
+        "request_failed",
+    )
+    assert loop.taken == ["next"]
+    assert caplog.text.count("a message of the front failed here") == 2
+    listening.cancel()
+    await worker._wire.close()
+    wire.close()
