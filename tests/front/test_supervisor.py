@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from edgemoe.cluster.rpc.ipc import EngineEnd
 from edgemoe.errors import EngineUnavailable, ServiceError
 from edgemoe.front import connections, restart_backoff
 from edgemoe.front import engine_handle as engine_module
+from edgemoe.front import supervisor as supervisor_module
 from edgemoe.front.engine_handle import EngineHandle
 from edgemoe.front.listen import tcp_socket
 from edgemoe.front.main import Front
@@ -198,9 +200,12 @@ async def test_a_request_that_fells_engines_ends_in_an_error_and_others_go_on(
 
 
 async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
-    tmp_path: Path, model_dir: Path, quick: None
+    tmp_path: Path, model_dir: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window = {"max_restarts": 1, "restart_window_s": 1.0}
+    ahead_s = [0.0]  # of the time between deaths
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    window = {"max_restarts": 1, "restart_window_s": 600.0}
     settings = settings_for(tmp_path, model_dir, service=window)
     async with running(settings) as front, http_client(settings) as client:
         waiting = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "HANG@0"}))
@@ -217,6 +222,7 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
         refused = await client.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert "is started again in" in refused.json()["error"]["message"]
+        ahead_s[0] = 600.0
         await until(lambda: ready(front))
         assert (await client.post("/v1/completions", json={"prompt": "SAY{a}END"})).status_code == 200
 
