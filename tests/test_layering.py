@@ -73,6 +73,7 @@ COMPOSERS = {  # put rooms together, or are a process: may import any
     "__main__",
     "cli",
     "cluster.control.planning.child",
+    "cluster.control.planning.fit_child",
     "front.main",
     "front.witness",
     "worker",

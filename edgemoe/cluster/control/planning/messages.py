@@ -1,14 +1,14 @@
-"""What the leader's front and its solver say to each other: frames of a length, four bytes, and so many of msgpack.
+"""What the leader's front and its helpers say to each other: frames of a length, four bytes, and so many of msgpack.
 
-PlacementQuestion  to the solver: the boxes, what they report, the homes of now
+PlacementQuestion  to one: the boxes, what they report, the homes of now
 PlacementAnswer    back: homes, and how long requests wait for others by them; or why there are none
-ClusterQuestion    to the solver: what requests chose, and which engines there are
+ClusterQuestion    to the other: what requests chose, and which engines there are
 ClusterAnswer      back: expert clusters, one for each engine
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -47,7 +47,7 @@ class QuestionedBox(msgspec.Struct, frozen=True):
     report: Report | None = None
 
 
-class PlacementQuestion(msgspec.Struct, frozen=True, tag=True):
+class PlacementQuestion(msgspec.Struct, frozen=True):
     """Asks for a placement."""
 
     number: Count
@@ -75,7 +75,7 @@ class PlacementAnswer(msgspec.Struct, frozen=True):
     missing_bytes: Bytes = 0
 
 
-class ClusterQuestion(msgspec.Struct, frozen=True, tag=True):
+class ClusterQuestion(msgspec.Struct, frozen=True):
     """Asks for expert clusters of these requests.
 
     `before` has the engine whose cluster each was in till now, -1 where that is gone; () where there were no clusters.
@@ -106,10 +106,11 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     rho: Finite  # how well they foretold, for requests that they were not chosen by, who decodes alike
 
 
-Question = PlacementQuestion | ClusterQuestion
+Asked = TypeVar("Asked", PlacementQuestion, ClusterQuestion)
+Answered = TypeVar("Answered", PlacementAnswer, ClusterAnswer)
 
 
-def frame(message: Question | PlacementAnswer | ClusterAnswer) -> bytes:
+def frame(message: PlacementQuestion | ClusterQuestion | PlacementAnswer | ClusterAnswer) -> bytes:
     """Returns the message as it is sent."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body

@@ -17,9 +17,7 @@ from edgemoe.types.arrays import BoolArray
 from edgemoe.types.placement import PlacementPolicy, pack_bits, unpack_bits
 
 
-def question(
-    task: PlanTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0, number: int = 0
-) -> PlacementQuestion:
+def question(task: PlanTask, policy: PlacementPolicy = "uniform", isolation: float = 0.0) -> PlacementQuestion:
     """Returns the task as the solver is asked. Raises PlacementInfeasible where no box can be a home."""
     engine, there, now = task.engine, task.there, task.now
     layers, experts = engine.layers, engine.experts
@@ -37,7 +35,7 @@ def question(
         for box in there
     )
     return PlacementQuestion(
-        number=number,
+        number=0,
         policy=policy,
         layers=layers,
         experts=experts,

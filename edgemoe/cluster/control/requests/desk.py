@@ -106,7 +106,10 @@ class RequestDesk:
                 self.fitting.forget()
         if epoch and (serving := self._serving()) != self._served:
             self._served = serving
-            self._perform(self._handle(serving))
+            actions = self._handle(serving)
+            if self.fitting is not None:
+                self.fitting.follow()
+            self._perform(actions)
         return epoch > 0
 
     def _is_deposed(self) -> bool:

@@ -1,9 +1,10 @@
 """Keeps expert clusters fitted to what requests choose, one for each engine that writes answers, while this box leads.
 
-Engines say what requests chose that have ended; clusters are fitted to the latest of these, by the solver's process:
-first to FIRST of them, again to twice as many, where engines have come, gone or changed their slots, and where requests
-have drifted from what clusters were fitted to (`policy.routing.expert_clusters`). Each time clusters are given to
-engines so that few requests change theirs, and an engine that starts again keeps its own. The next leader begins anew.
+Engines say what requests chose that have ended; clusters are fitted to the latest of these, by a process: first to
+FIRST of them, again to twice as many, where engines have come, gone or changed their slots, and where requests have
+drifted from what clusters were fitted to (`policy.routing.expert_clusters`). Each time clusters are given to engines so
+that few requests change theirs, and an engine that starts again keeps its own, while clusters are being fitted too. The
+next leader begins anew.
 """
 
 from __future__ import annotations
@@ -83,12 +84,17 @@ class ExpertFitting:
         while len(self._requests) * 2 * table > MOST_BYTES:
             self._requests.popleft()
 
+    def follow(self) -> None:
+        """Has the band go by the places where the engines are now."""
+        self._check_model()
+        if self.fitted is not None:
+            places = {place.rpartition(":")[0]: place for place in self._queue.writers}
+            self._band.follow(self.fitted.clusters, [places.get(node, node) for node in self.fitted.slots])
+
     async def look(self) -> None:
         """Looks whether clusters are to be fitted, and has that done."""
-        self._check_model()
+        self.follow()
         engines = {view.place.rpartition(":")[0]: view for view in self._queue.writing()}
-        if self.fitted is not None:
-            self._follow(self.fitted, engines)
         if why := await self._why(engines):
             await self._refit(why, engines)
 
@@ -104,10 +110,6 @@ class ExpertFitting:
         if self._sizes != self._queue.sizes:
             self._sizes = self._queue.sizes
             self._forget()
-
-    def _follow(self, fitted: FittedClusters, engines: Mapping[str, EngineView]) -> None:
-        """Has the band go by the places where the engines are now."""
-        self._band.follow(fitted.clusters, [engines[node].place if node in engines else node for node in fitted.slots])
 
     async def _why(self, engines: Mapping[str, EngineView]) -> str:
         """Returns why clusters are to be fitted now; "" while they are not."""
@@ -146,7 +148,7 @@ class ExpertFitting:
         self.fitted = FittedClusters(_clusters_of(asked, solved), slots, len(known), self._clock())
         self.fits += 1
         self._new, self._as_fitted_s = 0, self._clock()
-        self._follow(self.fitted, engines)
+        self.follow()
         told = {"why": why, "engines": len(slots), "requests": len(known), "weights": solved.chosen, "rho": solved.rho}
         log.info("expert clusters fitted", extra=told)
 

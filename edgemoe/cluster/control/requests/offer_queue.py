@@ -148,6 +148,11 @@ class OfferQueue:
         return [view for view in self._dispatches.views() if view.place in self._serving.writing]
 
     @property
+    def writers(self) -> frozenset[str]:
+        """Returns the engines that write answers, those that have said nothing yet included."""
+        return self._serving.writing
+
+    @property
     def sizes(self) -> ModelSizes:
         """Returns those of the model that is served."""
         return self._serving.sizes

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import pytest_asyncio
 from support.planes import EXPERTS, LAYERS, Front, card, fronts
 from support.waiting import until
 
+from edgemoe.cluster.control.planning.fitting import fit
+from edgemoe.cluster.control.planning.messages import ClusterAnswer, ClusterQuestion
+from edgemoe.cluster.control.planning.solver import PlanSolver
+from edgemoe.cluster.control.requests import expert_fitting
 from edgemoe.cluster.rpc.control_messages import Beat, EngineUse, RequestOffer
+from edgemoe.cluster.rpc.messages.choices import EndedRequest, SignatureTable
 from edgemoe.errors import PeerBusy, PeerRefused
 
 USE = EngineUse(engine="x", slots=2, capacity=4, blocks=100, free_blocks=100)
@@ -102,3 +109,47 @@ async def test_how_many_experts_there_are_a_leader_knows_by_its_own_engine(tmp_p
         await until(lambda: plane.leading and plane.state.members.serving("m" * 32))
         plane.desk.look()
         assert plane.desk.queue.sizes == (LAYERS, EXPERTS)
+
+
+TABLES = [SignatureTable(30, np.tile(np.array(shares, "<u2"), (LAYERS, 1)).tobytes()) for shares in np.eye(6) * 65535]
+
+
+async def test_an_engine_that_starts_again_keeps_its_cluster_while_others_are_being_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits, held = list[ClusterQuestion](), asyncio.Event()
+
+    async def fitted(_solver: PlanSolver, asked: ClusterQuestion) -> ClusterAnswer:
+        fits.append(asked)
+        if len(fits) > 1:
+            await held.wait()
+        return fit(asked)
+
+    monkeypatch.setattr(PlanSolver, "fit", fitted)
+    monkeypatch.setattr(expert_fitting, "REFIT_S", 0.0)
+    async with fronts(tmp_path, ("a", "b"), ("a",), coordination="single", leader="a", route="eldr") as found:
+        plane, desk = found["a"].plane, found["a"].plane.desk
+
+        async def serves(boot: str) -> None:
+            found["b"].has(card(boot))
+            found["b"].busy = Beat(engine=boot, slots=2, capacity=4)
+            await until(lambda: boot in plane.state.members.serving("m" * 32))
+            desk.look()
+            desk.hear("b", msgspec.structs.replace(USE, engine=boot))
+
+        found["a"].has(card("x"))
+        await until(lambda: plane.leading)
+        desk.look()
+        desk.hear("a", USE)
+        await serves("y")
+        ended = tuple(EndedRequest(table, table) for table in (TABLES[0], TABLES[5])) * 32
+        assert desk.fitting is not None
+        desk.fitting.hear(ended)
+        await until(lambda: desk.fitting is not None and desk.fitting.fits == 1)
+        desk.fitting.hear(ended)
+        await until(lambda: len(fits) == 2)
+        await serves("z")
+        asked = [msgspec.structs.replace(offer(n), signature=TABLES[5 * n]) for n in range(2)]
+        granted = [desk.ask("a", one) for one in asked]
+        assert ({one.place for one in granted}, {one.why for one in granted}) == ({"a:x", "b:z"}, {"nearest"})
+        held.set()

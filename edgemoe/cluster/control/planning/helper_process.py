@@ -1,0 +1,104 @@
+"""A process that answers one question at a time: started when it is first asked, killed where it does not answer.
+
+One that dies, is late or answers with something else is killed; the next question starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec import structs
+
+from edgemoe.cluster.control.planning.messages import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    Answered,
+    Asked,
+    frame,
+)
+from edgemoe.errors import PlanningFailed
+
+ONE_CORE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+END_S = 2.0  # that the process has to end by itself
+
+
+class HelperProcess:
+    """Owns one process. `close` after use. One event loop."""
+
+    def __init__(self, command: Sequence[str], deadline_s: float) -> None:
+        """`deadline_s` is how long one answer may take."""
+        self._command, self._deadline_s = command, deadline_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._number = 0
+        self._one = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Returns the process that waits for the next question; None where there is none."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def ask(self, asked: Asked, kind: type[Answered], fits: Callable[[Answered], object]) -> Answered:
+        """Returns the answer to a question, whose number is given here. Raises PlanningFailed unless it `fits`."""
+        async with self._one:
+            self._number += 1
+            return await self._ask(structs.replace(asked, number=self._number), kind, fits)
+
+    async def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            await _kill(process)
+
+    async def _ask(self, asked: Asked, kind: type[Answered], fits: Callable[[Answered], object]) -> Answered:
+        process = self._process
+        if process is None or process.returncode is not None:
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=pipe, stdout=pipe, env={**os.environ, **ONE_CORE}, process_group=0
+            )
+        self._process = None  # until it has answered
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                body = await _exchange(process, await asyncio.to_thread(frame, asked))
+                solved = await asyncio.to_thread(msgspec.msgpack.decode, body, type=kind)
+            if solved.number != asked.number or not fits(solved):
+                raise ValueError("an answer to something else")
+        except (TimeoutError, OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+            why = f"no answer within {self._deadline_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise PlanningFailed(f"the solver's process failed: {why or type(error).__name__}") from error
+        else:
+            self._process = process
+        finally:
+            if self._process is None:
+                await _kill(process)
+        return solved
+
+
+async def _exchange(process: asyncio.subprocess.Process, question: bytes) -> bytes:
+    """Sends a framed question and returns its answer. Raises OSError, EOFError, ValueError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(question)
+    await process.stdin.drain()
+    size = int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES), "big")
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"an answer of {size} bytes")
+    return await process.stdout.readexactly(size)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
