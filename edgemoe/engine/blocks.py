@@ -29,6 +29,7 @@ from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS
 
 _pack = struct.Struct(f"<{BLOCK_TOKENS}I").pack
+SUMMED = 64  # signatures at once: their sums fit uint16, and a slice of them a processor's cache
 
 
 class BlockManager:
@@ -100,7 +101,13 @@ class BlockManager:
 
     def signature(self, seq: Sequence) -> IntArray:
         """Returns how often the computed tokens of `seq` chose each expert, [L, E]; cached tokens count too."""
-        total: IntArray = self.signatures[seq.blocks].sum(axis=0, dtype=np.int64)
+        return self.total(seq.blocks)
+
+    def total(self, blocks: Row[int]) -> IntArray:
+        """Returns the sum of the signatures of these blocks, [L, E]."""
+        total: IntArray = np.zeros(self.signatures.shape[1:], np.int64)
+        for begin in range(0, len(blocks), SUMMED):
+            total += self.signatures[list(blocks[begin : begin + SUMMED])].sum(axis=0, dtype=np.uint16)
         return total
 
     # --- changes

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence as Row
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from edgemoe.engine.blocks import BlockManager, extend_keys
+from edgemoe.engine.blocks import SUMMED, BlockManager, extend_keys
 from edgemoe.engine.state_slots import StateSlots
 from edgemoe.families.kv_layout import KVLayout
+from edgemoe.types.arrays import IntArray
 from edgemoe.types.step import BLOCK_TOKENS
 
 ByteArray = npt.NDArray[np.uint8]
@@ -77,6 +79,24 @@ class PrefixTransfer:
         else:
             data = np.concatenate([_bytes_of(self._kv.gather([place])), self._blocks.signatures[place].reshape(-1)])
         return PrefixEntry(generation, data) if owner.find(key) == found else None
+
+    def signature(self, tokens: Row[int]) -> tuple[int, IntArray]:
+        """Returns how many of a prompt's tokens the leading blocks here have, and what these chose, [L, E].
+
+        From any thread. Exact: where a block is taken for other tokens meanwhile, it counts as one that is not here.
+        """
+        blocks, keys, here = self._blocks, list[bytes](), 0
+        total: IntArray = np.zeros(blocks.signatures.shape[1:], np.int64)
+        most = (len(tokens) - 1) // BLOCK_TOKENS
+        while here == len(keys) < most:
+            extend_keys(keys, tokens, min(most, here + SUMMED))
+            found = list(takewhile(bool, map(blocks.find, keys[here:])))
+            part = blocks.total([place for place, _ in filter(None, found)])
+            if [blocks.find(key) for key in keys[here : here + len(found)]] != found:
+                break
+            total += part
+            here += len(found)
+        return here * BLOCK_TOKENS, total
 
     def take_in(self, keys: Row[bytes], data: ByteArray, state: bool) -> bool:
         """Keeps what another engine has for the last of `keys`. Returns False where it has no place here.

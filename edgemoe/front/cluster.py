@@ -41,7 +41,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     encode,
 )
 from edgemoe.cluster.rpc.keys import load_secret
-from edgemoe.cluster.rpc.messages.choices import Choosing, PromptRead
+from edgemoe.cluster.rpc.messages.choices import Choosing, PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.find_store import FindStore
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
@@ -96,7 +96,7 @@ class ClusterFront:
         self._work = OwnWork(requests, self.hosted_requests, lambda: self.plane.announce.leaving)
         self._meter = EngineMeter(self._keys, self._work.facts, self._work.held)
         self._offers = OfferedRequests(
-            self.plane, settings.route, requests.log, self._meter, self._keys, self.plane.spawn
+            self.plane, settings.route, requests.log, self._meter, self._keys, self.plane.spawn, self._door.send
         )
         self._places = Router(
             self.plane,
@@ -153,7 +153,7 @@ class ClusterFront:
                 self._engine.activity = message
             case Choosing():
                 self._meter.hear(message)
-            case LastChunk() | PrefixPulled() | PromptRead():
+            case LastChunk() | PrefixPulled() | PromptRead() | PrefixFound():
                 self._pass_on(message)
 
     def engine_changed(self) -> None:

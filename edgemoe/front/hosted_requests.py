@@ -20,7 +20,7 @@ import msgspec
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, ToEngine, encode
-from edgemoe.cluster.rpc.messages.choices import PromptRead
+from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerRefused, Unsendable, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 GIVEN_UP_S = 5.0
 ASK_S, RETRY_S = 2.0, 0.1
 BATCH = 2000  # emissions in one message
-RequestNews = LastChunk | PrefixPulled | PromptRead
+RequestNews = LastChunk | PrefixPulled | PromptRead | PrefixFound
 
 
 @dataclass(slots=True, eq=False)

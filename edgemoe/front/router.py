@@ -20,7 +20,7 @@ import msgspec
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_UNWANTED, Beat, Check, Dropped, Forward, RequestGrant, Taken
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, encode
-from edgemoe.cluster.rpc.messages.choices import PromptRead
+from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.hosted_requests import RequestNews
@@ -170,7 +170,7 @@ class Router:
 
     def learn(self, message: RequestNews, node: str = "") -> None:
         """Acts on what an engine says of a request of ours; `node` is its box, if that is another."""
-        if isinstance(message, PromptRead):
+        if isinstance(message, PromptRead | PrefixFound):
             self._offers.learn(message)
         else:
             self.hand_overs.hear(node, message)

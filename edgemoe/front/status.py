@@ -69,7 +69,7 @@ def metrics(
         names.HOSTED_REQUESTS_TOTAL: hosted_requests.served,
         names.OFFERED: offers.offered,
         names.GRANTED: offers.granted,
-        names.OFFERS_FORECAST: offers.forecast,
+        **{names.named(names.OFFERS_FORECAST, by=by): count for by, count in offers.forecast.items()},
         names.OFFERS_OPEN: offers.waiting,
         names.OFFER_QUEUE: len(queue),
         names.OFFER_QUEUE_GRANTED: queue.granted,

@@ -85,7 +85,9 @@ HOSTED_REQUESTS_TOTAL = "edgemoe_guest_requests_total"
 ROUTED = "edgemoe_routed_requests_total"  # {to,why}: this box's requests by where (here | elsewhere) and why there
 OFFERED = "edgemoe_offered_requests_total"  # this box's requests, to the leader
 GRANTED = "edgemoe_granted_requests_total"  # of these, with an engine named by it
-OFFERS_FORECAST = "edgemoe_forecast_offers_total"  # of these, with what prompts like theirs chose of the experts
+OFFERS_FORECAST = (
+    "edgemoe_forecast_offers_total"  # {by}: of these, with what chose of the experts: cached (part) | alike (prompt)
+)
 OFFERS_OPEN = "edgemoe_offered_requests"  # this box's, that wait for the leader's word
 OFFER_QUEUE = "edgemoe_leader_queue_requests"  # all boxes', that wait with this box, while it leads
 EXPERT_CLUSTERS = "edgemoe_expert_clusters"  # engines that have one, while this box leads by them

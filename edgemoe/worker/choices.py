@@ -1,9 +1,10 @@
 """Tells the front which experts prompts chose, and what this engine's requests are expected to choose in a step.
 
 By that requests go to engines whose steps load their experts anyway (`policy.routing.by_experts`). Where boxes go by
-expert clusters, it also tells of some requests that have ended what they chose, of answers whole blocks. Looks at
-signatures and residency a few times a second, beside the event loop: the compute thread does nothing for it. Where a
-sequence lies may change under a look, so a table may be a little off; nothing but routing goes by it.
+expert clusters, it also tells of some requests that have ended what they chose. Of prompts and answers whole blocks
+count, wherever they come from, so that a prompt has one signature. Looks at signatures and residency a few times a
+second, beside the event loop: the compute thread does nothing for it. Residency may change under a look; nothing but
+routing goes by it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from edgemoe.types.step import BLOCK_TOKENS
 
 LOOK_S = 0.25
 REPEAT_LOOKS = 8  # after which residency and times are looked at, whether or not anything has come or gone
-MOST_BLOCKS = 256  # of a prompt, its last ones, that are counted
 MOST_WANTED = 1 << 12  # requests whose front wants their signature
 IN_PLACE, IN_RAM, AT_PEER, ON_DISK = range(4)
 Key = tuple[str, int]  # request and attempt
@@ -134,9 +134,10 @@ class Choices:
     def _read_on(self, seq: Sequence, one: Chosen | None) -> Chosen:
         if one is None:
             one = Chosen(self._counts(seq), np.zeros(self._unread.shape, np.int64), blocks_for(seq.prompt_tokens))
-        full = seq.blocks[one.blocks : seq.computed // BLOCK_TOKENS]
-        one.answer += self._engine.blocks.signatures[full].sum(axis=0, dtype=np.int64)
-        one.blocks += len(full)
+        full = max(one.blocks, seq.computed // BLOCK_TOKENS)
+        if (counts := self._total(seq, one.blocks, full)).any():
+            one.answer += counts
+            one.blocks = full
         return one
 
     def signature_of(self, request: str) -> SignatureTable | None:
@@ -148,9 +149,14 @@ class Choices:
         return SignatureTable(*shares_of(counts, self._top_k))
 
     def _counts(self, seq: Sequence) -> IntArray:
-        blocks = seq.blocks[: blocks_for(seq.prompt_tokens)][-MOST_BLOCKS:]
-        counts: IntArray = self._engine.blocks.signatures[blocks].sum(axis=0, dtype=np.int64)
-        return counts
+        """Returns what the prompt's whole blocks chose, hit or computed; where it has none, its only one so far."""
+        return self._total(seq, 0, max(1, seq.prompt_tokens // BLOCK_TOKENS))
+
+    def _total(self, seq: Sequence, begin: int, end: int) -> IntArray:
+        """Returns what those of its blocks chose; nothing where it has let go of them under the look."""
+        blocks = seq.blocks[begin:end]
+        total = self._engine.blocks.total(blocks)
+        return total if seq.blocks[begin:end] == blocks else np.zeros_like(total)
 
     def _choices(self, union: FloatArray) -> EngineChoices:
         totals = self._engine.runner.totals

@@ -11,6 +11,7 @@ from pathlib import Path
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
 from edgemoe.cluster.rpc.engine_messages import Activity, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
+from edgemoe.cluster.rpc.messages.choices import FindPrefix
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CapacityError
@@ -27,6 +28,7 @@ from edgemoe.worker.assemble import Assembly
 from edgemoe.worker.choices import Choices
 from edgemoe.worker.hand_over import EnginePrefixes, Pulls
 from edgemoe.worker.home_moves import HomeMoves
+from edgemoe.worker.prefix_sums import PrefixSums
 
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
@@ -69,6 +71,7 @@ class ClusterSide:
             timeout_s=settings.call_timeout_s,
         )
         self.choices = Choices(assembly.engine, tiers, post, ended=settings.route == "eldr")
+        self._prefix_sums = PrefixSums(assembly.engine, tiers.geometry.top_k, post)
         self._pulls = Pulls(assembly.engine, self.plane.kv_fetcher, post)
         sharing.last_chunks.attach(post, self.choices.signature_of)
         tiers.join(self.plane.calls)
@@ -84,6 +87,7 @@ class ClusterSide:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.plane.run())
             group.create_task(self._pulls.run())
+            group.create_task(self._prefix_sums.run())
             if self._settings.route in ("pull", "eldr"):
                 group.create_task(self.choices.run())
             group.create_task(self._report())
@@ -95,7 +99,7 @@ class ClusterSide:
         if self._kernels is not None:
             self._kernels.close()
 
-    def obey(self, message: PeerList | Plan | PullPrefix) -> None:
+    def obey(self, message: PeerList | Plan | PullPrefix | FindPrefix) -> None:
         """Carries out a message of the front."""
         match message:
             case PeerList():
@@ -104,6 +108,8 @@ class ClusterSide:
                 self._adopt(message)
             case PullPrefix():
                 self._pulls.obey(message)
+            case FindPrefix():
+                self._prefix_sums.ask(message)
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""

@@ -37,6 +37,7 @@ from edgemoe.cluster.rpc.engine_messages import (
     ToEngine,
 )
 from edgemoe.cluster.rpc.ipc import EngineEnd
+from edgemoe.cluster.rpc.messages.choices import FindPrefix
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
@@ -224,7 +225,7 @@ class Worker:
                     self._glimpses.look()
             case Reload():
                 self._reload_asked.set()
-            case PeerList() | Plan() | PullPrefix():
+            case PeerList() | Plan() | PullPrefix() | FindPrefix():
                 if self._side is not None:
                     self._side.obey(message)
             case Stop():

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from llguidance import LLMatcher
 from support.engine_kit import SPEC, Drive, prompt
@@ -16,6 +17,7 @@ from test_sampler import SCHEMA, byte_tokenizer
 
 from edgemoe.engine.grammar import Grammars
 from edgemoe.types.request import Emission
+from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 
 STYLES: list[dict[str, Any]] = [
@@ -118,6 +120,43 @@ def test_signatures_are_the_same_however_the_tokens_came_to_be_computed() -> Non
             drive.run()
     assert signatures[0].sum() == 66 * SPEC.layers * SPEC.router.top_k
     assert all((one == signatures[0]).all() for one in signatures)
+
+
+def test_a_prompts_signature_is_exact_with_any_part_of_it_cached_and_however_many_blocks_others_used_between() -> None:
+    """What the gates chose of each token is written down beside; the chain of blocks goes from its end."""
+    chosen: dict[int, npt.NDArray[np.int64]] = {}
+
+    def observe(routing: StepRouting) -> None:
+        meta, at = routing.meta, 0
+        for name, tokens in zip(meta.requests, meta.query_lens.tolist(), strict=True):
+            if name == "first":
+                for token in range(at, at + tokens):
+                    counts = np.zeros((SPEC.layers, SPEC.router.experts), np.int64)
+                    np.add.at(counts, (np.arange(SPEC.layers)[:, None], routing.ids[:, token]), 1)
+                    chosen[int(meta.positions[token])] = counts
+            at += tokens
+
+    drive, whole, hits = Drive(blocks=80, observe=observe), prompt(500), set[int]()
+    drive.submit(whole, "first", max_tokens=1)
+    drive.run()
+    blocks = len(whole) // BLOCK_TOKENS
+    exact = sum(chosen[position] for position in range(blocks * BLOCK_TOKENS))
+    for n, between in enumerate((0, 1, 4, 9, 14, 20, 33)):
+        for other in range(between):
+            drive.submit(prompt(60, 1000 * n + other), f"other {n} {other}", max_tokens=1)
+            drive.run()
+        tokens, cached = drive.engine.prefixes.signature(whole)
+        assert (cached == sum(chosen[position] for position in range(tokens))).all()
+        drive.submit(whole, f"again {n}", max_tokens=8)
+        while not any(seq.computed >= len(whole) for seq in drive.engine.scheduler.running):
+            drive.step()
+        (seq,) = drive.engine.scheduler.running
+        assert seq.cached_tokens == tokens
+        hits.add(tokens)
+        assert (drive.engine.blocks.total(seq.blocks[:blocks]) == exact).all()
+        drive.run()
+    assert min(hits) == 0
+    assert len(hits) >= 3, "all, none and some of it"
 
 
 # --- ends

@@ -152,3 +152,32 @@ def test_another_model_or_encoding_has_another_digest(int8_model: Callable[[], M
     digests = [plain.encoding("a"), plain.encoding("b"), coded.encoding("a"), stateful.encoding("a")]
     assert len(set(digests)) == 4
     assert plain.encoding("a") == Drive().engine.prefixes.encoding("a")
+
+
+def test_the_cached_part_of_a_prompt_has_the_signature_of_its_own_blocks(make: Callable[[], Model]) -> None:
+    source, whole = asked(make()), prompt(LENGTH, 1, 96)
+    blocks = source.engine.blocks
+    rows = [found[0] for key in source.engine.prefixes.keys(whole) if (found := blocks.find(key)) is not None]
+    for cut, known in ((LENGTH, 4), (65, 4), (64, 3), (17, 1), (16, 0), (1, 0)):
+        tokens, counts = source.engine.prefixes.signature(whole[:cut])
+        assert tokens == 16 * known
+        np.testing.assert_array_equal(counts, blocks.signatures[rows[:known]].sum(axis=0, dtype=np.int64))
+    other = [*whole[:40], 95 - whole[40], *whole[41:]]
+    assert source.engine.prefixes.signature(other)[0] == 32
+    assert Drive(model=make()).engine.prefixes.signature(whole)[0] == 0
+
+
+def test_a_block_taken_for_others_while_signatures_are_summed_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = asked(plain_model(), drive=Drive(blocks=8))
+    blocks, total = source.engine.blocks, source.engine.blocks.total
+
+    def meanwhile(rows: list[int]) -> object:
+        summed = total(rows)
+        monkeypatch.undo()
+        source.submit(prompt(120, 9), "other", max_tokens=1)
+        source.run()
+        return summed
+
+    monkeypatch.setattr(blocks, "total", meanwhile)
+    tokens, counts = source.engine.prefixes.signature(prompt(LENGTH, 1, 96))
+    assert (tokens, counts.sum()) == (0, 0)

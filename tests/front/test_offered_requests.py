@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
+from support.waiting import until
 
 from edgemoe.cluster.rpc.control_messages import RequestGrant, RequestOffer, Withdrawal
-from edgemoe.cluster.rpc.engine_messages import Submit
+from edgemoe.cluster.rpc.engine_messages import Submit, ToEngine
+from edgemoe.cluster.rpc.messages.choices import FindPrefix, PrefixFound, PromptRead, SignatureTable
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.front.request_log import RequestLog
 from edgemoe.front.requests.offered_requests import OfferedRequests, RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
+from edgemoe.front.requests.prefix_questions import MOST_ASKED
 from edgemoe.types.request import Request, Sampling
 
 pytestmark = pytest.mark.asyncio
@@ -22,23 +27,35 @@ WAITS, NO_LEADER = RouteChoice("", "waits", waits=True), RouteChoice("", "no lea
 
 
 class Front:
-    """Box a, whose engine is busy, and what it says to box b, which leads and has no room yet."""
+    """Box a, whose engine is busy, and what it says to box b, which leads and has no room yet, and to its engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, route: Any = "pull") -> None:
         self.offered: list[RequestOffer] = []
+        self.asked: list[FindPrefix] = []
+        self.is_up, self.is_free, self.had = True, False, list[Sequence[int]]()
         self.taken_back: list[int] = []
         plane: Any = SimpleNamespace(
             leader="b",
             state=SimpleNamespace(node="a", model="m", obedience=SimpleNamespace(reign=("b", 5))),
             channel=self,
         )
-        meter: Any = SimpleNamespace(starts_at_once=lambda _request: False)
+        keys = PrefixKeys()
+        meter: Any = SimpleNamespace(
+            starts_at_once=lambda _request: self.is_free,
+            begins_like=lambda prefix: any(keys.prefix(had)[:8] == prefix[:8] for had in self.had),
+        )
         self.plane, self.choices = plane, list[RouteChoice]()
         self.log = RequestLog(8, self.submit, lambda *_: None)
-        self.offers = OfferedRequests(plane, "pull", self.log, meter, PrefixKeys(), asyncio.ensure_future)
+        self.offers = OfferedRequests(plane, route, self.log, meter, keys, asyncio.ensure_future, self.tell_here)
+
+    def tell_here(self, message: ToEngine) -> bool:
+        assert isinstance(message, FindPrefix)
+        if self.is_up:
+            self.asked.append(message)
+        return self.is_up
 
     def submit(self, message: Submit) -> str:
-        self.choices.append(self.offers.choose(message, ""))
+        self.choices.append(self.offers.choose(message, "a:1" if self.is_up else ""))
         return self.choices[-1].place
 
     async def ask(self, node: str, offer: RequestOffer, timeout_s: float) -> Answer[Any]:
@@ -82,3 +99,74 @@ async def test_the_leaders_word_is_followed_at_once() -> None:
         await front.settled()
         front.offers.hear(RequestGrant(front.offered[0].number, "x:1"))
         assert front.log.place_of("r") == ("x:1", 1)
+
+
+LONG = Request(id="l", prompt=tuple(range(400)), sampling=Sampling(max_tokens=50), seed=1, user="u")
+CACHED, FEW, ALIKE = SignatureTable(100, b"cached"), SignatureTable(96, b"few"), SignatureTable(300, b"alike")
+
+
+async def test_a_waiting_requests_offer_has_what_the_cached_part_of_its_prompt_chose() -> None:
+    front = Front()
+    front.had.append(range(64))
+    with front.log.open([LONG], 60.0):
+        await front.settled()
+        assert (front.choices, front.offered) == ([WAITS], [])
+        assert front.asked == [FindPrefix(request="l", prompt=LONG.prompt)]
+        for _ in range(2):
+            front.offers.learn(PrefixFound(request="l", signature=CACHED))
+            await front.settled()
+        assert [offer.signature for offer in front.offered] == [CACHED]
+        assert front.offers.forecast == {"cached": 1, "alike": 0}
+        front.offers.hear(RequestGrant(front.offered[0].number, "x:1"))
+        assert front.log.place_of("l") == ("x:1", 1)
+
+
+@pytest.mark.parametrize("found", [FEW, None])
+async def test_where_little_of_it_is_cached_or_the_answer_is_late_an_alike_prompt_says_more(found: Any) -> None:
+    front = Front()
+    front.had.append(LONG.prompt)
+    with front.log.open([LONG], 60.0):
+        front.offers.learn(PromptRead(request="l", attempt=1, signature=ALIKE))
+    with front.log.open([structs.replace(LONG, id="m")], 60.0):
+        if found is not None:
+            front.offers.learn(PrefixFound(request="m", signature=found))
+        await until(lambda: front.offered)
+        front.offers.learn(PrefixFound(request="m", signature=CACHED))
+        await front.settled()
+        assert [offer.signature for offer in front.offered] == [ALIKE]
+        assert front.offers.forecast == {"cached": 0, "alike": 1}
+
+
+async def test_little_is_better_than_nothing() -> None:
+    front = Front()
+    front.had.append(LONG.prompt)
+    with front.log.open([LONG], 60.0):
+        front.offers.learn(PrefixFound(request="l", signature=FEW))
+        await front.settled()
+        assert [offer.signature for offer in front.offered] == [FEW]
+
+
+async def test_no_request_is_held_for_a_question_that_would_be_of_no_use() -> None:
+    """A new prompt's, one that could start at once, one while no engine is there, one where nobody reads signatures."""
+    for what in ("new", "free", "down", "gimbal"):
+        front = Front({"free": "eldr", "gimbal": "gimbal"}.get(what, "pull"))
+        front.had += [] if what == "new" else [LONG.prompt]
+        front.is_free, front.is_up = what == "free", what != "down"
+        if what == "free":
+            with front.log.open([LONG], 60.0):
+                front.offers.learn(PromptRead(request="l", attempt=1, signature=ALIKE))
+        with front.log.open([structs.replace(LONG, id="m")], 60.0):
+            await front.settled()
+            assert (len(front.offered), front.asked) == (1, []), what
+
+
+async def test_what_ends_while_our_engine_is_asked_is_not_offered_and_questions_are_bounded() -> None:
+    front = Front()
+    front.had.append(LONG.prompt)
+    front.log.capacity = 8 * MOST_ASKED
+    with front.log.open([structs.replace(LONG, id=f"l{n}") for n in range(MOST_ASKED + 2)], 60.0):
+        await front.settled()
+        assert (len(front.asked), len(front.offered)) == (MOST_ASKED, 2)
+    front.offers.learn(PrefixFound(request="l0", signature=CACHED))
+    await front.settled()
+    assert len(front.offered) == 2

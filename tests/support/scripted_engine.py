@@ -39,7 +39,15 @@ from edgemoe.cluster.rpc.engine_messages import (
     Submit,
 )
 from edgemoe.cluster.rpc.ipc import EngineEnd
-from edgemoe.cluster.rpc.messages.choices import Choosing, EndedRequest, EngineChoices, PromptRead, SignatureTable
+from edgemoe.cluster.rpc.messages.choices import (
+    Choosing,
+    EndedRequest,
+    EngineChoices,
+    FindPrefix,
+    PrefixFound,
+    PromptRead,
+    SignatureTable,
+)
 from edgemoe.config.settings import Settings
 from edgemoe.policy.routing.told import shares_of
 from edgemoe.types.glimpse import IN_RAM, ON_DISK, Glimpse, ShownRequest
@@ -110,6 +118,8 @@ class Scripted:
                 if message.signature:
                     name, attempt = message.request.id, message.attempt
                     self.end.post(PromptRead(request=name, attempt=attempt, signature=signature(message.request)))
+            elif isinstance(message, FindPrefix):
+                self.end.post(PrefixFound(request=message.request))
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
             elif isinstance(message, Show):

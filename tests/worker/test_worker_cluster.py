@@ -30,7 +30,7 @@ from edgemoe.cluster.rpc.engine_messages import (
 )
 from edgemoe.cluster.rpc.ipc import FrontEnd
 from edgemoe.cluster.rpc.keys import Secret, generate
-from edgemoe.cluster.rpc.messages.choices import Choosing, PromptRead
+from edgemoe.cluster.rpc.messages.choices import Choosing, FindPrefix, PrefixFound, PromptRead
 from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.config.settings import (
     ClusterSettings,
@@ -128,6 +128,7 @@ async def test_a_box_with_few_experts_says_what_its_helper_says_until_that_is_ki
         a.tell(submit("r"))
         assert await a.tokens("r") == wanted
         await check_what_it_says_of_choices(a)
+        await check_that_a_prompt_has_one_signature(a)
         b.process.kill()
         await b.process.wait()
         a.tell(submit("again"))
@@ -169,6 +170,23 @@ async def check_what_it_says_of_choices(a: Child) -> None:
         np.testing.assert_allclose(counts.sum(axis=1), told.tokens * TOP_K, rtol=1e-3)
     while set(here.choices.absent) != {255}:
         here = await a.hear(Choosing)
+
+
+async def check_that_a_prompt_has_one_signature(a: Child) -> None:
+    """Computed, and from the prefix cache; and that is what the front is told of it before."""
+    prompt = tuple(int(token) for token in np.random.default_rng(5).integers(3, 90, 103))
+    read = list[PromptRead]()
+    for name in ("computed", "cached"):
+        a.tell(FindPrefix(request=name, prompt=prompt))
+        found = await a.hear(PrefixFound)
+        request = Request(id=name, prompt=prompt, sampling=Sampling(temperature=0.0, max_tokens=800), seed=1)
+        a.tell(Submit(request=request, remaining_ms=60_000, signature=True))
+        read.append(await a.hear(PromptRead))
+        a.tell(Cancel(request=name, attempt=1))
+        assert (found.request, read[-1].request) == (name, name)
+        assert found.signature == (read[0].signature if name == "cached" else None)
+    assert read[0].signature == read[1].signature
+    assert read[0].signature.tokens == 96, "its whole blocks"
 
 
 @pytest.mark.slow

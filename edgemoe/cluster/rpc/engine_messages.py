@@ -6,7 +6,7 @@ Frames are checked: length, magic, versions, tag, every field's type and bound. 
 (WireVersionError where no version is common, UnknownMessage for a tag of another release) and nothing else. Receivers
 answer an invalid frame with Refused, or with the end of the one request that it was about.
 
-    front -> engine   Submit Cancel Drain Stop Ping Show Reload Refused, and among several boxes Peers Plan PullPrefix
+    front -> engine   Submit Cancel Drain Stop Ping Show Reload Refused, and among several boxes Peers Plan and others
     engine -> front   Loading* Ready (Emissions | Stats | Shown | Reloaded)*; Refused; Failed before it exits
                       among several boxes Listening once before Ready, then Holds, PeerSeen and others of `messages`
 
@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from edgemoe.cluster.rpc import protocol
 from edgemoe.cluster.rpc.control_messages import Show, Shown
-from edgemoe.cluster.rpc.messages.choices import Choosing, PromptRead
+from edgemoe.cluster.rpc.messages.choices import Choosing, FindPrefix, PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.protocol import Language, Message, Versions
 from edgemoe.errors import WireError, WireVersionError
@@ -247,9 +247,9 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]  # msgspec.to_builtins of config.Settings
 
 
-ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | PullPrefix | Refused
+ToEngine = Submit | Cancel | Drain | Stop | Ping | Show | Reload | PeerList | Plan | PullPrefix | FindPrefix | Refused
 ToCluster = (
-    Listening | Holds | PeerSeen | Activity | LastChunk | PrefixPulled | PromptRead | Choosing
+    Listening | Holds | PeerSeen | Activity | LastChunk | PrefixPulled | PromptRead | PrefixFound | Choosing
 )  # for other boxes' sake
 FromEngine = Loading | Ready | Emissions | Stats | Shown | Reloaded | Failed | ToCluster | Refused
 TO_ENGINE: Language[ToEngine] = Language(*get_args(ToEngine))

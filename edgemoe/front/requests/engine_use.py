@@ -75,6 +75,10 @@ class EngineMeter:
         for at in range(0, len(prefix), KEY_BYTES):
             self._note_key(prefix[at : at + KEY_BYTES])
 
+    def begins_like(self, prefix: bytes) -> bool:
+        """Returns whether our engine has had a prompt with such a beginning; `prefix` is as it is offered."""
+        return prefix[:KEY_BYTES] in self._prefixes
+
     def use(self) -> EngineUse:
         """Returns what the engine has to do. What else there is to tell is added by `news`."""
         facts = self._facts()

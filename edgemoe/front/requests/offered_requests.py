@@ -19,14 +19,15 @@ from msgspec import structs
 
 from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.control_messages import MAX_TAKEN, RequestGrant, RequestOffer, Withdrawal
-from edgemoe.cluster.rpc.engine_messages import Submit
-from edgemoe.cluster.rpc.messages.choices import PromptRead, SignatureTable
+from edgemoe.cluster.rpc.engine_messages import Submit, ToEngine
+from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead, SignatureTable
 from edgemoe.config.settings import Route
 from edgemoe.errors import PeerError
 from edgemoe.front.requests.engine_news import EngineNews
 from edgemoe.front.requests.engine_use import EngineMeter
 from edgemoe.front.requests.prefix_keys import PrefixKeys
-from edgemoe.front.requests.signatures import Signatures
+from edgemoe.front.requests.prefix_questions import PrefixQuestions
+from edgemoe.front.requests.signatures import Signatures, more_telling
 from edgemoe.policy.route import Rule
 from edgemoe.policy.routing.locality_band import BAND_REASONS
 from edgemoe.types.request import Request
@@ -85,11 +86,14 @@ class OfferedRequests:
         meter: EngineMeter,
         keys: PrefixKeys,
         spawn: Callable[..., asyncio.Task[None]],
+        tell_here: Callable[[ToEngine], bool],
     ) -> None:
-        self.offered = self.granted = self.forecast = 0
+        """`tell_here` hands a message to our engine; false where that takes none."""
+        self.offered = self.granted = 0
+        self.forecast = {"cached": 0, "alike": 0}  # offers with a signature: the cached part's, an alike prompt's
         self._plane, self._route, self._requests = plane, route, requests
         self._meter, self._keys, self._spawn = meter, keys, spawn
-        self._signatures = Signatures(keys)
+        self._signatures, self._questions = Signatures(keys), PrefixQuestions(tell_here)
         self._numbers = itertools.count(secrets.randbits(48) + 1)
         self._offers: dict[str, OpenOffer] = {}  # by request
         self._by_number: dict[int, OpenOffer] = {}
@@ -113,11 +117,12 @@ class OfferedRequests:
         if request not in self._offers:
             if message.attempt > 1:
                 return RouteChoice("", "again")
-            if own_place and self._may_stay(message.request) and self._meter.starts_at_once(message.request):
+            at_once = bool(own_place) and self._meter.starts_at_once(message.request)
+            if at_once and self._may_stay(message.request):
                 return RouteChoice(own_place, "at once")
             if not self._plane.leader:
                 return RouteChoice("", "no leader")
-            self._offer(message)
+            self._offer(message, at_once)
         return self._look_up(self._offers[request])
 
     def use(self, request: str) -> int:
@@ -142,9 +147,11 @@ class OfferedRequests:
         """Returns whether engines are to say what prompts chose."""
         return self._route in ("pull", "eldr")
 
-    def learn(self, message: PromptRead) -> None:
-        """Remembers what a prompt of ours chose, for those that are alike."""
-        if (request := self._requests.request_of(message.request)) is not None:
+    def learn(self, message: PromptRead | PrefixFound) -> None:
+        """Takes what an engine says that a prompt of ours chose, or its cached part."""
+        if isinstance(message, PrefixFound):
+            self._questions.hear(message)
+        elif (request := self._requests.request_of(message.request)) is not None:
             self._signatures.note(*self._hashes(request), message.signature)
 
     def failed(self, request: str) -> None:
@@ -170,18 +177,36 @@ class OfferedRequests:
     def _hashes(self, request: Request) -> tuple[int, bytes]:
         return self._keys.user(request.user), self._keys.prefix(request.prompt)
 
-    def _offer(self, message: Submit) -> None:
-        request, plane = message.request, self._plane
-        one = OpenOffer(request.id, next(self._numbers), plane.state.obedience.reign, time.monotonic() + WAIT_S)
+    def _offer(self, message: Submit, at_once: bool) -> None:
+        """Offers a request; one that our engine could not begin at once, when that has told of its cached part."""
+        request = message.request
+        reign = self._plane.state.obedience.reign
+        one = OpenOffer(request.id, next(self._numbers), reign, time.monotonic() + WAIT_S)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
-        offer = self._told_of(message, one.number, None)
-        self.forecast += offer.signature is not None
-        if plane.leader != plane.state.node:
+        may_know = self.learns and not at_once and self._meter.begins_like(self._keys.prefix(request.prompt))
+        if not may_know or not self._questions.ask(request, lambda cached: self._go_on(one, message, cached)):
+            self._post(one, message, None)
+
+    def _go_on(self, one: OpenOffer, message: Submit, cached: SignatureTable | None) -> None:
+        """Offers a request of which our engine was asked."""
+        if self._requests.is_live(one.request):
+            self._post(one, message, cached)
+            if one.place or one.over:
+                self._requests.submit_waiting(one.request)
+
+    def _post(self, one: OpenOffer, message: Submit, cached: SignatureTable | None) -> None:
+        plane, (leader, _) = self._plane, one.reign
+        alike = self._signatures.of(*self._hashes(message.request))
+        known = more_telling(cached, alike, len(message.request.prompt))
+        if known is not None:
+            self.forecast["alike" if known is alike else "cached"] += 1
+        offer = self._told_of(message, one.number, known)
+        if leader != plane.state.node:
             self._spawn(self._ask(one, offer))
             return
         try:
-            self._grant(one, plane.desk.ask(plane.leader, offer))
+            self._grant(one, plane.desk.ask(leader, offer))
         except PeerError:
             one.over = "unanswered"
 
@@ -190,7 +215,7 @@ class OfferedRequests:
         self.granted += bool(grant.place)
 
     def _told_of(self, message: Submit, number: int, signature: SignatureTable | None) -> RequestOffer:
-        """Returns what the leader is told of a request; without a signature that of a prompt like it, if known."""
+        """Returns what the leader is told of a request."""
         request = message.request
         user, prefix = self._hashes(request)
         return RequestOffer(
@@ -203,7 +228,7 @@ class OfferedRequests:
             prefix=prefix,
             waited_ms=message.waited_ms,
             remaining_ms=WAIT_S * 1e3,
-            signature=signature or self._signatures.of(user, prefix),
+            signature=signature,
         )
 
     async def _ask(self, one: OpenOffer, offer: RequestOffer) -> None:
@@ -226,7 +251,8 @@ class OfferedRequests:
         if self._route in ("local", "spread") or not leader:
             then(NO_WORD)
             return
-        offer = structs.replace(self._told_of(message, next(self._numbers), signature), stage="decode")
+        known = signature or self._signatures.of(*self._hashes(message.request))
+        offer = structs.replace(self._told_of(message, next(self._numbers), known), stage="decode")
         if leader != node:
             self._spawn(self._ask_again(leader, offer, then))
             return

@@ -1,4 +1,4 @@
-"""What is known of a request's experts before its prompt is computed: what alike prompts chose before.
+"""What is known of a request's experts before its prompt is computed: what its cached part, or alike prompts chose.
 
 Alike is the last one of which this is the continuation, as a conversation's turns are, else the last one of its user.
 """
@@ -12,6 +12,7 @@ from edgemoe.front.requests.prefix_keys import KEY_BYTES, PrefixKeys
 
 MAX_BYTES = 16 << 20  # of all that is remembered; the longest unused goes first
 ENTRY_BYTES = 256  # of an entry beside its table's bytes
+TELLING_SHARE = 0.25  # of a prompt: less of it says less than an alike prompt
 
 
 class Signatures:
@@ -51,6 +52,13 @@ class Signatures:
     def _drop(self, key: bytes | int) -> None:
         if (known := self._known.pop(key, None)) is not None:
             self._bytes -= _bytes(known)
+
+
+def more_telling(cached: SignatureTable | None, alike: SignatureTable | None, tokens: int) -> SignatureTable | None:
+    """Returns what says more of a prompt of so many tokens: what its cached part chose, or what an alike prompt did."""
+    if cached is None or (alike is not None and cached.tokens < TELLING_SHARE * tokens):
+        return alike
+    return cached
 
 
 def _bytes(signature: SignatureTable) -> int:

@@ -1,10 +1,12 @@
 """Which experts requests choose, as an engine tells its front, and a front the leader: counts, no tokens, no order.
 
-    PromptRead  engine -> front  what a prompt chose, once it is computed, where its front asked
-    Choosing    engine -> front  what all that run there are expected to choose in a step, what that costs, and
-                                 where boxes go by expert clusters, what requests chose that have ended
+    FindPrefix   front -> engine  what has the prefix cache of this prompt?
+    PrefixFound  engine -> front  what that part of it chose
+    PromptRead   engine -> front  what a prompt chose, once it is computed, where its front asked
+    Choosing     engine -> front  what all that run there are expected to choose in a step, what that costs, and
+                                  where boxes go by expert clusters, what requests chose that have ended
 
-Between boxes the first travels as Emissions do, the second within EngineUse.
+Between boxes PromptRead travels as Emissions do, Choosing within EngineUse, and the first two not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from edgemoe.cluster.rpc.protocol import Message
-from edgemoe.types.bounds import Attempt, Name, Seconds, ShareTable, Small
+from edgemoe.types.bounds import Attempt, Name, Seconds, ShareTable, Small, Tokens
 
 ByteTable = Annotated[bytes, Meta(max_length=1 << 17)]  # of a model's experts, a byte each
 FAR = 3  # places of an expert beside the fastest: RAM, a peer's memory, the disk
@@ -50,8 +52,24 @@ class EngineChoices(msgspec.Struct, frozen=True):
     expert_s: Seconds  # of each distinct expert of each layer
 
 
+class FindPrefix(Message, frozen=True, kw_only=True, tag="FindPrefix"):
+    """Asks what the experts are that the part of a waiting request's prompt chose which the prefix cache has."""
+
+    since = 2
+    request: Name
+    prompt: Tokens
+
+
+class PrefixFound(Message, frozen=True, kw_only=True, tag="PrefixFound"):
+    """Answers FindPrefix with the sum over the prompt's cached blocks; None where there are none."""
+
+    since = 2
+    request: Name
+    signature: SignatureTable | None = None
+
+
 class PromptRead(Message, frozen=True, kw_only=True, tag="PromptRead"):
-    """Says which experts a prompt chose, with what came from the prefix cache; where it is long, its last part."""
+    """Says which experts a prompt's whole blocks chose, those that came from the prefix cache included."""
 
     since = 2
     request: Name
