@@ -25,7 +25,7 @@ from tools.bench.faults import POLICY, common
 from tools.bench.prism.models import Model
 from tools.bench.prism.plans import DEVICES, METHODS, NODES, STILL, boxes_of, mixed_routes, place_by, room, write_plan
 from tools.bench.prism.profile import ASKED, READY_S, Profile
-from tools.bench.routing_live import Asked, ask
+from tools.bench.routing_live.boxes import Asked, ask
 from tools.bench.stats import core_s
 from tools.testbed.bed import Bed
 from tools.testbed.daemons import Answer, Cluster

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from edgemoe.policy.routing.baselines import Push, fewest
-from edgemoe.policy.routing.offers import Offered
+from edgemoe.policy.routing.baselines import Push, Turns, fewest
+from edgemoe.policy.routing.offers import Offered, RoutingPolicy
 from edgemoe.policy.routing.pull import Pull, PullLimits
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
 from tools.bench.arrivals import Arrival
+from tools.bench.routing_live.boxes import STATS_S
 from tools.simulate.serving.cluster import cluster_of, jobs_of
 from tools.simulate.serving.engine import EngineShape
 from tools.simulate.serving.fitting import times_of
@@ -23,7 +24,6 @@ from tools.simulate.serving.steps import StepCosts
 from tools.testbed.daemons import Daemon
 
 STEP_TOKENS = 2048
-STATS_S = 1.2  # after which an engine has said what it has counted
 Numbers = npt.NDArray[np.float64]
 Ask = Callable[[int, int, int], list[float]]  # so many at once at each box, prompt and answer: seconds to first tokens
 
@@ -90,7 +90,7 @@ def calibrated(daemons: Sequence[Daemon], ask: Ask) -> LiveCosts:
 def simulated(
     costs: LiveCosts, rule: str, daemons: Sequence[Daemon], slots: int, requests: Sequence[Arrival]
 ) -> tuple[Numbers, Numbers]:
-    """Returns TTFT and TPOT of the requests in the simulator."""
+    """Returns TTFT and TPOT of the requests in the simulator, under pull, spread or local."""
     shape = EngineShape(
         StepCosts(costs.fixed_s, costs.prefill_s, costs.decode_s, 0.0),
         slots,
@@ -105,7 +105,8 @@ def simulated(
         for n, one in enumerate(requests)
     ]
     jobs = jobs_of(offered, [one.output_tokens for one in requests])
-    cluster_of(len(daemons), shape, Pull(PullLimits()) if rule == "pull" else Push(fewest)).serve(jobs)
+    policies: dict[str, RoutingPolicy] = {"pull": Pull(PullLimits()), "spread": Push(fewest), "local": Push(Turns())}
+    cluster_of(len(daemons), shape, policies[rule]).serve(jobs)
     ttft_s, tpot_s = times_of(jobs)
     long = np.array([job.output > 1 for job in jobs])
     return ttft_s + costs.front_s, tpot_s[long]
