@@ -22,6 +22,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "guard": {"errors"},
     "durable": set(),
+    "ticking": set(),
     "types": set(),
     "config": {"errors", "types"},
     "demo": {"errors"},
@@ -42,10 +43,10 @@ LAYERS: dict[str, set[str]] = {
     "experts": NOUNS | {"config.budgets", "kernels", "telemetry"},
     "engine": NOUNS | {"config.sizes", "experts", "families", "model", "policy", "telemetry"},
     "cluster": set(),
-    "cluster.rpc": {"types", "errors"},
+    "cluster.rpc": {"types", "errors", "ticking"},
     "cluster.control.coordination": {"cluster.rpc", "durable"} | NOUNS,
-    "cluster.control": {"cluster.rpc", "durable", "policy"} | NOUNS,
-    "cluster.data": {"cluster.rpc", "telemetry.unit_time", "types", "errors"},
+    "cluster.control": {"cluster.rpc", "durable", "policy", "ticking"} | NOUNS,
+    "cluster.data": {"cluster.rpc", "telemetry.unit_time", "ticking", "types", "errors"},
     "api.schema": {"types", "errors"},
     "api.backend": {"types", "errors"},
     "api.keys": {"durable", "errors"},
@@ -66,7 +67,7 @@ LAYERS: dict[str, set[str]] = {
     "api.endpoints": {"types", "errors", "api.schema", "api.backend", "api.metrics"}
     | {"api.dialects", "api.text", "api.generate", "api.http"},
     "api": NOUNS,
-    "front": NOUNS | {"api", "cluster.rpc", "cluster.control", "policy", "telemetry"},
+    "front": NOUNS | {"api", "cluster.rpc", "cluster.control", "policy", "telemetry", "ticking"},
     "scoutgate": {"errors", "types", "config", "experts.predict", "replay", "store", "telemetry"},
 }
 COMPOSERS = {  # put rooms together, or are a process: may import any

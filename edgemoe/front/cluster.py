@@ -152,7 +152,7 @@ class ClusterFront:
             case Activity():
                 self._engine.activity = message
             case Choosing():
-                self._meter.hear(message)
+                self._offers.news.hear(message)
             case LastChunk() | PrefixPulled() | PromptRead() | PrefixFound():
                 self._pass_on(message)
 
@@ -194,6 +194,7 @@ class ClusterFront:
         """Returns what our beats say of how busy this box is."""
         if self._requests.log.count_at(""):
             self._requests.replay()  # what was turned away everywhere
+        self._offers.news.look()
         load = self._work.load()
         secret = self._keys.secret if self.plane.leading else b""
         if load is None or self._work.is_going:
@@ -214,8 +215,7 @@ class ClusterFront:
 
     def describe(self) -> dict[str, Any]:
         """Members, leader, epoch and plan, for /health."""
-        load = self._work.load()
-        return about.describe(self.plane, self._engine.seen, load.requests if load is not None else 0)
+        return about.describe(self.plane, self._engine.seen, self._work.load())
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers what another front has for our engine, or its engine for us. Raises PeerError, WireError."""

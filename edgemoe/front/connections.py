@@ -24,6 +24,9 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from edgemoe.cluster.control.coordination.store import wait_event
+from edgemoe.ticking import until_tick
+
 log = logging.getLogger(__name__)
 
 UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -34,6 +37,7 @@ LATE_S = 1.0  # that who had connected before the end has to ask, and be told
 GRACE_S = 1.0  # that a connection has before it may give way to another
 PAUSE_S = 0.5  # without accepting, where there is no room and none could be made
 QUIET_S = 60.0  # between two lines in the log about the same trouble
+TICK_S = 1.0  # between looks of uvicorn's at the date
 BAD_REQUEST = "this is not HTTP/1.1 as it may be sent here (https is not: no TLS is spoken)"
 TOO_SLOW = f"the head of the request did not arrive within {HEAD_S:.0f} s"
 
@@ -154,15 +158,26 @@ class Server(uvicorn.Server):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.max_connections = min(max_connections, files // 2)
         self.servers = []  # uvicorn's, of which there are none
+        self._ends = asyncio.Event()
         self._sockets = list(sockets)
         self._accepting: list[asyncio.Task[None]] = []
         self._warned: dict[str, float] = {}
 
     async def run_until_stopped(self) -> None:
-        """Serves until `should_exit` is set, then closes the sockets and what is idle."""
+        """Serves until `stop`, then closes the sockets and what is idle."""
         async with asyncio.TaskGroup() as tasks:
             self._accepting = [tasks.create_task(self._accept(one), name="accept") for one in self._sockets]
             await self.serve(self._sockets)
+
+    def stop(self) -> None:
+        """Has `run_until_stopped` end."""
+        self.should_exit = True
+        self._ends.set()
+
+    async def main_loop(self) -> None:
+        """Called by uvicorn, whose own looks at the date ten times a second."""
+        while not await self.on_tick(0):
+            await wait_event(self._ends, until_tick(TICK_S))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn; what there is to start has been."""

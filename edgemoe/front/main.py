@@ -40,6 +40,7 @@ from edgemoe.front.supervisor import Supervisor
 from edgemoe.guard import refuse_pickle
 from edgemoe.store.manifest import MANIFEST, Manifest
 from edgemoe.store.verify import verify_copies
+from edgemoe.ticking import until_tick
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Front:
             await _either(self._wind_down(supervisor), self._stopped[1].wait())
             supervisor.stop()
             self._close_door()
-            server.should_exit = True
+            server.stop()
             if self.cluster is not None:
                 await self.cluster.leave()
             for helper in helpers:
@@ -173,7 +174,7 @@ class Front:
                 status_line = fields["STATUS"] = status
             self._notifier.tell(**fields)
             self._check(supervisor)
-            await asyncio.sleep(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S))
+            await asyncio.sleep(until_tick(min(TICK_S, self._notifier.watchdog_s / 3 or TICK_S)))
 
     async def _reload_on_hangup(self, supervisor: Supervisor) -> None:
         while True:

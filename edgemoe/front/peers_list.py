@@ -12,6 +12,7 @@ from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.rpc.keys import Peer, load_peers, load_secret
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError
+from edgemoe.ticking import until_tick
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0  # between looks at the file
@@ -39,7 +40,7 @@ async def follow_list(settings: ClusterSettings, plane: ControlPlane) -> None:
     """Has the plane let in whoever the list of peers names, as it changes. A list that is wrong changes nothing."""
     read_at = _stamp(settings)
     while True:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(until_tick(LOOK_S))
         if (now := _stamp(settings)) != read_at:
             read_at = now
             try:

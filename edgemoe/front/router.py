@@ -27,6 +27,7 @@ from edgemoe.front.hosted_requests import RequestNews
 from edgemoe.front.requests.offered_requests import OfferedRequests, RouteChoice
 from edgemoe.front.routing.hand_over import HandOver, HandOvers
 from edgemoe.policy.route import EngineLoad, route
+from edgemoe.ticking import until_tick
 from edgemoe.types.phases import Phases
 from edgemoe.types.request import Emission
 
@@ -190,7 +191,7 @@ class Router:
     async def check(self) -> None:
         """Has what another box no longer has run again. Until cancelled."""
         while True:
-            await asyncio.sleep(CHECK_S)
+            await asyncio.sleep(until_tick(CHECK_S))
             place_of = self._requests.place_of
             self._arrived = {name: there for name, there in self._arrived.items() if place_of(name) == there}
             self.hand_overs.purge()
@@ -204,6 +205,7 @@ class Router:
     def hear(self, node: str, beat: Beat) -> None:
         """Takes note of how a box says that it is."""
         self._ours[node] = self._requests.count_at(f"{node}:{beat.engine}")
+        self._offers.news.look()
 
     def _loads(self, others: Mapping[str, str]) -> list[EngineLoad]:
         """Returns the engines that a request may go to, ours first."""

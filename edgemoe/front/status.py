@@ -13,6 +13,7 @@ from edgemoe.cluster.rpc.engine_messages import PeerSeen
 from edgemoe.front.hosted_requests import HostedRequests
 from edgemoe.front.requests.offered_requests import OfferedRequests
 from edgemoe.front.router import Router
+from edgemoe.policy.route import EngineLoad
 from edgemoe.telemetry import metrics as names
 from edgemoe.types.placement import PlacementPlan
 
@@ -29,8 +30,8 @@ def state_of(members: Members, member: Member) -> State:
     return "leaving" if member.card is not None and member.card.leaving else "here"
 
 
-def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -> dict[str, Any]:
-    """`seen` are the links between our engine and others', by node; `requests` those that our engine has."""
+def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], load: EngineLoad | None) -> dict[str, Any]:
+    """`seen` are the links between our engine and others', by node; `load` is our engine's."""
     plan, ref, agreed = plane.state.plans.plan, plane.state.plans.ref, plane.agreed
     digest = ref.digest if ref is not None else ""
     return {
@@ -43,7 +44,8 @@ def describe(plane: ControlPlane, seen: Mapping[str, PeerSeen], requests: int) -
         "agreed": None if agreed is None else {"entries": agreed[0], "digest": agreed[1]},
         "trouble": plane.trouble,
         "members": [
-            _box(plane.state.node, "here", plane.announce, plane.state.plans) | {"requests": requests},
+            _box(plane.state.node, "here", plane.announce, plane.state.plans)
+            | {"requests": load.requests if load is not None else 0},
             *(_member(plane, member, seen.get(member.peer.node)) for member in plane.state.members),
         ],
     }

@@ -39,6 +39,7 @@ from edgemoe.front.looking.lookout import Lookout
 from edgemoe.front.request_router import RequestRouter
 from edgemoe.front.requests.submission import LoggedSubmission
 from edgemoe.front.restart_backoff import RestartBackoff, keeps_failing
+from edgemoe.ticking import until_tick
 from edgemoe.types.model_info import ModelInfo
 from edgemoe.types.request import Emission, Request, RequestLimits
 
@@ -237,7 +238,7 @@ class Supervisor:
         log.info("engine started", extra={"pid": engine.process.pid, "start": self.starts})
         ended = asyncio.ensure_future(engine.ended())
         try:
-            while not (await asyncio.wait([ended], timeout=LOOK_S))[0]:
+            while not (await asyncio.wait([ended], timeout=until_tick(LOOK_S)))[0]:
                 self.request_log.expire()
                 if why := engine.hangs():
                     log.error("engine hangs", extra={"why": why})

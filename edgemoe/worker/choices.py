@@ -34,6 +34,7 @@ from edgemoe.policy.routing.by_experts import PromptForecast
 from edgemoe.policy.routing.expert_union import absence
 from edgemoe.policy.routing.step_times import StepTimes
 from edgemoe.policy.routing.told import absent_bytes, shares_of
+from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import FloatArray, IntArray
 from edgemoe.types.experts import Tier
 from edgemoe.types.step import BLOCK_TOKENS
@@ -91,7 +92,7 @@ class Choices:
                 seen, looks = read, 0
                 for message in await asyncio.to_thread(self._look, there):
                     self._post(message)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(until_tick(LOOK_S))
 
     def _there(self) -> list[Sequence]:
         scheduler = self._engine.scheduler

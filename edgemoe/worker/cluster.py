@@ -21,6 +21,7 @@ from edgemoe.experts.tiers.prefetch_priority import PrefetchPriority
 from edgemoe.kernels.cpu.runtime import Kernels
 from edgemoe.telemetry import metrics as names
 from edgemoe.telemetry.metrics import named
+from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.experts import Move, Tier
 from edgemoe.types.placement import PlacementPlan, pack_bits
@@ -211,7 +212,7 @@ class ClusterSide:
             if time.monotonic() - self._adopted_s > FORMER_S and not self._tiers.residency.homes.missing():
                 self._tiers.residency.homes.forget_former()
                 self._adopted_s = float("inf")
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(until_tick(REPORT_S))
 
     async def _report_activity(self) -> None:
         """Posts to the front what this engine's own requests choose."""

@@ -43,6 +43,7 @@ from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.config.settings import Settings
 from edgemoe.errors import ConfigError, EdgemoeError, ServiceError, WireError
 from edgemoe.guard import refuse_pickle
+from edgemoe.ticking import until_tick
 from edgemoe.types.request import Emission, Request, Sampling
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.assemble import Assembly, assemble
@@ -135,7 +136,7 @@ class Worker:
     async def _tell_loading(self) -> None:
         while self._phase != "ready":
             self._wire.post(Loading(phase=self._phase, fraction=self._fraction))
-            await asyncio.sleep(STATS_S)
+            await asyncio.sleep(until_tick(STATS_S))
 
     async def _warm_up(self, assembly: Assembly) -> None:
         """Runs a request through prefill and decode, so that everything made at first use exists before Ready."""
@@ -236,7 +237,7 @@ class Worker:
     async def _report(self, assembly: Assembly) -> None:
         while True:
             self._wire.post(self._stats(assembly))
-            await asyncio.sleep(STATS_S)
+            await asyncio.sleep(until_tick(STATS_S))
 
     async def _reload_when_asked(self, assembly: Assembly) -> None:
         while True:
@@ -249,7 +250,7 @@ class Worker:
     async def _watch_parent(self) -> None:
         """Ends the process when the front has gone, in case the kernel does not."""
         while True:
-            await asyncio.sleep(STATS_S)
+            await asyncio.sleep(until_tick(STATS_S))
             if os.getppid() != self._parent:
                 os._exit(1)
 

@@ -59,7 +59,7 @@ async def serving(path: Path, max_connections: int = 100) -> AsyncIterator[Serve
         yield server
         assert not running.done()
     finally:
-        server.should_exit = True
+        server.stop()
         await running
 
 
@@ -249,7 +249,7 @@ async def test_a_uid_comes_with_a_unix_socket_only(api: Path) -> None:
     async with asyncio.timeout(10):
         await reader.readuntil(b"\r\n\r\n")
     writer.close()
-    server.should_exit = True
+    server.stop()
     await running
     assert uids[0] is not None
     assert uids[1] is None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
+from support.virtual import VirtualLoop
 
 from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_PREFIX_KEYS, MAX_TAKEN, PREFIX_TOKENS, EngineUse
 from edgemoe.cluster.rpc.engine_messages import Submit
 from edgemoe.cluster.rpc.envelope import MAX_ENVELOPE_BYTES
 from edgemoe.cluster.rpc.messages.choices import MOST_ENDED, Choosing, EndedRequest, EngineChoices, SignatureTable
-from edgemoe.front.requests.engine_news import EngineNews
+from edgemoe.front.requests.engine_news import GAP_S, LOOK_S, REPEAT_S, EngineNews
 from edgemoe.front.requests.engine_use import MAX_UNTOLD, EngineFacts, EngineMeter, HeldRequest
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.telemetry import metrics as names
@@ -116,3 +119,47 @@ def test_a_leader_that_has_led_in_between_no_longer_is_told_everything_again() -
     plane.state.obedience.reign = "b", 7  # the same box, which knows nothing any more
     news.tell()
     assert [(len(one.prefixes) // 8, one.choices) for one in told] == [(2, CHOICES)] * 2
+
+
+def test_the_leader_is_told_at_once_of_what_changes_soon_of_a_busy_engine_and_seldom_of_an_idle_one() -> None:
+    engine, loop, told = Engine(), VirtualLoop(), list[float]()
+    plane: Any = SimpleNamespace(
+        leader="b",
+        state=SimpleNamespace(node="a", members=["b"], obedience=SimpleNamespace(reign=("b", 5))),
+        channel=SimpleNamespace(tell=lambda node, use: told.append(loop.time())),
+    )
+    news, looks = EngineNews(plane, engine.meter), list[float]()
+
+    async def follow() -> None:
+        while True:
+            await news.wait(False)
+            news.tell()
+            looks.append(loop.time())
+
+    async def run() -> None:
+        following = asyncio.ensure_future(follow())
+        await asyncio.sleep(10)
+        assert len(looks) <= 10 / REPEAT_S + 2
+        began_s = loop.time()
+        engine.held.append(HeldRequest(10, 0, 100))
+        news.changed()
+        await asyncio.sleep(GAP_S)
+        assert told[-1] == pytest.approx(began_s, abs=GAP_S)
+        engine.held[0] = HeldRequest(10, 1, 100)  # of which nobody says anything
+        await asyncio.sleep(2 * LOOK_S)
+        assert told[-1] <= began_s + GAP_S + LOOK_S + 1e-6
+        engine.held.clear()
+        await asyncio.sleep(1)
+        plane.leader, plane.state.obedience.reign = "c", ("c", 6)
+        began_s = loop.time()
+        news.look()
+        await asyncio.sleep(GAP_S)
+        assert told[-1] == pytest.approx(began_s, abs=GAP_S)
+        count = len(looks)
+        news.look()
+        await asyncio.sleep(0.2)
+        assert len(looks) <= count + 1
+        following.cancel()
+
+    loop.run_until_complete(run())
+    loop.close()

@@ -26,7 +26,7 @@ from pysyncobj.node import Node
 from edgemoe.cluster.control import leader as leading
 from edgemoe.cluster.control import plane as plane_module
 from edgemoe.cluster.control.coordination import choice as stores
-from edgemoe.cluster.control.coordination.raft import BACK_S, TICK_S, RaftStore
+from edgemoe.cluster.control.coordination.raft import BACK_S, RaftStore
 from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.local_services import NoServices
 from edgemoe.cluster.control.placement import PlanTask, Target
@@ -48,6 +48,7 @@ from support.planes import ABC, EXPERTS, LAYERS, card
 LATENCY_S = 0.003
 DOWN_S = 1.5  # before a cut is noticed
 UP_S = 0.1
+TICK_S = 0.05
 
 
 class _Jumping(selectors.SelectSelector):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from edgemoe.cluster.control.coordination.store import PlanRef
-from edgemoe.cluster.control.members import BEAT_S, Member
+from edgemoe.cluster.control.members import Member
 from edgemoe.cluster.control.state import ControlState, Told
 from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import Beat, ControlMessage
@@ -26,13 +26,22 @@ class Announcer:
     def __init__(self, state: ControlState, channel: Channel[ControlMessage], tell: Callable[[Told], None]) -> None:
         """`tell` gets what came of it."""
         self._state, self._channel, self._tell = state, channel, tell
+        self._due = asyncio.Event()
 
     async def run(self) -> None:
         """Announces this box to whoever has not heard the latest, until cancelled."""
         while True:
-            if late := self._state.late():
-                await asyncio.gather(*(self.introduce(member) for member in late))
-            await asyncio.sleep(RETRY_S if self._state.late() else BEAT_S / 4)
+            await self._due.wait()
+            self._due.clear()
+            await asyncio.gather(*(self.introduce(member) for member in self._state.late()))
+            if self._state.late():
+                await asyncio.sleep(RETRY_S)
+                self._due.set()
+
+    def look(self) -> None:
+        """Takes note that something has happened, after which there may be somebody to tell."""
+        if self._state.late():
+            self._due.set()
 
     async def introduce(self, member: Member) -> None:
         """Tells one box, once."""

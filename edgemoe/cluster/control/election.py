@@ -26,10 +26,14 @@ class Election:
         rng: random.Random,
         above: Callable[[], int] = lambda: 0,
         hindered: Callable[[], bool] = lambda: False,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`above` is the highest epoch that is known of: the ones claimed here are higher, none while `hindered`."""
+        """`above` is the highest epoch that is known of: the ones claimed here are higher, none while `hindered`.
+
+        `changed` is called where it leads, or no longer; not where that is only by the clock.
+        """
         self._store, self._node, self._clock, self._rng = store, node, clock, rng
-        self._above, self._hindered = above, hindered
+        self._above, self._hindered, self._changed = above, hindered, changed
         self._epoch = 0
         self._until = float("-inf")
 
@@ -77,11 +81,14 @@ class Election:
                 await asyncio.sleep(self._store.lease_s / 20)
 
     def _hold(self, epoch: int, sent: float) -> None:
-        self._epoch = epoch
+        known, self._epoch = self._epoch, epoch
         self._until = sent + self._store.lease_s * (1 - MARGIN)
+        if epoch != known:
+            self._changed()
 
     def _step_down(self) -> None:
         self._epoch, self._until = 0, float("-inf")
+        self._changed()
 
     async def _resign(self, epoch: int) -> None:
         try:

@@ -24,6 +24,7 @@ from edgemoe.cluster.control.state import ControlState
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import CoordError, CoordUnavailable, PeerError, PlacementInfeasible
+from edgemoe.ticking import until_tick
 from edgemoe.types.placement import PlacementPlan
 
 log = logging.getLogger(__name__)
@@ -52,17 +53,23 @@ class Leader:
         self._care, self._homes = PlanCare(settings), HomesView()
         self._epoch = 0  # in which this box has taken over
         self._hindrance = ""  # what kept the last step from going through
+        self._answered = asyncio.Event()  # there is a solution, or this box leads, or no longer
         self._election: Election | None = None
         if state.card.role == "box":
             fence = state.fence
             self._election = Election(
-                store, settings.node, state.clock, random.Random(), lambda: fence.highest, lambda: bool(self._leaps())
+                store,
+                settings.node,
+                state.clock,
+                random.Random(),
+                lambda: fence.highest,
+                lambda: bool(self._leaps()),
+                self._answered.set,
             )
         self._electing: asyncio.Task[None] | None = None
         self._joined = False  # the agreement
         self._solved: list[Solved] = []
         self._solving: set[asyncio.Task[None]] = set()
-        self._answered = asyncio.Event()
 
     @property
     def epoch(self) -> int:
@@ -115,7 +122,7 @@ class Leader:
     async def _lead(self, group: asyncio.TaskGroup) -> None:
         state = self._state
         while True:
-            await wait_event(self._answered, BEAT_S / 2)
+            await wait_event(self._answered, until_tick(BEAT_S / 2 if self._epoch else BEAT_S))
             epoch = self._election.epoch() if self._election is not None else 0
             try:
                 if self._joined and self._store.view().epoch > state.fence.highest:

@@ -76,6 +76,7 @@ from edgemoe.cluster.rpc.messages.reach import Reach
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import ConfigError, PeerRefused
+from edgemoe.ticking import until_tick
 
 
 class ControlPlane:
@@ -217,8 +218,6 @@ class ControlPlane:
         match message:
             case RaftPayload():
                 self._link.deliver(question.peer, message)
-            case Beat() | Report():
-                return None
             case RequestOffer():
                 return Answer(self.desk.ask(question.peer, message))
             case EngineUse():
@@ -227,7 +226,7 @@ class ControlPlane:
                 self.desk.withdraw(question.peer, message)
             case RequestGrant() if question.peer == self.leader:
                 self._local.granted(message)
-            case RequestGrant():
+            case Beat() | Report() | RequestGrant():
                 return None
             case Announce():
                 return Answer(Welcome())
@@ -254,6 +253,7 @@ class ControlPlane:
 
     def _handle(self, event: Event) -> None:
         self._perform(self.state.handle(event))
+        self._announcer.look()
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Raises PeerRefused where one of them is to refuse."""
@@ -286,7 +286,7 @@ class ControlPlane:
                 self._handle(Looked())
                 self.desk.look()
                 self.beat()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(until_tick(BEAT_S))
 
     def beat(self) -> None:
         """Tells everybody how this box is."""

@@ -22,6 +22,7 @@ from edgemoe.cluster.rpc.envelope import Buffer
 from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import EdgemoeError, PeerRefused, PeerUnavailable
+from edgemoe.ticking import until_tick
 from edgemoe.types.arrays import BoolArray, FloatArray, IntArray
 from edgemoe.types.model_info import ServedModel
 from edgemoe.types.peers import ExpertWork, Offer, RemoteCall, work_units
@@ -80,7 +81,7 @@ class ExpertClient:
                     for peer in self.peers.values():
                         if self._channel.is_up(peer.node):
                             self._spawn(self._greet(peer, probe=count % PROBE_EVERY == 1))
-                    await asyncio.sleep(HELLO_S)
+                    await asyncio.sleep(until_tick(HELLO_S))
         finally:
             self._group = None
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+from edgemoe.cluster.control.coordination.store import wait_event
 from edgemoe.cluster.control.plane import ControlPlane
+from edgemoe.cluster.rpc.messages.choices import Choosing
 from edgemoe.front.requests.engine_use import EngineMeter
+from edgemoe.ticking import until_tick
 
-LOOK_S = 0.05  # at most, between looks at what our engine has to do
+LOOK_S = 0.05  # at most, between looks at what our engine has to do, while it has anything
 GAP_S = 0.01  # at least, between words about it
 REPEAT_S = 0.5  # after which what has hardly changed is said again
 
@@ -21,28 +24,38 @@ class EngineNews:
         self._plane, self._meter = plane, meter
         self._reign: tuple[str, int] = ("", 0)  # in which the leader was told last
         self._told: tuple[tuple[object, ...], float] = ((), 0.0)  # what, and when
+        self._idle = False  # our engine, when looked at last
+        self._waited_s = 0.0  # when it was waited for last
 
     def changed(self) -> None:
         """Takes note that our engine has something more or less to do."""
         self._changed.set()
 
-    async def wait(self) -> None:
-        """Waits until there may be something to tell."""
-        await asyncio.sleep(GAP_S)
-        try:
-            async with asyncio.timeout(LOOK_S):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-        self._changed.clear()
+    def hear(self, message: Choosing) -> None:
+        """Takes what our engine says of its requests' choices."""
+        self._meter.hear(message)
+        self._changed.set()
+
+    def look(self) -> None:
+        """Takes note of who leads, and which engine is ours."""
+        if (self._plane.state.obedience.reign, self._meter.engine) != self._told[0][:2]:
+            self._changed.set()
+
+    async def wait(self, busy: bool) -> None:
+        """Waits until there may be something to tell; not for long if `busy`, or while our engine is."""
+        await wait_event(self._changed, LOOK_S if busy or not self._idle else until_tick(REPEAT_S))
+        await asyncio.sleep(max(0.0, self._waited_s + GAP_S - time.monotonic()))
+        self._waited_s = time.monotonic()
 
     def tell(self) -> None:
         """Tells the leader, where it has changed or is a while ago."""
         plane, meter, now = self._plane, self._meter, time.monotonic()
         reign = plane.state.obedience.reign
+        self._idle = True
         if not plane.leader or not any(plane.state.members):
             return
         use = meter.use()
+        self._idle = not use.running and not use.waiting
         marks = reign, use.engine, use.running, use.waiting, use.prefill_tokens, meter.choices
         if marks == self._told[0] and now - self._told[1] < REPEAT_S:
             return

@@ -67,6 +67,12 @@ class EngineMeter:
         self.choices = message.choices
         self._ended.extend(message.ended)
 
+    @property
+    def engine(self) -> str:
+        """Returns which engine it is; "" while none takes requests."""
+        facts = self._facts()
+        return facts.boot if facts is not None else ""
+
     def note(self, message: Submit, offer: tuple[str, int] | None = None) -> None:
         """Takes note of a request that goes to our engine, by that offer of a front."""
         if offer is not None:

@@ -163,7 +163,7 @@ class OfferedRequests:
     async def run(self) -> None:
         """Tells the leader what our engine has to do, and ends offers. Until cancelled."""
         while True:
-            await self.news.wait()
+            await self.news.wait(bool(self._offers))
             self.news.tell()
             self._prune()
 

@@ -93,7 +93,7 @@ async def test_a_box_with_another_coordination_leads_nobody(tmp_path: Path, monk
         await until(lambda: found["a"].plane.state.members["d"].heard_s > heard + 1)
         assert obeyed <= {first, ""}
         assert {found[node].plane.state.fence.highest for node in ABC} == {epoch}
-        described = about.describe(found["a"].plane, {}, 0)["members"]
+        described = about.describe(found["a"].plane, {}, None)["members"]
         assert next(box for box in described if box["node"] == "d")["state"] == "refused"
 
 

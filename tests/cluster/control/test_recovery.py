@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from support.fake_link import FakeNet
 from support.simulated import World, world
 
 from edgemoe.cluster.control.coordination import journal, ops
-from edgemoe.cluster.control.coordination.journal import Journal
-from edgemoe.cluster.control.coordination.raft import RaftStore, voters_digest
+from edgemoe.cluster.control.coordination.journal import Journal, voters_digest
+from edgemoe.cluster.control.coordination.raft import RaftStore, Replica
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
 from edgemoe.cluster.control.coordination.recovery import Here, Recovery
 from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, write_snapshot
@@ -29,6 +30,27 @@ ABC = ("a", "b", "c")
 def abc(tmp_path: Path) -> Iterator[World]:
     with world(tmp_path, dict.fromkeys(ABC, ABC)) as made:
         yield made
+
+
+def test_a_member_sleeps_until_it_stands_for_election_and_no_longer(tmp_path: Path) -> None:
+    net = FakeNet(["a", "b"])
+    one = Replica("a", ["b"], tmp_path, net.links["a"], 1.0, time.monotonic)
+    one.journal.mark_whole()
+    began_s, term, ticks = time.monotonic(), one.raftCurrentTerm, 0
+    net.links["b"].listen(lambda _n, _p: None, lambda _n: None, lambda _n: None)
+    while one.raftCurrentTerm == term:
+        one.tick()
+        ticks += 1
+    assert time.monotonic() - began_s > 0.3
+    assert ticks <= 6
+    net.cut("b", "a")
+    ticks, began_s = 0, time.monotonic()
+    while time.monotonic() < began_s + 0.7:  # long enough for another election, had it anybody to elect it
+        one.tick()
+        ticks += 1
+    assert one.raftCurrentTerm == term + 1
+    assert ticks <= 6
+    one.destroy()
 
 
 def whole(made: World) -> bool:

@@ -12,10 +12,11 @@ import pytest
 import zmq
 import zmq.asyncio
 from support.boxes import Box, Echo, running, secret
+from support.virtual import VirtualLoop
 from support.waiting import until
 
 from edgemoe.cluster.rpc.envelope import seal
-from edgemoe.cluster.rpc.intake import CONNECTIONS, SILENT, Intake
+from edgemoe.cluster.rpc.intake import CALM_S, CONNECTIONS, LOOK_S, SILENT, Intake
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerRefused
@@ -93,6 +94,34 @@ def test_messages_that_wait_to_be_read_count_and_those_that_were_read_do_not(wai
             one.delivered(far.fileno(), [zmq.Frame(bytes(10_000))], waiting)
             one.look()
         assert one.cut == cut
+
+
+def test_connections_are_looked_at_seldom_until_one_has_much_unread_and_then_often() -> None:
+    loop, looks = VirtualLoop(), list[float]()
+
+    class Counted(Intake):
+        def look(self) -> int:
+            looks.append(loop.time())
+            return super().look()
+
+    async def watch(one: Intake, seconds: float) -> int:
+        looks.clear()
+        running = asyncio.ensure_future(one.run())
+        await asyncio.sleep(seconds)
+        running.cancel()
+        return len(looks)
+
+    with socketpair() as (near, far):
+        one = Counted("test", 300_000)
+        one.note(zmq.EVENT_ACCEPTED, far.fileno())
+        assert loop.run_until_complete(watch(one, 10.0)) <= 10 / CALM_S + 2
+        near.sendall(bytes(30_000))
+        far.recv(30_000, socket.MSG_WAITALL)
+        assert loop.run_until_complete(watch(one, 10.0)) <= 10 / CALM_S + 2
+        near.sendall(bytes(30_000))
+        far.recv(30_000, socket.MSG_WAITALL)
+        assert loop.run_until_complete(watch(one, 10.0)) >= 10 / LOOK_S - 2
+    loop.close()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import errno
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -269,3 +269,8 @@ def _read_vote(path: Path) -> tuple[int, str | None] | None:
     except (Damaged, msgspec.MsgspecError) as error:
         log.error("the vote kept on disk is not used", extra={"file": str(path), "why": str(error)})
         return None
+
+
+def voters_digest(voters: Sequence[str]) -> bytes:
+    """Returns what members with the same voters have in common."""
+    return xxhash.xxh3_64_digest("\n".join(sorted(voters)).encode())

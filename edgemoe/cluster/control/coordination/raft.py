@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import xxhash
 from pysyncobj import FAIL_REASON, SyncObj, SyncObjConf
+from pysyncobj.monotonic import monotonic
 from pysyncobj.node import Node
 
 from edgemoe.cluster.control.coordination import ops
 from edgemoe.cluster.control.coordination.clock import since_boot
-from edgemoe.cluster.control.coordination.journal import Damaged, Journal
+from edgemoe.cluster.control.coordination.journal import Damaged, Journal, voters_digest
 from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
-from edgemoe.cluster.control.coordination.recovery import open_journal
+from edgemoe.cluster.control.coordination.recovery import ASK_S, open_journal
 from edgemoe.cluster.control.coordination.snapshot import StateSnapshot, read_snapshot, write_snapshot
 from edgemoe.cluster.control.coordination.store import CoordState, PlanRef, View, plan_outcome, wait_event
 from edgemoe.cluster.rpc.protocol import SPOKEN
@@ -31,7 +32,6 @@ from edgemoe.cluster.rpc.sparing_log import SparingLog
 from edgemoe.errors import CoordUnavailable, StaleEpoch
 
 log = logging.getLogger(__name__)
-TICK_S = 0.05
 BACK_S = 1.0  # before a member that could not write tries again
 OPERATION = 0  # PySyncObj's types of entries
 NO_OPERATION = b"\1"
@@ -65,8 +65,8 @@ class Replica(SyncObj):  # type: ignore[misc]
             deserializer=self._restore,
             useFork=False,
             appendEntriesUseBatch=False,
-            appendEntriesPeriod=lease_s / 30,
-            raftMinTimeout=lease_s / 3,
+            appendEntriesPeriod=lease_s / 8,  # each renewal of the lease is said as well
+            raftMinTimeout=lease_s * 0.4,
             raftMaxTimeout=lease_s * 2 / 3,
             leaderFallbackTimeout=lease_s * 2 / 3,
             connectionTimeout=lease_s,  # of connections that it does not make here; it wants more than raftMaxTimeout
@@ -119,16 +119,22 @@ class Replica(SyncObj):  # type: ignore[misc]
         """`done(answer, failure)` on PySyncObj's thread; never where the outcome stays unknown."""
         self._applyCommand(op, done, OPERATION)
 
-    def tick(self, wait_s: float = TICK_S) -> bool:
-        """One step, waiting so long for messages; False once journal or snapshot cannot be used."""
+    def tick(self, longest_s: float = ASK_S) -> bool:
+        """One step, then waits until something is due or comes; False once journal or snapshot cannot be used."""
         try:
-            self.doTick(wait_s)
+            self.doTick(min(longest_s, self._rest_s()))
             self.transport.recover(self.raftCurrentTerm, self.raftCommitIndex)
         except Exception:
             self._exceptions += 1
             if self._exceptions & (self._exceptions - 1) == 0 and not self.journal.failed:
                 log.exception("raft step failed; going on", extra={"times": self._exceptions})
         return not self.journal.failed
+
+    def _rest_s(self) -> float:
+        """Returns for how long nothing is due but what messages bring; a box that hears nobody stands for nothing."""
+        leads, hears = self._isLeader(), self._SyncObj__connectedNodes
+        due_s = self._SyncObj__newAppendEntriesTime if leads else self._SyncObj__raftElectionDeadline
+        return max(0.0, due_s - monotonic()) if leads or hears else ASK_S
 
     def _save(self, file_name: str, raft: tuple[Any, ...]) -> None:
         last, before, _cluster = raft
@@ -288,8 +294,3 @@ class RaftStore:
             except OSError:
                 continue
         return None
-
-
-def voters_digest(voters: Sequence[str]) -> bytes:
-    """Returns what members with the same voters have in common."""
-    return xxhash.xxh3_64_digest("\n".join(sorted(voters)).encode())

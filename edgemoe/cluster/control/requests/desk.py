@@ -24,6 +24,7 @@ from edgemoe.cluster.rpc.channel import Channel
 from edgemoe.cluster.rpc.control_messages import ControlMessage, EngineUse, RequestGrant, RequestOffer, Withdrawal
 from edgemoe.errors import PeerBusy, PeerRefused
 from edgemoe.policy.routing.told import ModelSizes
+from edgemoe.ticking import until_tick
 
 FIT_LOOK_S = 1.0  # between looks whether clusters are to be fitted
 
@@ -56,7 +57,7 @@ class RequestDesk:
     async def run(self) -> None:
         """Keeps clusters fitted while this box leads. Until cancelled, if at all."""
         while self.fitting is not None:
-            await asyncio.sleep(FIT_LOOK_S)
+            await asyncio.sleep(until_tick(FIT_LOOK_S))
             if self._leads():
                 await self._channel.mishaps.contain(self._state.node, self.fitting.look())
 
