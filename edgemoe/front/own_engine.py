@@ -112,6 +112,8 @@ class OwnEngine:
             pairs=activity.pairs,
             resident=activity.resident,
             links=tuple(links[:MAX_NODES]),
+            passed=activity.passed,
+            steps=activity.steps,
         )
 
 

@@ -52,5 +52,5 @@ Counts = Annotated[tuple[Count, ...], Meta(max_length=1 << 12)]  # a number of e
 LayerCounts = Annotated[tuple[Small, ...], Meta(max_length=1 << 12)]  # a number of each layer
 LayerBytes = Annotated[tuple[Bytes, ...], Meta(max_length=1 << 12)]  # a size of each layer
 ShareTable = Annotated[bytes, Meta(max_length=1 << 18)]  # of a model's experts, two bytes each
-PairTable = Annotated[bytes, Meta(max_length=192 << 10)]  # of pairs of experts, eight bytes each
+PairTable = Annotated[bytes, Meta(max_length=192 << 10)]  # of pairs or successions of experts, eight bytes each
 Sum64 = Annotated[int, Meta(ge=0)]  # 64 bits, which is what msgpack has

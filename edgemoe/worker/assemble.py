@@ -47,6 +47,7 @@ from edgemoe.telemetry.recording import Header
 from edgemoe.types.experts import ExpertGeometry, LivePolicy, Tier
 from edgemoe.types.machine import Machine
 from edgemoe.types.model_info import ModelInfo, ServedModel, commonest_first
+from edgemoe.types.placement import BY_SUCCESSIONS
 from edgemoe.types.routing import StepRouting
 from edgemoe.types.step import BLOCK_TOKENS
 from edgemoe.worker.cache_policy import POLICIES, Foreseeing, costs_file, foreseeing, scoutgate_for
@@ -128,7 +129,7 @@ def assemble(settings: Settings, emit: Emit, say: Say) -> Assembly:
         decoder = Decoder.load(spec, directory / DENSE, device, kernels)
         say("experts")
         link((*CODES, *ACTIVITY_CODES), kernel_dir(settings))
-        sharing = _sharing(directory, served, store) if settings.cluster.node else None
+        sharing = _sharing(settings, directory, served, store) if settings.cluster.node else None
         scoutgate = scoutgate_for(settings, manifest, served, lambda: decoder.embedding)
         if scoutgate is not None:
             opened.callback(scoutgate.close)
@@ -183,14 +184,14 @@ def _info(settings: Settings, manifest: Manifest, spec: ModelSpec) -> ModelInfo:
     )
 
 
-def _sharing(directory: Path, served: ServedModel, store: ExpertStore) -> Sharing:
+def _sharing(settings: Settings, directory: Path, served: ServedModel, store: ExpertStore) -> Sharing:
     shelf, pieces = ExpertShelf(store.manifest, store, served.geometry), ServedPieces(directory, store.manifest)
     peers = PeerStore(store, shelf, checksum, served.geometry)
     return Sharing(
         served,
         shelf,
         peers,
-        ActivityCounter(served.geometry),
+        ActivityCounter(served.geometry, successions=settings.cluster.placement in BY_SUCCESSIONS),
         LastChunks(),
         pieces,
         StoreGrowth(directory, store, shelf, pieces),

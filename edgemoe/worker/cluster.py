@@ -34,7 +34,7 @@ from edgemoe.worker.prefix_sums import PrefixSums
 log = logging.getLogger(__name__)
 REPORT_S = 1.0
 ACTIVITY_S = 10.0
-MOST_PAIRS = 24_000
+MOST_PAIRS = 24_000  # or successions
 FORMER_S = 60.0  # after which other boxes have fetched what was at home here before
 Post = Callable[[FromEngine], None]
 
@@ -225,6 +225,8 @@ class ClusterSide:
                     chosen=shares.chosen.tobytes(),
                     pairs=shares.pairs.tobytes(),
                     resident=resident,
+                    passed=shares.passed.tobytes(),
+                    steps=self._sharing.activity.steps,
                 )
             )
             await asyncio.sleep(ACTIVITY_S)

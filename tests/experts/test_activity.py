@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
+from edgemoe.cluster.rpc.control_messages import LinkReport, Report
 from edgemoe.experts import activity
 from edgemoe.experts.activity import ActivityCounter
+from edgemoe.types.bounds import MAX_NODES
 from edgemoe.types.experts import ExpertGeometry
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S, ACTIVITY_UNIT
 from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.worker.cluster import MOST_PAIRS
 
 GEOMETRY = ExpertGeometry(3, 8, 3, 16, 16, "float32")
 
@@ -66,6 +70,45 @@ def test_shares_are_those_of_a_plain_count_that_decays(most_weight: float, monke
     told = np.zeros_like(pairs)
     told[tuple(found.pairs[:, :3].T)] = found.pairs[:, 3]
     assert np.abs(told - pairs / tokens * ACTIVITY_UNIT).max() <= 1
+
+
+def test_successions_are_those_of_each_token_by_itself() -> None:
+    rng, clock = np.random.default_rng(5), Clock()
+    counted, passed = ActivityCounter(GEOMETRY, clock, successions=True), np.zeros((2, 8, 8))
+    for tokens in (3, 20, 1):
+        each = step(rng, tokens)
+        each.ids[2, -1] = -1  # a layer that it did not come to
+        counted.add(each)
+        clock.now_s += ACTIVITY_HALF_LIFE_S
+        passed /= 2
+        for layer, token in itertools.product(range(2), range(tokens)):
+            for a, b in itertools.product(each.ids[layer, token], each.ids[layer + 1, token]):
+                passed[layer, a, b] += b >= 0
+    found, told = counted.shares(10_000), np.zeros_like(passed)
+    assert (counted.steps, len(found.pairs)) == (3, 0)
+    told[tuple(found.passed[:, :3].T)] = found.passed[:, 3]
+    assert np.abs(told - passed / (3 / 4 + 20 / 2 + 1) * ACTIVITY_UNIT).max() <= 1
+    heaviest = counted.shares(8).passed
+    assert heaviest[:, 0].tolist() == [0] * 4 + [1] * 4
+    assert heaviest[:4, 3].tolist() == sorted(told[0].ravel(), reverse=True)[:4]
+    counted.clear()
+    assert not len(counted.shares(10_000).passed)
+
+
+def test_what_is_told_of_a_large_model_fits_into_a_report() -> None:
+    """Of 58 layers of 256 experts, all chosen, with every bit of every table in use."""
+    counted = ActivityCounter(ExpertGeometry(58, 256, 8, 16, 16, "float32"), successions=True)
+    rng, nothing = np.random.default_rng(6), np.zeros(400, np.int64)
+    ids = np.argsort(rng.random((58, 400, 256)), axis=2)[..., :8].astype(np.int16)
+    meta = StepMeta(("r",), np.array([400]), np.array([False]), nothing, nothing)
+    counted.add(StepRouting(meta, ids, np.zeros(ids.shape, np.float32), {}, 0.0, 0.0))
+    told = counted.shares(MOST_PAIRS)
+    links = tuple(LinkReport("n" * 60, 1e-3, 1e9, 1e-3) for _ in range(MAX_NODES))
+    tables = told.chosen.tobytes(), told.pairs.tobytes(), bytes(58 * 32), links, told.passed.tobytes()
+    said = Report("m" * 64, told.tokens, *tables, 1 << 40)
+    assert len(told.passed) > MOST_PAIRS - 58
+    assert len(encoded := msgspec.msgpack.encode(said)) < 256 << 10
+    assert msgspec.msgpack.decode(encoded, type=Report) == said
 
 
 def test_of_the_pairs_the_heaviest_of_each_layer_are_told() -> None:

@@ -8,14 +8,22 @@ import numpy as np
 
 from edgemoe.cluster.rpc.control_messages import Report
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
+from edgemoe.policy.replacement.traffic import TrafficCounts
 from edgemoe.types.placement import ACTIVITY_UNIT
 
 
-def report(routes: Routes, experts: int, model: str = "m" * 32, **more: Any) -> Report:
+def report(routes: Routes, experts: int, model: str = "m" * 32, *, successions: bool = False, **more: Any) -> Report:
     """Returns the report of a box whose requests had these routes [T, L, k], all lately."""
     tokens, layers, _ = routes.shape
     chosen = np.stack([np.bincount(routes[:, layer].ravel(), minlength=experts) for layer in range(layers)])
     pairs = heaviest_pairs(routes, experts, experts * experts)
     pairs[:, 3] = np.minimum(pairs[:, 3] * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)
     shares = np.minimum(chosen * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)
+    if successions:
+        counts = TrafficCounts(layers, experts)
+        counts.observe(routes)
+        pairs, passed = pairs[:0], counts.traffic().passed
+        listed = np.argwhere(passed > 0)
+        table = np.column_stack([listed, np.minimum(passed[tuple(listed.T)] * ACTIVITY_UNIT // tokens, ACTIVITY_UNIT)])
+        more["passed"] = table.astype("<u2").tobytes()
     return Report(model, float(tokens), shares.astype("<u2").tobytes(), pairs=pairs.astype("<u2").tobytes(), **more)

@@ -5,12 +5,13 @@
 DATA has DeepSeek-V2-Lite's routing tables (`intent.ids.csv.gz`, `law...`, `translation...`). The servers' memories are
 as 1 : 1 : 2 and hold in total so many times the experts; the last one has two devices. Every policy sees the first half
 of each task's tokens and is scored on the second: the share of chosen experts that are on another server, peers called
-per token and layer (the fewest that have what is missing), and the share of layers for which none is called. Then the
-seconds on experts per token [Prism, Eq. 1], one token at a time, for links and computing as stated. `rendezvous` knows
-counts of pairs, `routes` whole routes. `bound` is what no placement's rendezvous on the seen half can be below
-(`tools/bench/rendezvous_bound.py`). Seconds to solve are those of a second run: the first has Numba compile. With
-`--scale NODES` the policies are timed on invented routing of 58 layers of 256 experts instead. The last line is one
-JSON object.
+per token and layer (the fewest that have what is missing), the share of layers for which none is called, and the share
+of successions (an expert, then one of the next layer) that no server has together. Then the seconds on experts per
+token [Prism, Eq. 1], one token at a time, for links and computing as stated. `rendezvous` knows counts of pairs,
+`gimbal` and `columns` those of successions that reports have room for, `routes` whole routes. `bound` is what no
+placement's rendezvous on the seen half can be below (`tools/bench/rendezvous_bound.py`). Seconds to solve are those of
+a second run: the first has Numba compile. With `--scale NODES` the policies are timed on invented routing of 58 layers
+of 256 experts instead. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,18 +29,26 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from edgemoe.cluster.control.planning.observation import observe, successions
+from edgemoe.cluster.rpc.control_messages import Report
+from edgemoe.experts.activity import ActivityCounter
 from edgemoe.policy.placement.eplb import eplb
 from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.pairs import Routes, heaviest_pairs
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.prism_published import published
-from edgemoe.policy.placement.problem import Placement, PlacementProblem
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values
 from edgemoe.policy.placement.rendezvous import rendezvous, routes_for
 from edgemoe.policy.placement.score import LayerCosts, latency, remote_calls, score
 from edgemoe.policy.placement.smartmoe import smartmoe
 from edgemoe.policy.placement.uniform import redundance, uniform
+from edgemoe.policy.replacement.nodes import columns, cut_between, gimbal
+from edgemoe.policy.replacement.traffic import TrafficCounts
 from edgemoe.replay.trace import load
 from edgemoe.types.arrays import IntArray
+from edgemoe.types.experts import ExpertGeometry
+from edgemoe.types.routing import StepMeta, StepRouting
+from edgemoe.worker.cluster import MOST_PAIRS
 from tools.bench.rendezvous_bound import least_rendezvous
 
 TASKS = ("intent", "law", "translation")
@@ -65,9 +74,36 @@ def activations_of(routes: Sequence[Routes], experts: int) -> np.ndarray[Any, np
     )
 
 
-def methods(routes: Sequence[Routes], pairs: Sequence[IntArray]) -> dict[str, Callable[[PlacementProblem], Placement]]:
-    """The policies by name; `routes` and `pairs` are what the last two know besides."""
-    top_k = routes[0].shape[2]
+def passed_in(routes: Sequence[Routes], experts: int) -> Values:
+    """How often tokens chose an expert, and then one of the next layer, [L - 1, E, E]."""
+    counts = TrafficCounts(routes[0].shape[1], experts, decay=1.0)
+    for tokens in routes:
+        counts.observe(tokens)
+    return counts.traffic().passed
+
+
+def passed_told(routes: Sequence[Routes], experts: int) -> Values:
+    """What a leader makes of the successions that nodes with these tokens report, [L - 1, E, E]."""
+    reports = []
+    for tokens in routes:
+        _, layers, top_k = tokens.shape
+        counter = ActivityCounter(
+            ExpertGeometry(layers, experts, top_k, 1, 1, "float32"), lambda: 0.0, successions=True
+        )
+        nothing = np.zeros(len(tokens), np.int64)
+        meta = StepMeta(("",), np.array([len(tokens)]), np.array([True]), nothing, nothing)
+        ids = np.ascontiguousarray(tokens.transpose(1, 0, 2))
+        counter.add(StepRouting(meta, ids, np.zeros(ids.shape, np.float32), {}, 0.0, 0.0))
+        told = counter.shares(MOST_PAIRS)
+        reports.append(Report("", told.tokens, told.chosen.tobytes(), passed=told.passed.tobytes()))
+    return successions(reports, observe(reports, routes[0].shape[1], experts))
+
+
+def methods(
+    routes: Sequence[Routes], pairs: Sequence[IntArray], experts: int
+) -> dict[str, Callable[[PlacementProblem], Placement]]:
+    """The policies by name; `routes` and `pairs` are what some know besides."""
+    top_k, passed = routes[0].shape[2], passed_told(routes, experts)
     return {
         "uniform": uniform,
         "redundance": lambda problem: redundance(problem, np.random.default_rng(0)),
@@ -75,6 +111,8 @@ def methods(routes: Sequence[Routes], pairs: Sequence[IntArray]) -> dict[str, Ca
         "eplb": eplb,
         "published": published,
         "prism": prism,
+        "columns": lambda problem: columns(problem, passed),
+        "gimbal": lambda problem: gimbal(problem, passed),
         "exact": exact,
         "rendezvous": lambda problem: rendezvous(problem, routes_for(problem, pairs, top_k, np.random.default_rng(0))),
         "routes": lambda problem: rendezvous(problem, routes),
@@ -98,9 +136,11 @@ def study(args: argparse.Namespace, capacity: float) -> dict[str, Any]:
     problem = PlacementProblem(slots, activations)
     pairs = [heaviest_pairs(each, EXPERTS, args.pairs) for each in seen]
     rows: dict[str, Any] = {}
-    for name, policy in methods(seen, pairs).items():
+    passed = passed_in(unseen, EXPERTS)
+    for name, policy in methods(seen, pairs, EXPERTS).items():
         placement, wall_s, core_s = timed(policy, problem)
         rows[name] = {key: round(value, 4) for key, value in asdict(score(placement, unseen)).items()}
+        rows[name]["cut"] = round(cut_between(placement, passed) / float(passed.sum()), 4)
         rows[name]["seen_share"] = round(remote_calls(placement, activations) / activations.sum(), 4)
         rows[name]["seen_rendezvous"] = round(score(placement, seen).rendezvous, 4)
         rows[name]["layer_ms"] = [round(each, 3) for each in layer_ms(placement, unseen, args)]
@@ -145,7 +185,7 @@ def scale(nodes: int, capacity: float, tokens: int, most_pairs: int) -> dict[str
     problem = PlacementProblem(slots, activations)
     pairs = [heaviest_pairs(each, 256, most_pairs) for each in seen]
     rows: dict[str, Any] = {}
-    for name, policy in methods(list(seen), pairs).items():
+    for name, policy in methods(list(seen), pairs, 256).items():
         placement, wall_s, core_s = timed(policy, problem)
         rows[name] = {key: round(value, 4) for key, value in asdict(score(placement, list(unseen))).items()}
         rows[name] |= {"solve_s": round(wall_s, 3), "solve_core_s": round(core_s, 3)}

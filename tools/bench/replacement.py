@@ -1,4 +1,4 @@
-"""Experts of every layer on a few devices, by load and by which follow which, on real routing of DeepSeek-V2-Lite.
+"""Experts of every layer on a few devices or nodes, by load and by which follow which, on DeepSeek-V2-Lite's routing.
 
     python -m tools.bench.replacement DATA --devices 2,4 --json
 
@@ -6,7 +6,9 @@ Every policy sees a task's first half and is scored on the second: `cut` is the 
 pairs of a token that lie on two devices, `fullest` the load of a layer's fullest device beside an even share. `offline`
 knows the other tasks only. `moved` is the share of experts that move when the first half's placement is relocated by
 the second's counts, `moved_dear` where a move has to pay for itself. `oracle` is the gap to the optimum (a
-mixed-integer program) on a few layers and the experts most chosen there. The last line is one JSON object.
+mixed-integer program) on a few layers and the experts most chosen there. `nodes` are two servers, each with a task,
+and memories as 1 : 2: Prism's plan, and it refined by the successions of their own tokens, or of the third task's
+(`offline`), scored by remote experts, peers called and cut. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -14,21 +16,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from edgemoe.policy.placement.prism import prism
+from edgemoe.policy.placement.problem import PlacementProblem
+from edgemoe.policy.placement.score import score
+from edgemoe.policy.replacement.nodes import columns, cut_between, gimbal
 from edgemoe.policy.replacement.oracle import optimum
 from edgemoe.policy.replacement.relocate import anchored, published, relocate
 from edgemoe.policy.replacement.traffic import ExpertTraffic, RelocationPrices, TrafficCounts, cost, cut, loads
 from edgemoe.types.arrays import IntArray
+from tools.bench.placement import activations_of, passed_in, passed_told
 from tools.simulate.workload import EXPERTS, TASKS, Task, tasks_of
 
 PAIRS = 32  # on the anchor, of the published form: the strongest
 SHARE = 0.5  # of the anchor's room, where the search begins
 PRICES = (1.0, 4.0, 16.0)  # of uneven load, in traffic
 SMALL_LAYERS, SMALL_EXPERTS = 3, 6
+CAPACITIES = (1.1, 1.45)
 
 
 def counts(routes: tuple[Any, ...]) -> ExpertTraffic:
@@ -104,6 +113,30 @@ def study(tasks: list[Task], devices: int) -> dict[str, Any]:
     return {"placements": means, "oracle": small}
 
 
+def between_nodes(tasks: list[Task], capacity: float) -> dict[str, dict[str, float]]:
+    """Means over which task is left out; memory holds the experts so many times."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    for out in range(len(TASKS)):
+        seen, unseen = ([np.concatenate(getattr(t, half)) for t in tasks] for half in ("seen", "unseen"))
+        other = seen.pop(out)
+        unseen.pop(out)
+        activations = activations_of(seen, EXPERTS)
+        slots = tuple((int(capacity * activations[0].size * part / 3),) for part in (1, 2))
+        problem, then = PlacementProblem(slots, activations), passed_in(unseen, EXPERTS)
+        known = {"online": passed_told(seen, EXPERTS), "offline": passed_told([other], EXPERTS)}
+        for name in ("prism", "columns", *known):
+            if name in known:
+                placement = gimbal(problem, known[name])
+            else:
+                placement = prism(problem) if name == "prism" else columns(problem, known["online"])
+            row = {"cut": cut_between(placement, then) / float(then.sum()), **asdict(score(placement, unseen))}
+            rows.setdefault(name, []).append(row)
+    return {
+        name: {key: round(float(np.mean([row[key] for row in each])), 4) for key in each[0]}
+        for name, each in rows.items()
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("data", type=Path)
@@ -112,11 +145,15 @@ def main(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     tasks = tasks_of(args.data)
     found = {str(devices): study(tasks, devices) for devices in args.devices}
+    nodes = {f"{capacity:g}": between_nodes(tasks, capacity) for capacity in CAPACITIES}
     if not args.json:
         for devices, one in found.items():
             for name, row in one["placements"].items():
                 print(f"{devices} devices, {name}: {row}")
-    print(json.dumps(found))
+        for capacity, each in nodes.items():
+            for name, row in each.items():
+                print(f"nodes, {capacity} times the experts, {name}: {row}")
+    print(json.dumps(found | {"nodes": nodes}))
     return 0
 
 

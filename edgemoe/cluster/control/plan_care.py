@@ -29,7 +29,7 @@ from edgemoe.config.settings import ClusterSettings
 from edgemoe.policy.migration import Migration, copy_s, pays
 from edgemoe.types.arrays import BoolArray, FloatArray
 from edgemoe.types.experts import layers_of_sizes
-from edgemoe.types.placement import PlacementPlan, pack_bits
+from edgemoe.types.placement import BY_SUCCESSIONS, PlacementPlan, pack_bits
 
 log = logging.getLogger(__name__)
 SETTLE_S = 1.0  # for which what asks for a new plan must have stood
@@ -109,6 +109,7 @@ class PlanCare:
         self._task: PlanTask | None = None  # being solved
         self._number += 1  # what comes yet is the answer to no task
         self._review_s = float("inf")  # when a better plan is looked for
+        self._steps: dict[str, int] = {}  # of each box, when one was
         self._arrived = (("", 0), 0.0)  # plan and copies acknowledged, and since when
 
     # --- looking ----------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class PlanCare:
         first = self._look is None
         self._look = look
         if first:
-            self._review_s = look.now_s + self._settings.migrate_s
+            self._review_s, self._steps = look.now_s + self._settings.migrate_s, _steps(look)
         why = why_anew(look.plan, look.engine, look.boxes, self._settings.absent_s)
         if why != self._due[0]:
             self._due = (why, look.now_s)
@@ -125,10 +126,20 @@ class PlanCare:
             return self._solve(look, urgent=True) if look.now_s - self._due[1] >= SETTLE_S else []
         if look.plan is None or not _all_there(look.plan, look.boxes):
             return []
-        if self._settings.migrate_s and look.now_s >= self._review_s:
-            self._review_s = look.now_s + self._settings.migrate_s
+        if self._settings.migrate_s and (look.now_s >= self._review_s or self._has_run(look)):
+            self._review_s, self._steps = look.now_s + self._settings.migrate_s, _steps(look)
             return self._solve(look, urgent=False)
         return self._go_on(look, look.plan) if look.plan.goal else []
+
+    def _has_run(self, look: Look) -> bool:
+        """Returns whether a box has run so many steps that what follows what is to be looked at again [Gimbal, tau]."""
+        if not self._settings.migrate_steps or self._settings.placement not in BY_SUCCESSIONS:
+            return False
+        for node, now in _steps(look).items():
+            before = self._steps.get(node, 0)
+            if now - (before if before <= now else 0) >= self._settings.migrate_steps:  # one begun anew counts from 0
+                return True
+        return False
 
     def _solve(self, look: Look, *, urgent: bool) -> list[Action]:
         if self._task is not None and (self._task.urgent or not urgent):
@@ -200,6 +211,10 @@ class PlanCare:
             goal=tuple(map(pack_bits, goal)) if (goal != homes).any() else (),
         )
         return Commit(step, why)
+
+
+def _steps(look: Look) -> dict[str, int]:
+    return {node: report.steps for node, report in look.reports.items()}
 
 
 def _all_there(plan: PlacementPlan, boxes: tuple[ExpertHome, ...]) -> bool:

@@ -145,10 +145,7 @@ class LinkReport(msgspec.Struct, frozen=True):
 
 
 class Report(Message, frozen=True, tag="Report"):
-    """Tells the leader, and nobody else, what a box's own requests choose and how its links are.
-
-    Tables are those of an engine's Activity.
-    """
+    """Tells the leader, and nobody else, what a box's own requests choose (see Activity) and how its links are."""
 
     model: Text  # digest
     tokens: Annotated[float, Meta(ge=0, le=1e15)]  # that the tables are shares of
@@ -156,6 +153,8 @@ class Report(Message, frozen=True, tag="Report"):
     pairs: PairTable = b""
     resident: Bitmap = b""
     links: Annotated[tuple[LinkReport, ...], Meta(max_length=MAX_NODES)] = ()
+    passed: PairTable = b""
+    steps: Count = 0
 
 
 class EngineUse(Message, frozen=True, tag="EngineUse"):

@@ -139,17 +139,13 @@ class Listening(Message, frozen=True, kw_only=True, tag="Listening"):
 
 
 class Holds(Message, frozen=True, kw_only=True, tag="Holds"):
-    """Experts as bitmaps of L * E bits (`types.pack_bits`): readable from the disk, and at home in memory.
-
-    What is at home in memory was verified and stays there; `plan` is the digest of the plan that says so.
-    `rooms` is how many of each size can be at home here, the smallest first. Sent on change, at most once a second.
-    """
+    """Experts on the disk, and those at home in memory: verified, they stay. On change, at most once a second."""
 
     disk: Bitmap
     ram: Bitmap
     budget_experts: Count
-    plan: Text = ""
-    rooms: Counts = ()
+    plan: Text = ""  # digest of the one that says so
+    rooms: Counts = ()  # how many of each size can be at home here, the smallest first
 
 
 class PeerSeen(Message, frozen=True, kw_only=True, tag="PeerSeen"):
@@ -173,6 +169,8 @@ class Activity(Message, frozen=True, kw_only=True, tag="Activity"):
     chosen: ShareTable
     pairs: PairTable = b""
     resident: Bitmap = b""
+    passed: PairTable = b""  # in place of pairs: an expert, and one of the next layer
+    steps: Count = 0  # of this engine
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from edgemoe.policy.placement.exact import exact
 from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.prism_published import published
-from edgemoe.policy.placement.problem import Placement, PlacementProblem, by_size
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, by_size
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous
 from edgemoe.policy.placement.smartmoe import smartmoe
 from edgemoe.policy.placement.uniform import redundance, uniform
+from edgemoe.policy.replacement.nodes import columns, gimbal
 from edgemoe.types.arrays import IntArray
 from edgemoe.types.placement import PlacementPolicy
 
@@ -28,6 +29,8 @@ class Wishes:
     routes: Sequence[Routes]  # of each node, [T, L, k]
     costs: RendezvousCosts
     replicas: int  # nodes that are to hold each expert, in memory or on disk, as far as there is room
+    # [L - 1, E, E] how often tokens chose an expert, and then one of the next layer; [0, 0, 0] where that is not known
+    passed: Values = field(default_factory=lambda: np.zeros((0, 0, 0)))
 
 
 Policy = Callable[[PlacementProblem, Wishes], Placement]
@@ -40,6 +43,8 @@ POLICIES: dict[PlacementPolicy, Policy] = {
     "prism": lambda problem, _: prism(problem),
     "exact": lambda problem, _: exact(problem),
     "rendezvous": lambda problem, wishes: rendezvous(problem, wishes.routes, wishes.costs),
+    "gimbal": lambda problem, wishes: gimbal(problem, wishes.passed),
+    "columns": lambda problem, wishes: columns(problem, wishes.passed),
 }
 
 
@@ -51,9 +56,17 @@ def place(
     rooms: Sequence[Sequence[int]],
 ) -> Placement:
     """Returns the policy's placement; see `by_size`. Raises PlacementInfeasible."""
+    _, count, experts = problem.activations.shape
+    passed = wishes.passed if len(wishes.passed) else np.zeros((max(0, count - 1), experts, experts))
 
     def solve(part: PlacementProblem, layers: IntArray) -> Placement:
-        found = POLICIES[policy](part, replace(wishes, routes=[each[:, layers] for each in wishes.routes]))
+        beside = (np.diff(layers) == 1)[:, None, None]
+        ours = replace(
+            wishes,
+            routes=[each[:, layers] for each in wishes.routes],
+            passed=np.where(beside, passed[layers[:-1]], 0.0),
+        )
+        found = POLICIES[policy](part, ours)
         kept = found.homes.copy()
         protect(part, kept, wishes.replicas)
         return replace(found, homes=kept)

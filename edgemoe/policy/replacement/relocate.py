@@ -22,8 +22,13 @@ def published(traffic: ExpertTraffic, devices: int, anchor: int, pairs: int) -> 
 
     Each device has E / g experts (Eq. 4), so the anchor takes no more than these.
     """
-    experts = traffic.chosen.shape[1]
-    rooms = _rooms(experts, devices)
+    layers, experts = traffic.chosen.shape
+    return np.tile(by_columns(traffic, _rooms(experts, devices), anchor, pairs), (layers, 1))
+
+
+def by_columns(traffic: ExpertTraffic, rooms: IntArray, anchor: int, pairs: int) -> IntArray:
+    """Returns the place of each number [E], where places have so much room [g]; -1 of what no place has room for."""
+    experts, rooms = traffic.chosen.shape[1], rooms.copy()
     home = np.full(experts, -1, np.int64)
     between = traffic.columns + traffic.columns.T
     strongest = np.argsort(-np.triu(between, 1), axis=None, kind="stable")[:pairs]
@@ -32,9 +37,8 @@ def published(traffic: ExpertTraffic, devices: int, anchor: int, pairs: int) -> 
         if len(new) <= rooms[anchor]:
             home[new] = anchor
             rooms[anchor] -= len(new)
-    total = traffic.chosen.sum(axis=0)
-    _greedy(home, total, rooms)  # line 3
-    return np.tile(home, (traffic.chosen.shape[0], 1))
+    _greedy(home, traffic.chosen.sum(axis=0), rooms)  # line 3
+    return home
 
 
 def anchored(traffic: ExpertTraffic, devices: int, anchor: int, share: float) -> IntArray:
@@ -80,7 +84,7 @@ def _greedy(home: IntArray, load: Values, rooms: IntArray) -> None:
     """Gives those without a home one, the heaviest first, each the device with the least load that has room."""
     there = np.bincount(home[home >= 0], weights=load[home >= 0], minlength=len(rooms))
     for expert in np.argsort(-load, kind="stable"):
-        if home[expert] < 0:
+        if home[expert] < 0 and rooms.any():
             device = int(np.argmin(np.where(rooms > 0, there, np.inf)))
             home[expert] = device
             there[device] += load[expert]

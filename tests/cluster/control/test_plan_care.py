@@ -15,7 +15,7 @@ from edgemoe.cluster.control.coordination.store import PlanRef
 from edgemoe.cluster.control.placement import HomesView, Target
 from edgemoe.cluster.control.plan_care import STALL_S, Action, Commit, Look, PlanCare, Solve, Solved, TookOver
 from edgemoe.cluster.control.planning.targets import make_target
-from edgemoe.cluster.rpc.control_messages import Announce, EngineCard
+from edgemoe.cluster.rpc.control_messages import Announce, EngineCard, Report
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import PlacementInfeasible
 from edgemoe.policy.migration import Migration, copy_s, pays
@@ -68,6 +68,7 @@ class World:
         self.agreed: PlacementPlan | None = None
         self.committed: list[Commit] = []
         self.wanted: Target | None = None  # what a look for a better plan finds
+        self.reports: dict[str, Report] = {}
         for box in self.boxes.values():
             box.report()
         self.leads()
@@ -89,7 +90,7 @@ class World:
         away = {node: 0.0 if box.alive else self.now_s - box.gone_s + 0.001 for node, box in self.boxes.items()}
         boxes = self.view.look(cards, away.__getitem__, serving, self.now_s)
         ref = PlanRef(self.agreed.version, self.agreed.digest()) if self.agreed else None
-        return Look(self.now_s, ref, self.agreed, serving, boxes)
+        return Look(self.now_s, ref, self.agreed, serving, boxes, self.reports)
 
     def step(self) -> None:
         """The leader looks, and does what it has decided."""
@@ -312,6 +313,25 @@ def test_a_gain_that_is_no_more_than_the_margin_moves_nothing() -> None:
     world.wants(dealt("abc", 1, 2), now_s=float("nan"), then_s=float("nan"))
     world.passes(3 * SETTINGS.migrate_s)
     assert len(world.committed) == 1
+
+
+def test_boxes_steps_bring_a_look_for_a_better_plan_where_placement_goes_by_what_follows_what() -> None:
+    """A box that has run so many since the last look; one whose engine was started anew counts from 0."""
+    for placement, looks in (("gimbal", True), ("prism", False)):
+        world = World("abc", msgspec.structs.replace(ONCE, placement=placement, migrate_s=1e6, migrate_steps=300))
+        world.reports = {"a": Report("m", 1.0, b"", steps=290), "b": Report("m", 1.0, b"", steps=9000)}
+        world.passes(5.0)
+        for shift, (a, b, due) in enumerate([(589, 9299, 0), (590, 9299, 1), (600, 299, 0), (600, 300, 1)]):
+            before = len(world.committed)
+            world.wants(dealt("abc", 1 + shift))
+            world.reports = {"a": Report("m", 1.0, b"", steps=a), "b": Report("m", 1.0, b"", steps=b)}
+            world.passes(10.0)
+            assert len(world.committed) - before == (2 * due if looks else 0), (placement, a, b)
+        before = len(world.committed)
+        world.wants(dealt("abc", 1), now_s=1.0, then_s=0.96)
+        world.reports = {"a": Report("m", 1.0, b"", steps=9000)}
+        world.passes(10.0)
+        assert len(world.committed) == before, "nothing is gained"
 
 
 def test_a_box_that_does_not_acknowledge_keeps_the_others_former_homes_alive_and_is_named() -> None:

@@ -57,9 +57,35 @@ def observe(reports: Sequence[Report | None], layers: int, experts: int) -> Obse
 def _pairs(report: Report, weight: float, shape: tuple[int, ...]) -> IntArray:
     """A box's pairs by layer."""
     _, layers, experts = shape
-    table = np.frombuffer(report.pairs, "<u2")
-    pairs = table[: len(table) // PAIR * PAIR].reshape(-1, PAIR).astype(np.int64)
-    sound = (pairs[:, :3] < (layers, experts, experts)).all(axis=1) & (pairs[:, 1] != pairs[:, 2])
-    pairs = pairs[sound]
+    pairs = _rows(report.pairs, (layers, experts, experts))
+    pairs = pairs[pairs[:, 1] != pairs[:, 2]]
     pairs[:, 3] = np.rint(pairs[:, 3] * weight)
     return np.asarray(pairs[np.argsort(pairs[:, 0], kind="stable")], np.int64)
+
+
+def successions(reports: Sequence[Report | None], seen: Observation) -> Values:
+    """Returns how often tokens chose an expert, and then one of the next layer, [L - 1, E, E], in the counts of `seen`.
+
+    Those that are not listed share what is left of the count in the way that chance would.
+    """
+    _, layers, experts = seen.activations.shape
+    passed = np.zeros((max(0, layers - 1), experts, experts))
+    for report, asked in zip(reports, seen.activations, strict=True):
+        if report is not None and asked.any():
+            tokens = asked.sum(axis=1).max() / seen.top_k
+            chance = asked[:-1, :, None] * asked[1:, None, :] / tokens
+            listed = np.zeros_like(chance)
+            rows = _rows(report.passed, chance.shape)
+            listed[tuple(rows[:, :3].T)] = rows[:, 3] * (tokens / ACTIVITY_UNIT)
+            unlisted = np.where(listed > 0, 0.0, chance)
+            left = np.maximum(0.0, chance.sum(axis=(1, 2)) - listed.sum(axis=(1, 2)))
+            share = left / np.maximum(unlisted.sum(axis=(1, 2)), 1e-300)
+            passed += listed + unlisted * share[:, None, None]
+    return passed
+
+
+def _rows(table: bytes, below: tuple[int, ...]) -> IntArray:
+    """A table's rows whose first three numbers are below these."""
+    whole = table[: len(table) // (2 * PAIR) * 2 * PAIR]
+    rows = np.frombuffer(whole, "<u2").reshape(-1, PAIR).astype(np.int64)
+    return np.asarray(rows[(rows[:, :3] < below).all(axis=1)], np.int64)

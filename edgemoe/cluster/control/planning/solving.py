@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from edgemoe.cluster.control.planning.messages import PlacementAnswer, PlacementQuestion
-from edgemoe.cluster.control.planning.observation import observe
+from edgemoe.cluster.control.planning.observation import observe, successions
 from edgemoe.cluster.control.planning.targets import problem_of
 from edgemoe.errors import PlacementInfeasible
-from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.policies import Wishes, place
 from edgemoe.policy.placement.problem import Placement, PlacementProblem
 from edgemoe.policy.placement.rendezvous import RendezvousCosts, rendezvous_cost, routes_for
 from edgemoe.policy.placement.score import remote_calls
-from edgemoe.types.placement import pack_bits, unpack_bits
+from edgemoe.policy.replacement.nodes import refined_cost
+from edgemoe.types.placement import BY_SUCCESSIONS, pack_bits, unpack_bits
 
 
 def solve(asked: PlacementQuestion) -> PlacementAnswer:
     """Returns the placement by the policy that is asked for, and what it saves against the homes of now."""
-    seen = observe([box.report for box in asked.boxes], asked.layers, asked.experts)
+    reports = [box.report for box in asked.boxes]
+    seen = observe(reports, asked.layers, asked.experts)
     problem = problem_of(asked, seen)
     costs = RendezvousCosts(isolation=asked.isolation, node_cost=seen.call_s / seen.call_s.mean())
-    routes: list[Routes] = []
-    if seen.top_k:
-        routes = routes_for(problem, seen.pairs, seen.top_k, np.random.default_rng(0))
+    policy = asked.policy if seen.top_k else "uniform"  # where nothing is known of what is chosen
+    wishes = Wishes([], costs, asked.replicas)
+    if policy == "rendezvous":
+        wishes = replace(wishes, routes=routes_for(problem, seen.pairs, seen.top_k, np.random.default_rng(0)))
+    elif policy in BY_SUCCESSIONS:
+        wishes = replace(wishes, passed=successions(reports, seen))
     try:
-        policy = asked.policy if routes else "uniform"  # where nothing is known of what is chosen
-        wishes = Wishes(routes, costs, asked.replicas)
         placement = place(policy, problem, wishes, asked.layer_bytes, [box.rooms for box in asked.boxes])
     except PlacementInfeasible as error:
         return PlacementAnswer(asked.number, infeasible=str(error), missing_bytes=error.missing_bytes)
@@ -35,9 +39,9 @@ def solve(asked: PlacementQuestion) -> PlacementAnswer:
         asked.number,
         tuple(pack_bits(each) for each in placement.homes),
         tuple(pack_bits(each) for each in placement.disk),
-        _cost(asked, problem, routes, _now(asked, problem), costs) * second,
-        _cost(asked, problem, routes, placement, costs) * second,
-        bool(routes),
+        _cost(problem, wishes, _now(asked, problem)) * second,
+        _cost(problem, wishes, placement) * second,
+        bool(seen.top_k),
         policy,
     )
 
@@ -51,14 +55,10 @@ def _now(asked: PlacementQuestion, problem: PlacementProblem) -> Placement:
     return Placement(homes, np.where(homes, 0, -1).astype(np.int8), disk)
 
 
-def _cost(
-    asked: PlacementQuestion,
-    problem: PlacementProblem,
-    routes: list[Routes],
-    placement: Placement,
-    costs: RendezvousCosts,
-) -> float:
-    """Rendezvous, where these are what the policy is for, else remote calls, of all that is counted."""
-    if asked.policy == "rendezvous" and routes:
-        return rendezvous_cost(problem, routes, placement, costs)
+def _cost(problem: PlacementProblem, wishes: Wishes, placement: Placement) -> float:
+    """What the policy is to make small, of all that is counted: rendezvous, calls and cuts, or calls."""
+    if wishes.routes:
+        return rendezvous_cost(problem, wishes.routes, placement, wishes.costs)
+    if len(wishes.passed):
+        return refined_cost(problem, placement, wishes.passed)
     return remote_calls(placement, problem.activations)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from support.reports import report
 
-from edgemoe.cluster.control.planning.observation import CALL_S, observe
+from edgemoe.cluster.control.planning.observation import CALL_S, observe, successions
 from edgemoe.cluster.rpc.control_messages import LinkReport, Report
 from edgemoe.types.placement import ACTIVITY_HALF_LIFE_S
 
@@ -36,6 +37,31 @@ def test_calls_take_what_a_box_s_links_take() -> None:
     assert seen.call_s == pytest.approx([0.0035, CALL_S])
 
 
+def test_successions_are_those_that_were_told_and_of_the_others_what_is_left() -> None:
+    tokens = routes((0, 1), (2, 3), tokens=20)
+    told, rare = report(tokens, 6, successions=True), report(routes((4, 5), tokens=2), 6, successions=True)
+    seen = observe([told, rare, None], LAYERS, EXPERTS)
+    passed = successions([told, rare, None], seen) / (seen.activations[0, 0, 0] / 10)
+    expected = np.zeros((1, 6, 6))
+    expected[0, :2, :2] = expected[0, 2:4, 2:4] = 10
+    expected[0, 4:, 4:] = 2
+    np.testing.assert_allclose(passed, expected, rtol=1e-3, atol=1e-3)
+    heaviest = msgspec.structs.replace(told, passed=told.passed[:8])  # one of 0 after 0: 70 of 80 are not told
+    partly = successions([heaviest], observe([heaviest], LAYERS, EXPERTS))[0]
+    assert partly[0, 0] / partly.sum() == pytest.approx(10 / 80, rel=1e-3)
+    others = partly[:4, :4].ravel()[1:]
+    np.testing.assert_allclose(others, 70 / 80 / 15 * partly.sum(), rtol=1e-3)
+
+
+def test_successions_of_experts_that_there_are_not_are_passed_over() -> None:
+    table = np.array([[1, 0, 0, 9], [0, 6, 1, 9], [0, 1, 6, 9], [0, 2, 3, 9]], "<u2").tobytes()
+    told = Report("m", 30.0, np.full((LAYERS, EXPERTS), 20000, "<u2").tobytes(), passed=table + b"123")
+    seen = observe([told], LAYERS, EXPERTS)
+    passed = successions([told], seen)
+    assert passed[0, 2, 3] < 0.1 * np.delete(passed.ravel(), 2 * EXPERTS + 3).min()
+    assert passed.sum() == pytest.approx(seen.top_k * seen.activations[0, 0].sum(), rel=0.1)
+
+
 @pytest.mark.parametrize(
     "told",
     [
@@ -55,4 +81,6 @@ def test_what_does_not_fit_counts_as_not_said(told: Report) -> None:
 def test_pairs_of_experts_that_there_are_not_are_passed_over() -> None:
     pairs = np.array([[1, 2, 3, 9], [0, 0, 1, 9], [0, 6, 1, 9], [2, 0, 1, 9], [0, 3, 3, 9]], np.uint16).tobytes()
     told = Report("m", 30.0, np.full((LAYERS, EXPERTS), 20000, np.uint16).tobytes(), pairs=pairs)
-    assert observe([told], LAYERS, EXPERTS).pairs[0].tolist() == [[0, 0, 1, 9], [1, 2, 3, 9]]
+    cut_off = msgspec.structs.replace(told, pairs=pairs + b"123")
+    for each in (told, cut_off):
+        assert observe([each], LAYERS, EXPERTS).pairs[0].tolist() == [[0, 0, 1, 9], [1, 2, 3, 9]]

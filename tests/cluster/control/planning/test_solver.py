@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -145,23 +146,41 @@ UNCOMPILED = (
 )
 
 
-async def test_one_that_was_killed_is_started_again() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mortal() -> AsyncIterator[PlanSolver]:
     """By a policy that needs nothing compiled."""
-    settings = ClusterSettings(node="a", replicas=1, placement="prism")
-    mortal, silent = PlanSolver(settings, [sys.executable, "-c", UNCOMPILED]), task(reports=False)
-    try:
-        before = await mortal.solve(silent)
-        killed = mortal.pid
-        assert killed is not None
-        os.kill(killed, 9)
-        await until(lambda: mortal.pid is None)
-        after = await mortal.solve(silent)
-        assert mortal.pid not in (None, killed)
-        np.testing.assert_array_equal(before.homes, after.homes)
-        assert after.policy == "uniform", "nobody has reported anything"
-    finally:
-        await mortal.close()
-    assert mortal.pid is None
+    settings = ClusterSettings(node="a", replicas=1, placement="gimbal")
+    made = PlanSolver(settings, [sys.executable, "-c", UNCOMPILED])
+    yield made
+    await made.close()
+    assert made.pid is None
+
+
+async def test_one_that_was_killed_is_started_again(mortal: PlanSolver) -> None:
+    silent = task(reports=False)
+    before = await mortal.solve(silent)
+    killed = mortal.pid
+    assert killed is not None
+    os.kill(killed, 9)
+    await until(lambda: mortal.pid is None)
+    after = await mortal.solve(silent)
+    assert mortal.pid not in (None, killed)
+    np.testing.assert_array_equal(before.homes, after.homes)
+    assert after.policy == "uniform", "nobody has reported anything"
+
+
+async def test_what_follows_what_comes_to_lie_together_and_then_stays(mortal: PlanSolver) -> None:
+    """Both boxes' tokens go on to the same numbers, from even ones to odd; the plan that is found is not bettered."""
+    choices = np.array([[(e, (e + 2) % 6), ((e + 1) % 6, (e + 3) % 6)] for e in range(6)] * 20, np.int16)
+    asked = replace(task(), reports={node: report(choices, EXPERTS, successions=True) for node in "ab"})
+    found = await mortal.solve(asked)
+    assert found.policy == "gimbal"
+    assert (found.homes.sum(axis=0) == 1).all()
+    assert (found.homes[:, 1] == np.roll(found.homes[:, 0], 1, axis=1)).all()
+    assert found.then_s < found.now_s
+    again = await mortal.solve(replace(asked, now=plan_of(asked.engine, found, 1, 2)))
+    np.testing.assert_array_equal(again.homes, found.homes)
+    assert again.then_s == again.now_s
 
 
 @pytest.mark.parametrize("engines", [0, 3])

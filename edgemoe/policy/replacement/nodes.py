@@ -1,0 +1,126 @@
+"""Places experts on nodes by what follows what in the next layer, besides what nodes ask for.
+
+Source: [Gimbal, Algorithm 3], which places experts on the devices of one machine. Between nodes it refines a plan of
+[Prism]: two nodes exchange experts of a layer while that lowers what the plan costs, so that each keeps how many of a
+layer's experts it has, and each expert how many homes. In place of even load (Eq. 12) stand the calls of a node's own
+requests to experts that it has not, which is what Prism's plan is for; successions count as cut where no node has both
+experts. `columns` is the source's form, in which an expert's number has one place in all layers (Eq. 2 to 4).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgemoe.policy.placement.cover import cover
+from edgemoe.policy.placement.prism import prism
+from edgemoe.policy.placement.problem import Placement, PlacementProblem, Values, disk_homes, placed, required
+from edgemoe.policy.replacement.relocate import by_columns
+from edgemoe.policy.replacement.traffic import ExpertTraffic
+from edgemoe.types.arrays import BoolArray, IntArray
+
+CUT = 0.5  # of a remote call: what it counts that no node has an expert together with those that follow it
+PAIRS = 32  # of numbers, the strongest, that `columns` puts on the anchor
+ROUNDING = 1e-9  # of all that is asked for: a gain that counts
+
+
+def gimbal(problem: PlacementProblem, passed: Values) -> Placement:
+    """Returns Prism's placement refined by successions [L - 1, E, E]. Raises PlacementInfeasible."""
+    start = prism(problem)
+    homes = exchanged(start, problem.activations, passed * _price(problem, passed))
+    return placed(problem, homes, start.disk)
+
+
+def columns(problem: PlacementProblem, passed: Values) -> Placement:
+    """Returns the literal placement: columns at the nodes that have room for whole ones, the rest where it fits.
+
+    The anchor is the node with the most room. There are no replicas, so memory that is left over stays empty.
+    """
+    disk = disk_homes(problem)
+    traffic = ExpertTraffic(problem.activations.sum(axis=0), passed)
+    home = by_columns(traffic, problem.room // disk.shape[1], int(np.argmax(problem.room)), PAIRS)
+    must = required(problem, disk)
+    homes = (home == np.arange(len(disk))[:, None])[:, None] & must
+    cover(problem, homes, must)
+    return placed(problem, homes, disk)
+
+
+def cut_between(placement: Placement, passed: Values) -> float:
+    """Returns how many of the successions [L - 1, E, E] have their experts on no node together (Eq. 11)."""
+    has = placement.homes | placement.disk
+    return sum(float(each[~(has[:, layer].T @ has[:, layer + 1])].sum()) for layer, each in enumerate(passed))
+
+
+def refined_cost(problem: PlacementProblem, placement: Placement, passed: Values) -> float:
+    """Returns what a placement costs in the measure of `gimbal`, in remote calls."""
+    remote = float(problem.activations[~placement.homes].sum())
+    return remote + _price(problem, passed) * cut_between(placement, passed)
+
+
+def _price(problem: PlacementProblem, passed: Values) -> float:
+    """Returns what a succession counts in remote calls: all those to an expert count CUT, as often as it is chosen."""
+    return CUT * float(problem.activations[:, 1:].sum() / passed.sum()) if passed.any() else 0.0
+
+
+def exchanged(start: Placement, asked: Values, passed: Values) -> BoolArray:
+    """Returns better homes [N, L, E] in memory: each exchange lowers what calls and cut cost together.
+
+    `asked` [N, L, E] is what it costs that an expert is not at a node, `passed` [L - 1, E, E] what a cut does.
+    """
+    homes, disk = start.homes.copy(), start.disk
+    least = ROUNDING * float(asked.sum())
+    waiting = list(range(homes.shape[1]))
+    while waiting:
+        layer = waiting.pop(0)
+        if _improve(homes, disk, layer, asked[:, layer], _beside(homes | disk, layer, passed), least):
+            near = (layer - 1, layer + 1)
+            waiting += [each for each in near if 0 <= each < homes.shape[1] and each not in waiting]
+    return homes
+
+
+def _beside(has: BoolArray, layer: int, passed: Values) -> tuple[Values, BoolArray]:
+    """Returns a layer's successions with the experts beside it, [E, F], and who has these, [N, F]."""
+    weights, there = [], []
+    if layer > 0:
+        weights.append(passed[layer - 1].T)
+        there.append(has[:, layer - 1])
+    if layer < len(passed):
+        weights.append(passed[layer])
+        there.append(has[:, layer + 1])
+    if not weights:
+        return np.zeros((has.shape[2], 0)), np.zeros((len(has), 0), np.bool_)
+    return np.concatenate(weights, axis=1), np.concatenate(there, axis=1)
+
+
+def _improve(
+    homes: BoolArray, disk: BoolArray, layer: int, asked: Values, beside: tuple[Values, BoolArray], least: float
+) -> bool:
+    """Exchanges two of a layer's experts, the best two, again and again; returns whether any were."""
+    own, changed = homes[:, layer], False
+    dear = _moves(own, disk[:, layer], asked, beside, np.arange(own.shape[1]))  # [E, N, N]
+    while True:
+        expert = dear.argmin(axis=0)  # [N, N] that is best given away
+        cost = np.take_along_axis(dear, expert[None], axis=0)[0]
+        a, b = divmod(int(np.argmin(cost + cost.T)), len(own))
+        if not cost[a, b] + cost[b, a] < -least:
+            return changed
+        two = expert[[a, b], [b, a]]
+        own[[a, b], two], own[[b, a], two] = False, True
+        dear[two] = _moves(own, disk[:, layer], asked, beside, two)
+        changed = True
+
+
+def _moves(
+    own: BoolArray, disk: BoolArray, asked: Values, beside: tuple[Values, BoolArray], experts: IntArray
+) -> Values:
+    """Returns what it costs more that an expert moves from node to node, [n, N, N]; inf where it cannot."""
+    weights, there = beside[0][experts], beside[1].astype(np.float64)
+    held = own[:, experts]
+    has = (held | disk[:, experts]).astype(np.float64)
+    shared = has.T @ there  # [n, F] how many nodes have both
+    joined = np.where(shared == 0, weights, 0.0) @ there.T  # [n, N] by a home more
+    single = np.where(shared == 1, weights, 0.0)
+    cost = asked[:, experts].T[:, :, None] - asked[:, experts].T[:, None, :] - joined[:, None, :]
+    for node in range(len(own)):
+        only = single * has[node][:, None] * there[node]  # [n, F] that no other node keeps together
+        cost[:, node] += only.sum(axis=1)[:, None] - only @ there.T
+    return np.asarray(np.where(held.T[:, :, None] & ~held.T[:, None, :], cost, np.inf))
