@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tools.bench.prompt_parts import LAST, study
 from tools.bench.routing_eldr import pool_study
 from tools.bench.routing_plots import by_policy, by_rate
 from tools.bench.routing_residency import table
@@ -45,6 +46,22 @@ def test_a_step_takes_what_its_distinct_experts_do_and_newcomers_wait_for_the_ne
     assert met.wait_s == pytest.approx([0.0, first - 0.5])
     assert met.active == pytest.approx([(2 + 3.5) / 2, 3.5])
     assert met.batch == pytest.approx([1.5, 2.0])
+
+
+def test_more_of_a_prompt_says_more_of_its_cluster_and_all_of_it_everything() -> None:
+    """Each sequence goes on choosing as it began, but for its first tokens."""
+    rng = np.random.default_rng(0)
+    sequences = []
+    for n in range(48):
+        own = rng.permutation(EXPERTS)[:4]
+        ids = np.array([[rng.permutation(own)[:TOP_K] for _ in range(LAYERS)] for _ in range(256)], np.int16)
+        ids[:32] = rng.integers(0, EXPERTS, (32, LAYERS, TOP_K))
+        sequences.append((f"domain {n % 3}", ids))
+    found = study(sequences, EXPERTS, drawn=2)
+    like = [found[share]["like decoding"] for share in ("0.125", "0.5", "1")]
+    assert like == sorted(like)
+    assert found["1"]["in band"] == 1.0
+    assert found[LAST]["like decoding"] < found["0.5"]["like decoding"], "domains have nothing in common here"
 
 
 def test_two_requests_of_one_source_never_meet() -> None:

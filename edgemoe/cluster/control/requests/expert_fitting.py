@@ -1,10 +1,10 @@
 """Keeps expert clusters fitted to what requests choose, one for each engine that writes answers, while this box leads.
 
 Engines say what requests chose that have ended; clusters are fitted to the latest of these, by a process: first to
-FIRST of them, again to twice as many, where engines have come, gone or changed their slots, and where requests have
-drifted from what clusters were fitted to (`policy.routing.expert_clusters`). Each time clusters are given to engines so
-that few requests change theirs, and an engine that starts again keeps its own, while clusters are being fitted too. The
-next leader begins anew.
+FIRST of them, again to twice as many, where engines have come, changed their slots or gone for long, and where requests
+have drifted from what clusters were fitted to (`policy.routing.expert_clusters`). Each time clusters are given to
+engines so that few requests change theirs, and an engine that starts again keeps its own, while clusters are being
+fitted too. The next leader begins anew.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ FIRST = 64  # requests that clusters are fitted to at first
 RECENT, EVERY = 64, 16  # requests in which drift is looked for, and after how many more it is again
 MOST_BYTES = 48 << 20  # of what requests chose; the oldest go
 SETTLE_S = 10.0  # for which engines must have been others than those that have clusters
+GONE_S = 120.0  # the same where none has come: who only starts again, and loads its model, keeps its cluster
 REFIT_S = 60.0  # at least, from one fit to the next by what requests choose, or after one that failed
 
 
@@ -118,10 +119,10 @@ class ExpertFitting:
             return ""
         if fitted is None:
             return "first"
-        if fitted.slots == _slots(engines):
-            self._as_fitted_s = now_s
-        elif now_s - self._as_fitted_s >= SETTLE_S:
-            return "engines"
+        if (slots := _slots(engines)) != fitted.slots:
+            only_gone = slots.items() <= fitted.slots.items()
+            return "engines" if now_s - self._as_fitted_s >= (GONE_S if only_gone else SETTLE_S) else ""
+        self._as_fitted_s = now_s
         if now_s - fitted.fitted_s < REFIT_S:
             return ""
         if count >= 2 * fitted.requests:

@@ -10,7 +10,14 @@ import pytest
 
 from edgemoe.cluster.control.planning.fitting import fit
 from edgemoe.cluster.control.planning.messages import MAX_REQUESTS, ClusterAnswer, ClusterQuestion
-from edgemoe.cluster.control.requests.expert_fitting import FIRST, MOST_BYTES, REFIT_S, SETTLE_S, ExpertFitting
+from edgemoe.cluster.control.requests.expert_fitting import (
+    FIRST,
+    GONE_S,
+    MOST_BYTES,
+    REFIT_S,
+    SETTLE_S,
+    ExpertFitting,
+)
 from edgemoe.cluster.control.requests.offer_queue import Grants, Led, OfferQueue, Offers, Serving, Uses
 from edgemoe.cluster.control.requests.policies import make_queue
 from edgemoe.cluster.rpc.control_messages import EngineUse, RequestOffer
@@ -153,9 +160,15 @@ async def test_an_engine_that_starts_again_keeps_its_cluster_and_one_that_comes_
     leader.serve("a", "b", "c", boot="2", slots=3 * SLOTS)
     assert await leader.looks(SETTLE_S) == 3, "their slots are others"
     assert leader.asked[-1].slots == (12, 12, 12)
+    await leader.looks()
     leader.serve("a", "b", boot="2", slots=3 * SLOTS)
+    leader.fitting.hear(ended("low", "mid", "high", times=200))
+    assert await leader.looks(REFIT_S) == 3, "it may be back"
     gone = next(kind for kind in CHOSEN if leader.engines()[kind] != leader.engines()["low"])
     assert leader.grants(gone)[1] in ("nearest", "in band"), "those that are left go on by theirs"
+    leader.serve("a", "b", boot="2", slots=3 * SLOTS)
+    assert await leader.looks(GONE_S) == 4
+    assert leader.asked[-1].slots == (12, 12)
 
 
 async def test_a_new_leader_and_another_model_begin_anew() -> None:
