@@ -222,6 +222,9 @@ async def test_too_many_deaths_end_in_errors_and_a_later_start_makes_good(
         refused = await client.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert "is started again in" in refused.json()["error"]["message"]
+        ahead_s[0] = 400.0
+        log = supervisor_of(front).request_log
+        await until(lambda: isinstance(log.closed, EngineUnavailable) and log.closed.retry_after_s <= 200.0)
         ahead_s[0] = 600.0
         await until(lambda: ready(front))
         assert (await client.post("/v1/completions", json={"prompt": "SAY{a}END"})).status_code == 200

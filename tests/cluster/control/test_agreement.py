@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from support.boxes import secret
 from support.etcd_process import etcd_cluster
 from support.planes import ABC, Front, card, fronts, led, planned
 from support.waiting import until
@@ -23,8 +24,9 @@ from edgemoe.cluster.control.coordination.fingerprint import Agreement, voters_o
 from edgemoe.cluster.control.coordination.store import Single, View
 from edgemoe.cluster.control.election import Election
 from edgemoe.cluster.control.plan_store import read_plan
+from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.control.state import Heard
-from edgemoe.cluster.rpc.control_messages import Beat
+from edgemoe.cluster.rpc.control_messages import Announce, Beat
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.config.settings import ClusterSettings
 from edgemoe.errors import EpochLeap, PeerRefused, ServiceError
@@ -252,11 +254,17 @@ async def test_nobody_claims_while_hindered(monkeypatch: pytest.MonkeyPatch) -> 
     assert one.epoch() == 0
 
 
-def test_the_clock_of_leases_goes_on_while_the_box_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_clock_of_leases_goes_on_while_the_box_sleeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     monkeypatch.setattr(time, "clock_gettime", lambda which: asked.append(which) or 5.0)
-    assert since_boot() == 5.0
-    assert asked == [time.CLOCK_BOOTTIME]
+    settings = ClusterSettings(node="a", state_dir=str(tmp_path))
+    plane = ControlPlane(settings, "boot", secret(), peers("a"), Announce(release="1", role="box", address=""))
+    plane.channel.close()
+    plane._transport.close()
+    assert plane.state.clock() == since_boot() == 5.0
+    assert set(asked) == {time.CLOCK_BOOTTIME}
 
 
 async def test_a_leader_that_wakes_after_a_minute_does_not_lead_and_takes_nobody_for_alive(

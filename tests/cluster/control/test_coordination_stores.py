@@ -20,6 +20,7 @@ from support.etcd_process import etcd_cluster
 from support.fake_link import FakeNet
 from support.waiting import until
 
+from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.etcd import EtcdStore
 from edgemoe.cluster.control.coordination.raft import RaftStore
 from edgemoe.cluster.control.coordination.raft_channel import RaftChannel
@@ -37,7 +38,7 @@ async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     """Three boxes' views of one agreement."""
     if request.param == "raft":
         async with raft_links() as links:
-            raft = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, links[n]) for n in NAMES]
+            raft = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, links[n], clock=since_boot) for n in NAMES]
             async for started in running(list(raft)):
                 yield started
         return
@@ -195,9 +196,15 @@ def test_a_claim_that_does_not_know_of_the_last_renewal_fails() -> None:
     assert not state.renew(1)
 
 
+def raft_stores(folder: Path, transport: FakeNet) -> list[RaftStore]:
+    """A member at each end."""
+    others = {name: [other for other in NAMES if other != name] for name in NAMES}
+    return [RaftStore(name, others[name], folder / name, transport.links[name], clock=since_boot) for name in NAMES]
+
+
 async def test_an_isolated_raft_leader_steps_down_before_the_others_elect_and_catches_up_after(tmp_path: Path) -> None:
     transport = FakeNet(NAMES)
-    stores = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, transport.links[n]) for n in NAMES]
+    stores = raft_stores(tmp_path, transport)
     for store in stores:
         await store.start()
     elections = [Election(s, n, time.monotonic, random.Random(n)) for s, n in zip(stores, NAMES, strict=True)]
@@ -235,7 +242,7 @@ async def test_raft_members_that_all_restart_keep_epoch_and_plan(tmp_path: Path)
     epochs = []
     for round_number in (1, 2):
         transport = FakeNet(NAMES)
-        stores = [RaftStore(n, [o for o in NAMES if o != n], tmp_path / n, transport.links[n]) for n in NAMES]
+        stores = raft_stores(tmp_path, transport)
         for store in stores:
             await store.start()
         try:

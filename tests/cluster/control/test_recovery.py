@@ -15,6 +15,7 @@ from support.fake_link import FakeNet
 from support.simulated import World, world
 
 from edgemoe.cluster.control.coordination import journal, ops
+from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.journal import Journal, voters_digest
 from edgemoe.cluster.control.coordination.raft import RaftStore, Replica
 from edgemoe.cluster.control.coordination.raft_transport import MAX_INBOX, MAX_INBOX_BYTES, MAX_MESSAGE_BYTES
@@ -235,6 +236,27 @@ def test_without_room_a_member_keeps_entries_in_its_journal_but_gives_no_vote(
     assert (hit in abc.running) is not votes
 
 
+def test_a_member_whose_vote_could_not_be_kept_says_nothing_more(abc: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where it is asked again before anybody looks whether its disk is full."""
+    abc.start()
+    abc.until(lambda: whole(abc))
+    link, said = abc.transport.links["a"], list[bytes]()
+    monkeypatch.setattr(abc.transport.links["b"], "message", lambda _node, payload: said.append(payload))
+    monkeypatch.setattr(journal, "replace_file", no_room)
+    last = abc.running["a"].journal[-1]
+    asked = {"type": "request_vote", "term": 1000, "last_log_index": last[1], "last_log_term": last[2]}
+    said.clear()
+    for _ in range(3):
+        link.message("b", voters_digest(ABC) + msgspec.msgpack.encode(asked))
+    abc.running["a"].tick(0.0)
+    assert said == []
+    assert abc.running["a"].journal.failed
+
+
+def no_room(path: Path, _data: bytes) -> None:
+    raise OSError(28, "No space left on device", str(path))
+
+
 def test_an_operation_of_a_later_release_is_passed_over_by_all_alike(abc: World) -> None:
     abc.start()
     abc.until(lambda: whole(abc))
@@ -429,14 +451,14 @@ def test_a_lease_in_a_snapshot_counts_from_its_arrival(abc: World) -> None:
 
 @pytest.mark.parametrize("lease_s", [0.3, 60.0])
 async def test_every_lease_that_can_be_set_is_one_to_start_with(lease_s: float, tmp_path: Path) -> None:
-    store = RaftStore("a", ["b", "c"], tmp_path, FakeNet(list(ABC)).links["a"], lease_s)
+    store = RaftStore("a", ["b", "c"], tmp_path, FakeNet(list(ABC)).links["a"], lease_s, clock=since_boot)
     await store.start()
     await store.close()
 
 
 async def test_no_operation_is_proposed_that_a_voter_does_not_read(tmp_path: Path) -> None:
     transport = FakeNet(list(ABC))
-    store = RaftStore("a", ["b", "c"], tmp_path, transport.links["a"], readable=lambda: 0)
+    store = RaftStore("a", ["b", "c"], tmp_path, transport.links["a"], clock=since_boot, readable=lambda: 0)
     await store.start()
     with pytest.raises(CoordUnavailable, match="not every voter knows what Renew means"):
         await store.renew(1)

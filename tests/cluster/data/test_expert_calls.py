@@ -337,6 +337,15 @@ def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list
     a, b = boxes(store, tmp_path, [thirds()[0], everything()], TOTAL // 3 + 2, timeout_s=0.5)
     with running(a, b):
         wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        listed, lost = peers_of(b), list[str]()
+        unheard = msgspec.structs.replace(listed.engines[0], heard=False)
+        for channel in (a.side.plane._calls_channel, a.side.plane._bulk_channel):
+            channel.on_down = lambda node, forget=channel.on_down: (lost.append(node), forget(node))
+        a.obey(msgspec.structs.replace(listed, engines=(unheard,)))
+        wait_until(lambda: not a.remote.peers.offers(0, np.arange(EXPERTS)))
+        a.obey(listed)
+        wait_until(lambda: a.remote.peers.offers(0, np.arange(EXPERTS)))
+        assert not lost, "who is not heard stays connected"
         b.obey(PeerList())
         a.submit(prompts()[0])
         assert a.end().error_code == "missing_expert"

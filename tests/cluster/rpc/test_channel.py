@@ -419,6 +419,7 @@ def test_a_secret_key_is_private_and_never_overwritten(tmp_path: Path) -> None:
         ('[[peer]]\nnode = "a"\naddress = "h:1"\nkey = "KEY"\nnew_key = "KEY"', "key is listed twice"),
         ('[[peer]]\nnode = "a"\nadress = "h:1"\nkey = "KEY"', "adress"),
         ("[[peer", "cannot be read"),
+        ("".join(f'[[peer]]\nnode = "n{n}"\naddress = "h:1"\nkey = "{n}"\n' for n in range(MAX_NODES + 1)), "64 are"),
     ],
 )
 def test_a_wrong_list_of_peers_says_what_is_wrong(tmp_path: Path, text: str, wrong: str) -> None:

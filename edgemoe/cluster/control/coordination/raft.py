@@ -21,7 +21,6 @@ from pysyncobj.monotonic import monotonic
 from pysyncobj.node import Node
 
 from edgemoe.cluster.control.coordination import ops
-from edgemoe.cluster.control.coordination.clock import since_boot
 from edgemoe.cluster.control.coordination.journal import Damaged, Journal, voters_digest
 from edgemoe.cluster.control.coordination.raft_transport import LinkTransport, RaftLink
 from edgemoe.cluster.control.coordination.recovery import ASK_S, open_journal
@@ -162,7 +161,7 @@ class RaftStore:
         link: RaftLink,
         lease_s: float = 1.5,
         *,
-        clock: Callable[[], float] = since_boot,
+        clock: Callable[[], float],
         readable: Callable[[], int] = lambda: SPOKEN.highest,
     ) -> None:
         """`readable` is the version of the protocol that every voter is known to speak."""
