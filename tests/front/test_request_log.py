@@ -277,29 +277,98 @@ async def test_waiting_for_an_empty_request_log_ends_with_the_last_request(engin
         await waiting
 
 
+NAMES = ("r0", "r1", "r2", "r3")
+OF_ONE = ("emit", "finish", "late", "skip", "repeat", "turned away", "cancel")
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["replay", "down", "up", "emit", "late", "skip", "repeat"]), st.integers(1, 4)),
-    max_size=40,
+    st.tuples(st.sampled_from(["replay", "down", "up", "wait", *OF_ONE]), st.sampled_from(NAMES), st.integers(1, 12)),
+    max_size=60,
 )
 
 
-@given(EVENTS)
-def test_no_order_of_events_repeats_or_skips_a_token(events: list[tuple[str, int]]) -> None:
-    engine = FakeEngine()
-    with engine.request_log.open([request()], 10) as ticket:
-        for event, count in events:
-            if engine.request_log._live.get("r") is None:
-                break
-            live = engine.request_log._live["r"]
-            done = len(live.emitted)
-            if event in ("up", "down"):
-                engine.up = event == "up"
-            elif event == "replay":
-                engine.request_log.replay()
-            else:
-                start = {"emit": done, "late": done, "skip": done + count, "repeat": max(0, done - count)}[event]
+class Happening:
+    """What befalls four requests, of which two are one client's, and whether each gets its own tokens in order."""
+
+    def __init__(self, tickets: ExitStack) -> None:
+        self.engine = FakeEngine()
+        self.log = self.engine.request_log
+        self.tickets: list[LoggedSubmission] = []
+        self.log._hand = self.submit
+        for names in (NAMES[:2], NAMES[2:3], NAMES[3:]):
+            self.tickets.append(tickets.enter_context(self.log.open([self.asked(name) for name in names], 20.0)))
+
+    def submit(self, message: Submit) -> str:
+        delivered = [
+            item.token for ticket in self.tickets for item in ticket._items if item.request == message.request.id
+        ]
+        assert message.emitted == tuple(delivered), "an attempt goes on behind what its client has"
+        return self.engine.submit(message)
+
+    @staticmethod
+    def asked(name: str) -> Request:
+        return Request(id=name, prompt=(1,), sampling=Sampling(max_tokens=2000), seed=1, user=f"of {min(name, 'r1')}")
+
+    @staticmethod
+    def emission(name: str, attempt: int, index: int, finish: str = "") -> Emission:
+        return Emission(request=name, attempt=attempt, index=index, token=token_of(name, index), finish=finish)
+
+    def happen(self, event: str, name: str, count: int) -> None:
+        live = self.log._live.get(name)
+        match event:
+            case "up" | "down":
+                self.engine.up = event == "up"
+            case "replay":
+                self.log.replay()
+            case "wait":
+                self.engine.now += count / 4
+                self.log.expire()
+            case _ if live is None:
+                pass
+            case "cancel":
+                self.log.cancel(name)
+            case "turned away":
+                self.log.turned_away(name, live.attempt)
+            case _ if live.place or event == "late":
+                done = len(live.emitted)
+                first = {"skip": done + count, "repeat": max(0, done - count)}.get(event, done)
                 attempt = live.attempt - (event == "late")
-                engine.request_log.take([token(start + n, attempt) for n in range(count)])
-            engine.request_log.check_integrity()
-        delivered = [item.index for item in ticket._items]
-        assert delivered == list(range(len(delivered)))
+                ends = "stop" if event == "finish" else ""
+                last = first + count - 1
+                self.log.take(
+                    self.emission(name, attempt, index, ends if index == last else "")
+                    for index in range(first, last + 1)
+                )
+        self.check()
+
+    def check(self) -> None:
+        self.log.check_integrity()
+        for ticket in self.tickets:
+            for name in NAMES:
+                items = [item for item in ticket._items if item.request == name]
+                assert [(item.index, item.token) for item in items] == [
+                    (n, token_of(name, n)) for n in range(len(items))
+                ]
+                assert not any(item.finish for item in items[:-1])
+
+    def come_to_an_end(self) -> None:
+        """Whoever is left is answered by engines that live from now on."""
+        self.engine.up = True
+        self.log.replay()
+        for _ in NAMES:
+            for name in NAMES:
+                self.happen("finish", name, 12)
+        assert not len(self.log), "somebody waits for ever"
+
+
+def token_of(name: str, index: int) -> int:
+    return 10_000 * int(name[1:]) + index
+
+
+@given(EVENTS)
+def test_no_order_of_events_repeats_skips_or_changes_a_token_or_leaves_a_request_without_end(
+    events: list[tuple[str, str, int]],
+) -> None:
+    with ExitStack() as tickets:
+        happening = Happening(tickets)
+        for event in events:
+            happening.happen(*event)
+        happening.come_to_an_end()
