@@ -18,7 +18,7 @@ from support.readme import CURL, PYTHON, TALK
 
 ROOT = Path(__file__).parents[2]
 USER = "edgemoe-reader"
-INSTALL_S, READY_S = 900, 180
+INSTALL_S, READY_S = 900, 600  # kernels are compiled from nothing
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1800),  # two installations
