@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.power import Disk
 
 from edgemoe import durable
 from edgemoe.cluster.control.coordination import ops
@@ -197,6 +198,14 @@ def test_a_file_is_fsynced_before_it_takes_the_others_place_and_the_directory_af
     durable.replace_file(tmp_path / "file", b"content")
     assert done == ["/file.tmp False", " True"]
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_journal_that_was_shortened_survives_a_power_loss(tmp_path: Path, disk: Disk) -> None:
+    journal = filled(tmp_path)
+    journal.deleteEntriesTo(4)
+    for kept in ("raft.journal", "raft.vote"):
+        assert disk.after_power_loss(tmp_path / kept) == (tmp_path / kept).read_bytes()
+    journal.close()
 
 
 # --- operations -----------------------------------------------------------------------------------------------
