@@ -145,7 +145,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
     route_kv_usage: Share = 0.9  # gimbal: of KV blocks, from which engines may count as uneven
     route_kv_difference: Share = 0.1  # gimbal: in that usage, by which they are
     route_load_tokens: Count = 3000  # gimbal: waiting prompt tokens by which engines differ that are unevenly loaded
-    route_affinity_s: Seconds = 600.0  # gimbal: for which a user's engine is remembered
+    route_affinity_s: Seconds = 600.0  # pull, gimbal: for which a user's engine is remembered
     calls_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for expert calls; 0: any free one
     bulk_port: Annotated[int, Meta(ge=0, le=65535)] = 0  # of the channel for experts themselves
     call_timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0  # after which a call to another box has failed

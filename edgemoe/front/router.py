@@ -24,7 +24,8 @@ from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.hosted_requests import RequestNews
-from edgemoe.front.requests.offered_requests import OfferedRequests, RouteChoice
+from edgemoe.front.requests.offered_requests import OfferedRequests
+from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.routing.hand_over import HandOver, HandOvers
 from edgemoe.policy.route import EngineLoad, route
 from edgemoe.ticking import until_tick

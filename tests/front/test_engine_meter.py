@@ -50,6 +50,20 @@ def test_a_request_starts_at_once_where_a_slot_and_blocks_are_free_and_no_prompt
     assert not engine.meter.starts_at_once(request(10))  # no slot
 
 
+def test_an_engine_knows_a_prompt_of_which_it_has_had_half_of_the_whole_pieces() -> None:
+    engine = Engine()
+
+    def known(tokens: int, first: int = 0) -> bool:
+        return engine.meter.knows(engine.keys.prefix(request(tokens, first).prompt))
+
+    assert known(PREFIX_TOKENS - 1), "there is nothing that another could know"
+    assert not known(PREFIX_TOKENS)
+    engine.meter.note(Submit(request=request(2 * PREFIX_TOKENS), attempt=1))
+    assert known(5 * PREFIX_TOKENS - 1)
+    assert not known(5 * PREFIX_TOKENS)
+    assert not known(2 * PREFIX_TOKENS, first=1)
+
+
 def test_blocks_that_requests_share_are_counted_once_as_the_engine_says() -> None:
     engine = Engine()
     engine.held = [HeldRequest(50 * BLOCK_TOKENS, 1, 100)] * 2

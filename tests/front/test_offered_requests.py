@@ -15,21 +15,24 @@ from edgemoe.cluster.rpc.control_messages import RequestGrant, RequestOffer, Wit
 from edgemoe.cluster.rpc.engine_messages import Submit, ToEngine
 from edgemoe.cluster.rpc.messages.choices import FindPrefix, PrefixFound, PromptRead, SignatureTable
 from edgemoe.cluster.rpc.transport import Answer
+from edgemoe.errors import PeerUnavailable
 from edgemoe.front.request_log import RequestLog
-from edgemoe.front.requests.offered_requests import OfferedRequests, RouteChoice
+from edgemoe.front.requests.offered_requests import HERE_S, OfferedRequests
+from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.prefix_questions import MOST_ASKED
 from edgemoe.types.request import Request, Sampling
 
 pytestmark = pytest.mark.asyncio
 REQUEST = Request(id="r", prompt=tuple(range(40)), sampling=Sampling(max_tokens=50), seed=1)
+AT_ONCE = RouteChoice("a:1", "at once")
 WAITS, NO_LEADER = RouteChoice("", "waits", waits=True), RouteChoice("", "no leader")
 
 
 class Front:
-    """Box a, whose engine is busy, and what it says to box b, which leads and has no room yet, and to its engine."""
+    """Box a, and what it says to box b, which leads and has no room yet, and to its engine."""
 
-    def __init__(self, route: Any = "pull") -> None:
+    def __init__(self, route: Any = "pull", knows: bool = True, silent: bool = False) -> None:
         self.offered: list[RequestOffer] = []
         self.asked: list[FindPrefix] = []
         self.is_up, self.is_free, self.had = True, False, list[Sequence[int]]()
@@ -42,8 +45,10 @@ class Front:
         keys = PrefixKeys()
         meter: Any = SimpleNamespace(
             starts_at_once=lambda _request: self.is_free,
+            knows=lambda _prefix: knows,
             begins_like=lambda prefix: any(keys.prefix(had)[:8] == prefix[:8] for had in self.had),
         )
+        self.silent = silent
         self.plane, self.choices = plane, list[RouteChoice]()
         self.log = RequestLog(8, self.submit, lambda *_: None)
         self.offers = OfferedRequests(plane, route, self.log, meter, keys, asyncio.ensure_future, self.tell_here)
@@ -61,6 +66,9 @@ class Front:
     async def ask(self, node: str, offer: RequestOffer, timeout_s: float) -> Answer[Any]:
         assert node == "b"
         self.offered.append(offer)
+        if self.silent:
+            self.waited_s = timeout_s
+            raise PeerUnavailable("it says nothing")
         return Answer(RequestGrant(offer.number))
 
     def tell(self, node: str, message: Withdrawal) -> None:
@@ -170,3 +178,32 @@ async def test_what_ends_while_our_engine_is_asked_is_not_offered_and_questions_
     front.offers.learn(PrefixFound(request="l0", signature=CACHED))
     await front.settled()
     assert len(front.offered) == 2
+
+
+async def test_what_our_engine_can_start_at_once_starts_there_unasked_if_it_knows_the_prompt_or_nobody_leads() -> None:
+    front = Front()
+    front.is_free = True
+    with front.log.open([REQUEST], 60.0):
+        assert front.choices == [AT_ONCE]
+    front = Front(knows=False)
+    front.is_free, front.plane.leader = True, ""
+    with front.log.open([REQUEST], 60.0):
+        assert front.choices == [AT_ONCE]
+
+
+async def test_a_prompt_that_our_engine_does_not_know_goes_where_the_leader_says_or_starts_here_after_its_answer() -> (
+    None
+):
+    front = Front(knows=False)
+    front.is_free = True
+    with front.log.open([REQUEST], 60.0):
+        assert front.choices == [WAITS]
+        await front.settled()
+        assert front.choices[1:] == [RouteChoice("", "at once")], "as without a leader, which is at our engine"
+        assert front.taken_back == [front.offered[0].number], "whatever it grants later"
+    silent = Front(knows=False, silent=True)
+    silent.is_free = True
+    with silent.log.open([REQUEST], 60.0):
+        await silent.settled()
+        assert silent.choices == [WAITS, RouteChoice("", "unanswered")]
+        assert silent.waited_s == HERE_S

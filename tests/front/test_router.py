@@ -16,7 +16,7 @@ from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import PeerBusy
 from edgemoe.front import router as router_module
 from edgemoe.front.request_log import RequestLog
-from edgemoe.front.requests.offered_requests import RouteChoice
+from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.router import Router
 from edgemoe.policy.route import EngineLoad
 from edgemoe.types.request import Request, Sampling

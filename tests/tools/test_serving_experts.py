@@ -49,7 +49,7 @@ def test_a_step_loads_all_experts_for_prompts_and_else_what_its_tokens_choose() 
 
 def test_pulling_by_experts_puts_requests_together_that_choose_alike() -> None:
     sources = [source(n % 2 * 8) for n in range(8)]
-    policy = Pull(PullLimits(crowding_s=0.0), UnionTerm(DecodeTimes(1.0, 0.01)))
+    policy = Pull(PullLimits(crowding=0.0), UnionTerm(DecodeTimes(1.0, 0.01)))
     jobs = jobs_of(offered(sources), [20] * 8)
     cluster_of(2, shape(sources), policy).serve(jobs)
     assert {job.place for job in jobs[::2]}.isdisjoint({job.place for job in jobs[1::2]})
@@ -57,7 +57,7 @@ def test_pulling_by_experts_puts_requests_together_that_choose_alike() -> None:
 
 def test_requests_of_one_source_are_kept_apart() -> None:
     sources = [source(0)] * 3
-    apart = Apart(Pull(PullLimits(crowding_s=0.0), UnionTerm(DecodeTimes(1.0, 0.01))), sources)
+    apart = Apart(Pull(PullLimits(crowding=0.0), UnionTerm(DecodeTimes(1.0, 0.01))), sources)
     cluster = cluster_of(2, shape(sources), apart)
     apart.engines = cluster.engines
     jobs = jobs_of(offered(sources), [20] * 3)

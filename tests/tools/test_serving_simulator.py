@@ -96,7 +96,7 @@ def test_a_prefix_that_the_cache_has_is_not_computed_again() -> None:
 def test_pull_sends_a_prefix_to_where_it_is_and_turns_do_not() -> None:
     requests = [offered(n, 65, at_s=float(n), prefix=(1, 2, 3, 4)) for n in range(4)]
     hits = {}
-    for policy in (Pull(PullLimits(crowding_s=0.01)), Push(Turns())):
+    for policy in (Pull(PullLimits(crowding=0.01)), Push(Turns())):
         cluster = cluster_of(2, SHAPE, policy, key_tokens=16)
         cluster.serve(jobs_of(requests, [1] * 4))
         hits[type(policy)] = sum(engine.cache.hits for engine in cluster.engines.values() if engine.cache)

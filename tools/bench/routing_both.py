@@ -42,7 +42,7 @@ Run = tuple[Load, list[Source], ExpertClusters]
 def variants(clusters: ExpertClusters, times: DecodeTimes) -> dict[str, tuple[RoutingPolicy, dict[str, Any]]]:
     """Returns policies, and what changes in engines with them."""
     places = [f"{n:03}" for n in range(ENGINES)]
-    alone = replace(PullLimits(), crowding_s=0.0)
+    alone = replace(PullLimits(), crowding=0.0)
     band = LocalityBand(fewest)
     band.follow(clusters, places)
     return {

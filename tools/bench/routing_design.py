@@ -11,7 +11,7 @@ import numpy as np
 
 from edgemoe.policy.routing.balanced_clusters import Clusters, balanced, middles
 from edgemoe.policy.routing.baselines import Push
-from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, step_costs
+from edgemoe.policy.routing.by_experts import BandChoice, DecodeTimes, PromptForecast, UnionChoice, engine_step
 from edgemoe.policy.routing.cluster_fit import RecordedTraffic, described, fit_clusters
 from edgemoe.policy.routing.expert_clusters import ExpertClusters, drifted
 from edgemoe.policy.routing.expert_union import absence
@@ -40,9 +40,11 @@ class PulledUnion:
     def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
         assert offered.chance is not None
         assert offered.signature is not None
-        now, costs = step_costs([offered.chance], open_, self.times)
+        steps = [engine_step(view, offered.chance, self.times) for view in open_]
+        costs = np.array([step.cost_s(offered.chance) for step in steps])
+        mean_s = np.mean([step.now_s for step in steps])
         near = self.clusters.similarity(offered.signature)[[int(view.place) for view in open_]]
-        return open_[int(np.argmin(costs[:, 0] - self.pull * near * now.mean()))]
+        return open_[int(np.argmin(costs - self.pull * near * mean_s))]
 
 
 def design(sources: Sequence[Source], costs: DecodeCosts, late: str, seeds: range) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class SimulatedRouter:
                 running=int(running[w]),
                 union=self._unions[w],
                 resident=None if far_s is None else far_s[w],
+                decode_s=self._decode_s(w, int(running[w])),
             )
             for w in np.flatnonzero(room).tolist()
         ]
@@ -60,6 +61,10 @@ class SimulatedRouter:
         worker = int(self._policy.assign([offered], views, now_s)[0].place)
         self._unions[worker] += absence(self._chances[request])
         return worker
+
+    def _decode_s(self, worker: int, running: int) -> float:
+        costs, loaded = self._scene.costs, 1 - np.exp(self._unions[worker])
+        return costs.step_s + costs.token_s * running + costs.expert_s * float(loaded.sum())
 
     def ended(self, request: int, worker: int) -> None:
         """Counts a request no more."""

@@ -121,6 +121,11 @@ class EngineMeter:
         reserve = OUTPUT_RESERVE * (use.remaining_tokens + expected) / BLOCK_TOKENS
         return not use.running or len(request.prompt) // BLOCK_TOKENS + 1 + reserve <= use.free_blocks
 
+    def knows(self, prefix: bytes) -> bool:
+        """Returns whether our engine has had half of a prompt's whole pieces or more, as far as is remembered."""
+        keys = [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
+        return 2 * sum(key in self._prefixes for key in keys) >= len(keys)
+
     def news(self, use: EngineUse, again: bool = False) -> EngineUse:
         """Returns that with prefixes, choices and ended requests not told yet, and counts these as told.
 

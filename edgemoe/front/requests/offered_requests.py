@@ -1,7 +1,8 @@
 """Requests of this front that wait for the leader to say which engine takes them.
 
 They stay in the request log meanwhile. Where nobody leads, the leader is another one than was asked, or has not decided
-within WAIT_S, a request is served without it, by `policy.route`. Each is offered once.
+within WAIT_S, a request is served without it, by `policy.route`. Each is offered once. One that our engine can start at
+once is offered only if another may have had more of its prompt, and waits for nothing but the answer.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from msgspec import structs
 
@@ -25,6 +25,7 @@ from edgemoe.config.settings import Route
 from edgemoe.errors import PeerError
 from edgemoe.front.requests.engine_news import EngineNews
 from edgemoe.front.requests.engine_use import EngineMeter
+from edgemoe.front.requests.open_offers import OpenOffer, RouteChoice
 from edgemoe.front.requests.prefix_keys import PrefixKeys
 from edgemoe.front.requests.prefix_questions import PrefixQuestions
 from edgemoe.front.requests.signatures import Signatures, more_telling
@@ -35,6 +36,7 @@ from edgemoe.types.request import Request
 log = logging.getLogger(__name__)
 ASK_S = 1.0  # that the leader has to take note of an offer
 WAIT_S = 20.0  # that it has to decide
+HERE_S = 0.1  # that it has to answer where our engine could start at once
 NO_WORD = RequestGrant(0)
 
 
@@ -51,28 +53,6 @@ class OfferingLog(Protocol):
 
     def submit_waiting(self, request: str) -> None:
         """Submits a request that no engine has."""
-
-
-class RouteChoice(NamedTuple):
-    """Where a request is to go: NODE:BOOT, or "" where others must say; and why there. Or it `waits`."""
-
-    place: str
-    why: str
-    waits: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class OpenOffer:
-    """What has become of an offer."""
-
-    request: str
-    number: int
-    reign: tuple[str, int]  # of the leader that has it
-    until_s: float
-    place: str = ""  # that was granted
-    why: str = ""  # that place
-    over: str = ""  # why it does not stand any more
-    used: bool = False  # the request went where it was granted
 
 
 class OfferedRequests:
@@ -118,11 +98,12 @@ class OfferedRequests:
             if message.attempt > 1:
                 return RouteChoice("", "again")
             at_once = bool(own_place) and self._meter.starts_at_once(message.request)
-            if at_once and self._may_stay(message.request):
+            here = at_once and self._may_stay(message.request)
+            if here and (not self._plane.leader or self._meter.knows(self._keys.prefix(message.request.prompt))):
                 return RouteChoice(own_place, "at once")
             if not self._plane.leader:
                 return RouteChoice("", "no leader")
-            self._offer(message, at_once)
+            self._offer(message, at_once, here)
         return self._look_up(self._offers[request])
 
     def use(self, request: str) -> int:
@@ -177,11 +158,11 @@ class OfferedRequests:
     def _hashes(self, request: Request) -> tuple[int, bytes]:
         return self._keys.user(request.user), self._keys.prefix(request.prompt)
 
-    def _offer(self, message: Submit, at_once: bool) -> None:
+    def _offer(self, message: Submit, at_once: bool, here: bool) -> None:
         """Offers a request; one that our engine could not begin at once, when that has told of its cached part."""
         request = message.request
         reign = self._plane.state.obedience.reign
-        one = OpenOffer(request.id, next(self._numbers), reign, time.monotonic() + WAIT_S)
+        one = OpenOffer(request.id, next(self._numbers), reign, time.monotonic() + WAIT_S, here)
         self._offers[request.id] = self._by_number[one.number] = one
         self.offered += 1
         may_know = self.learns and not at_once and self._meter.begins_like(self._keys.prefix(request.prompt))
@@ -209,6 +190,14 @@ class OfferedRequests:
             self._grant(one, plane.desk.ask(leader, offer))
         except PeerError:
             one.over = "unanswered"
+        self._starts_here(one)
+
+    def _starts_here(self, one: OpenOffer) -> bool:
+        """Ends an offer that the leader has no better place for than our engine, which could start at once."""
+        if one.here and not one.place and not one.over:
+            one.over = "at once"
+            self._withdraw([one.number])
+        return one.over == "at once"
 
     def _grant(self, one: OpenOffer, grant: RequestGrant) -> None:
         one.place, one.why = grant.place, grant.why if grant.why in BAND_REASONS else "granted"
@@ -234,7 +223,7 @@ class OfferedRequests:
     async def _ask(self, one: OpenOffer, offer: RequestOffer) -> None:
         leader, _ = one.reign
         try:
-            answer = await self._plane.channel.ask(leader, offer, timeout_s=ASK_S)
+            answer = await self._plane.channel.ask(leader, offer, timeout_s=HERE_S if one.here else ASK_S)
         except PeerError as error:
             log.debug("an offer was not answered", extra={"peer": leader, "why": str(error)})
             one.over = "unanswered"
@@ -242,6 +231,8 @@ class OfferedRequests:
             return
         if isinstance(answer.message, RequestGrant):
             self.hear(answer.message)
+        if self._starts_here(one):
+            self._requests.submit_waiting(one.request)
 
     def offer_again(
         self, message: Submit, signature: SignatureTable | None, then: Callable[[RequestGrant], None]

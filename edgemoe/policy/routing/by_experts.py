@@ -7,14 +7,15 @@ up. Where no clusters are fitted, marginal union goes by the prompt alone, which
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from edgemoe.policy.routing.baselines import fewest
 from edgemoe.policy.routing.expert_clusters import BAND, ExpertClusters, in_band
-from edgemoe.policy.routing.expert_union import Values, chances, union_costs
-from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.expert_union import EngineStep, chances, step_of
+from edgemoe.policy.routing.offers import EngineView, Offered, Values
 from edgemoe.policy.routing.signatures import Counts
 from edgemoe.types.arrays import FloatArray
 
@@ -26,6 +27,7 @@ class DecodeTimes(NamedTuple):
     expert_s: float  # for each distinct expert of each layer
 
 
+MOST_ENGINES = 256  # that a term remembers
 UNMEASURED = DecodeTimes(0.0, 0.0)  # of engines that have not measured their steps: experts cost nothing there
 
 
@@ -55,26 +57,47 @@ class UnionChoice:
     def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
         if offered.chance is None:
             return fewest(offered, open_, now_s)
-        _, costs = step_costs([offered.chance], open_, self._times)
-        load = [view.requests / max(1, view.slots) for view in open_]
-        return open_[min(range(len(open_)), key=lambda w: (costs[w, 0], load[w]))]
+        chance, times = offered.chance, self._times
+        return min(
+            open_,
+            key=lambda view: (engine_step(view, chance, times).cost_s(chance), view.requests / max(1, view.slots)),
+        )
 
 
 class UnionTerm:
-    """Costs of a request's decoding at each engine, beyond those where they are least, for `Pull`."""
+    """Costs of a request's decoding at each engine, for `Pull`. Owns what it has reckoned of engines as they are."""
 
     def __init__(self, times: DecodeTimes) -> None:
         self._times = times
+        self._known: dict[str, _KnownEngine] = {}  # by place
 
     def __call__(self, offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
         """Returns seconds [W, R], of all that the request is expected to write."""
-        answer = np.zeros((len(views), len(offers)))
-        known = [r for r, offered in enumerate(offers) if offered.chance is not None]
-        if known and views:
-            _, costs = step_costs([each.chance for each in offers if each.chance is not None], views, self._times)
-            tokens = np.array([offers[r].expected_tokens for r in known])
-            answer[:, known] = (costs - costs.min(axis=0)) * tokens
-        return answer
+        tokens = np.array([offered.expected_tokens for offered in offers])
+        foreseen = [offered.chance for offered in offers]
+        if not any(chance is not None for chance in foreseen):
+            return np.zeros((len(views), len(offers)))
+        return np.asarray(np.array([self._row(view, foreseen) for view in views]) * tokens)
+
+    def _row(self, view: EngineView, foreseen: list[FloatArray | None]) -> list[float]:
+        known = self._known.get(view.place)
+        if known is None or known.view is not view:
+            if len(self._known) >= MOST_ENGINES:
+                self._known.clear()
+            like = next(chance for chance in foreseen if chance is not None)
+            known = self._known[view.place] = _KnownEngine(view, engine_step(view, like, self._times))
+        before, known.costs = known.costs, {}
+        for chance in foreseen:
+            if chance is not None:
+                known.costs[id(chance)] = before.get(id(chance)) or (chance, known.step.cost_s(chance))
+        return [0.0 if chance is None else known.costs[id(chance)][1] for chance in foreseen]
+
+
+@dataclass(slots=True)
+class _KnownEngine:
+    view: EngineView
+    step: EngineStep
+    costs: dict[int, tuple[FloatArray, float]] = field(default_factory=dict)  # of requests by their chances' identity
 
 
 class BandChoice:
@@ -94,18 +117,13 @@ class BandChoice:
         return open_[in_band(near, load, np.ones(len(open_), np.bool_), self._band)]
 
 
-def step_costs(chance: Sequence[FloatArray], views: Sequence[EngineView], times: DecodeTimes) -> tuple[Values, Values]:
-    """Returns what a step takes at each engine [W], and what each request costs all that decode there in one [W, R]."""
-    new = np.stack(chance)
-    seconds = np.empty((len(views), *new.shape[1:]), np.float32)
-    absent = np.empty_like(seconds)
-    some = new.mean(axis=(0, 2), keepdims=True)[0]  # [L, 1]
-    for w, view in enumerate(views):
-        seconds[w] = view.expert_s or times.expert_s
-        if view.resident is not None:
-            seconds[w] += view.resident
-        # of an engine that does not say, as if its requests had nothing in common
-        absent[w] = view.union if view.union is not None else view.requests * np.log1p(-some)
-    running = np.array([view.requests for view in views], np.int64)
-    step_s = np.array([view.step_s or times.step_s for view in views])
-    return union_costs(seconds, absent, running, step_s, new)
+def engine_step(view: EngineView, like: FloatArray, times: DecodeTimes) -> EngineStep:
+    """Returns what a step of the engine takes; `like` is how likely some request chooses experts [L, E]."""
+    seconds = np.full(like.shape, view.expert_s or times.expert_s, np.float32)
+    if view.resident is not None:
+        seconds += view.resident
+    absent = view.union
+    if absent is None:  # it does not say: as if its requests had nothing in common
+        each = np.rint(like.sum(axis=1, keepdims=True)) / like.shape[1]
+        absent = np.broadcast_to(view.requests * np.log1p(-each), like.shape)
+    return step_of(seconds, absent.astype(np.float32, copy=False), view.requests, view.step_s or times.step_s)

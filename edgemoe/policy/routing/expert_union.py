@@ -15,13 +15,13 @@ where a worker has an expert: in VRAM, in RAM, at a peer, on disk.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
-import numpy.typing as npt
 
 from edgemoe.policy.routing.signatures import Counts
-from edgemoe.types.arrays import FloatArray, IntArray
+from edgemoe.types.arrays import FloatArray
 
-Values = npt.NDArray[np.float64]
 PRIOR_TOKENS = 32.0  # what is known beforehand counts for, beside the tokens of the prompt
 MOST_CERTAIN = 0.999  # so that what is added can be taken away again
 
@@ -40,15 +40,24 @@ def absence(chance: FloatArray) -> FloatArray:
     return np.asarray(np.log1p(-chance), np.float32)
 
 
-def union_costs(
-    seconds: FloatArray, absent: FloatArray, running: IntArray, step_s: Values, chance: FloatArray
-) -> tuple[Values, Values]:
-    """Returns T [W] and (2) [W, R], in seconds a step, of requests with these chances [R, L, E].
+class EngineStep(NamedTuple):
+    """States what a step of an engine loads, and leaves."""
 
-    `seconds` [W, L, E] is what loading an expert takes at each worker, `absent` [W, L, E] the sum of what runs there,
-    `running` [W] how many that are, and `step_s` [W] what a step takes beside experts.
+    left_s: FloatArray  # [L * E] what loading an expert takes, by the chance that nobody there does
+    now_s: float  # T
+    running: int
+
+    def cost_s(self, chance: FloatArray) -> float:
+        """Returns (2) of a request with these chances [L, E]."""
+        # not by BLAS, whose threads wait for each other for up to half a second on a box with no core to spare
+        added_s = float(np.einsum("k,k->", self.left_s, chance.reshape(-1)))
+        return self.now_s + (self.running + 1) * added_s
+
+
+def step_of(seconds: FloatArray, absent: FloatArray, running: int, step_s: float) -> EngineStep:
+    """Returns a step of an engine that takes `step_s` beside experts, and `seconds` [L, E] for each that it loads.
+
+    `absent` [L, E] is the sum of what runs there.
     """
-    left = (seconds * np.exp(absent)).reshape(len(seconds), -1)
-    now = step_s + (seconds.reshape(len(seconds), -1).sum(axis=1) - left.sum(axis=1))
-    added = (left @ chance.reshape(len(chance), -1).T).astype(np.float64)
-    return now, now[:, None] + (running[:, None] + 1) * added
+    left = seconds * np.exp(absent)
+    return EngineStep(left.reshape(-1), step_s + float(seconds.sum()) - float(left.sum()), running)

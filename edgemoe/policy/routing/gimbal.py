@@ -29,21 +29,39 @@ class GimbalThresholds:
     affinity_s: float = 600.0
 
 
+class UserPlaces:
+    """Owns which engine each user's requests went to last, for so long."""
+
+    def __init__(self, affinity_s: float) -> None:
+        self._affinity_s = affinity_s
+        self._known = OrderedDict[str, tuple[str, float]]()  # user -> place, and when
+
+    def place(self, user: str, now_s: float) -> str:
+        """Returns the engine; "" where none is remembered, or nobody's request is asked about."""
+        place, when_s = self._known.get(user, ("", now_s))
+        return place if now_s - when_s <= self._affinity_s else ""
+
+    def note(self, user: str, place: str, now_s: float) -> None:
+        """Takes note that a request of the user goes there."""
+        if not user:
+            return
+        self._known[user] = place, now_s
+        self._known.move_to_end(user)
+        if len(self._known) > MAX_USERS:
+            self._known.popitem(last=False)
+
+
 class GimbalChoice:
-    """Owns which engine each user's requests went to last."""
+    """Evens out what is uneven, and sends users where they were."""
 
     def __init__(self, thresholds: GimbalThresholds, published: bool = False) -> None:
         self._thresholds, self._published = thresholds, published
         self._turns = Turns()  # line 1
-        self._engines = OrderedDict[str, tuple[str, float]]()  # user -> place, and when
+        self._users = UserPlaces(thresholds.affinity_s)
 
     def __call__(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView:
         chosen = self._by_need(open_) or self._by_user(offered, open_, now_s) or self._turns(offered, open_, now_s)
-        if offered.user:
-            self._engines[offered.user] = (chosen.place, now_s)  # line 21
-            self._engines.move_to_end(offered.user)
-            if len(self._engines) > MAX_USERS:
-                self._engines.popitem(last=False)
+        self._users.note(offered.user, chosen.place, now_s)  # line 21
         return chosen
 
     def _by_need(self, open_: Sequence[EngineView]) -> EngineView | None:
@@ -62,10 +80,8 @@ class GimbalChoice:
 
     def _by_user(self, offered: Offered, open_: Sequence[EngineView], now_s: float) -> EngineView | None:
         """Lines 15 to 19: the user's engine, where it is remembered and KV is nowhere short."""
-        place, when_s = self._engines.get(offered.user, ("", 0.0))
-        if now_s - when_s > self._thresholds.affinity_s:
-            return None
-        if max(view.kv_usage for view in open_) >= self._thresholds.kv_usage:
+        place = self._users.place(offered.user, now_s)
+        if not place or max(view.kv_usage for view in open_) >= self._thresholds.kv_usage:
             return None
         return next((view for view in open_ if view.place == place), None)
 

@@ -31,6 +31,7 @@ class Offered:
     max_tokens: int = 1
     expected_tokens: float = 0.0  # of output, at most `max_tokens`
     user: str = ""  # keyed; "": nobody's
+    home: str = ""  # the engine beside its front
     prefix: tuple[int, ...] = ()  # keyed hashes of its blocks, in order
     key_tokens: int = BLOCK_TOKENS  # that each of these covers
     signature: FloatArray | None = None  # [L, E] how often its prompt chose each expert
@@ -63,6 +64,7 @@ class EngineView:
     union: FloatArray | None = None  # [L, E] log of the chance that none of those there chooses the expert
     step_s: float = 0.0  # that a decode step takes beside experts; 0: it does not say
     expert_s: float = 0.0  # that each distinct expert in place adds; likewise
+    decode_s: float = 0.0  # that a decode step takes now; likewise
 
     @property
     def requests(self) -> int:

@@ -4,10 +4,12 @@ Ours, in place of [Gimbal, Algorithm 1]. An engine has room while a slot is free
 is less than a step or two; a request fits if its prompt does beside a share of the output that is expected of all
 there. Of all pairs that fit, the one goes first that has the least
 
-    key = seconds until its prompt would be computed there + crowding + other costs - k * seconds waited   (1)
+    key = seconds until its prompt would be computed there + other costs - k * seconds waited              (1)
 
-the same rule as engines order their own queues by (`policy.sjf`, formula 1). Tokens that the prefix cache has are not
-counted, so a request goes where its prefix is unless that is busy or it has waited for long.
+the same rule as engines order their own queues by (`policy.sjf`, formula 1). Other costs, of crowding first, are those
+beyond the engine where they are least, so that they say where a request goes, and not when. Tokens that the prefix
+cache has are not counted, so a request goes where its prefix is unless that is busy or it has waited for long; where
+its user's last one went, half a piece more is expected than its keys show.
 
 Starvation bound. A request that costs c seconds is overtaken only by requests that come within c / k seconds after it.
 If it fits nowhere by then, the engine with the most free blocks takes nothing else until it fits, at the latest when
@@ -21,83 +23,135 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from edgemoe.policy.routing.gimbal import UserPlaces
 from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, Values, cached_tokens, with_offer
 from edgemoe.types.arrays import BoolArray
 from edgemoe.types.step import BLOCK_TOKENS
 
-CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]  # seconds, [W, R], at full engines, too
+CostTerm = Callable[[Sequence[Offered], Sequence[EngineView]], Values]
+"""Seconds [W, R], at full engines, too; of an offer counts what is beyond the engine where that is least."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullLimits:
-    """States when an engine has room, and how fast requests age."""
+    """States when an engine has room, what it costs, and how fast requests age."""
 
     ahead_tokens: int = 1024  # to be prefilled there, at which an engine takes nothing
     ahead_requests: int = 0  # that an engine takes beyond its slots, to have work while its next report is on the way
     aging: float = 0.2  # seconds of prefill that a second of waiting makes up for: k
     output_reserve: float = 0.25  # of the expected remaining output, kept free in KV
-    crowding_s: float = 0.5  # that a request costs more where all slots are in use than where none is
+    crowding: float = 0.04  # of an answer's time, that a request costs more where all slots are in use than where none
+    step_s: float = 0.03  # of a decode step, of an engine that does not say
+    affinity_s: float = 600.0  # for which it counts where a user's last request went
+    affinity: float = 0.5  # of a piece of the prompt, that is expected there beside what keys show
+    away_s: float = 0.005  # that a request costs at another box than its front's
 
 
 class Pull:
-    """Has engines with room take what costs them least. Remembers nothing."""
+    """Has engines with room take what costs them least. Remembers where users' requests went."""
 
     def __init__(self, limits: PullLimits, *terms: CostTerm) -> None:
         """`terms` are what else a request costs an engine, beside its prefill."""
         self._limits, self._terms = limits, terms
+        self._users = UserPlaces(limits.affinity_s)
 
     def assign(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> list[Assignment]:
         """Returns what engines with room take; the rest is to be offered again."""
-        there, left = list(views), list(offers)
+        there, answer = list(views), list[Assignment]()
         open_ = np.array([self._has_room(view) for view in there], np.bool_)
-        answer: list[Assignment] = []
         if not offers or not open_.any():
             return answer
-        cached = _cached(left, there)
-        while left and open_.any():
-            keys = np.where(open_[:, None], self._keys(left, there, cached, now_s), np.inf)
-            fits = open_[:, None] & self._fits(left, there, cached)
+        table = _Table(self._limits, self._terms, offers, self._users, now_s)
+        table.reckon(there)
+        left = np.ones(len(offers), np.bool_)
+        while left.any() and open_.any():
+            asked = open_[:, None] & left
+            keys = np.where(asked, table.keys(), np.inf)
+            fits = asked & table.fits
             first = int(np.argmin(keys.min(axis=0)))
             if keys[:, first].min() <= 0.0 and not fits[:, first].any():
                 w, r = max(np.flatnonzero(open_).tolist(), key=lambda w: there[w].free_blocks), first
                 open_[w] = False
             elif fits.any():
                 w, r = _least(np.where(fits, keys, np.inf), there)
-                answer.append(Assignment(left[r].request, there[w].place))
-                there[w] = with_offer(there[w], left[r])
+                answer.append(Assignment(offers[r].request, there[w].place))
+                self._users.note(offers[r].user, there[w].place, now_s)
+                there[w] = with_offer(there[w], offers[r])
                 open_[w] = self._has_room(there[w])
+                if open_.any():
+                    table.reckon_again(w, there[w])
             else:
                 break
-            left.pop(r)
-            cached = np.delete(cached, r, axis=1)
-            if left and open_[w]:
-                cached[w] = _cached(left, [there[w]])
+            left[r] = False
         return answer
-
-    def keys(self, offers: Sequence[Offered], views: Sequence[EngineView], now_s: float) -> Values:
-        """Returns (1) of each offer at each engine, [W, R]; the lowest goes first."""
-        return self._keys(offers, views, _cached(offers, views), now_s)
-
-    def _keys(self, offers: Sequence[Offered], views: Sequence[EngineView], cached: Values, now_s: float) -> Values:
-        tokens = np.array([offered.prompt_tokens for offered in offers])
-        waited_s = now_s - np.array([offered.arrived_s for offered in offers])
-        speed = np.array([view.tokens_per_s for view in views])[:, None]
-        backlog = np.array([view.prefill_tokens for view in views])[:, None]
-        crowded = np.array([view.requests / max(1, view.slots) for view in views])[:, None]
-        cost_s = (backlog + tokens - cached) / speed + self._limits.crowding_s * crowded
-        cost_s = cost_s + sum(term(offers, views) for term in self._terms)
-        return np.asarray(cost_s - self._limits.aging * waited_s)
 
     def _has_room(self, view: EngineView) -> bool:
         most = min(view.slots + self._limits.ahead_requests, view.capacity)
         return view.requests < most and view.prefill_tokens < self._limits.ahead_tokens
 
-    def _fits(self, offers: Sequence[Offered], views: Sequence[EngineView], cached: Values) -> BoolArray:
-        """Returns which offer fits the KV of which engine, [W, R]. An idle engine takes any."""
-        blocks = np.array([offered.blocks for offered in offers]) - cached // BLOCK_TOKENS
-        expected = np.array([offered.expected_tokens for offered in offers])
+
+class _Table:
+    """(1) of offers at engines, and which fit; reckoned anew only at the engine that has changed."""
+
+    def __init__(
+        self,
+        limits: PullLimits,
+        terms: Sequence[CostTerm],
+        offers: Sequence[Offered],
+        users: UserPlaces,
+        now_s: float,
+    ) -> None:
+        self._limits, self._terms, self._offers = limits, terms, offers
+        self._places = [users.place(offered.user, now_s) for offered in offers]
+        self._aged = limits.aging * (now_s - np.array([offered.arrived_s for offered in offers]))
+        self._tokens = np.array([offered.prompt_tokens for offered in offers], np.float64)
+        self._expected = np.array([offered.expected_tokens for offered in offers], np.float64)
+        self._pieces = limits.affinity * np.array([offered.key_tokens for offered in offers])
+        self._costs: list[Values] = []  # of prefill, of crowding, of each term; [W, R]
+        self.fits: BoolArray = np.zeros((0, len(offers)), np.bool_)  # the KV of which engine; of an idle one all do
+
+    def reckon(self, views: Sequence[EngineView]) -> None:
+        """Reckons all."""
+        self._costs, self.fits = self._rows(views)
+
+    def reckon_again(self, w: int, view: EngineView) -> None:
+        """Reckons an engine's row."""
+        costs, fits = self._rows([view])
+        self.fits[w] = fits[0]
+        for kept, new in zip(self._costs, costs, strict=True):
+            kept[w] = new[0]
+
+    def keys(self) -> Values:
+        """Returns (1), [W, R]."""
+        own, *terms = self._costs
+        beyond = sum(costs - costs.min(axis=0) for costs in terms)
+        return np.asarray(own + beyond - self._aged)
+
+    def _rows(self, views: Sequence[EngineView]) -> tuple[list[Values], BoolArray]:
+        cached = _cached(self._offers, views)
+        own = self._prefill_s(views, cached) + self._away_s(views)
+        terms = (term(self._offers, views) for term in self._terms)
+        return [own, self._crowding_s(views), *terms], self._fits(views, cached)
+
+    def _prefill_s(self, views: Sequence[EngineView], cached: Values) -> Values:
+        known = np.array([[view.place == place for place in self._places] for view in views])
+        more = np.minimum(self._pieces, self._tokens - 1 - cached) * known
+        backlog = np.array([view.prefill_tokens for view in views])[:, None]
+        speed = np.array([view.tokens_per_s for view in views])[:, None]
+        return np.asarray((backlog + self._tokens - cached - more) / speed)
+
+    def _crowding_s(self, views: Sequence[EngineView]) -> Values:
+        crowded = [view.requests / max(1, view.slots) * (view.decode_s or self._limits.step_s) for view in views]
+        return np.asarray(self._limits.crowding * self._expected * np.array(crowded)[:, None])
+
+    def _away_s(self, views: Sequence[EngineView]) -> Values:
+        away = [[offered.home not in ("", view.place) for offered in self._offers] for view in views]
+        return np.asarray(self._limits.away_s * np.array(away))
+
+    def _fits(self, views: Sequence[EngineView], cached: Values) -> BoolArray:
+        blocks = np.array([offered.blocks for offered in self._offers]) - cached // BLOCK_TOKENS
         remaining = np.array([view.remaining_tokens for view in views])[:, None]
-        reserve = self._limits.output_reserve * (remaining + expected) / BLOCK_TOKENS
+        reserve = self._limits.output_reserve * (remaining + self._expected) / BLOCK_TOKENS
         free = np.array([view.free_blocks if view.requests else np.inf for view in views])[:, None]
         return np.asarray(blocks + reserve <= free)
 
@@ -112,6 +166,7 @@ def _cached(offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
     """Returns how much of each prompt each engine has in its prefix cache, [W, R]."""
     cached = np.zeros((len(views), len(offers)))
     for r, offered in enumerate(offers):
-        if offered.prefix:
-            cached[:, r] = [cached_tokens(offered, view) for view in views]
+        for w, view in enumerate(views):
+            if offered.prefix and offered.prefix[0] in view.prefixes:
+                cached[w, r] = cached_tokens(offered, view)
     return cached

@@ -47,6 +47,11 @@ def absent_bytes(union: FloatArray) -> bytes:
     return told.tobytes()
 
 
+def experts_of(absent: bytes) -> float:
+    """Returns how many experts a step is expected to load, of all layers, where so much was told."""
+    return len(absent) - float(np.frombuffer(absent, np.uint8).sum()) / 255
+
+
 def union_of(absent: bytes, sizes: ModelSizes) -> FloatArray | None:
     """Returns the log of the chance [L, E] that was told."""
     if len(absent) != sizes.layers * sizes.experts or not absent:

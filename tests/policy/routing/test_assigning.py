@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgemoe.policy.routing.baselines import Anywhere, BetterOfTwo, ByLabel, Push, Turns, fewest, least_requests
+from edgemoe.policy.routing.by_experts import DecodeTimes, PromptForecast, UnionTerm
 from edgemoe.policy.routing.dispatches import FORGET_S, Dispatches
 from edgemoe.policy.routing.gimbal import GimbalChoice, GimbalThresholds
-from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy, cached_tokens
+from edgemoe.policy.routing.offers import EngineView, Offered, RoutingPolicy, Values, cached_tokens, with_offer
 from edgemoe.policy.routing.pull import Pull, PullLimits
 
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
@@ -148,9 +150,68 @@ def test_pull_takes_the_shortest_and_prefers_the_engine_that_has_the_prefix_unti
     assert Pull(PullLimits()).assign([long], [engine("a"), replace(holder, prefill_tokens=600)], 0.0) == [("long", "a")]
 
 
-def test_what_else_a_request_costs_an_engine_counts_beside_its_prefill() -> None:
-    pull = Pull(PullLimits(), lambda offers, views: Pull(PullLimits()).keys(offers, views, 0.0) * -2.0)
-    assert pull.assign([offer("short", 100), offer("long", 900)], [engine("a")], 0.0)[0].request == "long"
+def test_what_else_a_request_costs_beyond_the_cheapest_engine_counts_beside_its_prefill() -> None:
+    def cost(offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
+        return np.array([[one.prompt_tokens / 100 * (view.place == "b") for one in offers] for view in views])
+
+    offers, views = [offer("short", 100), offer("long", 900)], [engine("a"), engine("b", prefill=1)]
+    assert Pull(PullLimits()).assign(offers, views, 0.0) == [("short", "a"), ("long", "b")]
+    assert Pull(PullLimits(), cost).assign(offers, views, 0.0) == [("short", "a"), ("long", "a")]
+
+
+@given(offers=offers_, views=engines_, waited_s=st.floats(0.0, 1e4), seed=st.integers(0, 99))
+def test_what_is_reckoned_again_after_each_assignment_is_what_reckoning_all_anew_finds(
+    offers: list[Offered], views: list[EngineView], waited_s: float, seed: int
+) -> None:
+    """Of many offers, the first to go, then of the rest the first, and so on, each time by a policy that knows none."""
+    rng = np.random.default_rng(seed)
+    shape = (2, 6)
+
+    def seen(view: EngineView) -> EngineView:
+        known = {"union": np.log1p(-0.9 * rng.random(shape)), "resident": 0.1 * rng.random(shape)}
+        told = {name: table.astype(np.float32) for name, table in known.items() if rng.random() < 0.7}
+        return replace(view, step_s=0.01, expert_s=0.01 * rng.random(), **told)  # type: ignore[arg-type]
+
+    forecast = PromptForecast(2)
+    chances = [forecast.chance(rng.integers(0, 50, shape).astype(np.float32)) for _ in offers]
+    left = [
+        replace(one, chance=each if rng.random() < 0.8 else None) for one, each in zip(offers, chances, strict=True)
+    ]
+    there = {view.place: seen(view) for view in views}
+    limits, term = replace(PullLimits(), ahead_requests=2, affinity=0.0), UnionTerm(DecodeTimes(0.01, 0.001))
+    whole = Pull(limits, term)
+    for _ in range(2):  # what the term remembers of the first time changes nothing
+        found = whole.assign(left, list(there.values()), waited_s)
+    for request, place in found:
+        anew = Pull(limits, UnionTerm(DecodeTimes(0.01, 0.001)))
+        assert anew.assign(left, list(there.values()), waited_s)[0] == (request, place)
+        taken = next(one for one in left if one.request == request)
+        there[place] = with_offer(there[place], taken)
+        left.remove(taken)
+    assert not Pull(limits, UnionTerm(DecodeTimes(0.01, 0.001))).assign(left, list(there.values()), waited_s)
+
+
+def test_pull_sends_a_user_where_he_was_until_that_has_expired_or_is_busy() -> None:
+    """A key covers 64 tokens; half of that is expected of the prompt there, beyond what keys show: 32 ms."""
+    pull, views = Pull(PullLimits(affinity_s=10.0)), [engine("a"), engine("b")]
+
+    def asked(user: str) -> Offered:
+        return replace(offer(user=user, prompt=200), key_tokens=64)
+
+    assert pull.assign([asked("u")], views[1:], 0.0) == [("r", "b")]
+    assert pull.assign([asked("u")], views, 5.0) == [("r", "b")]
+    assert pull.assign([asked("v")], views, 5.0) == [("r", "a")]
+    assert pull.assign([asked("u")], [views[0], replace(views[1], prefill_tokens=40)], 6.0) == [("r", "a")]
+    assert pull.assign([asked("u")], views[1:], 7.0) == [("r", "b")]
+    assert pull.assign([asked("u")], views, 17.5) == [("r", "a")], "expired"
+
+
+def test_a_request_stays_beside_its_front_unless_another_box_has_more_to_offer() -> None:
+    views = [engine("a"), engine("b"), replace(engine("c"), prefixes=frozenset([7]))]
+    local = replace(offer(), home="b")
+    assert Pull(PullLimits()).assign([local], views, 0.0) == [("r", "b")]
+    assert Pull(PullLimits()).assign([local], [views[0], engine("b", prefill=500)], 0.0) == [("r", "a")]
+    assert Pull(PullLimits()).assign([replace(local, prefix=(7,), key_tokens=64)], views, 0.0) == [("r", "c")]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +271,7 @@ def test_a_ledger_counts_a_dispatch_until_a_report_names_it() -> None:
     assert b.requests == 0
     dispatches.hear(replace(engine("a", prefill=90, running=1), taken=frozenset("1"), reported_s=0.5))
     assert [(view.requests, view.prefill_tokens) for view in dispatches.views()] == [(2, 390), (0, 0)]
+    assert dispatches.views()[0] is dispatches.views()[0], "nothing has changed"
     dispatches.withdraw("2")
     assert dispatches.views()[0].requests == 1
     dispatches.dispatch(offer("3"), "b", 1.0)

@@ -14,7 +14,7 @@ from edgemoe.policy.routing.by_experts import (
     PromptForecast,
     UnionChoice,
     UnionTerm,
-    step_costs,
+    engine_step,
 )
 from edgemoe.policy.routing.expert_clusters import ExpertClusters, Fit
 from edgemoe.policy.routing.expert_union import absence
@@ -76,8 +76,9 @@ def test_offers_that_are_placed_together_see_each_other() -> None:
 
 def test_an_engine_that_does_not_say_counts_as_full_of_different_requests() -> None:
     silent, alike = replace(engine("a", LOW, LOW), union=None), engine("b", LOW, LOW)
-    _, costs = step_costs([FORECAST.chance(counts(LOW))], [silent, alike], TIMES)
-    assert costs[0, 0] > costs[1, 0]
+    chance = FORECAST.chance(counts(LOW))
+    costs = [engine_step(view, chance, TIMES).cost_s(chance) for view in (silent, alike)]
+    assert costs[0] > costs[1]
 
 
 def test_engines_with_room_take_what_fits_their_experts_even_if_it_came_later() -> None:
@@ -89,14 +90,16 @@ def test_engines_with_room_take_what_fits_their_experts_even_if_it_came_later() 
     assert policy.assign(aged, [full, open_], 0.0)[0].request == "low"
 
 
-def test_the_term_is_what_an_engine_costs_beyond_the_cheapest_for_all_tokens() -> None:
+def test_the_term_is_what_an_engine_costs_for_all_tokens_of_who_is_foreseen() -> None:
     views = [engine("a", LOW), engine("b", HIGH)]
     once, twice = offered(LOW), replace(offered(LOW), expected_tokens=20.0)
-    found = UnionTerm(TIMES)([once, twice, replace(once, chance=None)], views)
+    term = UnionTerm(TIMES)
+    found = term([once, twice, replace(once, chance=None)], views)
     assert once.chance is not None
-    costs = step_costs([once.chance], views, TIMES)[1][:, 0]
-    assert found[0].tolist() == [0, 0, 0]
-    assert found[1] == pytest.approx([10 * (costs[1] - costs[0]), 20 * (costs[1] - costs[0]), 0])
+    costs = [engine_step(view, once.chance, TIMES).cost_s(once.chance) for view in views]
+    assert found == pytest.approx(np.array([[10 * cost, 20 * cost, 0] for cost in costs]))
+    busier = engine("a", LOW, LOW, HIGH)
+    assert term([once], [busier])[0, 0] > term([once], views)[0, 0] == found[0, 0]
 
 
 def test_pulling_without_terms_fills_engines_evenly() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgemoe.policy.routing.expert_union import absence, chances, union_costs
+from edgemoe.policy.routing.expert_union import absence, chances, step_of
 
 EXPERTS = 3
 chance_lists = st.lists(st.floats(0, 0.99), min_size=EXPERTS, max_size=EXPERTS)
@@ -30,16 +30,10 @@ def step_s(seconds: np.ndarray, requests: list[list[float]]) -> float:
 def test_costs_are_those_of_all_outcomes(running: list[list[float]], new: list[float], seconds: list[float]) -> None:
     price = np.array(seconds, np.float32)
     absent = np.sum([absence(np.array(each, np.float32)) for each in running], axis=0) * np.ones((1, 1, EXPERTS))
-    now, costs = union_costs(
-        price[None, None],
-        absent.astype(np.float32),
-        np.array([len(running)]),
-        np.array([0.5]),
-        np.array([[new]], np.float32),
-    )
+    step = step_of(price[None], absent[0].astype(np.float32), len(running), 0.5)
     before, after = 0.5 + step_s(price, running), 0.5 + step_s(price, [*running, new])
-    assert now[0] == pytest.approx(before, abs=1e-4)
-    assert costs[0, 0] == pytest.approx(after + len(running) * (after - before), abs=1e-3)
+    assert step.now_s == pytest.approx(before, abs=1e-4)
+    assert step.cost_s(np.array([new], np.float32)) == pytest.approx(after + len(running) * (after - before), abs=1e-3)
 
 
 def test_a_prompt_outweighs_the_prior_the_longer_it_is() -> None:

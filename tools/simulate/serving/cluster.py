@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from edgemoe.engine.fairness import Fairness
@@ -50,6 +50,8 @@ class Cluster:
                 report_s = self._report(report_s)
             else:
                 job = coming.pop()
+                if not job.offered.expected_tokens:
+                    job.offered = replace(job.offered, expected_tokens=self._expected)
                 self.offers[job.offered.request] = job
                 self._assign(next_s)
 

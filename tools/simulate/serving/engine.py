@@ -156,6 +156,7 @@ class Engine:
             taken=frozenset(self.taken),
             reported_s=reported_s,
             union=self._union(),
+            decode_s=self._step_s(),
         )
 
     def reported(self) -> None:
@@ -174,6 +175,11 @@ class Engine:
         """Returns the log of the chance that none of those here chooses an expert; None where nobody says."""
         absent = [job.absent for job in (*self.waiting, *self._jobs.values()) if job.absent is not None]
         return np.sum(absent, axis=0) if absent else None
+
+    def _step_s(self) -> float:
+        """Returns what a step has taken, on average; 0 before any."""
+        steps, seconds = self.batch.active.tolist()
+        return float(seconds / steps) if steps else 0.0
 
     def _sort(self) -> None:
         shape, self._stale = self.shape, False

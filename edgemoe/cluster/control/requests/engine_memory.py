@@ -9,7 +9,7 @@ from edgemoe.cluster.control.requests.reading import keys_of
 from edgemoe.cluster.rpc.control_messages import EngineUse
 from edgemoe.cluster.rpc.messages.choices import EngineChoices
 from edgemoe.policy.routing.offers import EngineView
-from edgemoe.policy.routing.told import MOST_S, ModelSizes, resident_of, union_of
+from edgemoe.policy.routing.told import MOST_S, ModelSizes, experts_of, resident_of, union_of
 
 MAX_KEYS = 4096  # of prompts; the longest unused go first, as they do in the engine's cache
 TOKENS_PER_S = 1000.0  # of prefill, of an engine that has not measured it
@@ -21,6 +21,7 @@ class EngineMemory:
 
     def __init__(self) -> None:
         self._choices = NO_CHOICES
+        self._experts = 0.0  # that a step loads there
         self._keys: OrderedDict[int, None] = OrderedDict()
         self._prefixes: frozenset[int] = frozenset()
 
@@ -39,7 +40,9 @@ class EngineMemory:
     def hear(self, place: str, use: EngineUse, sizes: ModelSizes, now_s: float) -> EngineView:
         """Takes the engine's report. Returns what is known of it now."""
         self.note(keys_of(use.prefixes))
-        self._choices = choices = use.choices or self._choices
+        if use.choices is not None:
+            self._choices, self._experts = use.choices, experts_of(use.choices.absent)
+        choices = self._choices
         return EngineView(
             place,
             use.slots,
@@ -58,4 +61,5 @@ class EngineMemory:
             union=union_of(choices.absent, sizes),
             step_s=min(choices.step_s, MOST_S),
             expert_s=min(choices.expert_s, MOST_S),
+            decode_s=min(choices.step_s + choices.expert_s * self._experts, MOST_S),
         )

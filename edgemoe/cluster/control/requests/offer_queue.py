@@ -182,8 +182,12 @@ class OfferQueue:
         return True
 
     def _offered(self, name: str, offer: RequestOffer, now_s: float) -> Offered:
-        offered = offered_as(name, offer, self._serving.sizes, now_s)
+        offered = offered_as(name, offer, self._serving.sizes, now_s, self._home(name))
         return offered if self.foreseen_bytes < MOST_FORECAST_BYTES else _unforeseen(offered)
+
+    def _home(self, name: str) -> str:
+        node, _, _ = name.rpartition(":")
+        return next((place for place in self._memories if place.rpartition(":")[0] == node), "")
 
     def _hear(self, node: str, use: EngineUse, now_s: float) -> None:
         place = f"{node}:{use.engine}"

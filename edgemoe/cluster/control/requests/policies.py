@@ -17,7 +17,7 @@ from edgemoe.policy.routing.pull import Pull, PullLimits
 
 def make_policy(settings: ClusterSettings, band: LocalityBand) -> RoutingPolicy:
     """Returns the policy by which this box decides while it leads; pull where its own requests ask nobody."""
-    pull = Pull(PullLimits(), UnionTerm(UNMEASURED))
+    pull = Pull(PullLimits(affinity_s=settings.route_affinity_s), UnionTerm(UNMEASURED))
     if settings.route in ("gimbal", "published"):
         thresholds = GimbalThresholds(
             settings.route_kv_usage, settings.route_kv_difference, settings.route_load_tokens, settings.route_affinity_s

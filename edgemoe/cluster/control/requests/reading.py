@@ -11,7 +11,7 @@ from edgemoe.policy.routing.told import ModelSizes, counts_of
 from edgemoe.types.arrays import FloatArray
 
 
-def offered_as(name: str, offer: RequestOffer, sizes: ModelSizes, now_s: float) -> Offered:
+def offered_as(name: str, offer: RequestOffer, sizes: ModelSizes, now_s: float, home: str) -> Offered:
     """Returns what a policy may know of the request; nothing of its experts where they cannot be this model's."""
     told = offer.signature
     counts = None if told is None else counts_of(told.tokens, told.chosen, sizes)
@@ -22,6 +22,7 @@ def offered_as(name: str, offer: RequestOffer, sizes: ModelSizes, now_s: float) 
         max_tokens=offer.max_tokens,
         expected_tokens=float(min(offer.expected_tokens, offer.max_tokens)),
         user=str(offer.user) if offer.user else "",
+        home=home,
         prefix=tuple(keys_of(offer.prefix)),
         key_tokens=PREFIX_TOKENS,
         signature=counts,

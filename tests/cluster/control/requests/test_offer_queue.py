@@ -225,6 +225,21 @@ def test_a_user_goes_where_he_went_before_by_whatever_front_until_that_is_long_a
     assert len(places) == 3
 
 
+def test_a_request_is_pulled_by_its_own_box_or_by_that_of_its_user_for_a_while() -> None:
+    def asked(number: int) -> RequestOffer:
+        return msgspec.structs.replace(offer(number, tokens=100, user=7), prefix=b"")
+
+    queue, clock = queue_of()
+    for node in NODES:
+        queue.handle(Uses(node, idle(node)))
+    assert granted(queue.handle(Offers("b", asked(1)))) == [(1, "b:b1")]
+    queue.handle(Uses("b", idle("b", taken=[("b", 1)])))
+    assert granted(queue.handle(Offers("c", asked(2)))) == [(2, "b:b1")]
+    queue.handle(Uses("b", idle("b", taken=[("c", 2)])))
+    clock.now_s += ClusterSettings().route_affinity_s + 1
+    assert granted(queue.handle(Offers("c", asked(3)))) == [(3, "c:c1")]
+
+
 COUNTS, SMALLS = st.sampled_from([0, 1, 1 << 62]), st.sampled_from([0, 1, 1 << 24])
 USES = st.builds(
     EngineUse,
