@@ -239,9 +239,10 @@ def test_without_room_a_member_keeps_entries_in_its_journal_but_gives_no_vote(
 def test_a_member_whose_vote_could_not_be_kept_says_nothing_more(abc: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where there is room again when it is asked a second time: it begins anew from what is on its disk."""
     abc.start()
-    abc.until(lambda: whole(abc))
-    link, said = abc.transport.links["a"], list[bytes]()
-    monkeypatch.setattr(abc.transport.links["b"], "message", lambda _node, payload: said.append(payload))
+    abc.until(lambda: whole(abc) and abc.elected())
+    asks, hit = abc.elected()[0], next(name for name in ABC if name not in abc.elected())
+    link, said = abc.transport.links[hit], list[bytes]()
+    monkeypatch.setattr(abc.transport.links[asks], "message", lambda _node, payload: said.append(payload))
     replace, failed = journal.replace_file, list[Path]()
 
     def full_once(path: Path, data: bytes) -> None:
@@ -251,15 +252,15 @@ def test_a_member_whose_vote_could_not_be_kept_says_nothing_more(abc: World, mon
         replace(path, data)
 
     monkeypatch.setattr(journal, "replace_file", full_once)
-    last = abc.running["a"].journal[-1]
+    last = abc.running[hit].journal[-1]
     asked = {"type": "request_vote", "term": 1000, "last_log_index": last[1], "last_log_term": last[2]}
     said.clear()
     for _ in range(3):
-        link.message("b", voters_digest(ABC) + msgspec.msgpack.encode(asked))
-    abc.running["a"].tick(0.0)
+        link.message(asks, voters_digest(ABC) + msgspec.msgpack.encode(asked))
+    abc.running[hit].tick(0.0)
     assert failed
     assert said == []
-    assert abc.running["a"].journal.failed
+    assert abc.running[hit].journal.failed
 
 
 def test_an_operation_of_a_later_release_is_passed_over_by_all_alike(abc: World) -> None:
