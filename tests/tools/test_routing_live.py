@@ -114,7 +114,7 @@ def test_a_sitting_measures_what_the_log_lacks(tmp_path: Path, capsys: pytest.Ca
     sizes = ["--rounds", "2", "--scale", "0.1"]
     assert main([*command, *sizes, "--parts", "apart,terms"]) == 0
     records = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [each["part"] for each in records] == ["costs", *["apart"] * 8, *["terms"] * 6]
+    assert [each["part"] for each in records] == ["costs", *["apart"] * 8, *["terms"] * 12]
     assert all(each["complete"] == each["of"] for each in records[1:])
     assert all(each["read_mb"] > 0 < each["misses"] for each in records[9:])
     handed = {each["variant"]: each["edgemoe_handed_over_requests_total"] for each in records[1:9]}

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgemoe-routing")
     p.add_argument("--parts", default=",".join(PARTS))
     p.add_argument("--models", default=",".join(MODELS))
-    p.add_argument("--rounds", type=int, default=4, help="of what takes turns")
+    p.add_argument("--rounds", type=int, default=3, help="of what takes turns")
     p.add_argument("--scale", type=float, default=1.0, help="of all numbers of requests in such a round")
     p.add_argument("--table", action="store_true", help="only prints what the log holds")
     p.add_argument("--plots", type=Path, help="only draws what the log holds, into this folder")

@@ -31,7 +31,7 @@ from tools.testbed.bed import Bed
 from tools.testbed.daemons import Cluster, Daemon
 
 RULES = get_args(Route)
-SAME, SAME_TOKENS = {"demo": 8, "constructed": 4}, {"demo": 48, "constructed": 24}  # requests at each box, twice
+SAME, SAME_TOKENS = {"demo": 8, "constructed": 3}, {"demo": 48, "constructed": 24}  # requests at each box, twice
 USERS, TURNS, BEGINNING = 6, 6, 384  # tokens that all of a user's prompts begin with
 
 

@@ -32,8 +32,8 @@ from tools.bench.routing_live.sitting import Sitting
 from tools.testbed.daemons import Cluster
 
 TRACE, SCALE = "azure-llm-2023/conv.csv.gz", 1 / 8
-REQUESTS = {"demo": 200, "constructed": 80}  # of a round
-APART = {"demo": 100, "constructed": 40}
+REQUESTS = {"demo": 200, "constructed": 48}  # of a round
+APART = {"demo": 100, "constructed": 24}
 WARM, AT_ONCE = 40, 50  # requests before the first round; those whose rate is measured
 SHARES = (0.25, 0.5)  # of that rate, where prefill and decode may be apart
 LOADED, LOAD = ("pull", "spread", "local"), 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -119,6 +120,7 @@ def terms_table(records: Sequence[Record]) -> Iterator[str]:
         "experts_a_step": "experts a step",
         "experts_a_token": "a token",
         "batch": "batch",
+        "took_s": "all, s",
         "misses": "misses",
         "read_mb": "read, MB",
         "step_ms": "step, ms",
@@ -127,13 +129,13 @@ def terms_table(records: Sequence[Record]) -> Iterator[str]:
         "tpot_mean_s": "mean",
         "tpot_p99_s": "p99",
     }
-    yield from head("model", "knows of experts", *figures.values(), "offered, of", "with a signature")
-    for model in each_of(records, "model"):
-        found = variants(records, model=model)
+    yield from head("model", "come", "knows of experts", *figures.values(), "offered, of", "with a signature")
+    for model, load in itertools.product(each_of(records, "model"), each_of(records, "at")):
+        found = variants(records, model=model, at=load)
         for variant, rows in found.items():
             cells = (f"{np.mean([one[name] for one in rows]):.4g}" for name in figures)
             offered, signed, of = (sum(one[name] for one in rows) for name in ("offered", "with a signature", "of"))
-            yield row(model, variant, *cells, f"{offered:.0f} of {of}", f"{signed:.0f}")
-        for variant in found.keys() - {"neither"} if "neither" in found else ():
+            yield row(model, load, variant, *cells, f"{offered:.0f} of {of}", f"{signed:.0f}")
+        for variant in [each for each in found if each != "neither"] if "neither" in found else ():
             cells = (change(found[variant], found["neither"], name) for name in figures)
-            yield row(model, f"{variant} against neither", *cells, "", "")
+            yield row(model, load, f"{variant} against neither", *cells, "", "")

@@ -1,9 +1,10 @@
 """Part `terms`: what marginal union and residency are worth to the default rule where boxes lack half of the experts.
 
 Every box has the whole model on a disk of limited speed and memory for half of its experts; boxes compute nothing for
-each other. Users, each of one kind of prompt, come to the boxes in turn, at nearly the rate that can be answered. Three
-clusters take turns with the same requests: one that routes by both, one that takes all experts for in place, one that
-does not look at experts at all.
+each other. Requests of users, each of one kind of prompt, come to the boxes in turn: all at once, so that nearly all
+wait for the leader's word, or at nearly the rate that can be answered, where a box starts many unasked. Three clusters
+take turns with the same requests: one that routes by both, one that takes all experts for in place, one that does not
+look at experts at all.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ SHARE = 0.5  # of the experts that a box has memory for
 DISK_BYTES_PER_S = 400_000_000
 USERS = 12  # two of each kind
 PROMPT_TOKENS, TOKENS = 24, 32
-REQUESTS = {"demo": 96, "constructed": 48}  # of a round
+REQUESTS = {"demo": 96, "constructed": 36}  # of a round
 PROMPTS = 40  # of each kind
-LOAD = 0.95  # of the rate at which requests were answered that came at once
+AT_ONCE, LOAD = "at once", 0.95  # of the rate at which requests were answered that came at once
+LOADS = (AT_ONCE, LOAD)
 MODULES = {"both": "edgemoe", "union": "tools.testbed.blind.residency", "neither": "tools.testbed.blind.union"}
 FAMILIES = (names.STEPS, names.STEP_TOKENS, names.STEP_SECONDS, names.ACTIVE_EXPERTS)
 MOVED = (names.OFFERED, names.GRANTED, names.OFFERS_FORECAST, names.TIER_MISSES, names.STALL_SECONDS)
@@ -35,7 +37,7 @@ MOVED = (names.OFFERED, names.GRANTED, names.OFFERS_FORECAST, names.TIER_MISSES,
 def measure_terms(sitting: Sitting, model: Model) -> None:
     """Rounds of the same requests at three clusters in turn."""
     key = {"part": "terms", "model": model}
-    todo = list(sitting.rounds_of(tuple(MODULES), **key))
+    todo = [(load, *one) for load in LOADS for one in sitting.rounds_of(tuple(MODULES), at=load, **key)]
     if not todo:
         return
     limits = Limits(disk_bytes_per_s=DISK_BYTES_PER_S, disk_of=model.store)
@@ -43,9 +45,10 @@ def measure_terms(sitting: Sitting, model: Model) -> None:
     prompts = prompts_of(model, sitting.data / "prompts", PROMPTS, PROMPT_TOKENS)
     with side_by_side(sitting.work, model.store, kinds) as made:
         per_s = min(answered_per_s(sitting, model, cluster, prompts) for cluster in made.values())
-        for number, variant in todo:
-            found = measured(made[variant], *asked(sitting, model, prompts, LOAD * per_s, number))
-            sitting.note(found | {"per_s": LOAD * per_s}, variant=variant, round=number, **key)
+        for load, number, variant in todo:
+            requests, users = asked(sitting, model, prompts, LOAD * per_s, number)
+            found = measured(made[variant], requests, users, due=load != AT_ONCE)
+            sitting.note(found | {"per_s": LOAD * per_s}, variant=variant, round=number, at=load, **key)
 
 
 def answered_per_s(sitting: Sitting, model: Model, made: Cluster, prompts: Prompts) -> float:
@@ -71,12 +74,12 @@ def asked(
     return requests, [f"u{user}" for user in drawn]
 
 
-def measured(made: Cluster, requests: list[Arrival], users: list[str]) -> dict[str, float]:
+def measured(made: Cluster, requests: list[Arrival], users: list[str], due: bool) -> dict[str, float]:
     """Returns what clients saw of a round, and what its decode steps loaded."""
     before, moved = counted(made, FAMILIES, phase="decode"), counted(made, MOVED)
     read = counted(made, (names.BYTES_MOVED,), **{"from": "nvme"})
     began_s = time.monotonic()
-    found = figures(send(made, requests, users))
+    found = figures(send(made, requests, users, due))
     took_s = time.monotonic() - began_s
     time.sleep(STATS_S)
     steps, tokens, seconds, experts = grown(before, counted(made, FAMILIES, phase="decode")).values()
