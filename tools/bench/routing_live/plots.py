@@ -46,6 +46,8 @@ def apart(records: Sequence[Record]) -> Figure:
         places = [3 * place + at for place in range(len(settings)) for at in range(2)]
         axes.set_xticks(places, ["mixed", "apart"] * len(settings), rotation=60, fontsize=8)
         axes.set(ylabel=label, yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(alpha=0.3, axis="y")
     told = ", ".join(f"{model} at {share:.0%}" for model, share in settings)
     figure.suptitle(f"from left to right: {told} of what is answered at once", fontsize=9)
