@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgemoe.cluster.control.requests import engine_memory
+from edgemoe.cluster.rpc.control_messages import EngineUse
+from edgemoe.cluster.rpc.messages.choices import EngineChoices
 from edgemoe.policy.routing.by_experts import DecodeTimes, UnionTerm
 from edgemoe.policy.routing.offers import EngineView, Offered
+from edgemoe.policy.routing.told import ModelSizes
 from tools.bench.prism.models import STAND_INS, WORDS, Model, words_of
 from tools.bench.routing_live.__main__ import main
 from tools.bench.routing_live.plots import draw
@@ -79,21 +83,27 @@ def test_plots_show_what_there_is(tmp_path: Path) -> None:
     assert all((tmp_path / f"routing_{name}.png").stat().st_size > 1000 for name in ("live", "apart"))
 
 
-def test_blind_leaders_know_less_by_so_much() -> None:
+def test_blind_leaders_know_less_by_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two engines that are alike one has the experts far away that the request chooses."""
-    chance = np.zeros((1, 4), np.float32)
-    chance[0, :2] = 0.9
-    far, near = np.zeros((2, 1, 4), np.float32)
-    far[0, :2], near[0, 2:] = 1.0, 1.0
-    views = [
-        EngineView(place, 4, 8, 64, 64, resident=table, union=np.zeros((1, 4), np.float32), step_s=1.0, expert_s=0.1)
-        for place, table in (("far", far), ("near", near))
-    ]
+    chance = np.array([[0.9, 0.9, 0.0, 0.0]], np.float32)
     offers = [Offered("0", 16, 0.0, 10, 10.0, chance=chance)]
-    term = UnionTerm(DecodeTimes(1.0, 0.1))
-    assert term(offers, views)[0, 0] > 1.0 > term(offers, views)[1, 0] == 0.0
-    assert np.allclose(residency.unaware(term, offers, views), 0.0)
-    assert not union.nothing(term, offers, views).any()
+    apart_s = {}
+    for blind in (False, True):
+        if blind:
+            monkeypatch.setattr(engine_memory, "resident_of", residency.unheard)
+        views = [told(place, far) for place, far in (("far", b"\1\1\0\0"), ("near", b"\0\0\1\1"))]
+        far, near = UnionTerm(DecodeTimes(1.0, 0.1))(offers, views)[:, 0]
+        apart_s[blind] = far - near
+    assert apart_s[False] > 1.0
+    assert apart_s[True] == pytest.approx(0.0)
+    assert not union.nothing(UnionTerm(DecodeTimes(1.0, 0.1)), offers, views).any()
+
+
+def told(place: str, far: bytes) -> EngineView:
+    """What is known of an engine that has said where its experts are."""
+    choices = EngineChoices(b"\xff" * 4, far, (1.0,), 1.0, 0.1)
+    use = EngineUse(engine="x", slots=4, capacity=8, blocks=64, free_blocks=64, choices=choices)
+    return engine_memory.EngineMemory().hear(place, use, ModelSizes(1, 4), 0.0)
 
 
 @pytest.mark.slow

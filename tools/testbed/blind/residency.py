@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Sequence
-from dataclasses import replace
 
-from edgemoe.policy.routing.by_experts import UnionTerm
-from edgemoe.policy.routing.offers import EngineView, Offered, Values
-
-costs = UnionTerm.__call__
+from edgemoe.cluster.control.requests import engine_memory
+from edgemoe.policy.routing.told import ModelSizes
 
 
-def unaware(self: UnionTerm, offers: Sequence[Offered], views: Sequence[EngineView]) -> Values:
-    """Returns what requests would cost if nothing had to be fetched."""
-    return costs(self, offers, [replace(view, resident=None) for view in views])
+def unheard(far: bytes, far_s: Sequence[float], sizes: ModelSizes) -> None:
+    """Returns what an engine says of where its experts are: nothing."""
 
 
 if __name__ == "__main__":
-    UnionTerm.__call__ = unaware  # type: ignore[method-assign]
+    engine_memory.resident_of = unheard  # type: ignore[attr-defined]
     runpy.run_module("edgemoe", run_name="__main__", alter_sys=True)
