@@ -3,12 +3,14 @@
     python -m tools.bench.replacement DATA --devices 2,4 --json
 
 Every policy sees a task's first half and is scored on the second: `cut` is the share of (expert, next layer's expert)
-pairs of a token that lie on two devices, `fullest` the load of a layer's fullest device beside an even share. `offline`
-knows the other tasks only. `moved` is the share of experts that move when the first half's placement is relocated by
-the second's counts, `moved_dear` where a move has to pay for itself. `oracle` is the gap to the optimum (a
-mixed-integer program) on a few layers and the experts most chosen there. `nodes` are two servers, each with a task,
-and memories as 1 : 2: Prism's plan, and it refined by the successions of their own tokens, or of the third task's
-(`offline`), scored by remote experts, peers called and cut. The last line is one JSON object.
+pairs of a token that lie on two devices, `fullest` the load of a layer's fullest device beside an even share, `busiest`
+the same of each token by itself, for which the layer waits, `misses` what devices' caches miss, each with the experts
+used last, a quarter of all together. `offline` knows the other tasks only. `moved` is the share of experts that move
+when the first half's placement is relocated by the second's counts, `moved_dear` where a move has to pay for itself.
+`oracle` is the gap to the optimum (a mixed-integer program) on a few layers and the experts most chosen there. `nodes`
+are two servers, each with a task, and memories as 1 : 2: Prism's plan, and it refined by the successions of their own
+tokens, or of the third task's (`offline`), scored by remote experts, peers called and cut. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import OrderedDict
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from edgemoe.policy.placement.pairs import Routes
 from edgemoe.policy.placement.prism import prism
 from edgemoe.policy.placement.problem import PlacementProblem
 from edgemoe.policy.placement.score import score
@@ -38,6 +42,7 @@ SHARE = 0.5  # of the anchor's room, where the search begins
 PRICES = (1.0, 4.0, 16.0)  # of uneven load, in traffic
 SMALL_LAYERS, SMALL_EXPERTS = 3, 6
 CAPACITIES = (1.1, 1.45)
+CACHED, CACHED_TOKENS = 0.25, 2000
 
 
 def counts(routes: tuple[Any, ...]) -> ExpertTraffic:
@@ -54,6 +59,30 @@ def scored(home: IntArray, traffic: ExpertTraffic, devices: int) -> dict[str, fl
         "cut": round(cut(home, traffic) / float(traffic.passed.sum()), 4),
         "fullest": round(float((each.max(axis=1) / each.mean(axis=1)).mean()), 4),
     }
+
+
+def busiest(home: IntArray, tokens: Routes, devices: int) -> float:
+    """Of a token's experts of a layer, those on the device with most, beside an even share; the mean."""
+    where = home[np.arange(len(home))[:, None], tokens]  # [T, L, k]
+    most = np.stack([(where == device).sum(axis=2) for device in range(devices)]).max(axis=0)
+    return round(float(most.mean()) * devices / tokens.shape[2], 4)
+
+
+def misses(home: IntArray, tokens: Routes, devices: int) -> float:
+    """Share of the chosen experts that a device does not have among those that it used last."""
+    room = int(CACHED * home.size / devices)
+    caches = [OrderedDict[tuple[int, int], None]() for _ in range(devices)]
+    missed = 0
+    for token in tokens.tolist():
+        for layer, chosen in enumerate(token):
+            for expert in chosen:
+                cache = caches[home[layer, expert]]
+                missed += (layer, expert) not in cache
+                cache[layer, expert] = None
+                cache.move_to_end((layer, expert))
+                if len(cache) > room:
+                    cache.popitem(last=False)
+    return round(missed / tokens.size, 4)
 
 
 def placements(seen: ExpertTraffic, others: ExpertTraffic, devices: int) -> dict[str, IntArray]:
@@ -99,7 +128,9 @@ def study(tasks: list[Task], devices: int) -> dict[str, Any]:
         seen, unseen = counts(tasks[n].seen), counts(tasks[n].unseen)
         others = counts(tuple(each for m, task in enumerate(tasks) if m != n for each in task.seen))
         for name, home in placements(seen, others, devices).items():
-            rows.setdefault(name, []).append(scored(home, unseen, devices))
+            tokens = np.concatenate(tasks[n].unseen)
+            own = {"busiest": busiest(home, tokens, devices), "misses": misses(home, tokens[:CACHED_TOKENS], devices)}
+            rows.setdefault(name, []).append(scored(home, unseen, devices) | own)
             if name.startswith("relocated"):
                 weights = RelocationPrices(uneven=float(name.split()[-1]))
                 again = relocate(home, unseen, devices, weights)
