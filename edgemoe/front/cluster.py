@@ -38,7 +38,6 @@ from edgemoe.cluster.rpc.engine_messages import (
     ToCluster,
     decode_from_engine,
     decode_to_engine,
-    encode,
 )
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.cluster.rpc.messages.choices import Choosing, PrefixFound, PromptRead
@@ -184,7 +183,7 @@ class ClusterFront:
         return place
 
     def _host(self, question: Question[ControlMessage], submit: Submit, offer: int) -> Answer[ControlMessage]:
-        self._check_room()
+        self.check_room()
         self.hosted_requests.submit(question.peer, question.boot, submit)
         self._meter.note(submit, (question.peer, offer) if offer else None)
         self._offers.news.changed()
@@ -203,11 +202,8 @@ class ClusterFront:
 
     def _pass_on(self, message: RequestNews) -> None:
         """Acts on what our engine says of a request, or passes it on to the front whose it is."""
-        if (told := self.hosted_requests.told_to(message)) is None:
+        if not self.hosted_requests.tell(message):
             self._places.learn(message)
-        else:
-            node, message = told
-            self.plane.channel.tell(node, Tokens(), [encode(message)])
 
     def metrics(self) -> dict[str, float]:
         """Numbers for /metrics by their final names."""
@@ -245,15 +241,15 @@ class ClusterFront:
                     assert isinstance(question.message, Forward)
                     return self._host(question, submit, question.message.offer)
                 case PullPrefix() as pull:
-                    self._check_room()
-                    self.hosted_requests.pull(question.peer, pull)
+                    self.check_room()
+                    self.hosted_requests.pull(question.peer, question.boot, pull)
                     return Answer(Taken())
                 case Cancel() as cancel:
                     self.hosted_requests.cancel(question.peer, question.boot, cancel.request, cancel.attempt)
                     return Answer(Taken())
         raise PeerRefused("a frame of another kind")
 
-    def _check_room(self) -> None:
+    def check_room(self) -> None:
         """Raises PeerBusy where our engine takes no request of another front."""
         load = self._work.load()
         if load is None or load.requests >= load.capacity or self._requests.draining:

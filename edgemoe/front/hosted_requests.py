@@ -4,6 +4,9 @@ At the engine one is named "NODE/NUMBER", by the front that sent it and in the o
 order, each batch once the one before has arrived; what that front no longer waits for, it names in its answer. If it
 cannot be reached for GIVEN_UP_S, or comes back as another incarnation, its requests end here: it has forgotten them, or
 has them elsewhere, or asks for them (`missing`) and runs them again.
+
+The blocks that a front has our engine fetch for a request that is to move here are such a thing too: they have a name
+of that kind, and end with that front.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.errors import EdgemoeError, PeerBusy, PeerError, PeerRefused, Unsendable, WireError
 from edgemoe.front.requests.engine_use import HeldRequest
-from edgemoe.types.bounds import REQUEST_CHARS, USER_CHARS
+from edgemoe.types.bounds import USER_CHARS
 from edgemoe.types.request import Emission
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,15 @@ class HostedRequest:
     prompt_tokens: int
     max_tokens: int
     emitted: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostedPull:
+    """Blocks that our engine fetches for one attempt at a request of another front."""
+
+    front: RemoteFront
+    request: str
+    attempt: int
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +84,7 @@ class HostedRequests:
         self._channel, self._send, self._spawn = channel, send, spawn
         self._fronts: dict[str, RemoteFront] = {}
         self._hosted_requests: dict[str, HostedRequest] = {}  # by their names at our engine
+        self._pulls: dict[str, HostedPull] = {}  # likewise
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -88,11 +101,7 @@ class HostedRequests:
         Raises PeerBusy where none can be run, PeerRefused where its user's name is too long here.
         """
         user = _named(node, message.request.user, USER_CHARS)
-        front = self._fronts.get(node)
-        if front is None or front.boot != boot:
-            self.forget(node)
-            front = self._fronts[node] = RemoteFront(node, boot)
-        request = message.request
+        front, request = self._front_of(node, boot), message.request
         before = front.hosted_requests.get(request.id)
         if before is not None and before.attempt > message.attempt:
             return
@@ -114,11 +123,14 @@ class HostedRequests:
         front.hosted_requests[request.id] = self._hosted_requests[hosted.name] = hosted
 
     def cancel(self, node: str, boot: str, request: str, attempt: int) -> None:
-        """Cancels an attempt that its front no longer waits for."""
+        """Cancels an attempt that its front no longer waits for, and what is fetched for it."""
         front = self._fronts.get(node)
-        hosted = front.hosted_requests.get(request) if front is not None and front.boot == boot else None
+        if front is None or front.boot != boot:
+            return
+        hosted = front.hosted_requests.get(request)
         if hosted is not None and hosted.attempt == attempt:
             self._end(hosted)
+        self._end_pulls(lambda pull: (pull.front, pull.request, pull.attempt) == (front, request, attempt))
 
     def missing(self, node: str, boot: str, requests: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
         """Returns those of the front's requests, by (request, attempt), that neither run nor are on their way back."""
@@ -139,22 +151,22 @@ class HostedRequests:
                     self._pass_on(hosted, msgspec.structs.replace(one, request=hosted.request))
         return ours
 
-    def pull(self, node: str, message: PullPrefix) -> None:
-        """Has our engine fetch the blocks of a request that this front means to hand over.
-
-        Raises PeerBusy where none can, PeerRefused where the request's name is too long here.
-        """
-        if not self._send(msgspec.structs.replace(message, request=_named(node, message.request, REQUEST_CHARS))):
+    def pull(self, node: str, boot: str, message: PullPrefix) -> None:
+        """Has our engine fetch the blocks of a request that this front means to hand over. Raises PeerBusy."""
+        front, name = self._front_of(node, boot), f"{node}/{next(self._numbers)}"
+        if not self._send(msgspec.structs.replace(message, request=name)):
             raise PeerBusy("no engine takes requests here now")
+        self._pulls[name] = HostedPull(front, message.request, message.attempt)
 
-    def told_to(self, message: RequestNews) -> tuple[str, RequestNews] | None:
-        """Returns the front whose request this is about, and what it is told; None for a request of our own."""
-        node, _, request = message.request.partition("/")
-        if not request:
-            return None
-        if not isinstance(message, PrefixPulled) and (hosted := self._hosted_requests.get(message.request)) is not None:
-            request = hosted.request
-        return node, msgspec.structs.replace(message, request=request)
+    def tell(self, message: RequestNews) -> bool:
+        """Passes on what is about a request of another front; returns False for one of our own."""
+        if "/" not in message.request:
+            return False
+        pulled = isinstance(message, PrefixPulled)
+        about = self._pulls.pop(message.request, None) if pulled else self._hosted_requests.get(message.request)
+        if about is not None:
+            self._spawn(self._tell(about.front, msgspec.structs.replace(message, request=about.request)))
+        return True
 
     def forget(self, node: str) -> None:
         """Ends the requests of a front that has gone, or of whose incarnations another has come."""
@@ -163,6 +175,7 @@ class HostedRequests:
                 front.sending.cancel()
             for hosted in list(front.hosted_requests.values()):
                 self._end(hosted)
+            self._end_pulls(lambda pull: pull.front is front)
 
     def keep(self, boots: Mapping[str, str]) -> None:
         """Ends the requests of fronts that are not let in, or of another incarnation; "" where it is not known yet."""
@@ -174,6 +187,21 @@ class HostedRequests:
         """Their fronts notice by themselves, and have them run elsewhere."""
         for node in list(self._fronts):
             self.forget(node)
+
+    def _front_of(self, node: str, boot: str) -> RemoteFront:
+        """Returns that incarnation, and forgets any other."""
+        front = self._fronts.get(node)
+        if front is None or front.boot != boot:
+            self.forget(node)
+            front = self._fronts[node] = RemoteFront(node, boot)
+        return front
+
+    def _end_pulls(self, unwanted: Callable[[HostedPull], bool]) -> None:
+        """Has our engine give these up."""
+        for name, pull in list(self._pulls.items()):
+            if unwanted(pull):
+                del self._pulls[name]
+                self._send(Cancel(request=name, attempt=pull.attempt))
 
     def _end(self, hosted: HostedRequest) -> None:
         """Has our engine forget it."""
@@ -192,6 +220,19 @@ class HostedRequests:
             self._remove(hosted)
         if front.sending is None or front.sending.done():
             front.sending = self._spawn(self._deliver(front))
+
+    async def _tell(self, front: RemoteFront, message: RequestNews) -> None:
+        """Tells it until it has heard, as long as it is there."""
+        frame, ends_s = encode(message), time.monotonic() + GIVEN_UP_S
+        while self._fronts.get(front.node) is front:
+            try:
+                await self._channel.ask(front.node, Tokens(), [frame], timeout_s=ASK_S)
+                return
+            except PeerError as error:
+                if isinstance(error, PeerRefused) or time.monotonic() > ends_s:
+                    log.info("news of a request cannot be delivered", extra={"peer": front.node, "why": str(error)})
+                    return
+                await asyncio.sleep(RETRY_S)
 
     async def _deliver(self, front: RemoteFront) -> None:
         failing_s, size = None, BATCH

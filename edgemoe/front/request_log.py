@@ -58,6 +58,7 @@ class RequestLog:
         """`submit` hands a message to an engine and names it, or "" where none takes it; `cancel` names the engine."""
         self.capacity = capacity  # requests alive at once, waiting ones included, as far as our engine has room
         self.room_elsewhere: Callable[[], int] = lambda: 0  # what others have of them, and room for
+        self.ended: Callable[[str], None] = lambda _request: None  # is told of requests that are forgotten
         self.closed: RequestError | None = None  # why nothing is accepted
         self.stale = 0  # emissions of an earlier attempt, or of none
         self.gaps = 0  # emissions that skipped an index
@@ -289,6 +290,7 @@ class RequestLog:
     def _forget(self, live: LoggedRequest) -> None:
         del self._live[live.request.id]
         live.ticket.live.discard(live.request.id)
+        self.ended(live.request.id)
         if live.request.id == self._on_trial:
             self._try_next()
         if not self._live:

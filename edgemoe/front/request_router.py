@@ -26,6 +26,9 @@ class OtherEngines(Protocol):
     def cancel(self, place: str, message: Cancel) -> None:
         """Has another box's engine forget a request."""
 
+    def ended(self, request: str) -> None:
+        """Takes note of a request of this front that has ended."""
+
 
 class RequestRouter:
     """Owns the request log. On a box of its own there is one place; `join` adds those of other boxes."""
@@ -39,7 +42,7 @@ class RequestRouter:
     def join(self, others: OtherEngines) -> None:
         """Hands requests to these engines too from now on."""
         self._others = others
-        self.log.room_elsewhere = others.room
+        self.log.room_elsewhere, self.log.ended = others.room, others.ended
 
     @property
     def elsewhere(self) -> Collection[str]:

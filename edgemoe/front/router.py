@@ -24,7 +24,7 @@ from edgemoe.cluster.rpc.messages.choices import PrefixFound, PromptRead
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.errors import EdgemoeError
 from edgemoe.front.hosted_requests import RequestNews
-from edgemoe.front.requests.offered_requests import OfferedRequests
+from edgemoe.front.requests.offered_requests import NO_WORD, OfferedRequests
 from edgemoe.front.requests.open_offers import RouteChoice
 from edgemoe.front.routing.hand_over import HandOver, HandOvers
 from edgemoe.policy.route import EngineLoad, route
@@ -76,6 +76,7 @@ class Router:
         self._arrived: dict[str, tuple[str, int]] = {}  # request -> place and attempt that was taken there
         self.dropped = 0  # requests that another box had forgotten
         self.hand_overs = HandOvers(requests, self)
+        self.ended = self.hand_overs.ended  # a request of ours
 
     @property
     def forwarded(self) -> int:
@@ -100,7 +101,7 @@ class Router:
     def submit(self, message: Submit) -> str:
         """Hands a request to the engine of choice, and names that; "" where there is none."""
         others = self.elsewhere()
-        (place, offer), why = self.hand_overs.target_of(message), "handed over"
+        (place, offer), why = self.hand_overs.pop_target(message.request.id), "handed over"
         if not place:
             loads = self._loads(others)
             reading = [load for load in loads if self._role(load.place) != "decode"] or loads
@@ -134,32 +135,46 @@ class Router:
         return RouteChoice("", "gone")
 
     def choose_decoder(self, moving: HandOver, then: Callable[[str, int], None]) -> None:
-        """Has the leader say which engine goes on with a request that is prefilled, or takes the least loaded one."""
+        """Has the leader say which engine goes on with a request that is prefilled, or takes the least loaded one.
+
+        Where one has failed, it is the least loaded other one that has a free slot.
+        """
 
         def choose(granted: RequestGrant) -> None:
             writing = [load for load in self._loads(self.elsewhere()) if self._role(load.place) != "prefill"]
-            others = [load for load in writing if load.place != moving.place]
+            others = [load for load in writing if load.place not in (moving.place, *moving.failed)]
             place = granted.place.removeprefix(f"{self._plane.state.node}:")
             if any(load.place == place for load in others):
                 then(place, granted.number)
             else:
-                then(route(others, "spread"), 0)
+                free = [load for load in others if not moving.failed or load.requests < load.slots]
+                then(route(free, "spread"), 0)
 
-        self._offers.offer_again(moving.message, moving.signature, choose)
+        if moving.failed:
+            choose(NO_WORD)
+        else:
+            self._offers.offer_again(moving.message, moving.signature, choose)
 
     def is_open(self, place: str) -> bool:
         """Returns whether the engine there takes requests now, as far as is known."""
         return any(load.place == place for load in self._loads(self.elsewhere()))
+
+    def is_there(self, place: str) -> bool:
+        """Returns whether there is that engine, ours or another one."""
+        own = self._own()
+        return place in self.elsewhere() or (own is not None and own.place == place)
 
     def send_pull(self, place: str, message: PullPrefix) -> None:
         """Asks the engine there to fetch a prompt's blocks."""
         if (node := self.elsewhere().get(place)) is not None:
             self._spawn(self._pull(place, node, message))
         elif not self._tell_here(message):
-            self.hand_overs.failed(message.request, message.attempt)
+            self.hand_overs.unsent(message.request, message.attempt, place)
 
-    def recall(self, place: str, message: Cancel) -> None:
-        """Has the engine there forget a request that has moved."""
+    def recall(self, place: str, message: Cancel, offer: int = 0) -> None:
+        """Has the engine there forget a request that has moved, or that is not to move there by that offer."""
+        if offer:
+            self._offers.withdraw([offer])
         if ":" in place:
             self.cancel(place, message)
         else:
@@ -195,7 +210,7 @@ class Router:
             await asyncio.sleep(until_tick(CHECK_S))
             place_of = self._requests.place_of
             self._arrived = {name: there for name, there in self._arrived.items() if place_of(name) == there}
-            self.hand_overs.purge()
+            self.hand_overs.look()
             nodes = self.elsewhere()
             asked: dict[str, list[tuple[str, int]]] = {}
             for name, (place, attempt) in self._arrived.items():
@@ -227,15 +242,18 @@ class Router:
         return EngineLoad(place, False, max(0, requests), beat.slots, beat.capacity)
 
     async def _forward(self, place: str, node: str, message: Submit, offer: int) -> None:
+        name, attempt = message.request.id, message.attempt
         try:
-            await self._send(node, message, offer)
+            await self._send(node, message, offer, lambda: self._requests.place_of(name) == (place, attempt))
         except EdgemoeError as error:
             log.info("a request was turned away", extra={"peer": node, "why": str(error)})
             self._avoid[place] = time.monotonic() + AVOID_S
-            self._offers.failed(message.request.id)
-            self._requests.turned_away(message.request.id, message.attempt)
+            self._offers.failed(name)
+            self._requests.turned_away(name, attempt)
         else:
-            self._arrived[message.request.id] = (place, message.attempt)
+            self._arrived[name] = (place, attempt)
+            if self._requests.place_of(name) != (place, attempt):  # its Cancel may have overtaken it
+                self.cancel(place, Cancel(request=name, attempt=attempt))
 
     async def _check(self, place: str, node: str, requests: list[tuple[str, int]]) -> None:
         question = Check(place.removeprefix(f"{node}:"), tuple(requests[:MAX_UNWANTED]))
@@ -255,18 +273,24 @@ class Router:
         for name, attempt in lost:
             self._requests.turned_away(name, attempt)
 
-    async def _send(self, node: str, message: ToEngine, offer: int = 0) -> None:
+    async def _send(
+        self, node: str, message: ToEngine, offer: int = 0, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         """Hands a message to another box's engine, by way of its front. Raises EdgemoeError where it is not taken."""
         asked = Forward(self._plane.state.model, offer)
-        await self._plane.channel.ask(node, asked, [encode(message)], timeout_s=ASK_S)
+        await self._plane.parcels.forward(node, asked, encode(message), wanted)
 
     async def _pull(self, place: str, node: str, message: PullPrefix) -> None:
+        name, attempt = message.request, message.attempt
         try:
-            await self._send(node, message)
+            await self._send(node, message, 0, lambda: self.hand_overs.awaits(name, attempt, place))
         except EdgemoeError as error:
             log.info("a hand-over was turned away", extra={"peer": node, "why": str(error)})
             self._avoid[place] = time.monotonic() + AVOID_S
-            self.hand_overs.failed(message.request, message.attempt)
+            self.hand_overs.unsent(name, attempt, place)
+        else:
+            if not self.hand_overs.awaits(name, attempt, place):
+                self.cancel(place, Cancel(request=name, attempt=attempt))
 
     async def _recall(self, node: str, message: Cancel) -> None:
         try:

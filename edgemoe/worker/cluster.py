@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from edgemoe.cluster.data.plane import DataPlane, OwnExperts
-from edgemoe.cluster.rpc.engine_messages import Activity, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
+from edgemoe.cluster.rpc.engine_messages import Activity, Cancel, FromEngine, Holds, Listening, PeerList, PeerSeen, Plan
 from edgemoe.cluster.rpc.keys import load_secret
 from edgemoe.cluster.rpc.messages.choices import FindPrefix
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
@@ -100,7 +100,7 @@ class ClusterSide:
         if self._kernels is not None:
             self._kernels.close()
 
-    def obey(self, message: PeerList | Plan | PullPrefix | FindPrefix) -> None:
+    def obey(self, message: PeerList | Plan | PullPrefix | FindPrefix | Cancel) -> None:
         """Carries out a message of the front."""
         match message:
             case PeerList():
@@ -111,6 +111,8 @@ class ClusterSide:
                 self._pulls.obey(message)
             case FindPrefix():
                 self._prefix_sums.ask(message)
+            case Cancel():
+                self._pulls.cancel(message.request, message.attempt)
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers for /metrics by their final names."""

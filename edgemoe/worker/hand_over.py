@@ -7,9 +7,11 @@ there    Pulls fetches whole blocks while that step computes the rest, then the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -115,22 +117,38 @@ class EnginePrefixes:
         return await taken
 
 
+@dataclass(slots=True, eq=False)
+class PrefixPull:
+    """A PullPrefix message."""
+
+    message: PullPrefix
+    ends_s: float  # by which to answer
+    scope: asyncio.Timeout | None = None  # in which it is carried out
+
+
 class Pulls:
     """Carries out PullPrefix messages, a few at a time."""
 
     def __init__(self, engine: Engine, fetcher: KVFetcher, post: Post) -> None:
         self._engine, self._fetcher, self._post = engine, fetcher, post
         self._clock = asyncio.get_running_loop().time
-        self._waiting: asyncio.Queue[tuple[PullPrefix, float]] = asyncio.Queue(
-            WAITING
-        )  # with the time by which to answer
+        self._waiting: asyncio.Queue[PrefixPull] = asyncio.Queue(WAITING)
+        self._wanted: dict[tuple[str, int], PrefixPull] = {}  # by request and attempt
 
     def obey(self, message: PullPrefix) -> None:
         """Queues a pull, or refuses it where too many wait."""
         if self._waiting.full():
             self._answer(message, 0, "busy")
-        else:
-            self._waiting.put_nowait((message, self._clock() + message.remaining_ms / 1e3))
+            return
+        pull = PrefixPull(message, self._clock() + message.remaining_ms / 1e3)
+        self._wanted[message.request, message.attempt] = pull
+        self._waiting.put_nowait(pull)
+
+    def cancel(self, request: str, attempt: int) -> None:
+        """Ends a pull without an answer: nobody waits for it any more."""
+        pull = self._wanted.pop((request, attempt), None)
+        if pull is not None and pull.scope is not None:
+            pull.scope.reschedule(self._clock())
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -149,19 +167,32 @@ class Pulls:
 
     async def _work(self) -> None:
         while True:
-            message, ends = await self._waiting.get()
-            keys: Sequence[bytes] = ()
-            why = ""
-            try:
-                keys = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens])
-                await self._fetcher.fetch(message.node, keys, max(0.0, ends - self._clock()))
-            except HandOverFailed as failure:
-                why = failure.reason
-                log.info("a prefix did not come", extra={"peer": message.node, "reason": why, "why": str(failure)})
-            except Exception:  # one transfer that is wrong costs that transfer
-                why = "failed"
-                log.warning("a prefix did not come", extra={"peer": message.node}, exc_info=True)
-            self._answer(message, self._engine.prefixes.known(keys), why)
+            pull = await self._waiting.get()
+            name = pull.message.request, pull.message.attempt
+            if self._wanted.get(name) is not pull:
+                continue
+            blocks, why = 0, ""
+            with contextlib.suppress(TimeoutError):  # it was cancelled
+                async with asyncio.timeout(None) as pull.scope:
+                    blocks, why = await self._carry_out(pull)
+            if self._wanted.get(name) is pull:
+                del self._wanted[name]
+                self._answer(pull.message, blocks, why)
+
+    async def _carry_out(self, pull: PrefixPull) -> tuple[int, str]:
+        """Returns how many blocks are here then, and why that are not all."""
+        message, why = pull.message, ""
+        keys: Sequence[bytes] = ()
+        try:
+            keys = self._engine.prefixes.keys(message.prompt[: self._engine.limits.context_tokens])
+            await self._fetcher.fetch(message.node, keys, max(0.0, pull.ends_s - self._clock()))
+        except HandOverFailed as failure:
+            why = failure.reason
+            log.info("a prefix did not come", extra={"peer": message.node, "reason": why, "why": str(failure)})
+        except Exception:  # one transfer that is wrong costs that transfer
+            why = "failed"
+            log.warning("a prefix did not come", extra={"peer": message.node}, exc_info=True)
+        return self._engine.prefixes.known(keys), why
 
     def _answer(self, message: PullPrefix, blocks: int, why: str) -> None:
         self._post(PrefixPulled(request=message.request, attempt=message.attempt, blocks=blocks, why=why))

@@ -216,6 +216,8 @@ class Worker:
             case Cancel():
                 if assembly.sharing is not None:
                     assembly.sharing.last_chunks.forget(message.request, message.attempt)
+                if self._side is not None:
+                    self._side.obey(message)
                 loop.cancel(message.request, message.attempt)
             case Drain():
                 loop.drain()

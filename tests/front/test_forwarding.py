@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from support.boxes import Box, secret
 from support.boxes import running as boxes_running
-from support.front_kit import free_ports, http_client, openai_client, running, settings_for
+from support.front_kit import http_client, listed_boxes, openai_client, running
 from support.waiting import until
 from tokenizers import Tokenizer
 
@@ -26,10 +26,9 @@ from edgemoe.cluster.control.plane import ControlPlane
 from edgemoe.cluster.control.requests.expert_fitting import FIRST
 from edgemoe.cluster.rpc.control_messages import CONTROL, MAX_UNWANTED, EngineCard, Forward, Taken, Tokens
 from edgemoe.cluster.rpc.engine_messages import Cancel, Emissions, Submit, decode_from_engine, encode
-from edgemoe.cluster.rpc.keys import generate
 from edgemoe.cluster.rpc.messages.hand_over import PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
-from edgemoe.config.settings import ClusterSettings, Route, Settings
+from edgemoe.config.settings import Route, Settings
 from edgemoe.errors import PeerRefused, PeerUnavailable
 from edgemoe.front import hosted_requests as hosted_module
 from edgemoe.front import restart_backoff
@@ -54,29 +53,8 @@ def slow_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two(tmp_path: Path, model_dir: Path) -> tuple[Settings, Settings]:
     """Settings of two boxes that list each other."""
-    ports = free_ports(2)
-    names = ("a", "b")
-    entries = []
-    for name, port in zip(names, ports, strict=True):
-        key = generate(tmp_path / f"{name}.key").public.decode()
-        entries.append(f'[[peer]]\nnode = "{name}"\naddress = "127.0.0.1:{port}"\nkey = "{key}"\n')
-    (tmp_path / "peers.toml").write_text("\n".join(entries))
-
-    def settings(name: str, port: int) -> Settings:
-        folder = tmp_path / name
-        folder.mkdir()
-        cluster = ClusterSettings(
-            node=name,
-            key_file=str(tmp_path / f"{name}.key"),
-            listen=f"127.0.0.1:{port}",
-            peers_file=str(tmp_path / "peers.toml"),
-            state_dir=str(folder / "state"),
-            leader="a",
-            route="spread",
-        )
-        return settings_for(folder, model_dir, cluster=cluster, service={"max_restarts": 50})
-
-    return settings("a", ports[0]), settings("b", ports[1])
+    a, b = listed_boxes(tmp_path, model_dir, ("a", "b"), leader="a", route="spread")
+    return a, b
 
 
 def cluster_of(front: Front) -> Any:
@@ -372,10 +350,12 @@ async def test_a_hosted_request_fits_whatever_its_front_calls_it(
         channel, model, pid = cluster_of(a).plane.channel, cluster_of(a).plane.state.model, engine_pid(b)
         name = "x" * letters
         request = Request(id=name, prompt=(1, 2), sampling=Sampling(max_tokens=5000), seed=1)
-        for message in (Submit(request=request, remaining_ms=9e4), Cancel(request=name, attempt=1)):
+        pull = PullPrefix(request=name, attempt=1, node="a", prompt=(1, 2))
+        for message in (Submit(request=request, remaining_ms=9e4), pull, Cancel(request=name, attempt=1)):
             answer = await channel.ask("b", Forward(model), [encode(message)], timeout_s=5)
             assert isinstance(answer.message, Taken)
         assert not len(cluster_of(b).hosted_requests)
+        assert not cluster_of(b).hosted_requests._pulls
         assert engine_pid(b) == pid
         assert await texts(b, 1)  # by the same engine
         assert "cannot read" not in caplog.text
@@ -391,16 +371,10 @@ async def test_names_that_our_engine_could_not_read_are_refused_at_the_door(
         user = "u" * (USER_CHARS - len("a/") + longer)
         name = "x" * (REQUEST_CHARS - len("a/") + longer)
         request = Request(id=name, prompt=silent, sampling=Sampling(), seed=1, user=user)
-        taken = 0
-        for message in (
-            Submit(request=request, remaining_ms=9e4),
-            PullPrefix(request=name, attempt=1, node="a", prompt=silent),
-        ):
-            asked = channel.ask("b", Forward(model), [encode(message)], timeout_s=5)
-            with pytest.raises(PeerRefused, match="too long") if longer else nullcontext():
-                taken += isinstance((await asked).message, Taken)
+        asked = channel.ask("b", Forward(model), [encode(Submit(request=request, remaining_ms=9e4))], timeout_s=5)
+        with pytest.raises(PeerRefused, match="too long") if longer else nullcontext():
+            assert isinstance((await asked).message, Taken)
         assert await texts(b, 1)
-        assert taken == 2 * (1 - longer)
         assert len(cluster_of(b).hosted_requests) == 1 - longer
         assert "cannot read" not in caplog.text
         cluster_of(b).hosted_requests.forget("a")

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from edgemoe.cluster.control.requests.parcels import Parcels
 from edgemoe.cluster.rpc.control_messages import Beat, Forward, RequestGrant, Taken
 from edgemoe.cluster.rpc.engine_messages import Cancel, Submit, ToEngine, decode_to_engine
 from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
+from edgemoe.cluster.rpc.protocol import SPOKEN
 from edgemoe.cluster.rpc.transport import Answer
 from edgemoe.errors import PeerBusy
 from edgemoe.front import router as router_module
@@ -26,17 +28,17 @@ REQUEST = Request(id="r", prompt=tuple(range(40)), sampling=Sampling(max_tokens=
 
 
 class Members:
-    """Box d, whose engine decodes while it is there."""
+    """Box d, whose engine decodes while it is there, and perhaps e."""
 
     def __init__(self) -> None:
         self.there = True
-        self.d = SimpleNamespace(beat=Beat(engine="1", slots=4, capacity=10), card=SimpleNamespace(serves="decode"))
+        self.beats = {"d": Beat(engine="1", slots=4, capacity=10)}
 
     def serving(self, model: str) -> dict[str, str]:
-        return {"1": "d"} if self.there else {}
+        return {beat.engine: node for node, beat in self.beats.items()} if self.there else {}
 
     def __getitem__(self, node: str) -> Any:
-        return {"d": self.d}[node]
+        return SimpleNamespace(beat=self.beats[node], card=SimpleNamespace(serves="decode"))
 
 
 class Front:
@@ -49,11 +51,15 @@ class Front:
         self.asked: list[tuple[Forward, ToEngine]] = []
         self.here: list[ToEngine] = []
         self.over: list[str] = []  # requests whose offers came to nothing
-        self.busy = False
+        self.busy = False  # d
+        self.arrives = asyncio.Event()
+        self.arrives.set()
+        self.withdrawn: list[int] = []
         plane: Any = SimpleNamespace(
             state=SimpleNamespace(node="p", model="m", members=self.members),
             announce=SimpleNamespace(serves=role),
             channel=self,
+            parcels=Parcels(self, lambda: None),  # type: ignore[arg-type]
         )
         self.log = RequestLog(8, lambda message: self.router.submit(message), lambda *_: None)
         offers: Any = self
@@ -63,10 +69,13 @@ class Front:
 
     # --- the channel
 
+    def version(self, node: str) -> int:
+        return SPOKEN.highest
+
     async def ask(self, node: str, asked: Forward, frames: Sequence[bytes], timeout_s: float) -> Answer[Any]:
-        assert node == "d"
-        if self.busy:
+        if self.busy and node == "d":
             raise PeerBusy("there is no room")
+        await self.arrives.wait()
         self.asked.append((asked, decode_to_engine(frames[0])))
         return Answer(Taken())
 
@@ -82,6 +91,9 @@ class Front:
 
     def failed(self, request: str) -> None:
         self.over.append(request)
+
+    def withdraw(self, numbers: list[int]) -> None:
+        self.withdrawn += numbers
 
     def offer_again(self, message: Submit, signature: object, then: Callable[[RequestGrant], None]) -> None:
         then(self.again)
@@ -144,6 +156,34 @@ async def test_an_engine_that_turned_something_away_is_asked_again_a_moment_late
         assert not front.router.is_open("d:1")
         now_s += router_module.AVOID_S + 0.1
         assert front.router.is_open("d:1")
+
+
+@pytest.mark.parametrize("running", [0, 4])
+async def test_where_one_box_does_not_fetch_a_requests_blocks_another_one_with_a_free_slot_does(running: int) -> None:
+    front = Front()
+    front.members.beats["e"] = Beat(engine="2", slots=4, capacity=10, requests=running)
+    with front.log.open([REQUEST], 60.0):
+        front.busy = True
+        front.router.learn(LastChunk(request="r", attempt=1))
+        await settled()
+        assert front.withdrawn == [77], "the leader counts on the first one no more"
+        assert len(front.asked) == len(front.router.hand_overs) == (0 if running else 1)
+        front.router.learn(PrefixPulled(request="r", attempt=1, blocks=2), "e")
+        await settled()
+        assert front.log.place_of("r") == (("boot", 1) if running else ("e:2", 2))
+
+
+async def test_what_arrives_after_it_was_given_up_is_recalled() -> None:
+    """A long frame: short messages may overtake it."""
+    front = Front("both")
+    front.choice = RouteChoice("d:1", "granted")
+    front.arrives = asyncio.Event()
+    with front.log.open([REQUEST], 60.0):
+        await settled()
+    assert not front.asked
+    front.arrives.set()
+    await settled()
+    assert [type(message) for _, message in front.asked] == [Submit, Cancel]
 
 
 async def test_what_no_engine_takes_is_not_counted_as_routed() -> None:

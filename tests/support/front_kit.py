@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ import httpx
 import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from edgemoe.config.settings import ApiSettings, EngineSettings, ModelSettings, ServiceSettings, Settings
+from edgemoe.cluster.rpc.keys import generate
+from edgemoe.config.settings import (
+    ApiSettings,
+    ClusterSettings,
+    EngineSettings,
+    ModelSettings,
+    ServiceSettings,
+    Settings,
+)
 from edgemoe.front.main import Front
 from support.kept import STORES
 from support.waiting import until
@@ -92,6 +100,36 @@ def settings_for(folder: Path, model: Path, **sections: Any) -> Settings:
         engine=EngineSettings(**sections.pop("engine", {})),
         **sections,
     )
+
+
+def listed_boxes(
+    folder: Path,
+    model: Path,
+    nodes: Sequence[str],
+    ways: Mapping[tuple[str, str], int] | None = None,
+    **cluster: Any,
+) -> list[Settings]:
+    """Settings of boxes that list each other; `ways` are ports at which one is to reach another, if not its own."""
+    ports = dict(zip(nodes, free_ports(len(nodes)), strict=True))
+    keys = {node: generate(folder / f"{node}.key").public.decode() for node in nodes}
+    made = []
+    for node in nodes:
+        (folder / node).mkdir()
+        entries = []
+        for other, port in ports.items():
+            at = (ways or {}).get((node, other), port)
+            entries.append(f'[[peer]]\nnode = "{other}"\naddress = "127.0.0.1:{at}"\nkey = "{keys[other]}"\n')
+        (folder / node / "peers.toml").write_text("\n".join(entries))
+        settings = ClusterSettings(
+            node=node,
+            key_file=str(folder / f"{node}.key"),
+            listen=f"127.0.0.1:{ports[node]}",
+            peers_file=str(folder / node / "peers.toml"),
+            state_dir=str(folder / node / "state"),
+            **cluster,
+        )
+        made.append(settings_for(folder / node, model, cluster=settings, service={"max_restarts": 50}))
+    return made
 
 
 @asynccontextmanager

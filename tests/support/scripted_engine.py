@@ -2,6 +2,8 @@
 
 The prompt steers it: SAY{text} makes it say the text and end; DIE@n has it killed when token n is due, on the first
 attempt only; DIE-ALWAYS on every attempt; HANG@n has it say nothing more; FAIL{code} ends the request with an error.
+REST@n has it say nothing more where another box is to go on.
+LOSE{NODES}END has the engines of these boxes answer nothing when they are to fetch blocks, MISS{NODES}END find none.
 Anything else yields letters drawn by a hash of (prompt, seed, choice, index), up to max_tokens.
 """
 
@@ -48,6 +50,7 @@ from edgemoe.cluster.rpc.messages.choices import (
     PromptRead,
     SignatureTable,
 )
+from edgemoe.cluster.rpc.messages.hand_over import LastChunk, PrefixPulled, PullPrefix
 from edgemoe.config.settings import Settings
 from edgemoe.policy.routing.told import shares_of
 from edgemoe.types.glimpse import IN_RAM, ON_DISK, Glimpse, ShownRequest
@@ -56,7 +59,7 @@ from edgemoe.types.request import Emission, Request, TokenLogprob
 
 STEP_S = float(os.environ.get("SCRIPTED_STEP_S", "0.002"))
 CONTEXT = int(os.environ.get("SCRIPTED_CONTEXT", "4096"))
-COMMAND = re.compile(r"(SAY|FAIL)\{(.*?)\}END|(DIE|HANG)@(\d+)|(DIE-ALWAYS)", re.S)
+COMMAND = re.compile(r"(SAY|FAIL|LOSE|MISS)\{(.*?)\}END|(DIE|HANG|REST)@(\d+)|(DIE-ALWAYS)", re.S)
 
 CHOICES = EngineChoices(b"\x80" * 16, bytes(16), (), 0.002, 1e-4)
 
@@ -80,7 +83,7 @@ class Scripted:
     def __init__(self, boot: Boot) -> None:
         settings = msgspec.convert(boot.settings, Settings)
         self.tokenizer = Tokenizer.from_file(str(Path(settings.model.path) / "tokenizer.json"))
-        self.boot, self.name, self.helps = boot, settings.model.name, bool(settings.cluster.node)
+        self.boot, self.name, self.node = boot, settings.model.name, settings.cluster.node
         self.running: dict[str, Running] = {}
         self.end = EngineEnd(boot.address, boot.boot_id, boot.speaks)
 
@@ -103,7 +106,7 @@ class Scripted:
             expert_bytes=1,
         )
         limits = Limits(context_tokens=CONTEXT, kv_tokens=1 << 20, max_sequences=64, max_queue=256)
-        if self.helps:
+        if self.node:
             none = bytes(2)
             self.end.post(Listening(calls_port=1, bulk_port=1, model=info))
             self.end.post(Holds(disk=none, ram=none, budget_experts=0))
@@ -118,8 +121,12 @@ class Scripted:
                 if message.signature:
                     name, attempt = message.request.id, message.attempt
                     self.end.post(PromptRead(request=name, attempt=attempt, signature=signature(message.request)))
+                if message.hand_over:
+                    self.end.post(LastChunk(request=message.request.id, attempt=message.attempt))
             elif isinstance(message, FindPrefix):
                 self.end.post(PrefixFound(request=message.request))
+            elif isinstance(message, PullPrefix):
+                self.pull(message)
             elif isinstance(message, Cancel):
                 self.running.pop(message.request, None)
             elif isinstance(message, Show):
@@ -131,9 +138,23 @@ class Scripted:
         stepping.cancel()
         await self.end.close()
 
+    def pull(self, message: PullPrefix) -> None:
+        """Says that all blocks have come, or what the prompt wants said."""
+        commands = self.commands(self.text(message.prompt))
+        if self.node not in commands.get("LOSE", ""):
+            why = "missing" if self.node in commands.get("MISS", "") else ""
+            self.end.post(PrefixPulled(request=message.request, attempt=message.attempt, blocks=1, why=why))
+
+    def text(self, prompt: tuple[int, ...]) -> str:
+        return self.tokenizer.decode(list(prompt), skip_special_tokens=False)
+
+    @staticmethod
+    def commands(text: str) -> dict[str, str]:
+        return {m[1] or m[3] or m[5]: m[2] or m[4] or "" for m in COMMAND.finditer(text)}
+
     def accept(self, submit: Submit) -> Running:
-        text = self.tokenizer.decode(list(submit.request.prompt), skip_special_tokens=False)
-        commands = {m[1] or m[3] or m[5]: m[2] or m[4] or "" for m in COMMAND.finditer(text)}
+        text = self.text(submit.request.prompt)
+        commands = self.commands(text)
         script = self.tokenizer.encode(commands["SAY"]).ids if "SAY" in commands else None
         return Running(submit, text, script, len(submit.emitted), commands)
 
@@ -157,7 +178,7 @@ class Scripted:
         fields = {"request": request.id, "attempt": attempt, "index": index}
         if "DIE-ALWAYS" in one.commands or (attempt == 1 and index == int(one.commands.get("DIE", -1))):
             os.kill(os.getpid(), signal.SIGKILL)
-        if index == int(one.commands.get("HANG", -1)):
+        if index == int(one.commands.get("REST" if one.submit.hand_over else "HANG", -1)):
             return []
         if "FAIL" in one.commands:
             del self.running[request.id]

@@ -31,6 +31,9 @@ class LocalServices(Protocol):
     def granted(self, grant: RequestGrant) -> None:
         """Hears from the leader which engine takes a request that was offered. May be called while offering one."""
 
+    def check_room(self) -> None:
+        """Raises PeerBusy where our engine takes no request of another front."""
+
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         """Answers a Forward, Tokens, Check, Show or FindStore, and refuses others. Raises PeerError, WireError."""
 
@@ -55,6 +58,9 @@ class NoServices:
 
     def granted(self, grant: RequestGrant) -> None:
         return None
+
+    def check_room(self) -> None:
+        raise PeerRefused("no requests are served here")
 
     def serve(self, question: Question[ControlMessage]) -> Answer[ControlMessage]:
         raise PeerRefused("no requests are served here")

@@ -63,6 +63,10 @@ class Members:
         member = self._members[node]
         return member.up and self._clock() - member.heard_s < DEAD_S
 
+    def alive(self) -> list[Member]:
+        """Returns the boxes that are."""
+        return [member for member in self if self.is_alive(member.peer.node)]
+
     def watch(self) -> list[str]:
         """Notes who is alive. Returns those that have come to life or died since the last call."""
         changed = []

@@ -32,6 +32,7 @@ from edgemoe.cluster.control.planning.solver import PlanSolver
 from edgemoe.cluster.control.reach import PortReach
 from edgemoe.cluster.control.reporter import Reporter
 from edgemoe.cluster.control.requests.desk import RequestDesk
+from edgemoe.cluster.control.requests.parcels import Parcels
 from edgemoe.cluster.control.requests.policies import make_queue
 from edgemoe.cluster.control.state import (
     Action,
@@ -72,6 +73,7 @@ from edgemoe.cluster.rpc.control_messages import (
 )
 from edgemoe.cluster.rpc.keys import Peer, Secret
 from edgemoe.cluster.rpc.messages.find_store import FindStore
+from edgemoe.cluster.rpc.messages.parcels import FetchParcel, Parcel
 from edgemoe.cluster.rpc.messages.reach import Reach
 from edgemoe.cluster.rpc.transport import Answer, ChannelSettings, Question, Transport
 from edgemoe.config.settings import ClusterSettings
@@ -98,18 +100,16 @@ class ControlPlane:
         plans = PlanStore(directory / "plan")
         fence = EpochFence(directory / "epoch", plans.plan.epoch if plans.plan else 0)
         self.state = ControlState(settings, peers, announce, plans, fence, clock)
-        self._settings = settings
-        self._local = local or NoServices()
-        self._news = asyncio.Event()
+        self._settings, self._local, self._news = settings, local or NoServices(), asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._transport = Transport(settings.node, boot, secret, AllowList({}))
         self.channel: Channel[ControlMessage] = Channel(
-            self._transport, "control", CONTROL, self._serve, ChannelSettings(heartbeat_s=0.5)
+            self._transport, "control", CONTROL, self._serve, ChannelSettings(heartbeat_s=0.5, aside=True)
         )
         self.exchange = PlanExchange(plans, fence, self.channel, self._local.follow)
         self._announcer = Announcer(self.state, self.channel, self._handle)
         self._reporter = Reporter(self.state, self.channel, self._local.report)
-        self.reach = PortReach(self.state, self.channel)
+        self.reach, self.parcels = PortReach(self.state, self.channel), Parcels(self.channel, self._local.check_room)
         self._link = RaftChannel(self.channel, [name for name in peers if name != settings.node])
         self._solver = PlanSolver(settings)
         queue, fitting = make_queue(settings, self._solver.fit, clock)
@@ -176,9 +176,7 @@ class ControlPlane:
         self.say(msgspec.structs.replace(self.announce, leaving=True, engine=engine))
         if self._leader is not None:
             await self._leader.resign()
-        members = self.state.members
-        alive = (member for member in members if members.is_alive(member.peer.node))
-        await asyncio.gather(*map(self._announcer.introduce, alive))
+        await asyncio.gather(*map(self._announcer.introduce, self.state.members.alive()))
 
     @property
     def announce(self) -> Announce:
@@ -213,6 +211,8 @@ class ControlPlane:
         message = question.message
         if isinstance(message, FindStore | Welcome):  # of a command beside that box's daemon, not of the daemon
             return self._local.serve(question)
+        if isinstance(message, FetchParcel):
+            return self.parcels.serve(question.peer, message)
         told = message if isinstance(message, Beat | Announce | Report) else None
         self._handle(Heard(question.peer, question.boot, told))
         match message:
@@ -234,6 +234,8 @@ class ControlPlane:
                 return Answer(PlanIs(), [memoryview(self.state.plans.bytes_of(digest))])
             case Reach():
                 return Answer(await self.reach.answer(question.peer))
+            case Forward(parcel=Parcel() as parcel):
+                return self._local.serve(await self.parcels.fetch(question, parcel))
             case Forward() | Tokens() | Check() | Show():
                 return self._local.serve(question)
             case _:
@@ -290,9 +292,8 @@ class ControlPlane:
 
     def beat(self) -> None:
         """Tells everybody how this box is."""
-        leading = self.leading
-        ref = self.state.plans.ref if self._leader is None or not leading or self._leader.settled else None
-        self._announcer.beat(self._local.load(), leading, self.state.fence.highest, ref)
+        ref = self.state.plans.ref if self._leader is None or not self.leading or self._leader.settled else None
+        self._announcer.beat(self._local.load(), self.leading, self.state.fence.highest, ref)
 
     def _leader_beat(self) -> tuple[str, Beat] | None:
         leader, members = self.leader, self.state.members

@@ -36,9 +36,8 @@ class PortReach:
 
     async def look(self) -> list[dict[str, Any]]:
         """Returns of each box that is alive which lanes are dead from here, which from there, and its clock."""
-        members = self._state.members
-        alive = [member.peer.node for member in members if members.is_alive(member.peer.node)]
-        return list(await asyncio.gather(*map(self._look_at, alive)))
+        alive = self._state.members.alive()
+        return list(await asyncio.gather(*(self._look_at(member.peer.node) for member in alive)))
 
     async def _look_at(self, node: str) -> dict[str, Any]:
         unreached = self._try(node)

@@ -1,6 +1,7 @@
 """Exchanges questions and answers with peers: a ROUTER that answers, and one DEALER per peer that asks.
 
 A box has three channels (control, expert calls, bulk), so that megabytes on one do not delay a heartbeat on another.
+Control has a second connection to each peer, for what is asked `aside`: the few messages that are long.
 CURVE authenticates both ends, the allow-list maps keys to names, and an envelope frames every message. Questions to a
 peer are bounded in bytes under way (credits) and in time. A lost connection fails all questions on it at once.
 A channel belongs to one event loop.
@@ -56,15 +57,10 @@ class Channel(Generic[M]):
         self.intake = Intake(name, 2 * settings.message_bytes)
         self.mishaps = Mishaps(name)
         self._codec = codec = Codec(transport, name, language, settings.message_bytes)
-        self._links = PeerLinks(
-            transport,
-            codec,
-            settings,
-            self.intake,
-            self.mishaps,
-            lambda node: self._inform(node, self.on_up, node),
-            lambda node: self._inform(node, self.on_down, node),
-        )
+        connect = partial(PeerLinks[M], transport, codec, settings, self.intake, self.mishaps)
+        self._links = connect(self._met, self._lost)
+        self._aside = connect(_nobody, _nobody) if settings.aside else None
+        self._all_links = [links for links in (self._links, self._aside) if links is not None]
         self._questions = QuestionServer(
             transport,
             codec,
@@ -84,7 +80,8 @@ class Channel(Generic[M]):
         """Serves and reads answers until cancelled, then closes every socket."""
         async with asyncio.TaskGroup() as group:
             try:
-                self._links.start(group)
+                for links in self._all_links:
+                    links.start(group)
                 self._questions.start(group)
                 await self.intake.run()
             finally:
@@ -92,20 +89,25 @@ class Channel(Generic[M]):
 
     def close(self) -> None:
         """Closes every socket; `run` does so itself."""
-        self._links.close()
+        for links in self._all_links:
+            links.close()
         self._questions.close()
 
     def connect(self, peer: Peer) -> None:
         """Connects to `peer` and keeps reconnecting, by whichever of its keys it has; see PeerLinks.connect."""
-        self._links.connect(peer)
+        for links in self._all_links:
+            links.connect(peer)
 
     def disconnect(self, node: str) -> None:
         """Leaves that peer; what was asked of it fails."""
-        self._links.disconnect(node)
+        self._codec.forget(node)
+        for links in self._all_links:
+            links.disconnect(node)
 
     def give_up(self, node: str, why: str) -> None:
         """Fails what was asked of that peer; the connection stays."""
-        self._links.give_up(node, why)
+        for links in self._all_links:
+            links.give_up(node, why)
 
     def is_up(self, node: str) -> bool:
         """Returns whether the connection to that peer stands."""
@@ -113,7 +115,7 @@ class Channel(Generic[M]):
 
     def waiting(self) -> int:
         """Questions of ours without an answer yet."""
-        return self._links.waiting()
+        return sum(links.waiting() for links in self._all_links)
 
     def version(self, node: str) -> int:
         """Returns the highest protocol version that both speak; our lowest while the peer has named none."""
@@ -126,9 +128,11 @@ class Channel(Generic[M]):
         tensors: Sequence[Buffer] = (),
         *,
         timeout_s: float,
+        aside: bool = False,
     ) -> Answer[M]:
-        """Returns the peer's answer. Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`.
+        """Returns the peer's answer, by the second connection if `aside`.
 
+        Raises PeerUnavailable, PeerBusy or PeerRefused, within `timeout_s`.
         Raises Unsendable for a message that is too large, and PeerOutdated for one that the peer does not know.
         """
         future: asyncio.Future[Answer[M]] = asyncio.get_running_loop().create_future()
@@ -141,7 +145,7 @@ class Channel(Generic[M]):
             else:
                 future.set_exception(outcome)
 
-        withdraw = self.post(node, body, tensors, timeout_s=timeout_s, done=done)
+        withdraw = self.post(node, body, tensors, timeout_s=timeout_s, done=done, aside=aside)
         try:
             return await future
         except asyncio.CancelledError:
@@ -156,12 +160,15 @@ class Channel(Generic[M]):
         *,
         timeout_s: float,
         done: Callable[[Answer[M] | EdgemoeError], None],
+        aside: bool = False,
     ) -> Callable[[EdgemoeError], None]:
         """Asks, and calls `done` once, with the answer or what `ask` would raise; perhaps before this returns.
 
         Returns what to call to have it end with that error now. Raises PeerUnavailable where it is not connected.
         """
-        link, loop = self._links[node], asyncio.get_running_loop()
+        links = self._aside if aside else self._links
+        assert links is not None, "this channel has no second connection"
+        link, loop = links[node], asyncio.get_running_loop()
         ends, id = loop.time() + timeout_s, next(self._ids)
 
         def send() -> None:
@@ -183,6 +190,13 @@ class Channel(Generic[M]):
         with self.mishaps.contained(node):  # else it would end the channel, and what runs beside it
             who(*news)
 
+    def _met(self, node: str) -> None:
+        self._inform(node, self.on_up, node)
+
+    def _lost(self, node: str) -> None:
+        self._codec.forget(node)
+        self._inform(node, self.on_down, node)
+
     def _late(self, link: PeerLink[M], id: int, timeout_s: float) -> None:
         link.end(id, PeerUnavailable(f"{link.node} did not answer within {timeout_s:.3g} s ({self.name})"))
 
@@ -195,3 +209,7 @@ class Channel(Generic[M]):
         except (zmq.ZMQError, WireError, PeerRefused, PeerUnavailable):
             return False
         return True
+
+
+def _nobody(_node: str) -> None:
+    """Is told which second connections come and go."""

@@ -7,7 +7,8 @@
     RequestOffer asked of the leader for a request that waits, answered RequestGrant: where it runs, or sent one later
     Withdrawal   sent to the leader, without an answer: offers that do not stand, or whose engine would not take them
     GetPlan      answered PlanIs, with the plan as a tensor
-    Forward      a Submit or Cancel for the other box's engine, as it would go to our own, as a tensor; answered Taken
+    Forward      a frame for the other box's engine, as it would go to our own, as a tensor; answered Taken
+    FetchParcel  asked where a Forward names a long frame instead, answered ParcelPart: a part of that frame
     Tokens       what that engine emits, likewise; answered Taken, which names requests that are not wanted any more
     Check        asked once a second of boxes that run requests of ours, answered Dropped: those they do not have
     Show         asked once a second while somebody looks here, answered Shown: what the box's engine shows of itself
@@ -28,6 +29,7 @@ from msgspec import Meta
 from edgemoe.cluster.rpc.keys import Peer
 from edgemoe.cluster.rpc.messages.choices import EndedRequests, EngineChoices, SignatureTable
 from edgemoe.cluster.rpc.messages.find_store import FindStore, StoreAt
+from edgemoe.cluster.rpc.messages.parcels import FetchParcel, Parcel, ParcelPart
 from edgemoe.cluster.rpc.messages.reach import Reach, Reached
 from edgemoe.cluster.rpc.protocol import Language, Message
 from edgemoe.cluster.rpc.transport import Failure
@@ -228,10 +230,11 @@ class PlanIs(Message, frozen=True, tag="PlanIs"):
 
 
 class Forward(Message, frozen=True, tag="Forward"):
-    """Carries as its tensor a frame for an engine that serves this model: a Submit or a Cancel."""
+    """Carries as its tensor, or names, a frame for an engine that serves this model: Submit, Cancel or PullPrefix."""
 
     model: Text  # digest
     offer: Count = 0  # number of the offer by which it comes; 0: by none
+    parcel: Parcel | None = None  # the frame, where it is long
 
 
 class Tokens(Message, frozen=True, tag="Tokens"):
@@ -270,29 +273,9 @@ class Shown(Message, frozen=True, tag="Shown"):
     glimpse: Glimpse | None = None
 
 
-ControlMessage = (
-    RaftPayload
-    | Beat
-    | Announce
-    | Welcome
-    | Report
-    | EngineUse
-    | RequestOffer
-    | RequestGrant
-    | Withdrawal
-    | GetPlan
-    | PlanIs
-    | Forward
-    | Tokens
-    | Taken
-    | Check
-    | Dropped
-    | Show
-    | Shown
-    | Reach
-    | Reached
-    | FindStore
-    | StoreAt
-    | Failure
+OfRequests = (
+    RequestOffer | RequestGrant | Withdrawal | Forward | FetchParcel | ParcelPart | Tokens | Taken | Check | Dropped
 )
+OfBoxes = RaftPayload | Beat | Announce | Welcome | Report | EngineUse | GetPlan | PlanIs | Reach | Reached
+ControlMessage = OfRequests | OfBoxes | Show | Shown | FindStore | StoreAt | Failure
 CONTROL: Language[ControlMessage] = Language(*get_args(ControlMessage))

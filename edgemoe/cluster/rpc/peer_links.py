@@ -199,7 +199,6 @@ class PeerLinks(Generic[M]):
 
     def disconnect(self, node: str) -> None:
         """Leaves that peer; what was asked of it fails."""
-        self._codec.forget(node)
         if link := self._links.pop(node, None):
             was_up = link.up
             link.close()
@@ -261,7 +260,6 @@ class PeerLinks(Generic[M]):
         asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, self._connect_again, link)
         if link.up:
             link.up = False
-            self._codec.forget(link.node)
             link.fail(PeerUnavailable(f"the connection to {link.node} broke ({self._codec.channel})"))
             self._on_down(link.node)
 

@@ -119,6 +119,7 @@ class ChannelSettings:
     heartbeat_s: float = 0.0  # none
     longest_s: float = 60.0  # longest that a question may wait here, whatever its own deadline
     message_bytes: int = 32 << 20  # of one message; no peer has more than twice as much under way
+    aside: bool = False  # a second connection to each peer, for what is long
 
 
 class Transport:

@@ -118,7 +118,7 @@ class OfferedRequests:
         """Takes the leader's word about an offer; that of one who leads no longer is none."""
         one = self._by_number.get(grant.number)
         if one is None or one.over or one.reign != self._plane.state.obedience.reign:
-            self._withdraw([grant.number])
+            self.withdraw([grant.number])
         elif grant.place and not one.place:
             self._grant(one, grant)
             self._requests.submit_waiting(one.request)
@@ -139,7 +139,7 @@ class OfferedRequests:
         """Tells the leader that an engine did not take the request that was granted."""
         if (one := self._offers.get(request)) is not None:
             one.over = "again"
-            self._withdraw([one.number])
+            self.withdraw([one.number])
 
     async def run(self) -> None:
         """Tells the leader what our engine has to do, and ends offers. Until cancelled."""
@@ -152,8 +152,7 @@ class OfferedRequests:
 
     def _may_stay(self, request: Request) -> bool:
         """Returns whether a request need not be offered that our engine can begin at once."""
-        unknown = self._route == "eldr" and self._signatures.of(*self._hashes(request)) is None
-        return unknown or self._route == "pull"
+        return self._route == "pull" or (self._route == "eldr" and self._signatures.of(*self._hashes(request)) is None)
 
     def _hashes(self, request: Request) -> tuple[int, bytes]:
         return self._keys.user(request.user), self._keys.prefix(request.prompt)
@@ -196,7 +195,7 @@ class OfferedRequests:
         """Ends an offer that the leader has no better place for than our engine, which could start at once."""
         if one.here and not one.place and not one.over:
             one.over = "at once"
-            self._withdraw([one.number])
+            self.withdraw([one.number])
         return one.over == "at once"
 
     def _grant(self, one: OpenOffer, grant: RequestGrant) -> None:
@@ -272,10 +271,11 @@ class OfferedRequests:
             one.over = "no leader"
         if not one.over and time.monotonic() > one.until_s:
             one.over = "too long"
-            self._withdraw([one.number])
+            self.withdraw([one.number])
         return RouteChoice("", one.over or "waits", waits=not one.over)
 
-    def _withdraw(self, numbers: list[int]) -> None:
+    def withdraw(self, numbers: list[int]) -> None:
+        """Tells the leader of offers that stand no more, or have come to nothing."""
         message, leader = Withdrawal(tuple(numbers[:MAX_TAKEN])), self._plane.leader
         if leader == self._plane.state.node:
             self._plane.desk.withdraw(leader, message)
@@ -288,4 +288,4 @@ class OfferedRequests:
         for one in ended:
             del self._offers[one.request], self._by_number[one.number]
         if idle := [one.number for one in ended if not one.used and not one.over]:
-            self._withdraw(idle)
+            self.withdraw(idle)

@@ -22,6 +22,7 @@ from edgemoe.cluster.data.messages import BULK, FetchKV, KVPart
 from edgemoe.cluster.rpc.messages.hand_over import PrefixPulled, PullPrefix
 from edgemoe.cluster.rpc.transport import Answer, Question
 from edgemoe.errors import PeerRefused
+from edgemoe.worker import hand_over
 from edgemoe.worker.hand_over import EnginePrefixes, Pulls
 
 LENGTH, TOKENS, BLOCKS = 70, 20, 4
@@ -179,6 +180,23 @@ async def test_what_is_not_there_any_more_or_has_no_room_is_told(monkeypatch: py
         assert (pulled.why, pulled.blocks) == ("full", 3)
         assert d.drive.engine.blocks.free == 3
         assert d.fetcher.failures == {"missing": 1, "full": 1}
+
+
+async def test_a_pull_that_is_called_off_ends_at_once_and_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hand_over, "AT_ONCE", 1)
+    async with pair() as (p, d):
+        for name in ("ends", "waits", "again"):
+            d.pulls.obey(PullPrefix(request=name, attempt=1, node="p", prompt=tuple(PROMPT)))
+        await until(lambda: d.box.channel.waiting() > 0)  # for blocks that are not there yet
+        d.pulls.cancel("ends", 2)
+        for name in ("waits", "ends"):
+            d.pulls.cancel(name, 1)
+        whole = await p.say([])
+        await until(lambda: d.said)
+        assert [(one.request, one.why, one.blocks) for one in d.said] == [("again", "", BLOCKS)]
+        assert (d.fetcher.blocks, d.fetcher.failures) == (BLOCKS, {})
+        assert await d.say(whole[:3]) == whole[3:]
+        assert len(d.said) == 1
 
 
 async def test_another_encoding_a_late_box_and_a_lost_one_are_told_apart() -> None:

@@ -1,0 +1,110 @@
+"""Forwards frames to other boxes' fronts, and takes theirs: short ones in the message, long ones as parcels.
+
+A short frame is no longer than what the control lane carries anyway. A longer one waits here while its Forward is
+asked: the other front fetches it in parts by its second connection to us, and answers once it has acted on it. So
+however long prompts are, a beat or a message of the agreement waits for none of them. It is the fronts that do this and
+not their engines: requests are forwarded where engines share nothing, and while one's own is away.
+
+Parts come one after the other, each within PART_S; all are compared with the checksum that the Forward has. Whatever
+fails, fails the Forward, and the frame is forgotten on both sides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from edgemoe.cluster.rpc.channel import Channel
+from edgemoe.cluster.rpc.control_messages import ControlMessage, Forward
+from edgemoe.cluster.rpc.messages.parcels import KEY_BYTES, PARCEL_PART_BYTES, FetchParcel, Parcel, ParcelPart
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.errors import PeerBusy, PeerRefused, PeerUnavailable
+
+SHORT_BYTES = 16 << 10  # of a frame that travels in its message: some four thousand tokens
+ASK_S = 2.0
+SLOWEST_BYTES_PER_S = 500_000  # at which a parcel still arrives in time
+PART_S = 2.0
+MOST_BYTES = 128 << 20  # of parcels that are fetched at once
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingFrame:
+    """A frame that a box is to fetch, as long as it is `wanted`."""
+
+    node: str
+    frame: bytes
+    wanted: Callable[[], bool]
+
+
+class Parcels:
+    """Owns the frames on their way, in both directions. One event loop."""
+
+    def __init__(self, channel: Channel[ControlMessage], check_room: Callable[[], None]) -> None:
+        """`check_room` raises PeerBusy where nothing is taken now."""
+        self.fetched_bytes = 0
+        self._channel, self._check_room = channel, check_room
+        self._waiting: dict[bytes, WaitingFrame] = {}
+        self._coming_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def forward(self, node: str, asked: Forward, frame: bytes, wanted: Callable[[], bool]) -> None:
+        """Returns once that box's front has taken the frame. Raises PeerError.
+
+        A front that knows no parcels gets every frame in its message.
+        """
+        channel = self._channel
+        if len(frame) <= SHORT_BYTES or channel.version(node) < FetchParcel.since:
+            await channel.ask(node, asked, [frame], timeout_s=ASK_S)
+            return
+        parcel = Parcel.of(secrets.token_bytes(KEY_BYTES), frame)
+        self._waiting[parcel.key] = WaitingFrame(node, frame, wanted)
+        try:
+            within_s = ASK_S + len(frame) / SLOWEST_BYTES_PER_S
+            await channel.ask(node, structs.replace(asked, parcel=parcel), timeout_s=within_s)
+        finally:
+            del self._waiting[parcel.key]
+
+    def serve(self, node: str, asked: FetchParcel) -> Answer[ControlMessage]:
+        """Returns a part of a frame for that box. Raises PeerRefused."""
+        waiting = self._waiting.get(asked.key)
+        if waiting is None or waiting.node != node:
+            raise PeerRefused("there is no such parcel for this box, or not any more")
+        if not waiting.wanted():
+            raise PeerRefused("nobody waits for that request any more")
+        if asked.offset + asked.bytes > len(waiting.frame):
+            raise PeerRefused("there is no such part of a parcel")
+        return Answer(ParcelPart(), [memoryview(waiting.frame)[asked.offset : asked.offset + asked.bytes]])
+
+    async def fetch(self, question: Question[ControlMessage], parcel: Parcel) -> Question[ControlMessage]:
+        """Returns the question with the frame that it names as its tensor. Raises PeerError."""
+        self._check_room()
+        if self._coming_bytes + parcel.bytes > MOST_BYTES:
+            raise PeerBusy("too many long requests are on their way here")
+        self._coming_bytes += parcel.bytes
+        try:
+            async with asyncio.timeout_at(question.deadline):
+                frame = await self._frame(question.peer, parcel)
+        except TimeoutError:
+            raise PeerUnavailable(f"a parcel of {parcel.bytes} bytes did not come in time") from None
+        finally:
+            self._coming_bytes -= parcel.bytes
+        return replace(question, tensors=[memoryview(frame)])
+
+    async def _frame(self, node: str, parcel: Parcel) -> bytearray:
+        frame = bytearray(parcel.bytes)
+        for offset in range(0, parcel.bytes, PARCEL_PART_BYTES):
+            asked = FetchParcel(parcel.key, offset, min(PARCEL_PART_BYTES, parcel.bytes - offset))
+            answer = await self._channel.ask(node, asked, timeout_s=PART_S, aside=True)
+            if not isinstance(answer.message, ParcelPart) or [part.nbytes for part in answer.tensors] != [asked.bytes]:
+                raise PeerRefused(f"{node} answered with something else")
+            frame[offset : offset + asked.bytes] = answer.tensors[0]
+            self.fetched_bytes += asked.bytes
+        if not parcel.is_intact(frame):
+            raise PeerRefused(f"a parcel from {node} has another checksum than it should")
+        return frame

@@ -1,0 +1,232 @@
+"""Frames between two fronts over a real channel: what is long goes beside it, and what may go wrong with that."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from support.boxes import Box, running, secret
+from support.waiting import until
+
+from edgemoe.cluster.control.requests import parcels as parcels_module
+from edgemoe.cluster.control.requests.parcels import SHORT_BYTES, Parcels
+from edgemoe.cluster.rpc.control_messages import CONTROL, Beat, Forward, Taken
+from edgemoe.cluster.rpc.messages.parcels import KEY_BYTES, PARCEL_PART_BYTES, FetchParcel, Parcel, ParcelPart
+from edgemoe.cluster.rpc.protocol import Versions
+from edgemoe.cluster.rpc.transport import Answer, Question
+from edgemoe.errors import PeerBusy, PeerError, PeerRefused
+
+LONG = bytes(range(256)) * (2 * PARCEL_PART_BYTES // 256) + b"end"
+Spoil = Callable[[FetchParcel, Answer[Any]], Any]
+
+
+class Front:
+    """One end: takes what is forwarded to it, and hands out what it forwards itself."""
+
+    def __init__(self, node: str, keys: dict[str, Any], speaks: Versions | None = None) -> None:
+        self.spoil: Spoil = lambda _asked, answer: answer
+        self.busy = False
+        self.taken: list[bytes] = []
+        self.heard: list[str] = []  # in order
+        self.box = Box(node, keys[node], keys, self.serve, CONTROL, speaks, aside=True)
+        self.parcels = Parcels(self.box.channel, self.check_room)
+
+    def check_room(self) -> None:
+        if self.busy:
+            raise PeerBusy("there is no room")
+
+    async def serve(self, question: Question[Any]) -> Answer[Any]:
+        self.heard.append(type(question.message).__name__)
+        match question.message:
+            case FetchParcel() as asked:
+                answer = self.spoil(asked, self.parcels.serve(question.peer, asked))
+                return await answer if asyncio.iscoroutine(answer) else answer
+            case Forward(parcel=Parcel() as parcel):
+                question = await self.parcels.fetch(question, parcel)
+        if isinstance(question.message, Forward):
+            self.taken.append(bytes(question.tensors[0]))
+        return Answer(Taken())
+
+    async def send(self, frame: bytes, wanted: Callable[[], bool] = lambda: True) -> None:
+        await self.parcels.forward("b", Forward("m", 3), frame, wanted)
+
+
+@asynccontextmanager
+async def pair(speaks: Versions | None = None) -> AsyncIterator[tuple[Front, Front]]:
+    """Fronts a and b, and at the end nothing is on its way between them."""
+    keys = {node: secret() for node in "ab"}
+    a, b = Front("a", keys), Front("b", keys, speaks)
+    async with running(a.box, b.box):
+        a.box.channel.connect(b.box.peer)
+        b.box.channel.connect(a.box.peer)
+        await until(lambda: all(links.is_up("b") for links in a.box.channel._all_links))
+        await until(lambda: all(links.is_up("a") for links in b.box.channel._all_links))
+        await a.box.channel.ask("b", Beat(), timeout_s=5)  # any answer says what the other speaks
+        await until(lambda: not b.box.channel.waiting())
+        a.heard, b.heard = [], []
+        yield a, b
+        assert (len(a.parcels), len(b.parcels)) == (0, 0)
+        assert a.box.channel.waiting() == b.box.channel.waiting() == 0
+        await a.send(b"x")  # the channel is as it was
+
+
+async def test_what_is_short_is_in_the_message_and_what_is_long_comes_in_parts_beside_it() -> None:
+    async with pair() as (a, b):
+        for size in (1, SHORT_BYTES, SHORT_BYTES + 1, PARCEL_PART_BYTES, PARCEL_PART_BYTES + 1, len(LONG)):
+            await a.send(LONG[-size:])
+            assert b.taken[-1] == LONG[-size:]
+        assert a.heard == ["FetchParcel"] * (1 + 1 + 2 + 3)
+        assert b.parcels.fetched_bytes == SHORT_BYTES + 1 + 2 * PARCEL_PART_BYTES + 1 + len(LONG)
+
+
+async def test_a_message_overtakes_a_long_frame_that_is_on_its_way() -> None:
+    async with pair() as (a, b):
+        go_on = asyncio.Event()
+
+        async def halting(answer: Answer[Any]) -> Answer[Any]:
+            await go_on.wait()
+            return answer
+
+        a.spoil = lambda asked, answer: halting(answer) if asked.offset else answer
+        sending = asyncio.create_task(a.send(LONG))
+        await until(lambda: len(a.heard) == 2)
+        for _ in range(3):
+            await b.box.channel.ask("a", Beat(), timeout_s=5)
+            await a.box.channel.ask("b", Beat(), timeout_s=5)
+        assert (b.taken, sending.done()) == ([], False)
+        go_on.set()
+        await sending
+        assert b.taken == [LONG]
+
+
+def flipped(_asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
+    changed = bytearray(answer.tensors[0])
+    changed[-1] ^= 4
+    return Answer(answer.message, [memoryview(changed)])
+
+
+def short(_asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
+    return Answer(answer.message, [answer.tensors[0][:-1]])
+
+
+def another(_asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
+    return Answer(Taken(), answer.tensors)
+
+
+def again(asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
+    """The first part in place of each: the right bytes at the wrong place."""
+    return Answer(answer.message, [memoryview(LONG)[: asked.bytes]])
+
+
+async def silent(_asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
+    await asyncio.Event().wait()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (flipped, "another checksum"),
+        (again, "another checksum"),
+        (short, "something else"),
+        (another, "something else"),
+        (silent, "did not"),
+    ],
+)
+async def test_a_frame_that_does_not_come_as_it_is_is_not_taken(
+    spoil: Spoil, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parcels_module, "PART_S", 0.3)
+    async with pair() as (a, b):
+        a.spoil = spoil
+        with pytest.raises(PeerError, match=why):
+            await a.send(LONG)
+        assert not b.taken
+
+
+async def test_a_frame_is_given_up_where_nobody_wants_it_or_has_room_or_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with pair() as (a, b):
+        asked: list[bool] = []
+
+        def only_once() -> bool:
+            asked.append(True)
+            return len(asked) == 1
+
+        with pytest.raises(PeerRefused, match="nobody waits"):
+            await a.send(LONG, only_once)
+        b.busy = True
+        a.heard = []
+        with pytest.raises(PeerBusy, match="no room"):
+            await a.send(LONG)
+        assert not a.heard, "nothing is fetched in vain"
+        b.busy = False
+        monkeypatch.setattr(parcels_module, "MOST_BYTES", len(LONG) - 1)
+        with pytest.raises(PeerBusy, match="too many"):
+            await a.send(LONG)
+        assert not b.taken
+
+
+async def test_a_sender_that_gives_up_hands_out_nothing_more() -> None:
+    async with pair() as (a, b):
+        halt, seen = asyncio.Event(), list[FetchParcel]()
+
+        async def halting(asked: FetchParcel, answer: Answer[Any]) -> Answer[Any]:
+            seen.append(asked)
+            await halt.wait()
+            return answer
+
+        a.spoil = halting
+        sending = asyncio.create_task(a.send(LONG))
+        await until(lambda: seen)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        halt.set()
+        await until(lambda: a.heard.count("FetchParcel") == 2 and not b.box.channel.waiting())
+        assert (b.taken, len(seen)) == ([], 1)
+
+
+async def test_only_the_box_that_is_told_of_a_parcel_gets_it_and_only_what_is_in_it() -> None:
+    async with pair() as (a, _b):
+        go_on = asyncio.Event()
+
+        async def halting(answer: Answer[Any]) -> Answer[Any]:
+            await go_on.wait()
+            return answer
+
+        a.spoil = lambda _asked, answer: halting(answer)
+        sending = asyncio.create_task(a.send(LONG))
+        await until(lambda: a.heard)
+        (key,) = a.parcels._waiting
+        for wrong in (
+            FetchParcel(bytes(KEY_BYTES), 0, 1),
+            FetchParcel(key, len(LONG), 1),
+            FetchParcel(key, len(LONG) - 1, 2),
+            FetchParcel(key, 1 << 59, 1),
+        ):
+            with pytest.raises(PeerRefused, match="there is no such"):
+                a.parcels.serve("b", wrong)
+        with pytest.raises(PeerRefused, match="for this box"):
+            a.parcels.serve("c", FetchParcel(key, 0, 1))
+        assert isinstance(a.parcels.serve("b", FetchParcel(key, len(LONG) - 1, 1)).message, ParcelPart)
+        go_on.set()
+        await sending
+
+
+async def test_a_front_of_the_first_version_gets_long_frames_in_their_messages() -> None:
+    async with pair(Versions(1, 1)) as (a, b):
+        await a.send(LONG)
+        assert (b.taken, a.heard) == ([LONG], [])
+
+
+@pytest.mark.parametrize("size", [0, (64 << 20) + 1])
+def test_a_parcel_of_a_size_that_cannot_be_is_not_read(size: int) -> None:
+    told = {"key": bytes(KEY_BYTES), "bytes": size, "checksum": "0" * 32}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(told, Parcel)
+    assert msgspec.convert({**told, "bytes": 64 << 20}, Parcel).bytes == 64 << 20
