@@ -15,11 +15,11 @@ from support.checkpoints import partial_store, tiny_checkpoint
 from support.engines import EXPERTS, LAYERS, EngineBox, adopt, meet, peers_of, plan_for, prompts, running
 from support.waiting import wait_until
 
-from edgemoe.cluster.rpc.engine_messages import PeerList, Plan
+from edgemoe.cluster.rpc.engine_messages import Holds, PeerList, PeerSeen, Plan
 from edgemoe.experts.compute import peer_layer_step as remote
 from edgemoe.store.packer import pack
 from edgemoe.types.arrays import BoolArray
-from edgemoe.types.placement import pack_bits
+from edgemoe.types.placement import pack_bits, unpack_bits
 
 TOTAL = LAYERS * EXPERTS
 NODES = ("a", "b", "c")
@@ -331,6 +331,20 @@ def test_a_plan_that_does_not_fit_is_refused_and_the_last_one_stays(store: Path,
         a.obey(Plan(plan=last))
         wait_until(lambda: a.side.plan == last)
         assert a.side.metrics()["edgemoe_home_experts"] == good.homes_of("a").sum()
+
+
+def test_what_is_in_memory_in_passing_is_not_what_a_box_holds_for_the_others(store: Path, tmp_path: Path) -> None:
+    a, b = boxes(store, tmp_path, [everything(), everything()], TOTAL // 2 + 2)
+    with running(a, b):
+        plan = plan_for((a, b))
+        adopt(plan, a, b)
+        homes = plan.homes_of("a")
+        a.generate(prompts()[:1])
+        wait_until(lambda: (a.tiers.residency.resident_mask() & ~homes).any())
+        before = len(a.told)
+        wait_until(lambda: sum(isinstance(one, PeerSeen) for one in a.told[before:]) > 1)  # at the end of a report
+        held = next(one for one in reversed(a.told) if isinstance(one, Holds))
+        np.testing.assert_array_equal(unpack_bits(held.ram, LAYERS, EXPERTS), homes)
 
 
 def test_an_engine_that_leaves_the_list_is_cut_off(store: Path, alone: list[list[int]], tmp_path: Path) -> None:
