@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -64,3 +66,16 @@ def test_requests_of_one_source_are_kept_apart() -> None:
     cluster.serve(jobs)
     assert jobs[0].place != jobs[1].place
     assert jobs[2].first_s > min(jobs[0].end_s, jobs[1].end_s)
+
+
+def test_experts_that_are_far_take_longer_and_steps_count_what_their_tokens_load() -> None:
+    sources = [source(0)]
+    far_s = np.zeros((LAYERS, EXPERTS), np.float32)
+    far_s[:, 1] = 0.03
+    data = routed(sources, COSTS, far_s)
+    jobs = jobs_of(offered(sources), [5])
+    cluster_of(1, replace(shape(sources), data=data), Push(fewest)).serve(jobs)
+    ttft_s, tpot_s = times_of(jobs)
+    assert ttft_s == pytest.approx([1 + LAYERS * (0.01 * EXPERTS + 0.03)])
+    assert tpot_s == pytest.approx([1 + LAYERS * (0.01 * TOP_K + 0.03)])
+    assert data.counted.tolist() == [4, 4 * LAYERS * TOP_K], "the first token is the prompt's"

@@ -5,6 +5,7 @@
     python -m tools.bench.routing --study both DATA      # whole engines whose steps take what their experts do
     python -m tools.bench.routing --study known DATA     # the same, by what is known of a request when it is offered
     python -m tools.bench.routing --study residency DATA # decode workers that have half of the experts in place
+    python -m tools.bench.routing --study ablation DATA  # the default policy, and each part of it left out
 
 DATA holds the routing tables, the traces of arrivals and what LLMServingSim measured. The clock is simulated, so other
 work on the machine changes no figure. The last line is one JSON object.
@@ -22,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench import routing_both, routing_eldr, routing_gimbal, routing_known, routing_residency
+from tools.bench import routing_ablation, routing_both, routing_eldr, routing_gimbal, routing_known, routing_residency
 
 STUDIES: dict[str, Callable[[Path, range], dict[str, Any]]] = {
     "eldr": routing_eldr.study,
@@ -30,6 +31,7 @@ STUDIES: dict[str, Callable[[Path, range], dict[str, Any]]] = {
     "both": routing_both.study,
     "known": routing_known.study,
     "residency": routing_residency.study,
+    "ablation": routing_ablation.study,
 }
 console = Console(stderr=True, width=200)
 

@@ -34,6 +34,7 @@ class EngineShape:
     plans_ahead: bool = False  # what a step computes is settled as the one before it begins
     more_s: Callable[..., float] = nothing_more  # compiled: of a batch and `data`, what a step takes beside `costs`
     data: Any = 0.0
+    resident: FloatArray | None = None  # [L, E] what reaching each expert takes beside one in place
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -155,6 +156,7 @@ class Engine:
             self.cache.keys() if self.cache else frozenset(),
             taken=frozenset(self.taken),
             reported_s=reported_s,
+            resident=self.shape.resident,
             union=self._union(),
             decode_s=self._step_s(),
         )

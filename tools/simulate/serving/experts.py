@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from edgemoe.policy.routing.offers import Assignment, EngineView, Offered, RoutingPolicy
+from edgemoe.types.arrays import FloatArray
 from tools.simulate.decode_pool import DecodeCosts, places_of
 from tools.simulate.decode_traffic import Source
 from tools.simulate.serving.engine import Engine
@@ -28,31 +29,36 @@ class RoutedRequests(NamedTuple):
     first: npt.NDArray[np.int64]  # [N] row of the first decoded token
     length: npt.NDArray[np.int64]  # [N]
     places: npt.NDArray[np.int32]  # [rows, L * k] numbers of (layer, expert)
-    experts: int  # of all layers
-    expert_s: float
+    seconds: npt.NDArray[np.float64]  # [experts of all layers] that loading each takes
+    counted: npt.NDArray[np.float64]  # [2] tokens of steps without prompts, and distinct experts for each of them
 
 
 @_compiled
 def experts_s(batch: Batch, data: RoutedRequests) -> float:
-    """Seconds of the experts of a step."""
-    seen = np.zeros(data.experts, np.bool_)
-    distinct = 0
+    """Seconds of the experts of a step; counts them."""
+    seen = np.zeros(len(data.seconds), np.bool_)
+    tokens = distinct = 0
+    took_s = 0.0
     for s in range(len(batch.request)):
         if batch.request[s] == FREE_SLOT:
             continue
         if batch.todo[s] != 0:  # a prompt, whose many tokens choose all there are
-            return data.expert_s * data.experts
+            return data.seconds.sum()
+        tokens += 1
         r = batch.request[s]
         row = data.first[r] + batch.emitted[s] % data.length[r]
         for place in data.places[row]:
             if not seen[place]:
                 seen[place] = True
                 distinct += 1
-    return data.expert_s * distinct
+                took_s += data.seconds[place]
+    data.counted[0] += tokens
+    data.counted[1] += tokens * distinct
+    return took_s
 
 
-def routed(sources: Sequence[Source], costs: DecodeCosts) -> RoutedRequests:
-    """Returns the routes of requests [N], each cut from a source."""
+def routed(sources: Sequence[Source], costs: DecodeCosts, far_s: FloatArray | None = None) -> RoutedRequests:
+    """Returns the routes of requests [N], each cut from a source; `far_s` [L, E] is what experts take more."""
     unique = {id(each): each for each in sources}
     lengths = np.array([len(each.routes) for each in unique.values()])
     first = dict(zip(unique, (np.cumsum(lengths) - lengths).tolist(), strict=True))
@@ -61,8 +67,8 @@ def routed(sources: Sequence[Source], costs: DecodeCosts) -> RoutedRequests:
         np.array([first[id(each)] for each in sources]),
         np.array([len(each.routes) for each in sources]),
         np.concatenate([places_of(each.routes, costs.experts) for each in unique.values()]),
-        layers * costs.experts,
-        costs.expert_s,
+        np.full(layers * costs.experts, costs.expert_s) + (0.0 if far_s is None else far_s.reshape(-1)),
+        np.zeros(2),
     )
 
 

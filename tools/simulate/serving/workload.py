@@ -86,13 +86,13 @@ def at_rate(load: Load, rate: float) -> Load:
     return Load([replace(one, arrived_s=one.arrived_s / rate) for one in load.offered], load.output)
 
 
-def mooncake(data: Path, trace: str, count: int, start: int) -> Load:
-    """Returns requests of Mooncake's trace with its keys, at one a second; prompts above MAX_LONG are left out.
+def mooncake(data: Path, trace: str, count: int, start: int, longest: int = MAX_LONG) -> Load:
+    """Returns requests of Mooncake's trace with its keys, at one a second; prompts above `longest` are left out.
 
     A user is the chain of a first block: of the first that not all requests have, for all of one trace begin alike.
     """
     with gzip.open(data / f"mooncake-fast25/{trace}.jsonl.gz", "rt") as file:
-        every = [row for row in map(json.loads, file) if row["input_length"] <= MAX_LONG and row["hash_ids"]]
+        every = [row for row in map(json.loads, file) if row["input_length"] <= longest and row["hash_ids"]]
     common = int(len({row["hash_ids"][0] for row in every}) == 1)
     rows = every[start : start + count]
     at_s = np.array([row["timestamp"] for row in rows]) / 1000.0
